@@ -37,8 +37,8 @@ struct Written {
 /// Extents, strides and alignment of a tensor, as Python passes them.
 pub(crate) type Tensor = ([i64; 4], [i64; 4], u32);
 
-/// A parameter as Python is told of it: name, axes (`None` of a scalar), element type, default.
-type Parameter = (String, Option<Vec<&'static str>>, &'static str, Option<f32>);
+/// A parameter as Python receives it: name, axes (`None` of a scalar; of a table its extents as digits), element type, default.
+type Parameter = (String, Option<Vec<String>>, &'static str, Option<f32>);
 
 /// Score_mods and masks that were read.
 #[pyclass(frozen, module = "sdpa._native")]
@@ -69,15 +69,6 @@ impl Program {
         let score_mods = score_mods.collect::<PyResult<Vec<_>>>()?;
         let masks = written.masks.iter().map(|text| text.parse::<Mask>().map_err(|e| read("mask", text, e.rule)));
         let masks = masks.collect::<PyResult<Vec<_>>>()?;
-        let of_masks = masks.iter().filter_map(|mask| mask.trace().ok()).flat_map(|trace| trace.params().to_vec());
-        let of_mods = score_mods.iter().flat_map(ScoreMod::stages).flat_map(|stage| stage.params().to_vec());
-        if let Some(table) = of_mods.chain(of_masks).find(|declared| declared.kind.extents().len() > 0) {
-            return Err(one(
-                &format!("parameter {}", table.name),
-                "a table",
-                "a scalar or a tensor over axes: tables are not bound from Python",
-            ));
-        }
         let executor = written.executor.as_deref().map(executor).transpose()?;
         Ok(Program { score_mods, masks, executor, written })
     }
@@ -154,7 +145,13 @@ pub(crate) fn named(name: &str) -> PyResult<DType> {
 }
 
 fn parameter(declared: &Declared) -> Parameter {
-    let names = |axes: Axes| axes.iter().map(|axis| axis.name()).collect();
+    let names = |axes: Axes| -> Vec<String> {
+        if axes.is_table() {
+            axes.extents().map(|extent| extent.to_string()).collect()
+        } else {
+            axes.iter().map(|axis| axis.name().to_owned()).collect()
+        }
+    };
     match declared.kind {
         ParamKind::Scalar => (declared.name.clone(), None, DType::F32.name(), declared.default),
         ParamKind::Tensor { axes, dtype } => (declared.name.clone(), Some(names(axes)), dtype.name(), None),

@@ -249,3 +249,30 @@ def test_without_a_driver_there_is_an_exception():
     env = os.environ | {"CUDNN_GRAPH_DRIVER": "/nowhere/libcuda.so.1"}
     done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY, NVRTC, ""], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "told: cudnn: " in done.stdout and "\ncuda: " in done.stdout, done.stdout + done.stderr
+
+
+TABLE = """
+mod = sdpa.ScoreMod.from_text("table t[8, 1023]: f32; table n[512]: i32; score + t[head, n[k] - q + 511]", t=sdpa_t, n=sdpa_n)
+from sdpa.mods import joined, program
+for executor in (None, "cuda", "cudnn"):
+    text, tensors, _ = joined(mod, None, executor=executor)
+    for layout, wrt in ((FORWARD, []), (BACKWARD, [("t", "bf16")])):
+        try:
+            plan = program(text).plan(0, "bf16", layout, True, wrt)
+        except sdpa.UnsupportedError as e:
+            print(executor, e.executor, str(e).split("\\n")[0])
+            continue
+        operands = [memory(BYTES[dims]) for dims, _, _ in layout]
+        given = {"t": (memory(4 * 8 * 1023), "f32", 8 * 1023), "n": (memory(4 * 512), "i32", 512)}
+        params = [given[t.name] for t in tensors]
+        plan.run(operands, memory(4 * 2 * 8 * 512), params, [], [memory(2 * 8 * 1023) for _ in wrt], 0.125, 1, 0, memory(plan.workspace_bytes))
+        print(executor, plan.executor, plan.calls)
+"""
+
+
+@with_nvrtc
+def test_tables_are_read_by_kernels_of_our_own_and_not_by_cudnn():
+    names = "class Shape:\n    def __init__(self, *shape):\n        self.shape = shape\nsdpa_t, sdpa_n = Shape(8, 1023), Shape(512)\n"
+    lines = run(names + TABLE).splitlines()
+    assert lines[:4] == ["None cuda 1", "None cuda 1", "cuda cuda 1", "cuda cuda 1"]
+    assert len(lines) == 6 and all(line.startswith("cudnn cudnn cudnn: ") and "computed" in line for line in lines[4:]), lines

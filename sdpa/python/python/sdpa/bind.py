@@ -8,6 +8,7 @@ from typing import Any
 from .errors import one
 from .tracing import HELD, Parameter
 
+_AXES = ("batch", "head", "q", "k")
 _I32 = (-(2**31), 2**31 - 1)
 # By the identity of a tensor: the tensor, its version, and its least and greatest element.
 _SPANS: dict[int, tuple] = {}
@@ -86,13 +87,8 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
             tensor = tensor.select(dim, pick)
     if parameter.order != tuple(range(len(parameter.order))):
         tensor = tensor.permute(parameter.order)
-    for dim, (axis, start) in enumerate(zip(parameter.axes, parameter.starts)):
-        need = extents[("batch", "head", "q", "k").index(axis)]
-        if tensor.shape[dim] < start + need:
-            of, rule = tuple(parameter.source.shape), f"at least {start + need} along {axis}, as many as this call reads"
-            raise one(f"parameter {parameter.name}", f"of shape {of}", rule)
-        if tensor.shape[dim] != need:
-            tensor = tensor.narrow(dim, start, need)
+    for dim, start, need in parts(parameter, tensor.shape, extents):
+        tensor = tensor.narrow(dim, start, need)
     dtype = _DTYPES(torch)[parameter.dtype]
     if str(tensor.dtype).rsplit(".", 1)[-1] not in HELD[parameter.dtype]:
         raise one(f"parameter {parameter.name}", f"of {tensor.dtype}", f"{parameter.dtype}, as it is declared: convert it before")
@@ -106,6 +102,28 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
     if tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     return tensor.contiguous()
+
+
+def parts(parameter: Parameter, shape: Any, extents: tuple[int, int, int, int]) -> list[tuple[int, int, int]]:
+    """What a call over these extents reads of a tensor of this shape, where that is not all of it: an axis, where it begins, how many."""
+    short = lambda least, axis: one(  # noqa: E731
+        f"parameter {parameter.name}", f"of shape {tuple(parameter.source.shape)}", f"at least {least} along {axis}, as many as this call reads"
+    )  # fmt: skip
+    if parameter.is_table:
+        if tuple(shape) != parameter.axes:
+            raise one(f"parameter {parameter.name}", f"of shape {tuple(shape)}", f"a table of shape {parameter.axes}, as it was traced or declared")
+        for dim, axis, start in parameter.starts:
+            if shape[dim] < start + extents[axis]:
+                raise short(start + extents[axis], _AXES[axis])
+        return []
+    found = []
+    for dim, (axis, start) in enumerate(zip(parameter.axes, parameter.starts)):
+        need = extents[_AXES.index(axis)]
+        if shape[dim] < start + need:
+            raise short(start + need, axis)
+        if shape[dim] != need:
+            found.append((dim, start, need))
+    return found
 
 
 def _DTYPES(torch: Any) -> dict:

@@ -1,65 +1,247 @@
-"""Captured tensors that are read by index."""
+"""Captured tensors that are read by index: elements, tables that are read at computed places, and rows of few elements, which are unrolled."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any, Callable, Iterator
+
 from .errors import TracingError
-from .values import Operators, Unread
+from .values import FUNCTIONS, NUMBERS, Operators, Unread, current, element_of, kind_of, no_attribute, unary
+
+# The most elements of a row: each is read and computed on its own.
+_LONGEST = 64
+# An axis that has no index yet.
+_FREE = object()
 
 
-class Partial(Unread):
-    """A tensor that was indexed along some of its axes."""
+def _each(name: str) -> Callable:
+    def method(self: Rows, *args: Any, **kwargs: Any) -> Any:
+        return _called(name, self, *args, **kwargs)
 
-    def __init__(self, source, taken: tuple, trace):
-        self.source, self.taken, self.trace = source, taken, trace
+    return method
 
-    def __getitem__(self, at):
-        return index(self.source, at, self.taken, self.trace)
 
-    def whole(self, *_args, **_kwargs):
-        given, axes = len(self.taken), len(self.source.shape)
-        raise TracingError(f"a tensor of {axes} axes is read with {given} of them", "index every axis, each by one of b, h, q_idx, kv_idx")
+def _called(name: str, *args: Any, **kwargs: Any) -> Any:
+    from .table import called
 
-    def __getattr__(self, name):
-        self.whole()
+    return called(name, name, args, kwargs)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = whole
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __invert__ = __bool__ = whole
+
+class Rows(Unread):
+    """One axis of elements: operators and functions apply to each, and reductions join them."""
+
     __hash__ = object.__hash__
 
+    def elements(self) -> tuple:
+        """The values of the row."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.elements())
+
+    def __iter__(self) -> Iterator:
+        return iter(self.elements())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in REDUCTIONS and name not in FUNCTIONS:
+            raise no_attribute(name)
+        return functools.partial(_called, name, self)
+
+    @property
+    def shape(self) -> tuple:
+        """The length of the row."""
+        return (len(self),)
+
+    @property
+    def ndim(self) -> int:
+        """One axis."""
+        return 1
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        return self.elements()[0].dtype
+
+    def __matmul__(self, other: Any) -> Any:
+        return _called("matmul", self, other)
+
+    __rmatmul__ = __matmul__
+
+    def __bool__(self) -> bool:
+        raise TracingError("a row of a tensor is taken for true or false", "reduce it by `.all()` or `.any()`, and choose by torch.where")
+
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         from .tracing import applied
 
         return applied(func, args, kwargs or {})
 
 
-_GATHER = (
-    "an index has to be one of b, h, q_idx, kv_idx, or one of these plus a constant: make the table a tensor over (q, k) or (head, q, k) before, "
-    "`bias = table[:, buckets]`, and read it as `bias[h, q_idx, kv_idx]`, with its gradient"
-)
+for _name in "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow and or xor rand ror rxor eq ne lt le gt ge neg pos abs invert lshift rshift rlshift rrshift".split():
+    setattr(Rows, f"__{_name}__", _each(_name))
 
 
-def index(source, at, taken: tuple, trace):
+class Row(Rows):
+    """A row that was computed."""
+
+    def __init__(self, values: tuple):
+        self._values = values
+
+    def elements(self) -> tuple:
+        """The values of the row."""
+        return self._values
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, bool) or not isinstance(at, int):
+            raise TracingError(f"a computed row is indexed by {type(at).__name__}", "index it by a constant")
+        if not -len(self._values) <= at < len(self._values):
+            raise TracingError(f"index {at} of a row of {len(self._values)}", "an index within it")
+        return self._values[at]
+
+
+class Partial(Rows):
+    """A tensor that was indexed along some of its axes. With one axis left it is a row."""
+
+    def __init__(self, source: Any, taken: tuple, trace: Any):
+        self.source, self.taken, self.trace = source, taken, trace
+
+    def __getitem__(self, at: Any) -> Any:
+        return index(self.source, at, self.taken, self.trace)
+
+    def elements(self) -> tuple:
+        """The values of the row, each read on its own."""
+        free = [n for n, one in enumerate(self.taken) if one is _FREE]
+        if len(free) > 1:
+            given, axes = len(self.taken) - len(free), len(self.taken)
+            raise TracingError(f"a tensor of {axes} axes is read with {given} of them", "index every axis, or every axis but one for a row that is reduced, `.sum()`")
+        length = self.source.shape[free[0]]
+        if not 0 < length <= _LONGEST:
+            raise TracingError(f"a row of {length} elements is read", f"rows of 1 to {_LONGEST} are unrolled: reduce longer ones before, into a tensor over queries and keys")
+        at = lambda n: tuple([n if one is _FREE else one for one in self.taken])  # noqa: E731
+        return tuple([self.trace.table(self.source, at(n)) for n in range(length)])
+
+
+def index(source: Any, at: Any, taken: tuple | None, trace: Any) -> Any:
     """An element of a captured tensor, or what is left of it to be indexed."""
-    for one in at if isinstance(at, tuple) else (at,):
-        if isinstance(one, Operators):
-            place = one.lifted().place
-            if place is None or place[1] < 0:
-                raise TracingError("a tensor is indexed by something computed (a gather)", _GATHER)
-            taken = (*taken, place)
-        elif isinstance(one, int) and not isinstance(one, bool):
-            taken = (*taken, one)
-        else:
-            raise TracingError(f"a tensor is indexed by {type(one).__name__}", _GATHER)
     shape = tuple(source.shape)
-    if len(taken) > len(shape):
-        raise TracingError(f"a tensor of {len(shape)} axes is indexed {len(taken)} times", "give one index for each axis")
-    if len(taken) < len(shape):
-        return Partial(source, taken, trace)
-    places = [one for one in taken if isinstance(one, tuple)]
-    for n in (n for n, one in enumerate(taken) if isinstance(one, int)):
-        if not -shape[n] <= taken[n] < shape[n]:
-            raise TracingError(f"index {taken[n]} of an axis of {shape[n]}", "an index within it")
-    if len({axis for axis, _ in places}) < len(places):
-        raise TracingError("a tensor is indexed twice by the same place", "take the diagonal before: `torch.diagonal(t)[q_idx]`")
-    return trace.tensor(source, tuple(one if isinstance(one, int) else None for one in taken), places)
+    at = at if isinstance(at, tuple) else (at,)
+    taken = (_FREE,) * len(shape) if taken is None else taken
+    free = [n for n, one in enumerate(taken) if one is _FREE]
+    given = len([one for one in at if one is not Ellipsis])
+    if given > len(free):
+        raise TracingError(f"a tensor of {len(shape)} axes is indexed {len(shape) - len(free) + given} times", "give one index for each axis")
+    rest = list(taken)
+    axis = 0
+    for one in at:
+        if one is Ellipsis:
+            axis += len(free) - given
+            continue
+        if not (isinstance(one, slice) and (one.start, one.stop, one.step) == (None, None, None)):
+            rest[free[axis]] = _index(one, shape[free[axis]])
+        axis += 1
+    if any([one is _FREE for one in rest]):
+        return Partial(source, tuple(rest), trace)
+    return element(source, tuple(rest), trace)
+
+
+def _index(one: Any, extent: int) -> Any:
+    """An index along an axis of so many elements: a number from 0 on, or a traced integer."""
+    if isinstance(one, Operators):
+        one = one.lifted()
+        if one.element not in ("int32", "int64"):
+            mask = ", as PyTorch reads truth values and uint8 as a mask" if one.element in ("bool", "uint8") else ""
+            raise TracingError(f"a tensor is indexed by a value of {one.element}", f"an index is an int32 or an int64{mask}: convert it before, `.int()`")
+        return one
+    if isinstance(one, int) and not isinstance(one, bool):
+        if not -extent <= one < extent:
+            raise TracingError(f"index {one} of an axis of {extent}", "an index within it")
+        return one % extent
+    if isinstance(one, Unread):
+        raise TracingError("a tensor is indexed by a row", "index every axis of the row first, `idx[q_idx, kv_idx]`")
+    raise TracingError(f"a tensor is indexed by {type(one).__name__}", "an index is a whole number, q_idx, kv_idx, b, h, or an integer that is computed from these and from tensors")
+
+
+def element(source: Any, taken: tuple, trace: Any) -> Any:
+    """The element of a tensor at numbers and traced integers: at this place of the scores where it can be, else of a table."""
+    traced = [one for one in taken if not isinstance(one, int)]
+    places = [one.place for one in traced]
+    if all([place is not None and place[1] >= 0 for place in places]) and len({axis for axis, _ in places}) == len(places):
+        return trace.tensor(source, tuple([one if isinstance(one, int) else None for one in taken]), places)
+    return trace.table(source, taken)
+
+
+def mapped(name: str, args: tuple, kwargs: dict) -> Any:
+    """A function of rows: of each of their elements, or of all together."""
+    if name in REDUCTIONS:
+        return REDUCTIONS[name](*args, **kwargs)
+    given = [*args, *kwargs.values()]
+    lengths = {len(_row(x)) for x in given if _row(x) is not None} - {1}
+    if len(lengths) > 1:
+        raise TracingError(f"rows of {sorted(lengths)} elements are joined", "rows of one length")
+    length = max(lengths, default=1)
+    rows = [_row(x) for x in given]
+    made = []
+    for n in range(length):
+        one = [x if row is None else row[n if len(row) > 1 else 0] for x, row in zip(given, rows)]
+        made.append(FUNCTIONS[name](*one[: len(args)], **dict(zip(kwargs, one[len(args) :]))))
+    return Row(tuple(made))
+
+
+def _row(x: Any) -> tuple | None:
+    """The elements of a row, captured ones too; none of what is one number."""
+    if isinstance(x, Rows):
+        return x.elements()
+    if isinstance(x, Operators) or type(x) in NUMBERS or not (hasattr(x, "dtype") and hasattr(x, "shape")) or len(x.shape) == 0:
+        return None
+    if len(x.shape) > 1:
+        raise TracingError(f"a tensor of shape {tuple(x.shape)} is joined with a row", "a row, or one number")
+    return Partial(x, (_FREE,), current("a row")).elements()
+
+
+def _reduced(start: Callable, join: str, end: Callable = lambda made, _: made) -> Callable:
+    """A reduction over the one axis of a row."""
+
+    def made(x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
+        dim = dim if axis is None else axis
+        if dim not in (None, 0, -1, (0,), (-1,), [0], [-1]) or keepdim:
+            raise TracingError(f"a row is reduced along dim={dim}, keepdim={keepdim}", "its one axis: dim=-1, without keepdim")
+        parts = [start(one) for one in _row(x)]
+        return end(functools.reduce(FUNCTIONS[join], parts), len(parts))
+
+    return made
+
+
+def _whole(x: Any) -> Any:
+    """What a sum adds: integers and truth values as int64."""
+    return x if kind_of(x) == "f32" else FUNCTIONS["long"](x)
+
+
+def _truth(x: Any) -> Any:
+    if element_of(x) == "uint8":
+        raise TracingError("`all` or `any` of uint8, which is an uint8 in PyTorch", "convert it before, `.bool()`")
+    return x
+
+
+def _float(x: Any) -> Any:
+    if kind_of(x) != "f32":
+        raise TracingError(f"the mean of {element_of(x)}", "convert it before, `.float()`")
+    return x
+
+
+def _dot(x: Any, y: Any, *, out: Any = None) -> Any:
+    x, y = _row(x), _row(y)
+    if x is None or y is None or len(x) != len(y):
+        raise TracingError("a product of rows of other lengths", "two rows of one length")
+    _, first = unary(x[0], out)
+    if first.element != y[0].element or first.element == "bool":
+        raise TracingError(f"the product of a row of {first.element} and one of {y[0].element}", "two rows of one type of numbers: convert one, `.float()`")
+    return functools.reduce(FUNCTIONS["add"], [FUNCTIONS["mul"](a, b) for a, b in zip(x, y)])
+
+
+REDUCTIONS: dict[str, Callable] = {
+    "sum": _reduced(_whole, "add"), "prod": _reduced(_whole, "mul"), "mean": _reduced(_float, "add", lambda made, n: FUNCTIONS["div"](made, n)),
+    "all": _reduced(_truth, "logical_and", lambda made, _: FUNCTIONS["bool"](made)), "any": _reduced(_truth, "logical_or", lambda made, _: FUNCTIONS["bool"](made)),
+    "dot": _dot, "vdot": _dot, "inner": _dot, "matmul": _dot,
+}  # fmt: skip

@@ -74,7 +74,7 @@ class Kept:
         made = cls.__new__(cls)
         made.fn = None
         key = "score_mods" if cls._with_score else "masks"
-        declared = {name: (axes, dtype, default) for name, axes, dtype, default in Program(json.dumps({key: [text]})).params()}
+        declared = {name: (_axes(axes), dtype, default) for name, axes, dtype, default in Program(json.dumps({key: [text]})).params()}
         errors, tensors, scalars = [], [], []
         for name, given in values.items():
             if name not in declared:
@@ -82,15 +82,16 @@ class Kept:
         for name, (axes, dtype, default) in declared.items():
             given = values.get(name, default)
             if given is None:
-                errors.append((f"parameter {name}", "missing", f"{dtype} over [{', '.join(axes or [])}] is declared"))
+                errors.append((f"parameter {name}", "missing", f"{dtype} over [{_over(axes)}] is declared"))
             elif axes is None:
                 scalars.append(given if isinstance(given, Scalar) else Scalar(name, given))
             elif not hasattr(given, "shape"):
-                errors.append((f"parameter {name}", type(given).__name__, f"a tensor over [{', '.join(axes)}]"))
+                errors.append((f"parameter {name}", type(given).__name__, f"a tensor over [{_over(axes)}]"))
             elif len(given.shape) != len(axes):
-                errors.append((f"parameter {name}", f"of shape {tuple(given.shape)}", f"over [{', '.join(axes)}]"))
+                errors.append((f"parameter {name}", f"of shape {tuple(given.shape)}", f"over [{_over(axes)}]"))
             else:
-                tensors.append(Parameter(name, given, (None,) * len(axes), tuple(range(len(axes))), tuple(axes), (0,) * len(axes), dtype))
+                starts = () if axes and isinstance(axes[0], int) else (0,) * len(axes)
+                tensors.append(Parameter(name, given, (None,) * len(axes), tuple(range(len(axes))), axes, starts, dtype))
         if errors:
             from .errors import SpecError
 
@@ -105,6 +106,15 @@ class Kept:
         key = "score_mods" if self._with_score else "masks"
         mods, masks = Program(f'{{"{key}":[{self.quoted}]}}').texts()
         return (mods or masks)[0]
+
+
+def _axes(declared: list | None) -> tuple | None:
+    """Axes as a parameter has them: the extents of a table as numbers."""
+    return None if declared is None else tuple([int(axis) if axis.isdigit() else axis for axis in declared])
+
+
+def _over(axes: tuple | None) -> str:
+    return ", ".join([str(axis) for axis in axes or ()])
 
 
 class ScoreMod(Kept):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .bind import outside
+from .bind import outside, parts
 from .errors import SpecError, one
 from .mods import Kept, joined, program
 from .tracing import DTYPES, HELD, Parameter
@@ -109,11 +109,8 @@ def _params(tensors: tuple, q: np.ndarray, k: np.ndarray, *of: Kept | None) -> t
 def _bound(parameter: Parameter, extents: tuple) -> np.ndarray:
     x = _seen(parameter.source)
     x = x[tuple(slice(None) if pick is None else pick for pick in parameter.picks)].transpose(parameter.order)
-    for dim, (axis, start) in enumerate(zip(parameter.axes, parameter.starts)):
-        end = start + extents[("batch", "head", "q", "k").index(axis)]
-        if x.shape[dim] < end:
-            raise one(f"parameter {parameter.name}", f"of shape {np.shape(parameter.source)}", f"at least {end} along {axis}, as many as this call reads")
-        x = x[(slice(None),) * dim + (slice(start, end),)]
+    for dim, start, need in parts(parameter, x.shape, extents):
+        x = x[(slice(None),) * dim + (slice(start, start + need),)]
     wanted = {ours: theirs for theirs, ours in DTYPES.items()}[parameter.dtype]
     if x.dtype.name not in HELD[parameter.dtype]:
         raise one(f"parameter {parameter.name}", f"of {x.dtype}", f"{parameter.dtype}, as it is declared: convert it before")

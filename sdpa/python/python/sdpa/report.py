@@ -54,7 +54,7 @@ def explain(
             traced.check(extents, traced.sources, span)
     mods, masks = program(text).texts()
     lines = [f"score_mod: {mods[0] if mods else 'none'}", f"mask: {masks[0] if masks else 'none'}"]
-    lines += [f"parameter {t.name}: {t.dtype} over [{', '.join(t.axes)}], {tuple(p.shape)}" for t, p in zip(tensors, params)]
+    lines += [f"parameter {t.name}: {t.dtype} over [{t.over}], {tuple(p.shape)}" for t, p in zip(tensors, params)]
     lines += [f"parameter {s.name}: a scalar, {s.value}; another value needs no other plan" for s in scalars]
     copied = [name for name, x in (("query", query), ("key", key), ("value", value)) if not op.is_dense(x)]
     if copied:

@@ -11,8 +11,8 @@ from .arithmetic import (
     xor_bits,
 )  # fmt: skip
 from .errors import TracingError
-from .gather import index
-from .values import CURRENT, FUNCTIONS, UFUNCS, Operators, running
+from .gather import index, mapped
+from .values import CURRENT, FUNCTIONS, UFUNCS, Operators, Unread, running
 
 
 def compiling() -> bool:
@@ -26,7 +26,7 @@ def followed(fn: Callable, with_score: bool) -> None:
 
 
 def _get(tensor, at):
-    return index(tensor, at, (), running())
+    return index(tensor, at, None, running())
 
 
 _add, _sub, _mul = arithmetic("+"), arithmetic("-"), arithmetic("*")
@@ -85,6 +85,8 @@ def called(name: str, said: str, args: tuple, kwargs: dict) -> Any:
     if watch is not None:
         sys.setprofile(None)
     try:
+        if name != "getitem" and any([isinstance(x, Unread) for x in (*args, *kwargs.values())]):
+            return mapped(name, args, kwargs)
         return FUNCTIONS[name](*args, **kwargs)
     except TypeError as e:
         if isinstance(e, TracingError):

@@ -6,15 +6,16 @@ Python's own names; nothing of this needs PyTorch to be there.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, Callable
 
 from . import table
 from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, of_number, within
 from .errors import TracingError, one, source_line
-from .gather import index
+from .gather import REDUCTIONS, index
 from .table import called
-from .values import CURRENT, FUNCTIONS, Operators, constant, current
+from .values import CURRENT, FUNCTIONS, Operators, Unread, constant, current, instead_of, nonnegative
 
 AXES = ("batch", "head", "q", "k")
 
@@ -53,6 +54,21 @@ class Parameter:
     def dtype(self) -> str:
         """The declared element type."""
         return self.reading[4]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is read at computed places: `axes` are its extents then, and each of `starts` an axis of it, one of the scores, and where that begins."""
+        return bool(self.axes) and isinstance(self.axes[0], int)
+
+    @property
+    def over(self) -> str:
+        """The axes, or the extents of a table."""
+        return ", ".join([str(axis) for axis in self.axes])
+
+    @property
+    def declared(self) -> str:
+        """The declaration."""
+        return f"{'table' if self.is_table else 'tensor'} {self.name}[{self.over}]: {self.dtype};"
 
     def of(self, source: Any) -> Parameter:
         """The same of another tensor."""
@@ -149,6 +165,40 @@ class Trace:
         element = _element_of(source)
         return self.value(there.name, element, LIMITS.get(element), "tensor", (there.name,), KINDS[element] == "f32")
 
+    def table(self, source: Any, taken: tuple) -> Value:
+        """An element of a tensor at an index along each of its axes, a number or a traced integer: the tensor is declared as a table."""
+        shape = tuple(source.shape)
+        # Four extents at most: of more, numbers are taken before.
+        picked = tuple([one if isinstance(one, int) and len(shape) > 4 else None for one in taken])
+        left = [(one, n) for one, n, pick in zip(taken, shape, picked) if pick is None]
+        extents = tuple([n for _, n in left])
+        if len(extents) > 4:
+            raise TracingError(f"a tensor of {len(shape)} axes is indexed by something computed", "a tensor of 1 to 4 axes: reshape it before")
+        if 0 in extents or math.prod(extents) >= 2**31:
+            raise TracingError(f"a tensor of shape {shape} is indexed by something computed", "one of 1 to 2^31 - 1 elements")
+        # Positions as they are have to be within the tensor, which a call can tell.
+        starts = [(n, AXES.index(one.place[0]), one.place[1]) for n, (one, _) in enumerate(left) if type(one) is Value and one.place is not None]
+        there = None
+        for known in self.tensors:
+            if known.source is source and known.is_table and (known.picks, known.axes) == (picked, extents):
+                there = known
+        if there is None:
+            there = Parameter(f"{self.prefix}{len(self.tensors)}", source, picked, tuple(range(len(extents))), extents, (), dtype_of(source))
+            self.tensors.append(there)
+        if starts:
+            there.reading = (*there.reading[:3], tuple(sorted({*there.starts, *starts})), there.dtype)
+        element = _element_of(source)
+        text = self.let(f"{there.name}[{', '.join([self._along(one, n) for one, n in left])}]")
+        return self.value(text, element, LIMITS.get(element), "tensor", (there.name,), KINDS[element] == "f32")
+
+    def _along(self, one: Any, extent: int) -> str:
+        """An index as the language takes it: negative ones count from the end."""
+        if isinstance(one, int):
+            return constant(one)
+        if nonnegative(one):
+            return one.text
+        return self.let(f"select({one.text} < 0, {one.text} + {extent}, {one.text})")
+
     def extent(self, axis: str) -> Value:
         """How many batch entries, heads, queries or keys there are."""
         text = ("batches", "heads_q", "seq_q", "seq_kv")[AXES.index(axis)]
@@ -173,12 +223,12 @@ class Trace:
     def text(self, result: Value) -> str:
         # Calls bring the values of scalars: the text is the same for all of them.
         declared = [f"scalar {s.name} = 1.0;" for s in self.scalars.values()]
-        declared += [f"tensor {t.name}[{', '.join(t.axes)}]: {t.dtype};" for t in self.tensors]
+        declared += [t.declared for t in self.tensors]
         return "\n".join([*declared, *self.lines, result.text])
 
 
 def _words(text: str) -> set[str]:
-    for sign in "();,-+!":
+    for sign in "[]();,-+!":
         text = text.replace(sign, " ")
     return set(text.split())
 
@@ -267,7 +317,7 @@ class Array:
         self.source = source
 
     def __getitem__(self, at):
-        return index(self.source, at, (), current("an array"))
+        return index(self.source, at, None, current("an array"))
 
     def __repr__(self) -> str:
         return f"array({self.source!r})"
@@ -290,8 +340,9 @@ def applied(func: Any, args: tuple, kwargs: dict) -> Any:
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     if name.endswith("_") and not name.endswith("__"):
         raise TracingError(f"torch's `{name}` works in place", f"use torch.{name[:-1]} and its result")
-    if name.strip("_") not in FUNCTIONS:
-        raise TracingError(f"torch's `{name}` has no counterpart", f"there are {', '.join(sorted(FUNCTIONS))}")
+    known = name.strip("_") in FUNCTIONS or (name.strip("_") in REDUCTIONS and any(isinstance(x, Unread) for x in args))
+    if not known:
+        raise TracingError(f"torch's `{name}` has no counterpart", instead_of(name))
     if name == "where" and type(func).__name__ == "method_descriptor":
         # As a method it has the condition second.
         return Operators.where(*args, **kwargs)
@@ -362,4 +413,6 @@ def _tensor_result(trace: Trace, result: Any, what: str) -> Value:
     """A tensor of one element that does not depend on the place, as `q_idx.new_ones(())` is."""
     if hasattr(result, "numel") and hasattr(result, "dtype") and result.numel() == 1:
         return trace.tensor(result, tuple(0 for _ in result.shape), [])
+    if isinstance(result, Unread):
+        raise TracingError(f"{what} returns a row of a tensor", "index every axis, or reduce the row by `.sum()`")
     raise TracingError(f"{what} returns {type(result).__name__}", "return a value made of its arguments")

@@ -195,7 +195,7 @@ def _parameter(tensor: torch.Tensor, name: str, extents: tuple) -> Parameter:
 
 def _kept(kind: type, text: str, parameters: tuple[Parameter, ...], scalars: tuple[Scalar, ...] = ()) -> Any:
     declared = [f"scalar {s.name} = {s.value!r}; " for s in scalars]
-    declared += [f"tensor {p.name}[{', '.join(p.axes)}]: {p.dtype}; " for p in parameters]
+    declared += [f"{p.declared} " for p in parameters]
     made = kind.__new__(kind)
     made.fn = None
     made._set("".join(declared) + text, parameters, scalars)

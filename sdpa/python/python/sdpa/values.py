@@ -60,6 +60,40 @@ class _NoAttribute(TracingError, AttributeError):
     """A traced value lacks an attribute: `hasattr` is false, and everything else is a `TracingError`."""
 
 
+def no_attribute(name: str) -> TracingError:
+    """The error of a method that has no counterpart."""
+    return _NoAttribute(f"`.{name}` of a traced value has no counterpart", instead_of(name))
+
+
+# Functions that are asked for, and have no counterpart: what to do instead.
+_INSTEAD = {
+    "softmax": "a score_mod sees one score, and attention takes the softmax of what it returns: return the score",
+    "log_softmax": "a score_mod sees one score, and attention takes the softmax of what it returns: return the score",
+    "norm": "take the root of the sum of squares: `(x ** 2).sum().sqrt()`",
+    "cdist": "unroll the distance: `((x[q_idx] - y[kv_idx]) ** 2).sum().sqrt()`",
+    "dropout": "draw the mask before, into a tensor over (batch, head, q, k), and read it",
+    "einsum": "join rows by `(x * y).sum()` or torch.dot",
+    "gather": "index the tensor: `table[head, index]`", "take": "index the tensor: `table[index]`", "index_select": "index the tensor: `table[index]`",
+    "embedding": "index the weight: `weight[index, h]`", "one_hot": "compare: `(index == n).float()`",
+    **dict.fromkeys(
+        ("atan2", "arctan2", "atan", "arctan", "angle", "asin", "arcsin", "acos", "arccos"),
+        "the kernels have no inverse of a sine, cosine or tangent: compute the angles before, into a tensor, and read it by b, h, q_idx, kv_idx or as a table",
+    ),
+}  # fmt: skip
+
+
+def instead_of(name: str) -> str:
+    """What to do in place of a function that has no counterpart."""
+    import difflib
+
+    known = _INSTEAD.get(name.strip("_")) or _INSTEAD.get(name.rsplit("_", 1)[-1])
+    if known is not None:
+        return known
+    near = difflib.get_close_matches(name.strip("_").lower(), sorted(n for n in FUNCTIONS if not n.startswith("r") or n[1:] not in FUNCTIONS), 1, 0.6)
+    nearest = f"the nearest name is `{near[0]}`; " if near else ""
+    return f"{nearest}write it with operators, or compute it before into a tensor and read it by index"
+
+
 class Operators:
     """Everything that can be done with a traced value by Python's operators and by methods."""
 
@@ -73,7 +107,7 @@ class Operators:
         # Protocols of other libraries are looked for by names like these.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise _NoAttribute(f"`.{name}` of a traced value has no counterpart", f"there are {', '.join(sorted(FUNCTIONS))}")
+        raise no_attribute(name)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         made = FUNCTIONS.get(UFUNCS.get(ufunc.__name__, "")) if method == "__call__" and not kwargs else None
@@ -122,8 +156,8 @@ class Operators:
 class Unread:
     """A tensor that is not read whole: it is no operand."""
 
-    def whole(self, *_args, **_kwargs):
-        """Says what is missing."""
+    def elements(self) -> tuple:
+        """Its elements, where it is a row."""
         raise NotImplementedError
 
 
@@ -138,7 +172,7 @@ def value(x: Any, trace):
     if isinstance(x, (bool, int, float)):
         return next(kind(x) for kind in (bool, int, float) if isinstance(x, kind))
     if isinstance(x, Unread):
-        x.whole()
+        raise TracingError(f"a row of {len(x.elements())} elements is used as one number", "index it, or reduce it by `.sum()`")
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         if x.shape == () and type(x).__module__ == "numpy":
             return value(x.item(), trace)
