@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import sdpa
 from sdpa import TracingError, flex_attention
@@ -57,6 +58,9 @@ def agree(ours, theirs, what, exact, inputs, tolerance=(4e-6, 1e-42)):
     theirs = torch.where(theirs == INF, 3.25e38, theirs)
     relative, absolute = (0.0, 0.0) if exact else tolerance
     same = torch.isclose(ours, theirs, rtol=relative, atol=absolute, equal_nan=True) | (ours == theirs)
+    if any(word in what for word in ("gelu", "lerp")):
+        # A sum in which all digits may cancel is as near as its largest term.
+        same |= torch.isfinite(theirs) & ((ours - theirs).abs() <= 4e-7 * torch.stack([x.flatten().float().abs() for x in inputs]).amax(0))
     if not same.all():
         n = int((~same).nonzero()[0])
         raise AssertionError(f"{what} of {[x.flatten()[n].item() for x in inputs]}: {ours[n].item()}, PyTorch has {theirs[n].item()}")
@@ -135,10 +139,18 @@ TWO = {
     "rest of a difference": lambda x, y: (x - y) % 5,
     "type_as": lambda x, y: x.type_as(y),
     "to a tensor": lambda x, y: x.to(y),
+    "<<": lambda x, y: x << y,
+    ">>": lambda x, y: x >> y,
+    "bitwise_left_shift": torch.bitwise_left_shift,
+    "bitwise_right_shift": torch.bitwise_right_shift,
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "lerp from the end": lambda x, y: x.lerp(y, -0.75),
+    "lerp of weights": lambda x, y: torch.lerp(x, y, torch.tanh(y)),
+    "logaddexp": torch.logaddexp,
 }
 ONE = {
     **{name: (lambda x, name=name: getattr(torch, name)(x)) for name in (
-        "neg negative positive abs absolute square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh erf sigmoid reciprocal relu floor ceil trunc fix "
+        "neg negative positive abs absolute square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh erf sigmoid reciprocal relu floor ceil trunc fix sign sgn sinh cosh round isfinite isinf isnan isposinf isneginf "
         "logical_not bitwise_not zeros_like ones_like clone").split()},
     "negated": lambda x: -x,
     "plus": lambda x: +x,
@@ -147,7 +159,45 @@ ONE = {
     "contiguous": lambda x: x.contiguous(),
     "functional.relu": torch.nn.functional.relu,
     "functional.relu inplace": lambda x: torch.nn.functional.relu(x, inplace=False),
+    "functional.relu in place": lambda x: _activated(F.relu, x),
     "functional.sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "silu in place": lambda x: _activated(F.silu, x),
+    "gelu": lambda x: _gelu(x),
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "softplus of beta": lambda x: F.softplus(x, beta=2, threshold=3.5),
+    "leaky_relu": F.leaky_relu,
+    "leaky_relu in place": lambda x: _activated(lambda x, inplace: F.leaky_relu(x, 0.25, inplace), x),
+    "logsigmoid": F.logsigmoid,
+    "round to a decimal": lambda x: torch.round(x, decimals=1),
+    "round to hundreds": lambda x: x.round(decimals=-2),
+    "round of halves": lambda x: torch.round(x * 0.5) + torch.round(x * 0.5 + 1.0) * 100,
+    "sign of 0 of round": lambda x: 1.0 / torch.round(x),
+    "sign of 0 of sign": lambda x: 1.0 / torch.sign(x),
+    "sign of 0 of sinh": lambda x: 1.0 / torch.sinh(x * 1e-30),
+    "sign of 0 of relu": lambda x: 1.0 / F.leaky_relu(x, 0.5),
+    "x & 12": lambda x: x & 12,
+    "x & 1": lambda x: x & 1,
+    "x & -4": lambda x: x & -4,
+    "x & 0": lambda x: x & 0,
+    "90 & x": lambda x: 90 & x,
+    "x | 5": lambda x: x | 5,
+    "x | -128": lambda x: x | -128,
+    "6 | x": lambda x: 6 | x,
+    "x ^ 5": lambda x: x ^ 5,
+    "x ^ -3": lambda x: x ^ -3,
+    "x & True": lambda x: x & True,
+    "x << 5": lambda x: (x % 8 if not x.dtype == torch.bool else x) << 5,
+    "x << 40": lambda x: x << 40,
+    "x << -1": lambda x: x << -1,
+    "x >> 40": lambda x: x >> 40,
+    "x >> 31": lambda x: x >> 31,
+    "x >> -1": lambda x: x >> -1,
+    "x >> 0": lambda x: x >> 0,
+    "5 << x": lambda x: 5 << x,
+    "-100 >> x": lambda x: -100 >> x,
+    "masked_fill of isnan": lambda x: x.masked_fill(x.isnan(), 2),
     "full_like": lambda x: torch.full_like(x, 3),
     "full_like a fraction": lambda x: torch.full_like(x, 1.5),
     "new_zeros": lambda x: x + x.new_zeros(()),
@@ -218,7 +268,8 @@ CONVERSIONS = {
 # To the last bits, not to all of them.
 NEAR = {
     *"sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh erf sigmoid reciprocal pow ** add alpha 0.5".split(), "add alpha 0.5", "add alpha", "sub alpha",
-    "5 / x", "functional.sigmoid", "2.0 ** x", "x ** 3", "x ** 0.5", "x ** -0.5", "x ** -1.0",
+    "5 / x", "functional.sigmoid", "2.0 ** x", "x ** 3", "x ** 0.5", "x ** -0.5", "x ** -1.0", "sinh", "cosh", "silu", "silu in place", "gelu", "gelu by tanh",
+    "softplus", "softplus of beta", "leaky_relu", "leaky_relu in place", "logsigmoid", "lerp", "lerp from the end", "lerp of weights", "logaddexp", "sign of 0 of sinh",
 }  # fmt: skip
 DIVIDES = {"//", "%", "div floor", "div trunc", "fmod", "remainder", "floor_divide", "7 // x", "7 % x"}
 
@@ -227,6 +278,20 @@ def _in_place(x):
     seen = x.clone() if isinstance(x, torch.Tensor) else x
     again = seen
     seen += x * 1
+    return again
+
+
+def _gelu(x):
+    """PyTorch's own: oneDNN's has NaN at infinity, for tensors of more than one element."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return F.gelu(x)
+
+
+def _activated(fn, x):
+    """In place, seen under another name."""
+    seen = x.clone()
+    again = seen
+    fn(seen, inplace=True)
     return again
 
 
@@ -278,7 +343,14 @@ SUMS = ["+", "-", "*", "add alpha", "sub alpha", "rsub", "subtract", "multiply",
 def refuses(name, x, y):
     """The pairs of types that the tracer refuses. PyTorch refuses most of them too."""
     if name in ("&", "|", "^", "bitwise_and", "bitwise_or", "bitwise_xor"):
-        return (x, y) != ("bool", "bool")
+        return "float32" in (x, y)
+    if name in ("<<", "bitwise_left_shift", ">>", "bitwise_right_shift"):
+        # An int64 is shifted past 32 bits by the integers of this test.
+        return "float32" in (x, y) or x == y == "bool" or ("int64" in (x, y) and y != "bool" and name in ("<<", "bitwise_left_shift"))
+    if "lerp" in name:
+        return (x, y) != ("float32", "float32")
+    if name == "logaddexp":
+        return "float32" not in (x, y)
     if name in SUMS and {x, y} == {"int32", "int64"}:
         return True  # the ends of int32, next to an int64
     if name in ("//", "div floor", "div trunc", "floor_divide") and (x, y) == ("int32", "int64"):
@@ -311,6 +383,9 @@ def defined(name, x, y):
     elif "alpha" in name:
         # They scale by alpha without rounding to infinity.
         keep = y.float().abs() != torch.tensor(3e38)
+    elif "lerp" in name:
+        # They add a product without rounding it to infinity.
+        keep = (x.float().abs() < 1e38) & (y.float().abs() < 1e38) | torch.isinf(y.float()) | torch.isinf(x.float())
     elif name in ("type_as", "to a tensor") and x.is_floating_point():
         keep = x.abs() < 2**31
     return x[keep], y[keep]
@@ -329,10 +404,22 @@ NEVER_TRUTH = (
     "neg negative positive abs absolute square relu floor ceil trunc fix negated plus abs() new_zeros new_ones".split()
     + ["functional.relu", "functional.relu inplace", "2 - x", "x * True", "x ** 2", "x ** 2.0", "x ** 3", "x ** 0", "x ** 0.5", "x ** -0.5", "x ** -1.0", "rsub of a number", "in place"]
 )  # fmt: skip
+BITS = [
+    "x & 12", "x & 1", "x & -4", "x & 0", "90 & x", "x | 5", "x | -128", "6 | x", "x ^ 5", "x ^ -3", "x & True", "x << 5", "x << 40", "x << -1", "x >> 40", "x >> 31", "x >> -1", "x >> 0", "5 << x", "-100 >> x",
+]  # fmt: skip
+OF_FLOATS = (
+    "silu gelu softplus leaky_relu logsigmoid".split()
+    + ["silu in place", "leaky_relu in place", "gelu by tanh", "softplus of beta", "round to a decimal", "round to hundreds", "sign of 0 of relu"]
+)  # fmt: skip
 REFUSED = {
     **{name: ["bool"] for name in NEVER_TRUTH},
-    **{name: NAMES[1:] for name in ("~", "bitwise_not")},
-    **{name: ["bool", "float32"] for name in ("x << 2", "x >> 1")},
+    **{name: ["float32"] for name in ("~", "bitwise_not", "x << 2", "x >> 1", *BITS)},
+    **{name: NAMES[:-1] for name in OF_FLOATS},
+    **{name: ["bool"] for name in ("round", "functional.relu in place", "sign of 0 of round", "masked_fill of isnan")},
+    # PyTorch wraps the number.
+    **{name: ["uint8", "float32"] for name in ("x & -4", "x | -128", "x ^ -3", "x << -1", "x >> -1", "-100 >> x")},
+    "x << 40": ["bool", "int64", "float32"],
+    "5 << x": ["int64", "float32"],
     **{name: ["uint8"] for name in ("x % -3", "x // -3")},
     "x ** 3": ["bool", "int64"],  # 40000³
     "where of numbers": ["int32"],  # an int64 next to the ends of int32
@@ -365,7 +452,7 @@ def test_functions_of_one_value(name):
 SMOOTH = [-2.5, -1.0, -0.5, -1e-4, 0.0, 3e-5, 0.25, 0.5, 1.0, 2.0, 3.0, 20.0]
 NO_GRADIENT = {
     *"// floor_divide == != < <= > >= & | ^ bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor eq ne not_equal less less_equal greater greater_equal gt ge lt le".split(),
-    "div floor", "sum, floor", "~", "bitwise_not", "x << 2", "x >> 1", "x // 3", "x // 0.1", "x // -0.3", "x // -3", "7 // x", "7.5 // x", "7 % x", "logical_not",
+    *BITS, "<<", ">>", "bitwise_left_shift", "bitwise_right_shift", "div floor", "sum, floor", "~", "bitwise_not", "x << 2", "x >> 1", "x // 3", "x // 0.1", "x // -0.3", "x // -3", "7 // x", "7.5 // x", "7 % x", "logical_not",
 }  # fmt: skip
 
 
@@ -414,6 +501,38 @@ def test_logarithms_and_powers_of_positions_are_exact_where_they_are_whole():
         query, one = torch.zeros(1, 1, 4096, 1), torch.ones(1, 1, 1, 1)
         ours = flex_attention(query, one, one, lambda s, b, h, i, j: fn(i).float(), scale=1.0, return_lse=True)[1].flatten()  # noqa: B023
         agree(ours, fn(q), "a logarithm or a power", True, (q,))
+
+
+def test_int64_are_shifted_and_joined_within_32_bits():
+    x = torch.tensor([0, 1, -1, 5, -7, 1000, -1000, 2**30, -(2**31), 2**31 - 1, 123456789, -987654321])
+    y = torch.tensor([0, 1, 3, 7, 13, 19])
+    small, by = pairs(torch.tensor([0, 1, -1, 5, -7, 1000, -1000]), y)
+    agree(traced(lambda x, y: low(x << y), small, by), low(small << by), "<<", True, (small, by))
+    agree(traced(lambda y: low(1 << y), y), low(1 << y), "<<", True, (y,))
+    left, right = pairs(x, x)
+    for fn in (lambda x, y: x & y, lambda x, y: x | y, lambda x, y: x ^ y, lambda x, y: x >> (y & 31), lambda x, y: ~x ^ y, lambda x, y: x & 0x7FFF0FF0 | y & -(2**31)):
+        agree(traced(lambda x, y: low(fn(x, y)), left, right), low(fn(left, right)), "bits", True, (left, right))  # noqa: B023
+    with pytest.raises(TracingError, match="an int64 may be"):
+        traced(lambda x, y: x << y, left, by.repeat(24))
+    # Bits of positions.
+    q = torch.arange(4096)
+    for fn in (lambda q: q & 0xF0, lambda q: (q ^ (q >> 1)) & 255, lambda q: (q | 6) - (1 << (q & 7)), lambda q: ~q & 7, lambda q: q ^ (q * 5)):
+        agree(traced(lambda x: low(fn(torch.zeros_like(x) + x)), q), low(fn(q)), "bits", True, (q,))  # noqa: B023
+
+
+def test_activations_in_place_are_seen_under_every_name():
+    x = torch.tensor(FLOATS)
+
+    def mod(x, act):
+        seen = x.clone()
+        again = seen
+        act(seen, inplace=True)
+        return torch.where(again == seen, again, 77.0)
+
+    for act in (F.relu, F.silu, F.leaky_relu):
+        agree(traced(lambda x: mod(x, act), x), mod(x, act), "in place", False, (x,))  # noqa: B023
+    with pytest.raises(TracingError, match="relu in place of Scalar"):
+        sdpa.ScoreMod(lambda s, *_: F.relu(sdpa.scalar("cap", 1.0), inplace=True))
 
 
 def test_infinity_less_infinity_is_known_to_be_nan():

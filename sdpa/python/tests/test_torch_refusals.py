@@ -143,7 +143,17 @@ def test_random_numbers_would_be_drawn_once(draw):
         (lambda s, b, h, q, k: s.softmax(-1), "`.softmax`"),
         (lambda s, b, h, q, k: torch.softmax(s, -1), "softmax"),
         (lambda s, b, h, q, k: F.softmax(s, -1), "softmax"),
-        (lambda s, b, h, q, k: F.gelu(s), "gelu"),
+        (lambda s, b, h, q, k: F.gelu(q), "`gelu` of int64"),
+        (lambda s, b, h, q, k: F.gelu(s, approximate="erf"), "approximate is 'erf'"),
+        (lambda s, b, h, q, k: F.silu(q), "`silu` of int64"),
+        (lambda s, b, h, q, k: F.softplus(s, beta=s), "beta is Value"),
+        (lambda s, b, h, q, k: torch.lerp(s, q, 0.5), "lerp of values"),
+        (lambda s, b, h, q, k: torch.logaddexp(q, k), "logaddexp of int64"),
+        (lambda s, b, h, q, k: torch.atan2(s, s), "`atan2` has no counterpart; the kernels have no inverse"),
+        (lambda s, b, h, q, k: s.arctan(), "no inverse of a sine"),
+        (lambda s, b, h, q, k: torch.special.bessel_j0(s), "bessel_j0` has no counterpart"),
+        (lambda s, b, h, q, k: s + (q << s), "`<<` of float32"),
+        (lambda s, b, h, q, k: s + q.round(decimals=1), "decimals"),
         (lambda s, b, h, q, k: torch.rand_like(s), "rand_like"),
         (lambda s, b, h, q, k: F.dropout(s, 0.5), "dropout"),
         (lambda s, b, h, q, k: np.tanh(s), "NumPy's `tanh`"),
@@ -151,7 +161,7 @@ def test_random_numbers_would_be_drawn_once(draw):
         (lambda s, b, h, q, k: np.add(s, 1.0, out=np.zeros(1)), "NumPy's `add`"),
         (lambda s, b, h, q, k: np.add.reduce(s), "NumPy's `add`"),
         (lambda s, b, h, q, k: np.zeros(9, np.float32) * s, "shape"),
-        (lambda s, b, h, q, k: F.relu(s, inplace=True), "in place"),
+        (lambda s, b, h, q, k: F.relu(q > k, inplace=True), "truth value"),
         (lambda s, b, h, q, k: (torch.relu_(s), s)[1], "in place"),
         (lambda s, b, h, q, k: (torch.sigmoid_(s), s)[1], "in place"),
         (lambda s, b, h, q, k: s.add_(1), "`.add_`"),
@@ -164,9 +174,8 @@ def test_random_numbers_would_be_drawn_once(draw):
         (lambda s, b, h, q, k: torch.div(s, 2, rounding_mode="up"), "rounding_mode"),
         (lambda s, b, h, q, k: s.clamp(), "without a bound"),
         (lambda s, b, h, q, k: torch.where(s, s, 0.0), "a number"),
-        (lambda s, b, h, q, k: s + (q ^ k), "bit by bit"),
-        (lambda s, b, h, q, k: s + torch.bitwise_xor(q, k), "bit by bit"),
-        (lambda s, b, h, q, k: s + (3 ^ k), "bit by bit"),
+        (lambda s, b, h, q, k: s + (q ^ s), "`\\^` of float32"),
+        (lambda s, b, h, q, k: s + torch.bitwise_xor(q, s), "`\\^` of float32"),
         (lambda s, b, h, q, k: s - (q > k), "truth value"),
         (lambda s, b, h, q, k: s + (-(q > k)), "truth value"),
         (lambda s, b, h, q, k: s + q // 0, "divided by 0"),
@@ -196,6 +205,13 @@ def test_random_numbers_would_be_drawn_once(draw):
 )
 def test_what_has_no_counterpart_is_an_error_with_the_line(fn, what):
     refused(fn, what)
+
+
+def test_what_is_told_of_an_unknown_function_is_short():
+    for name in ("softmax", "sigmod", "atan2", "erfinv", "cumsum"):
+        with pytest.raises(TracingError) as caught:
+            sdpa.ScoreMod(lambda s, *_: getattr(s, name)())  # noqa: B023
+        assert len(caught.value.what) + len(caught.value.instead) < 260, caught.value
 
 
 def test_attributes_that_a_value_lacks_are_absent_for_hasattr():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Callable
 
-from .dtypes import KINDS, category, promoted, within
+from .dtypes import KINDS, category, promoted
 from .errors import TracingError
 from .values import (
     as_text, as_type, binary, common, computed, constant, differentiable, element_of, FUNCTIONS, kind_of, may_be_nan, no_truth, nonnegative, NUMBERS,
@@ -59,8 +59,8 @@ def compare(sign: str) -> Callable:
 def logic(sign: str, strict: bool) -> Callable:
     def made(x, y, *, out=None):
         trace, x, y = binary(x, y, out)
-        if strict:
-            bits(sign, x, y)
+        if strict and not kind_of(x) == kind_of(y) == "bool":
+            raise TracingError(f"`{sign}` of a number", "truth values are joined: compare first")
         x, y = as_text(x, "bool", trace), as_text(y, "bool", trace)
         neutral = "true" if sign == "&" else "false"
         text = f"{x} {sign} {y}" if neutral not in (x, y) else f"({y if x == neutral else x})"
@@ -69,32 +69,15 @@ def logic(sign: str, strict: bool) -> Callable:
     return made
 
 
-def bits(sign: str, *of) -> None:
-    if any(kind_of(x) != "bool" for x in of):
-        raise TracingError(f"`{sign}` joins numbers bit by bit", "only truth values are joined: compare first, `(x & 1) != 0` is `x % 2 != 0`")
-
-
 def logical_not(x, *, out=None):
     trace, x = unary(x, out)
     return trace.make(f"!{as_text(x, 'bool', trace)}", "bool", "either", False, True)
-
-
-def invert(x, *, out=None):
-    if kind_of(unary(x, out)[1]) != "bool":
-        raise TracingError("`~` of a number", "it takes truth values: compare first")
-    return logical_not(x)
 
 
 def xor(x, y, *, out=None):
     trace, x, y = binary(x, y, out)
     x, y = (as_text(one, "bool", trace) for one in (x, y))
     return trace.make(f"({x} & !{y}) | (!{x} & {y})", "bool", "either", False, True)
-
-
-def xor_bits(x, y, *, out=None):
-    trace, x, y = binary(x, y, out)
-    bits("^", x, y)
-    return xor(x, y)
 
 
 def real(name: str, rule: str = "anything", text: str | None = None) -> Callable:
@@ -386,17 +369,6 @@ def clamp(x, min=None, max=None, *, out=None):  # noqa: A002 - PyTorch's names
     return x
 
 
-def relu(x, inplace=False):
-    if inplace:
-        raise TracingError("relu in place", "use its result: `score = torch.relu(score)`")
-    trace, x = unary(x)
-    no_truth("relu", x)
-    if x.kind == "i32":
-        return trace.make(f"max({x.text}, 0)", x.element, "max", x, 0)
-    # The gradient at 0 is 0, and NaN stays.
-    return trace.make(f"select({x.text} <= 0.0, 0.0, {x.text})", x.element, "max", x, 0.0)
-
-
 def of_type(x, element: str, trace):
     """A value converted to a type of PyTorch's."""
     x = trace.literal(x) if type(x) in NUMBERS else x
@@ -486,15 +458,5 @@ def new(default):
         if any(n != 1 for n in size):
             raise TracingError(f"a tensor of shape {tuple(size)} is made of a traced value", "one number: ()")
         return filled(None)(x, fill_value if default is None else default, dtype=dtype)
-
-    return made
-
-
-def shift(left: bool) -> Callable:
-    def made(x, by, *, out=None):
-        _, x = unary(x, out)
-        if x.kind != "i32" or isinstance(by, bool) or not isinstance(by, int) or not 0 <= by < 31 or not within((1 << by, 1 << by), x.element):
-            raise TracingError("a shift of something else than an integer by a small constant", "an integer, by a constant from 0 to less than the bits of its type")
-        return FUNCTIONS["mul"](x, 1 << by) if left else floor_divide(x, 1 << by)
 
     return made

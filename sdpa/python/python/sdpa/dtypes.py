@@ -144,6 +144,27 @@ def _integer(x: Range) -> Range:
     return I32 if made is None else (min(max(made[0], I32[0]), I32[1]), max(min(made[1], I32[1]), I32[0]))
 
 
+def _all_bits(*of: Range) -> int:
+    return max((end if end >= 0 else -1 - end).bit_length() for x in of for end in x)
+
+
+def _and_bits(x: Range, y: Range) -> Range:
+    most = [one[1] for one in (x, y) if one[0] >= 0]
+    bits = _all_bits(x, y)
+    return (0, min(most)) if most else (-(2**bits), 2**bits - 1)
+
+
+def _or_bits(x: Range, y: Range) -> Range:
+    bits = _all_bits(x, y)
+    return (0 if x[0] >= 0 and y[0] >= 0 else -(2**bits), 2**bits - 1)
+
+
+def _shifted_left(x: Range, y: Range) -> Range:
+    """A shift by no number of bits, negative or past 63, gives 0."""
+    least, most = max(y[0], 0), min(y[1], 63)
+    return (0, 0) if most < least else _hull(0, *[end << by for end in x for by in (least, most)])
+
+
 RULES: dict[str, Callable] = {
     "+": lambda x, y: None if x is None or y is None else _hull(x[0] + y[0], x[1] + y[1]),
     "-": lambda x, y: None if x is None or y is None else _hull(x[0] - y[1], x[1] - y[0]),
@@ -158,6 +179,9 @@ RULES: dict[str, Callable] = {
     "sqrt": _through(lambda x: math.sqrt(x), 0.0), "exp": _through(math.exp), "log": _through(math.log, 0.0),
     "floor": _through(lambda x: x if math.isinf(x) else math.floor(x)), "ceil": _through(lambda x: x if math.isinf(x) else math.ceil(x)),
     "tanh": _bounded(-1.0, 1.0), "erf": _bounded(-1.0, 1.0), "sin": _bounded(-1.0, 1.0), "cos": _bounded(-1.0, 1.0), "sigmoid": _bounded(0.0, 1.0),
+    "&": _and_bits, "|": _or_bits, "^": _or_bits, "<<": _shifted_left,
+    ">>": lambda x, y: (x[0] if x[0] < 0 else 0, x[1] if x[1] >= 0 else -1),
+    "nearest": _through(lambda x: x if math.isinf(x) else round(x)),
     "anything": lambda *_: None,
 }  # fmt: skip
 

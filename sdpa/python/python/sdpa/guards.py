@@ -27,6 +27,7 @@ _WIDE = 64
 # What computes from its arguments alone.
 _PURE = {getattr(torch, name) for name in FUNCTIONS if callable(getattr(torch, name, None))}
 _PURE |= {getattr(of, name) for of in (torch.special, torch.nn.functional) for name in FUNCTIONS if callable(getattr(of, name, None))}
+_PURE.add(torch.nn.functional.logsigmoid)
 _PURE |= {value for value in vars(math).values() if callable(value)}
 _PURE |= {getattr(builtins, name) for name in "abs all any bool divmod enumerate float int isinstance len max min pow range reversed round sum tuple zip".split()}
 

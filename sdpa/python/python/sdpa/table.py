@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any, Callable
 
+from .activations import ACTIVATIONS
 from .arithmetic import (
-    arithmetic, cast, clamp, compare, copied, divide, either, expm1, extreme, filled, floor_divide, fmod, invert, log1p, logarithm, logic, logical_not,
-    masked_fill, new, number_wins, of_two, positive_sign, power, real, relu, remainder, rounding, same, shift, sigmoid, to, to_type, trunc, where, xor,
-    xor_bits,
+    arithmetic, cast, clamp, compare, copied, divide, either, expm1, extreme, filled, floor_divide, fmod, log1p, logarithm, logic, logical_not,
+    masked_fill, new, number_wins, of_two, positive_sign, power, real, remainder, rounding, same, sigmoid, to, to_type, trunc, where, xor,
 )  # fmt: skip
+from .bits import BITWISE
 from .errors import TracingError
 from .gather import index, mapped
 from .values import CURRENT, FUNCTIONS, UFUNCS, Operators, Unread, running
@@ -30,7 +31,7 @@ def _get(tensor, at):
 
 
 _add, _sub, _mul = arithmetic("+"), arithmetic("-"), arithmetic("*")
-_and, _or, _maximum, _minimum = logic("&", True), logic("|", True), extreme("max"), extreme("min")
+_maximum, _minimum = extreme("max"), extreme("min")
 
 FUNCTIONS |= {
     "add": _add, "sub": _sub, "subtract": _sub, "mul": _mul, "multiply": _mul,
@@ -42,16 +43,14 @@ FUNCTIONS |= {
     "rmod": lambda x, y: remainder(y, x), "rpow": lambda x, y: power(y, x),
     "eq": compare("=="), "ne": compare("!="), "not_equal": compare("!="), "lt": compare("<"), "less": compare("<"),
     "le": compare("<="), "less_equal": compare("<="), "gt": compare(">"), "greater": compare(">"), "ge": compare(">="), "greater_equal": compare(">="),
-    "and": _and, "or": _or, "rand": _and, "ror": _or, "bitwise_and": _and, "bitwise_or": _or,
     "logical_and": logic("&", False), "logical_or": logic("|", False),
-    "xor": xor_bits, "rxor": xor_bits, "bitwise_xor": xor_bits, "logical_xor": xor, "logical_not": logical_not, "invert": invert, "bitwise_not": invert,
-    "lshift": shift(True), "rshift": shift(False),
+    "logical_xor": xor, "logical_not": logical_not,
     "neg": either("-", "negate", "-{0}"), "negative": either("-", "negate", "-{0}"), "pos": positive_sign, "positive": positive_sign,
     "abs": either("abs", "abs"), "absolute": either("abs", "abs"), "square": either("square", "square"),
     "sqrt": real("sqrt", "sqrt"), "rsqrt": real("rsqrt"), "exp": real("exp", "exp"), "exp2": real("exp2", text="pow(2.0, {0})"), "expm1": expm1,
     "log": real("log", "log"), "log2": logarithm(2.0), "log10": logarithm(10.0), "log1p": log1p,
     "sin": real("sin", "sin"), "cos": real("cos", "cos"), "tan": real("tan", text="sin({0}) / cos({0})"),
-    "tanh": real("tanh", "tanh"), "erf": real("erf", "erf"), "sigmoid": sigmoid, "reciprocal": real("reciprocal", text="1.0 / {0}"), "relu": relu,
+    "tanh": real("tanh", "tanh"), "erf": real("erf", "erf"), "sigmoid": sigmoid, "reciprocal": real("reciprocal", text="1.0 / {0}"),
     "floor": rounding("floor"), "ceil": rounding("ceil"), "trunc": trunc, "fix": trunc,
     "minimum": _minimum, "maximum": _maximum, "fmin": number_wins("min"), "fmax": number_wins("max"), "min": of_two("min"), "max": of_two("max"),
     "clamp": clamp, "clip": clamp, "clamp_min": lambda x, min: clamp(x, min), "clamp_max": lambda x, max: clamp(x, None, max),
@@ -60,7 +59,7 @@ FUNCTIONS |= {
     "to": to, "type": to_type, "type_as": to,
     "zeros_like": filled(0), "ones_like": filled(1), "full_like": filled(None),
     "new_zeros": new(0), "new_ones": new(1), "new_full": new(None), "new_tensor": filled(None),
-    "clone": copied, "contiguous": same,
+    "clone": copied, "contiguous": same, **ACTIVATIONS, **BITWISE,
 }  # fmt: skip
 
 UFUNCS |= {
@@ -99,7 +98,7 @@ def called(name: str, said: str, args: tuple, kwargs: dict) -> Any:
 
 for _name in (
     "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow and or xor rand ror rxor "
-    "eq ne lt le gt ge neg pos abs invert lshift rshift floor ceil trunc"
+    "eq ne lt le gt ge neg pos abs invert lshift rshift rlshift rrshift floor ceil trunc"
 ).split():
     setattr(Operators, f"__{_name}__", _operator(_name))
 for _name in FUNCTIONS:

@@ -219,6 +219,7 @@ class Trace:
                 if name in live:
                     live |= _words(text)
             self.tensors = [t for t in self.tensors if t.name in live]
+            self.lines = [line for line in self.lines if line[len("let ") :].partition(" = ")[0] in live]
 
     def text(self, result: Value) -> str:
         # Calls bring the values of scalars: the text is the same for all of them.
@@ -258,6 +259,13 @@ class Value(Operators):
             raise TracingError("a traced value is used outside of its function", "return it, and keep no traced value elsewhere")
         return self
 
+    def overwrite(self, name: str, made: Value) -> Value:
+        """Puts a result in this value's place: every name of it sees the change."""
+        if made.element != self.element:
+            raise TracingError(f"`{name}` in place makes a {made.element} of a {self.element}", "write `x = x + y`")
+        self.text, self.range, self.number, self.smooth, self.place = made.text, made.range, made.number, made.smooth, made.place
+        return self
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return applied(func, args, kwargs or {})
@@ -267,10 +275,7 @@ def _in_place(name: str) -> Callable:
     def method(self: Value, other: Any) -> Value:
         """Every name of the value sees the change, as with PyTorch's operators."""
         made = FUNCTIONS[name](self, other)
-        if made.element != self.element:
-            raise TracingError(f"`{name}` in place makes a {made.element} of a {self.element}", "write `x = x + y`")
-        self.text, self.range, self.number, self.smooth, self.place = made.text, made.range, made.number, made.smooth, made.place
-        return self
+        return self.overwrite(name, made)
 
     return method
 

@@ -123,7 +123,7 @@ class Operators:
     __iter__ = _refuse("a traced value is taken for a sequence", "it is one number")
     __getitem__ = _refuse("a traced value is indexed", "it is one number")
     __matmul__ = __rmatmul__ = _refuse("`@` of a traced value", "it is one number: multiply by `*`")
-    __round__ = _refuse("a traced value is rounded to the nearest", "use torch.floor(x + 0.5)")
+    __round__ = _refuse("a traced value is rounded by Python's `round`, which tensors do not take", "use torch.round(x)")
     __divmod__ = __rdivmod__ = _refuse("`divmod` of a traced value", "use // and %")
     __array__ = _refuse("a traced value is taken for an index or an array of NumPy's", f"{_VALUE}; make NumPy arrays readable by sdpa.array(...)")
     item = tolist = numpy = cpu = cuda = _refuse("`.item()` or its like on a traced value", f"{_VALUE}; take numbers out of tensors before, or read tensors by index")
