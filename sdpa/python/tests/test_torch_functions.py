@@ -560,3 +560,29 @@ def test_sixteen_bits_are_read_as_they_are_and_not_rounded_again():
         agree(traced(lambda x, y: x.to(y.dtype) - y.type_as(x), x, y), x.float() - y.float(), str(dtype), True, (x, y))
         with pytest.raises(TracingError, match=f"rounded to {str(dtype)[6:]}"):
             sdpa.ScoreMod(lambda s, b, h, q, k: s.to(x[q].dtype))  # noqa: B023
+
+
+def test_the_logarithm_of_0_is_no_nan_and_what_may_be_one_is_known():
+    """The range of a value that may be infinite is kept where no NaN can come of it: `maximum` has a text for NaN elsewhere."""
+    q = torch.arange(9)
+    zero, one = torch.zeros(1, 1, 9, 1), torch.ones(1, 1, 1, 1)
+    lows = lambda x: torch.log(x.float())  # noqa: E731
+    for fn in (
+        lambda x: lows(x) / 2.0 * 3.0 + 1.0 - 2,
+        lambda x: lows(x) - lows(x),
+        lambda x: lows(x) * 0.0,
+        lambda x: lows(x) * (x.float() - 1.0),
+        lambda x: (x.float() - 1.0) / lows(x),
+        lambda x: lows(x) / lows(x),
+        lambda x: lows(x) + (x + 1).float() * 3e38 * 10.0,
+        lambda x: torch.tanh(lows(x)) + torch.exp(lows(x)),
+        lambda x: torch.sin(lows(x)),
+        lambda x: torch.sqrt(lows(x)),
+        lambda x: lows(x) % 2.0,
+        lambda x: lows(x) // 2.0,
+        lambda x: abs(lows(x)) - abs(lows(x)),
+        lambda x: -lows(x) + lows(x),
+    ):
+        bounded = lambda x: torch.maximum(fn(x), torch.full_like(x, 0.5, dtype=torch.float32)).clamp(max=100.0)  # noqa: B023, E731
+        ours = flex_attention(zero, one, one, lambda s, b, h, i, j: bounded(i), scale=1.0, return_lse=True)[1].flatten()  # noqa: B023
+        agree(ours, bounded(q), "what follows from a logarithm of 0", False, (q,))

@@ -1,5 +1,7 @@
 """Tensors that a score_mod or a mask_mod reads at computed places, next to eager PyTorch: `torch.vmap` of the function itself over textbook attention."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,24 @@ REL, BIAS, BUCKETS, T2, T3, T4 = of_reals(H, Q + K - 1), of_reals(Q + K), torch.
 XY, W, WIDE = of_reals(K, 3), of_reals(3), of_reals(B, H, K, 3)
 IDX, OFFSETS, DOC = torch.randint(-5, 5, (Q, K)), of_reals(4), torch.tensor([[0] * 4 + [1] * 5 + [2] * 4, [3] * 6 + [0] * 7])
 FIVE = of_reals(2, B, H, 3, 5)
+T5 = of_reals(16, H)
+
+
+def t5_bucket(relative, both, buckets=16, most=10):
+    """As in transformers, with the logarithm of 0 in what is not chosen."""
+    bucket = 0
+    if both:
+        buckets //= 2
+        bucket = bucket + (relative > 0).to(torch.long) * buckets
+        relative = torch.abs(relative)
+    else:
+        relative = -torch.min(relative, torch.zeros_like(relative))
+    exact = buckets // 2
+    small = relative < exact
+    large = exact + (torch.log(relative.float() / exact) / math.log(most / exact) * (buckets - exact)).to(torch.long)
+    large = torch.min(large, torch.full_like(large, buckets - 1))
+    return bucket + torch.where(small, relative, large)
+
 
 GATHERS = {
     "a bias of the distance": (lambda s, b, h, q, k: s + BIAS[q - k + K - 1], [BIAS]),
@@ -67,6 +87,8 @@ GATHERS = {
     "numbers and places": (lambda s, b, h, q, k: s + T4[1, -1, q % 3, 2] + T4[b][h, -3][k % 5], [T4]),
     "an index that is a float first": (lambda s, b, h, q, k: s + BIAS[((q + k).float() * 0.7).long()], [BIAS]),
     "logarithmic buckets": (lambda s, b, h, q, k: s + REL[h, torch.where(q - k < 4, torch.clamp(q - k, 0), torch.clamp(torch.log2((torch.clamp(q - k, 1)).float()).int() + 2, max=8))], [REL]),
+    "buckets of T5": (lambda s, b, h, q, k: s + T5[t5_bucket(k - q, True), h], [T5]),
+    "buckets of T5 of a decoder": (lambda s, b, h, q, k: s * T5[t5_bucket(k - q, False), h], [T5]),
     "a distance of rows": (lambda s, b, h, q, k: s - ((XY[q] - XY[k]) ** 2).sum(), [XY]),
     "a distance along an axis": (lambda s, b, h, q, k: s - (XY[q, :] - XY[k]).square().sum(dim=-1) * 0.5, [XY]),
     "torch.dot": (lambda s, b, h, q, k: s + torch.dot(XY[q], XY[k]), [XY]),

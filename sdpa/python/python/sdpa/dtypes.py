@@ -186,6 +186,18 @@ RULES: dict[str, Callable] = {
 }  # fmt: skip
 
 
+def infinite_ends(rule: str, ranges: list) -> bool:
+    """Whether an end of a result's range may be infinite and the result no NaN: the logarithm of 0, and what finite numbers make of that."""
+    if rule == "log":
+        return True
+    if rule not in ("+", "-", "*", "/") or None in ranges:
+        return False
+    finite = [all([abs(end) < 1e38 for end in x]) for x in ranges]
+    if rule in ("+", "-"):
+        return any(finite)
+    return any([sure and not other[0] <= 0 <= other[1] for sure, other in zip(finite, ranges)][1 if rule == "/" else 0 :])
+
+
 class Step:
     """How a value was made: a rule of `RULES` and its operands, or an input; its type; and where, if it may leave i32."""
 

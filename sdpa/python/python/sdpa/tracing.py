@@ -11,7 +11,7 @@ import sys
 from typing import Any, Callable
 
 from . import table
-from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, of_number, within
+from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, infinite_ends, of_number, within
 from .errors import TracingError, one, source_line
 from .gather import REDUCTIONS, index
 from .table import called
@@ -99,8 +99,10 @@ class Trace:
         # Steps on int64 that may leave i32, as far as is known before a call.
         self.unsure: list[int] = []
 
-    def value(self, text: str, element: str, known: Any, rule: str, operands: tuple = (), smooth: bool = False, place: tuple[str, int] | None = None) -> Value:
-        """A value of a type of PyTorch's, and how its range follows."""
+    def value(
+        self, text: str, element: str, known: Any, rule: str, operands: tuple = (), smooth: bool = False, place: tuple[str, int] | None = None, ends: bool = False
+    ) -> Value:
+        """A value of a type of PyTorch's, and how its range follows. `ends`: one that is infinite is no NaN."""
         if element in LIMITS:
             low, high = LIMITS[element]
             if known is None or not within(known, element):
@@ -109,7 +111,7 @@ class Trace:
                     known = max(known[0], low), min(known[1], high)
                 else:
                     known = low, high
-        elif known is not None and not (abs(known[0]) < 1e38 and abs(known[1]) < 1e38):
+        elif known is not None and not all([abs(end) < 1e38 or (ends and math.isinf(end)) for end in known]):
             # Past an f32 there is infinity, and what is made of it may be NaN.
             known = None
         self.steps.append(Step(rule, operands, element, text))
@@ -144,7 +146,7 @@ class Trace:
                 ranges.append(None if x != x else (x, x))
                 steps.append(ranges[-1])
         smooth = flows and KINDS[element] == "f32" if smooth is None else smooth
-        return self.value(self.let(text), element, RULES[rule](*ranges), rule, tuple(steps), smooth)
+        return self.value(self.let(text), element, RULES[rule](*ranges), rule, tuple(steps), smooth, ends=infinite_ends(rule, ranges))
 
     def same(self, x: Value, element: str) -> Value:
         """A value under another type that holds it."""
