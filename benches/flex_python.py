@@ -143,6 +143,11 @@ def check():
     for dtype in (torch.bfloat16, torch.float32):
         bias = torch.randn(8, 515, 515, device="cuda").to(dtype).requires_grad_()
         case(f"bias in {dtype} with a gradient")(lambda bias=bias: compare(operands(), lambda s, b, h, q, k: s + bias[h, q, k], causal, [bias]))
+        table = torch.randn(8, 1029, device="cuda").to(dtype).requires_grad_()
+        case(f"a table of distances in {dtype} with a gradient")(lambda table=table: compare(operands(), lambda s, b, h, q, k: s + table[h, q - k], causal, [table]))
+    pages, hashes = torch.randint(0, 9, (2, 33), device="cuda"), torch.randint(-(2**31), 2**31 - 1, (515,), dtype=torch.int32, device="cuda")
+    case("a mask of a page table")(lambda: compare(operands(), None, lambda b, h, q, k: (pages[b, k // 16] % 2 == 0) | (q == k)))
+    case("a mask of bits")(lambda: compare(operands(), None, lambda b, h, q, k: ((hashes[q] ^ hashes[k]) & 0x50 == 0) | (q == k)))
     case("gradient of the output spread from one number")(lambda: compare(operands(), None, causal, spread=True))
     case("gradient through the log-sum-exp")(lambda: compare(operands(), None, causal, lse=True, tolerance=3e-2))
     case("scale")(lambda: compare(operands(), None, causal, scale=0.3))

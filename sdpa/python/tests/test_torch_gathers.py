@@ -232,6 +232,19 @@ def test_compilers_follow_gathers():
             close(x, y, "gradient", 2e-4)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compilers_take_tables_of_other_lengths(dynamic):
+    mod = lambda t, rows: lambda s, b, h, q, k: s + t[q - k] + rows[-1, 0] - ((rows[q] - rows[k]) ** 2).sum()  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, t, rows: flex_attention(q, k, v, mod(t, rows)), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n in (22, 25, 31):
+        q, k, v = (torch.randn(B, H, m, D) for m in (n - 13, 13, 13))
+        table, rows = torch.randn(n, requires_grad=True), torch.randn(n, 3)
+        o, theirs = compiled(q, k, v, table, rows), attention(q, k, v, eager(mod(table, rows)))[0]
+        close(o, theirs, "o")
+        close(*[torch.autograd.grad(x.double().square().sum(), table)[0] for x in (o, theirs)], "gradient", 2e-4)
+
+
 def test_a_mask_with_a_table_that_wants_a_gradient_is_refused():
     q, k, v = operands()
     with pytest.raises(SpecError, match="a mask has no gradient"):

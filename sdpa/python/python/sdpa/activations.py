@@ -108,15 +108,15 @@ def sign(x: Any, *, out: Any = None) -> Any:
 def lerp(start: Any, end: Any, weight: Any, *, out: Any = None) -> Any:
     """From the end that is nearer, as PyTorch computes it."""
     trace, x, y = binary(start, end, out)
-    w = value(weight, trace)
-    of = [one for one in (x, y, w) if type(one) not in NUMBERS]
+    number = value(weight, trace)
+    of = [one for one in (x, y, number) if type(one) not in NUMBERS]
     if type(x) in NUMBERS or type(y) in NUMBERS or kind_of(x) != "f32" or len({one.element for one in of}) > 1:
         raise TracingError("lerp of values that are not floats of one type", "convert them before, `.float()`: two values, and a weight that is a value or a number")
-    x, y, w = x.text, y.text, as_text(w, "float32", trace)
+    x, y, w = x.text, y.text, as_text(number, "float32", trace)
     near = f"{x} + {w} * ({y} - {x})"
     far = f"{y} - ({y} - {x}) * (1.0 - {w})"
-    if type(weight) in NUMBERS:
-        text = near if abs(weight) < 0.5 else far
+    if type(number) in NUMBERS:
+        text = near if abs(number) < 0.5 else far
     else:
         text = f"select(abs({w}) < 0.5, {near}, {far})"
     return trace.make(text, of[0].element, "anything", *of)

@@ -6,7 +6,7 @@ import functools
 from typing import Any, Callable, Iterator
 
 from .errors import TracingError
-from .values import FUNCTIONS, NUMBERS, Operators, Unread, current, element_of, kind_of, no_attribute, unary
+from .values import FUNCTIONS, NUMBERS, Operators, Unread, current, element_of, extents, kind_of, no_attribute, unary
 
 # The most elements of a row: each is read and computed on its own.
 _LONGEST = 64
@@ -116,7 +116,7 @@ class Partial(Rows):
         if len(free) > 1:
             given, axes = len(self.taken) - len(free), len(self.taken)
             raise TracingError(f"a tensor of {axes} axes is read with {given} of them", "index every axis, or every axis but one for a row that is reduced, `.sum()`")
-        length = self.source.shape[free[0]]
+        length = extents(self.source)[free[0]]
         if not 0 < length <= _LONGEST:
             raise TracingError(f"a row of {length} elements is read", f"rows of 1 to {_LONGEST} are unrolled: reduce longer ones before, into a tensor over queries and keys")
         at = lambda n: tuple([n if one is _FREE else one for one in self.taken])  # noqa: E731
@@ -139,15 +139,15 @@ def index(source: Any, at: Any, taken: tuple | None, trace: Any) -> Any:
             axis += len(free) - given
             continue
         if not (isinstance(one, slice) and (one.start, one.stop, one.step) == (None, None, None)):
-            rest[free[axis]] = _index(one, shape[free[axis]])
+            rest[free[axis]] = _index(one, source, free[axis])
         axis += 1
     if any([one is _FREE for one in rest]):
         return Partial(source, tuple(rest), trace)
     return element(source, tuple(rest), trace)
 
 
-def _index(one: Any, extent: int) -> Any:
-    """An index along an axis of so many elements: a number from 0 on, or a traced integer."""
+def _index(one: Any, source: Any, axis: int) -> Any:
+    """An index along an axis of a tensor: a number from 0 on, or a traced integer."""
     if isinstance(one, Operators):
         one = one.lifted()
         if one.element not in ("int32", "int64"):
@@ -155,9 +155,10 @@ def _index(one: Any, extent: int) -> Any:
             raise TracingError(f"a tensor is indexed by a value of {one.element}", f"an index is an int32 or an int64{mask}: convert it before, `.int()`")
         return one
     if isinstance(one, int) and not isinstance(one, bool):
+        extent = source.shape[axis]
         if not -extent <= one < extent:
             raise TracingError(f"index {one} of an axis of {extent}", "an index within it")
-        return one % extent
+        return one if one >= 0 else one + extents(source)[axis]
     if isinstance(one, Unread):
         raise TracingError("a tensor is indexed by a row", "index every axis of the row first, `idx[q_idx, kv_idx]`")
     raise TracingError(f"a tensor is indexed by {type(one).__name__}", "an index is a whole number, q_idx, kv_idx, b, h, or an integer that is computed from these and from tensors")

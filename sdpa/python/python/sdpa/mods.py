@@ -90,7 +90,7 @@ class Kept:
             elif len(given.shape) != len(axes):
                 errors.append((f"parameter {name}", f"of shape {tuple(given.shape)}", f"over [{_over(axes)}]"))
             else:
-                starts = () if axes and isinstance(axes[0], int) else (0,) * len(axes)
+                starts = () if axes and not isinstance(axes[0], str) else (0,) * len(axes)
                 tensors.append(Parameter(name, given, (None,) * len(axes), tuple(range(len(axes))), axes, starts, dtype))
         if errors:
             from .errors import SpecError

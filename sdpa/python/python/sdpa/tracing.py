@@ -15,7 +15,7 @@ from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, infinite_ends, of_n
 from .errors import TracingError, one, source_line
 from .gather import REDUCTIONS, index
 from .table import called
-from .values import CURRENT, FUNCTIONS, Operators, Unread, constant, current, instead_of, nonnegative
+from .values import CURRENT, FUNCTIONS, Operators, Unread, constant, current, extents, instead_of, nonnegative
 
 AXES = ("batch", "head", "q", "k")
 
@@ -58,7 +58,7 @@ class Parameter:
     @property
     def is_table(self) -> bool:
         """Whether it is read at computed places: `axes` are its extents then, and each of `starts` an axis of it, one of the scores, and where that begins."""
-        return bool(self.axes) and isinstance(self.axes[0], int)
+        return len(self.axes) > 0 and not isinstance(self.axes[0], str)
 
     @property
     def over(self) -> str:
@@ -169,23 +169,23 @@ class Trace:
 
     def table(self, source: Any, taken: tuple) -> Value:
         """An element of a tensor at an index along each of its axes, a number or a traced integer: the tensor is declared as a table."""
-        shape = tuple(source.shape)
+        shape = extents(source)
         # Four extents at most: of more, numbers are taken before.
         picked = tuple([one if isinstance(one, int) and len(shape) > 4 else None for one in taken])
         left = [(one, n) for one, n, pick in zip(taken, shape, picked) if pick is None]
-        extents = tuple([n for _, n in left])
-        if len(extents) > 4:
+        axes = tuple([n for _, n in left])
+        if len(axes) > 4:
             raise TracingError(f"a tensor of {len(shape)} axes is indexed by something computed", "a tensor of 1 to 4 axes: reshape it before")
-        if 0 in extents or math.prod(extents) >= 2**31:
+        if 0 in axes or math.prod(axes) >= 2**31:
             raise TracingError(f"a tensor of shape {shape} is indexed by something computed", "one of 1 to 2^31 - 1 elements")
         # Positions as they are have to be within the tensor, which a call can tell.
         starts = [(n, AXES.index(one.place[0]), one.place[1]) for n, (one, _) in enumerate(left) if type(one) is Value and one.place is not None]
         there = None
         for known in self.tensors:
-            if known.source is source and known.is_table and (known.picks, known.axes) == (picked, extents):
+            if known.source is source and known.is_table and (known.picks, known.axes) == (picked, axes):
                 there = known
         if there is None:
-            there = Parameter(f"{self.prefix}{len(self.tensors)}", source, picked, tuple(range(len(extents))), extents, (), dtype_of(source))
+            there = Parameter(f"{self.prefix}{len(self.tensors)}", source, picked, tuple(range(len(axes))), axes, (), dtype_of(source))
             self.tensors.append(there)
         if starts:
             there.reading = (*there.reading[:3], tuple(sorted({*there.starts, *starts})), there.dtype)

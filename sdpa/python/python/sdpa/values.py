@@ -161,6 +161,11 @@ class Unread:
         raise NotImplementedError
 
 
+def extents(source: Any) -> tuple:
+    """The shape of a captured tensor. As a key, a number is a constant to a compiler that follows: a table has the extents that are in its text."""
+    return tuple([list({int(n): None})[0] for n in source.shape])  # noqa: RUF015
+
+
 def value(x: Any, trace):
     """A value of the trace, or a number as it is."""
     if type(x) in NUMBERS:
