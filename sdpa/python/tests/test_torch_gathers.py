@@ -96,6 +96,7 @@ GATHERS = {
     "a mean of weighed rows": (lambda s, b, h, q, k: s * (XY[q] * W).mean(-1) + torch.sum(torch.tanh(XY[k]), dim=0) + (W * XY[k]).prod(), [XY, W]),
     "rows of more axes": (lambda s, b, h, q, k: s + (WIDE[b, h, k] * WIDE[b, h, ..., q % 3][k] - 2.0).sum(), [WIDE]),
     "rows where": (lambda s, b, h, q, k: s + torch.where(XY[q] > XY[k], XY[q], 0.5).sum() + XY[q][1] + XY[k][-1], [XY]),
+    "rows and methods": (lambda s, b, h, q, k: s + (XY[q] > 0).where(XY[k] > 0, XY[k] < -0.3).sum() * XY[k].where(XY[q] > 0.1, 0.25).clamp(min=-1).sum(), [XY]),
     "rows as numbers": (lambda s, b, h, q, k: s * [x * y for x, y, _ in [XY[q]]][0] + max(len(XY[k]), 1), [XY]),
     "rows with in all": (lambda s, b, h, q, k: torch.where((XY[q] > XY[k]).all() | (XY[q] < -0.5).any(), s, s * XY[k].sum()), [XY]),
     "a table and a tensor of one": (lambda s, b, h, q, k: s + BIAS[q] * BIAS[q + k], [BIAS]),
@@ -297,6 +298,11 @@ def test_tables_of_text_and_of_numpy():
         (lambda s, b, h, q, k: s + torch.zeros(0)[q % 3], "shape \\(0,\\)"),
         (lambda s, b, h, q, k: s + torch.zeros(1, 1, 1, 1, 1)[b, h, q, k, q - k], "5 axes"),
         (lambda s, b, h, q, k: XY[q], "returns"),
+        (lambda s, b, h, q, k: s + torch.relu_(XY[q]).sum(), "in place"),
+        (lambda s, b, h, q, k: s + torch.nn.functional.relu(XY[q], inplace=True).sum(), "in place"),
+        (lambda s, b, h, q, k: s + XY[q].new_ones(()).sum(), "`new_ones` of a row"),
+        (lambda s, b, h, q, k: s + XY[q].__iadd__(1).sum(), "of a row in place"),
+        (lambda s, b, h, q, k: s + (XY[q].__setitem__(0, s), 1)[1], "is set"),
     ],
 )
 def test_what_is_no_gather_is_refused_with_its_line(fn, what):

@@ -64,6 +64,13 @@ class Rows(Unread):
         """The type of the elements."""
         return self.elements()[0].dtype
 
+    def where(self, condition: Any, other: Any) -> Any:
+        """A method's first operand is the choice where the condition holds."""
+        return _called("where", condition, self, other)
+
+    def __setitem__(self, at: Any, to: Any) -> None:
+        raise TracingError("an element of a row is set", "make another row: torch.where(condition, row, x)")
+
     def __matmul__(self, other: Any) -> Any:
         return _called("matmul", self, other)
 
@@ -81,6 +88,17 @@ class Rows(Unread):
 
 for _name in "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow and or xor rand ror rxor eq ne lt le gt ge neg pos abs invert lshift rshift rlshift rrshift".split():
     setattr(Rows, f"__{_name}__", _each(_name))
+
+
+def _in_place(name: str) -> Callable:
+    def method(self: Rows, other: Any) -> Any:
+        raise TracingError(f"`{name}` of a row in place", "write `x = x + y`")
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
+    setattr(Rows, f"__i{_name}__", _in_place(_name))
 
 
 class Row(Rows):
@@ -106,12 +124,18 @@ class Partial(Rows):
 
     def __init__(self, source: Any, taken: tuple, trace: Any):
         self.source, self.taken, self.trace = source, taken, trace
+        self._values: tuple | None = None
 
     def __getitem__(self, at: Any) -> Any:
         return index(self.source, at, self.taken, self.trace)
 
     def elements(self) -> tuple:
-        """The values of the row, each read on its own."""
+        """The values of the row, each read on its own, once."""
+        if self._values is None:
+            self._values = self._read()
+        return self._values
+
+    def _read(self) -> tuple:
         free = [n for n, one in enumerate(self.taken) if one is _FREE]
         if len(free) > 1:
             given, axes = len(self.taken) - len(free), len(self.taken)
@@ -177,6 +201,8 @@ def mapped(name: str, args: tuple, kwargs: dict) -> Any:
     """A function of rows: of each of their elements, or of all together."""
     if name in REDUCTIONS:
         return REDUCTIONS[name](*args, **kwargs)
+    if kwargs.get("inplace") or name.startswith("new_"):
+        raise TracingError(f"`{name}` of a row, in place" if kwargs.get("inplace") else f"`{name}` of a row", "use the result of the function, or a number")
     given = [*args, *kwargs.values()]
     lengths = {len(_row(x)) for x in given if _row(x) is not None} - {1}
     if len(lengths) > 1:
