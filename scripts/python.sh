@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
 # python.sh [--release]: builds the wheel of sdpa/python for this platform, installs it in a fresh virtual environment and tests it there. Tests that
 # need PyTorch or transformers run where the interpreter has them already, and are named as skipped elsewhere; SDPA_REQUIRE=torch makes that an error.
-# The wheel stays in target/wheels: of the development profile, which shares what the tests have built, or with --release stripped.
+# The wheel stays in target/wheels: of the development profile, or with --release stripped. Cargo builds it alone, with the features that users get;
+# the tests of the workspace turn on others, so half of its dependencies are compiled again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=dev
-[ "${1:-}" != --release ] || profile=dist
+if [ "${1:-}" = --release ]; then
+  profile=dist
+else
+  # Crates of this workspace, but for the CPU kernels: compiling them costs more than the tests gain.
+  export CARGO_PROFILE_DEV_OPT_LEVEL=0
+fi
 
 . scripts/python-tools.sh
 rm -rf "$target/wheels"
@@ -31,7 +37,7 @@ fi
 # What stands in for cuDNN and the driver, and the run-time compiler beside it.
 if [ "$(uname -s)" = Linux ]; then
   scripts/setup-tests.sh
-  cargo build --quiet --package recording
+  env --unset=CARGO_PROFILE_DEV_OPT_LEVEL cargo build --quiet --package recording
 fi
 export SDPA_RECORDING=$target/debug/librecording.so
 (cd sdpa/python && "$fresh/bin/python" -m pytest --quiet -p no:cacheprovider tests)
