@@ -11,8 +11,10 @@ from pathlib import Path
 # benches/src/bin/hot.rs says what they are.
 PATHS = ["prepared", "found", "functional", "validate", "addresses"]
 PATHS += ["softcap", "bias", "lengths", "copies", "backward", "backward-softcap", "backward-bias", "chosen", "cudarc", "cudarc-backward"]
-# Both numbers of calls are whole rounds of whatever a cache does only now and then; set-up is in both.
-CALLS = [1280, 3840]
+# Whole rounds of whatever a cache does only now and then.
+CALLS = 1280
+# The function of hot.rs that makes them, as callgrind names it: what it does not call is set-up, and does not count.
+COUNTED = "*calls_that_count*"
 TOLERANCE = 0.03
 RECORDER = "librecording.so"
 
@@ -48,28 +50,23 @@ def costs(profile):
     return total, recorder
 
 
-def run(hot, path, calls):
-    """Instructions in all, those of the recording library, and allocations of one run."""
+def measure(hot, path):
+    """Of one call: instructions, those of the recording library besides, allocations."""
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile"
         # cudarc looks for the driver by itself.
         for name in ["libcuda.so", "libcuda.so.1"]:
             (Path(folder) / name).symlink_to(Path(hot).resolve().parent / RECORDER)
         environment = os.environ | {"LD_LIBRARY_PATH": folder}
-        command = ["valgrind", "--quiet", "--tool=callgrind", f"--callgrind-out-file={profile}", hot, path, str(calls)]
+        command = ["valgrind", "--quiet", "--tool=callgrind", f"--toggle-collect={COUNTED}", f"--callgrind-out-file={profile}"]
+        command += [hot, path, str(CALLS)]
         ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         if ended.returncode != 0:
             sys.exit(f"instructions: {' '.join(command)} ended with {ended.returncode}: {ended.stdout}{ended.stderr}")
-        return *costs(profile), int(ended.stdout)
-
-
-def measure(hot, path):
-    """Of one call: instructions, those of the recording library besides, allocations."""
-    few, many = (run(hot, path, calls) for calls in CALLS)
-    per_call = CALLS[1] - CALLS[0]
-    total, recorder, _ = (round((b - a) / per_call) for a, b in zip(few, many))
-    # Allocations are counted in the calls alone.
-    return {"instructions": total - recorder, "recorder": recorder, "allocations": many[2] / CALLS[1]}
+        total, recorder = costs(profile)
+    if total == 0:
+        sys.exit(f"instructions: callgrind found no function {COUNTED} in {hot}")
+    return {"instructions": round((total - recorder) / CALLS), "recorder": round(recorder / CALLS), "allocations": int(ended.stdout) / CALLS}
 
 
 def tools():
