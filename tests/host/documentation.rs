@@ -94,7 +94,7 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         match path.is_dir() {
-            true if [".git", "__pycache__"].contains(&name.as_str()) || ignored().contains(&name) => {}
+            true if [".git", ".pytest_cache", "__pycache__"].contains(&name.as_str()) || ignored().contains(&name) => {}
             true => files(&path, found),
             false => found.push(path),
         }
