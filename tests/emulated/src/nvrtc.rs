@@ -28,9 +28,6 @@ const REPLACED: [(&str, &str); 6] = [
     ("generated", ""),
 ];
 
-/// Included first by every text.
-const HEADER: &str = "cuda.h";
-
 /// What a kernel has behind its bounds whose blocks run in pairs.
 const IN_PAIRS: &str = "__cluster_dims__(2, 1, 1)";
 
@@ -85,7 +82,7 @@ fn without_unrolling(piece: &str) -> String {
 
 /// The text for clang, with its kernels behind names that a launch finds them by.
 fn translated(text: &str) -> Result<String, String> {
-    let mut made = format!("#include \"{HEADER}\"\n");
+    let mut made = String::from("#include \"cuda.h\"\n");
     // With how many blocks of each run together.
     let mut kernels: Vec<(String, u32)> = Vec::new();
     for (n, piece) in text.split("#line 1 \"").enumerate() {
@@ -242,21 +239,6 @@ fn compiled(text: &str) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// [`HEADER`], precompiled: reading it is a part of each compilation. None where this clang makes none.
-fn precompiled() -> Option<&'static PathBuf> {
-    static MADE: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
-        let header = machine().join(HEADER);
-        // One of another clang, of other flags or of what headers of the system were, would be refused.
-        let all = [clang(&["--version".as_ref()]).ok()?, clang(&["-E".as_ref(), "-std=c++17".as_ref(), header.as_os_str()]).ok()?];
-        let mut state = DefaultHasher::new();
-        (all, flags().collect::<Vec<_>>()).hash(&mut state);
-        // Contents are in its name: that files are older or newer, as after a clone, says nothing.
-        let arguments = ["-x", "c++-header", "-Xclang", "-fno-pch-timestamp"].map(OsStr::new);
-        made(&format!("{:016x}.pch", state.finish()), &[&arguments[..], &[header.as_os_str()]].concat()).ok()
-    });
-    MADE.as_ref()
-}
-
 /// The program of a text, compiled where that was not done before.
 fn program_of(text: &str) -> Result<PathBuf, String> {
     let (digest, include) = (digest(text)?, machine());
@@ -277,9 +259,7 @@ fn program_of(text: &str) -> Result<PathBuf, String> {
     // A faster linker, where there is one.
     static GOLD: LazyLock<bool> = LazyLock::new(|| clang(&["-fuse-ld=gold".as_ref(), "-Wl,--version".as_ref()]).is_ok());
     let linker = GOLD.then_some(OsStr::new("-fuse-ld=gold"));
-    let header = precompiled().map(|file| [OsStr::new("-include-pch"), file.as_os_str()]);
-    let done =
-        made(&format!("{digest:016x}.so"), &linker.into_iter().chain(header.into_iter().flatten()).chain(arguments).collect::<Vec<_>>());
+    let done = made(&format!("{digest:016x}.so"), &linker.into_iter().chain(arguments).collect::<Vec<_>>());
     // What did not compile is there to be read.
     if done.is_ok() {
         let _ = std::fs::remove_file(&source);
