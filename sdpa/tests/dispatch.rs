@@ -87,7 +87,7 @@ fn an_automatic_choice_keeps_every_reason() {
     let choice = dispatcher().with(Arc::new(Declines("mine"))).prepare(&problem(), Preference::Auto).unwrap();
     assert_eq!(choice.executor, ExecutorName::CPU);
     let who: Vec<ExecutorName> = choice.declined.iter().map(|d| d.executor).collect();
-    let before = own().into_iter().filter(|name| *name != ExecutorName::CPU);
+    let before = dispatcher().executors_for(&problem()).into_iter().filter(|name| *name != ExecutorName::CPU);
     assert_eq!(who, [ExecutorName::new("mine")].into_iter().chain(before).collect::<Vec<_>>());
     assert_eq!(choice.declined[0].to_string(), "mine: mine declines");
     if cfg!(feature = "cudnn") {
@@ -97,31 +97,34 @@ fn an_automatic_choice_keeps_every_reason() {
 
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 #[test]
-fn kernels_of_our_own_are_asked_first_where_they_are_faster() {
-    let problem = |mask: &str| {
-        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
+fn kernels_of_our_own_are_asked_first_but_for_exceptions() {
+    let problem = |seq_q: i64, mask: &str| {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
         AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).validate().unwrap()
     };
     let all = dispatcher().with(Arc::new(Declines("mine")));
-    let two = |mask: &str| all.executors_for(&problem(mask)).into_iter().map(ExecutorName::name).take(3).collect::<Vec<_>>();
-    assert_eq!(two("document"), ["mine", "cuda", "cudnn"]);
-    assert_eq!(two("array:qk"), ["mine", "cudnn", "cuda"]);
+    let two = |seq_q, mask: &str| all.executors_for(&problem(seq_q, mask)).into_iter().map(ExecutorName::name).take(3).collect::<Vec<_>>();
+    for mask in ["document", "array:qk", "causal"] {
+        assert_eq!(two(2048, mask), ["mine", "cuda", "cudnn"], "{mask}");
+    }
+    assert_eq!(two(1, "padding"), ["mine", "cudnn", "cuda"]);
     let replaced = dispatcher().with(Arc::new(Declines("cuda")));
-    assert_eq!(replaced.executors_for(&problem("natten:65"))[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
+    assert_eq!(replaced.executors_for(&problem(2048, "natten:65"))[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
 }
 
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 #[test]
-fn backward_kernels_of_our_own_are_asked_first_where_they_are_faster() {
-    let order = |dim: i64, mask: &str| {
+fn backward_kernels_of_our_own_are_asked_first_but_for_exceptions() {
+    let order = |dim: i64, score_mod: &str, mask: &str| {
         let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: dim, dim_v: dim };
-        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).with_stats();
-        dispatcher().executors_for_backward(&spec.backward().validate().unwrap())
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).score_mod(score_mod.parse().unwrap());
+        dispatcher().executors_for_backward(&spec.mask(mask.parse().unwrap()).with_stats().backward().validate().unwrap())
     };
-    for (dim, mask) in [(256, "dilated:4 & causal"), (64, "causal"), (256, "causal")] {
-        assert_eq!(order(dim, mask)[..2], [ExecutorName::CUDA, ExecutorName::CUDNN], "{dim}, {mask}");
+    for (dim, mask) in [(256, "dilated:4 & causal"), (64, "causal"), (192, "causal")] {
+        assert_eq!(order(dim, "alibi", mask)[..2], [ExecutorName::CUDA, ExecutorName::CUDNN], "{dim}, {mask}");
     }
-    assert_eq!(order(192, "causal")[..2], [ExecutorName::CUDNN, ExecutorName::CUDA]);
+    let sines = "score + sin(score) + cos(score) + sin(score * 2.0)";
+    assert_eq!(order(64, sines, "causal")[..2], [ExecutorName::CUDNN, ExecutorName::CUDA]);
 }
 
 #[test]
