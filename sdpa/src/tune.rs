@@ -105,7 +105,7 @@ impl BuildError for Untimed {
 impl Dispatcher {
     /// The times of a forward pass on cuDNN and on kernels of our own, where the options for cuDNN say [`tune`](sdpa_cudnn::CudnnOptions::tune) and both take
     /// the problem: from an earlier call, or measured now, which takes as long as both need to be built, and eight runs of each on memory of its own. Then
-    /// whoever was faster is asked first, whether the problem is one of the [exceptions](sdpa_cuda::EXCEPTIONS) or not. `None` also where there is not
+    /// the dispatcher asks the faster executor first. The [exceptions](sdpa_cuda::EXCEPTIONS) do not matter then. `None` also where there is not
     /// memory enough; a warning says so. Problems without batch entries, queries or keys are not timed.
     pub fn timed(&self, problem: &Problem) -> Option<Arc<Timed>> {
         if problem.is_empty() {

@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(100);
 /// Before each line that the process of a mutant tells.
 const TELLS: &str = "mutant: ";
 
-/// Where a problem is from, in the order in which a mutant meets them.
+/// The suite that a problem belongs to. A mutant is tried on the suites in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Origin {
     Covering,
@@ -44,7 +44,7 @@ const ORIGINS: [(Origin, usize); 4] = [(Origin::Covering, 16), (Origin::ByHand, 
 /// Problems that are compiled at most for each that may run.
 const COMPILED: usize = 5;
 
-/// What a trial runs.
+/// The work of a trial.
 enum Work {
     /// A pass: backward where there is a source.
     Pass(Box<Case>, Option<Source>),
@@ -191,7 +191,7 @@ fn plan(trials: &[Trial], with_line: &[usize]) -> Vec<usize> {
     chosen
 }
 
-/// What became of a mutant.
+/// The outcome for a mutant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Fate {
     /// Found: by which problem, and how.
@@ -242,7 +242,7 @@ fn fate(n: usize, trials: &[usize]) -> Fate {
     fate
 }
 
-/// What a trial says of a mutant.
+/// The outcome of one trial of a mutant.
 enum Said {
     /// The compiler does not take it.
     Refused,
@@ -321,7 +321,7 @@ fn survey(trials: &[Trial]) -> BTreeMap<String, Vec<usize>> {
         }
     });
     let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
-    // What cannot be prepared alone may have any line.
+    // A trial that cannot be preprocessed alone may contain any line of the source.
     let others: Vec<usize> = places.into_iter().filter(|n| !matches!(trials[*n].work, Work::Pass(..))).collect();
     all.values_mut().for_each(|trials| {
         trials.sort_unstable();

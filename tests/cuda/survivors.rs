@@ -56,7 +56,7 @@ attn_scale = 20.0
 stats = true
 "#;
 
-/// The same for weights in f16, which end at 2^16.
+/// The same for weights in f16, whose largest number is 65,504.
 const GROWING_F16: &str = r#"
 [[case]]
 name = "row maxima that grow past f16"

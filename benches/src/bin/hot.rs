@@ -187,7 +187,7 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
 }
 
-/// Plain attention on whoever is chosen at each call: cuDNN, which comes first for one query.
+/// Plain attention where the dispatcher chooses the executor at each call. For one query it chooses cuDNN.
 fn chosen(recorder: &Recorder, calls: u64) -> Result<()> {
     let shape = Shape { seq_q: 1, seq_kv: 512, dim_qk: 64, dim_v: 64, ..SHAPE };
     let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);

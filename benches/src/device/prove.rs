@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 const MOST_BAD: usize = 20;
 /// A problem that has no answer after so long has none.
 const LONGEST: Duration = Duration::from_secs(120);
-/// What a worker says first, and before each answer.
+/// Begins the line that a worker prints once its executor is ready, and the line of each answer.
 const READY: &str = "ready: ";
 const ANSWER: &str = "answer: ";
 
@@ -165,7 +165,7 @@ impl Drop for Worker {
     }
 }
 
-/// What the file with the summary holds.
+/// The summary of a proof, as its file has it.
 #[derive(Serialize)]
 struct Proof<'a> {
     #[serde(flatten)]

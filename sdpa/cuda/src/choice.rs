@@ -1,7 +1,7 @@
 //! When cuDNN is asked before these kernels: exceptions to a rule, each with its cause and what was measured.
 //!
-//! Where both run a problem on Hopper, these kernels are asked first. `benches/results/2026-11-26-choice*.jsonl` holds the times of 1,201 problems on an H100, and
-//! docs/cuda.md, "The choice", the share of them for which this is the faster one.
+//! Where both executors support a problem on Hopper, the dispatcher asks these kernels first. `benches/results/2026-11-26-choice*.jsonl` holds the times of 1,201
+//! problems on an H100. docs/cuda.md, "The choice", says for how many of them this order takes the faster executor.
 
 use sdpa_core::expr::{Node, ParamKind, Trace, Unary};
 use sdpa_core::{BackwardProblem, DType, Problem, Side};
@@ -96,7 +96,7 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
     Exception {
         what: "one query",
-        cause: "cuDNN's kernel reads keys and values at 4.0 TB/s where this one reads at 3.5",
+        cause: "on an H200 cuDNN's kernel reads keys and values at 4.0 TB/s, this one at 3.5",
         speed: 0.88,
         passes: Passes::Forward,
         holds: |p| p.seq_q() == 1 && p.seq_kv() >= 512 && sines(p) <= MOST_SINES && p.packed().is_none(),
@@ -246,7 +246,7 @@ mod tests {
     fn other_types_have_no_exceptions_and_an_exception_says_why() {
         assert_eq!(forward(&AttentionSpec { dtype: DType::F32, ..spec(Shape { seq_q: 1, ..SHAPE }, "") }), None);
         let one = cudnn_first(&spec(Shape { seq_q: 1, ..SHAPE }, "").validate().unwrap()).unwrap();
-        let told = "cuDNN first: one query, 0.88 times as fast as cuDNN in the median (cuDNN's kernel reads keys and values at 4.0 TB/s where this one reads at 3.5)";
+        let told = "cuDNN first: one query, 0.88 times as fast as cuDNN in the median (on an H200 cuDNN's kernel reads keys and values at 4.0 TB/s, this one at 3.5)";
         assert_eq!(one.to_string(), told);
     }
 }
