@@ -8,7 +8,7 @@ mod problem;
 
 use crate::random::Random;
 pub use problem::{FACTORS, Problem, RULES, Strength, THREE_WAY};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// A feature of a problem.
 #[derive(Clone, Copy, Debug)]
@@ -70,8 +70,10 @@ type Worth<'a> = dyn Fn(&[Option<usize>], usize, usize) -> usize + 'a;
 
 /// Rows tried for each that is taken.
 const ATTEMPTS: usize = 12;
-/// How often so many are tried until one is supported.
-const ROUNDS: usize = 4;
+/// Supported rows that are changed to have a combination, where no row that is made for it is supported.
+const BASES: usize = 48;
+/// Random rows that are asked about for each value, to have the first supported rows.
+const FIRST: usize = 24;
 
 struct Builder<'a> {
     factors: &'a [Factor],
@@ -162,18 +164,96 @@ impl Builder<'_> {
 }
 
 impl Builder<'_> {
-    /// Values with which no row was supported: nothing that they are part of is asked for.
-    fn unsupported(&mut self, supported: &dyn Fn(&Row) -> bool) -> Vec<(usize, usize)> {
+    /// A row that has a combination, and otherwise as much of another row as rules allow.
+    fn changed(&mut self, base: &Row, combination: &Combination) -> Option<Row> {
+        let mut row: Vec<Option<usize>> = vec![None; self.factors.len()];
+        combination.iter().for_each(|(factor, value)| row[*factor] = Some(*value));
+        let may_be_hollow = self.is_hollow(combination);
+        let (kept, mut left): (Vec<usize>, Vec<usize>) = (0..row.len()).filter(|factor| row[*factor].is_none()).partition(|factor| {
+            let value = base[*factor];
+            combination.iter().all(|(other, chosen)| self.allowed[*factor][value][*other][*chosen])
+                && (may_be_hollow || !self.hollow.contains(&(*factor, value)))
+        });
+        kept.into_iter().for_each(|factor| row[factor] = Some(base[factor]));
+        // The factor with the fewest values that fit comes first.
+        while !left.is_empty() {
+            let n = (0..left.len()).min_by_key(|n| self.choices(&row, left[*n], may_be_hollow).len())?;
+            let factor = left.swap_remove(n);
+            let fitting = self.choices(&row, factor, may_be_hollow);
+            if fitting.is_empty() {
+                return None;
+            }
+            row[factor] = Some(self.random.pick(&fitting));
+        }
+        row.into_iter().collect()
+    }
+
+    /// A supported row with a combination: one of those that are known, changed. Rows that share most with the combination come first.
+    fn supported_with(&mut self, combination: &Combination, known: &[Row], supported: &dyn Fn(&Row) -> bool) -> Option<Row> {
+        let shared = |row: &Row| combination.iter().filter(|(factor, value)| row[*factor] == *value).count();
+        let first = self.random.between(0, known.len().max(1) as i64 - 1) as usize;
+        let mut bases: Vec<&Row> = known.iter().cycle().skip(first).take(known.len()).collect();
+        bases.sort_by_key(|row| std::cmp::Reverse(shared(row)));
+        // Half of them share nothing on purpose: what they share may be what is not supported.
+        let spread = bases.len().saturating_sub(BASES / 2);
+        let bases: Vec<&Row> =
+            bases[..bases.len() - spread].iter().chain(bases.iter().rev().take(spread.min(BASES / 2))).copied().collect();
+        bases.into_iter().find_map(|base| self.changed(base, combination).filter(|row| supported(row)))
+    }
+
+    /// A supported row, changed value by value to have more missing combinations, as long as it is supported and has one combination.
+    fn improved(&mut self, mut row: Row, begin: &Combination, worth: &dyn Fn(&Row) -> usize, supported: &dyn Fn(&Row) -> bool) -> Row {
+        for factor in 0..row.len() {
+            if begin.iter().any(|(other, _)| *other == factor) {
+                continue;
+            }
+            let others: Vec<Option<usize>> = row.iter().enumerate().map(|(n, value)| (n != factor).then_some(*value)).collect();
+            let mut better: Vec<(usize, Row)> = self
+                .choices(&others, factor, self.is_hollow(begin))
+                .into_iter()
+                .map(|value| row.iter().enumerate().map(|(n, there)| if n == factor { value } else { *there }).collect::<Row>())
+                .map(|changed| (worth(&changed), changed))
+                .collect();
+            let there = worth(&row);
+            better.retain(|(worth, _)| *worth > there);
+            better.sort_by_key(|(worth, _)| std::cmp::Reverse(*worth));
+            if let Some((_, changed)) = better.into_iter().take(2).find(|(_, changed)| supported(changed)) {
+                row = changed;
+            }
+        }
+        row
+    }
+
+    /// Supported rows to begin with, and values that no supported row has: nothing that they are part of is asked for.
+    fn first_rows(&mut self, supported: &dyn Fn(&Row) -> bool) -> (Vec<Row>, Vec<(usize, usize)>) {
         let values = |(n, factor): (usize, &Factor)| (0..factor.values.len()).map(move |value| (n, value)).collect::<Vec<_>>();
         let all: Vec<(usize, usize)> = self.factors.iter().enumerate().flat_map(values).collect();
         // With numbers of their own: where everything is supported, rows are those that they would be without this.
         let random = self.random.clone();
-        let mut any = |chosen: &(usize, usize)| {
-            (0..4 * ATTEMPTS).any(|_| self.complete(&vec![*chosen], &|_, _, _| 0).is_some_and(|row| supported(&row)))
-        };
-        let unsupported = all.into_iter().filter(|chosen| !any(chosen)).collect();
+        let (mut known, mut missing) = (Vec::new(), Vec::new());
+        for chosen in all {
+            let alone = vec![chosen];
+            let found = (0..FIRST).find_map(|_| self.complete(&alone, &|_, _, _| 0).filter(|row| supported(row)));
+            match found {
+                Some(row) => known.push(row),
+                None => missing.push(chosen),
+            }
+        }
+        // A value that few random rows are supported with is in a row that is supported but for it.
+        loop {
+            let before = missing.len();
+            missing.retain(|chosen| {
+                let found = self.supported_with(&vec![*chosen], &known, supported);
+                let keep = found.is_none();
+                known.extend(found);
+                keep
+            });
+            if missing.len() == before {
+                break;
+            }
+        }
         self.random = random;
-        unsupported
+        (known, missing)
     }
 }
 
@@ -187,8 +267,8 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
     let mut missing: BTreeMap<Combination, usize> =
         builder.combinations(wanted.strength, &of).into_iter().map(|combination| (combination, wanted.times)).collect();
     let all = missing.len();
-    let (mut rows, mut impossible) = (Vec::new(), Vec::new());
-    let unsupported = builder.unsupported(supported);
+    let (mut rows, mut impossible): (Vec<Row>, Vec<Combination>) = (Vec::new(), Vec::new());
+    let (mut known, unsupported) = builder.first_rows(supported);
     let is_unsupported = |combination: &Combination| combination.iter().any(|chosen| unsupported.contains(chosen));
     missing.retain(|combination, _| {
         let keep = !is_unsupported(combination);
@@ -208,17 +288,21 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
             let in_order = |pair: (usize, usize)| if pair.0 < factor { vec![pair, (factor, value)] } else { vec![(factor, value), pair] };
             there.filter(|pair| missing.contains_key(&in_order(*pair))).count()
         };
-        let found = (0..ROUNDS).find_map(|_| {
-            let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).collect();
-            // The last of the best, as `max_by_key` would have it.
-            let mut best: Vec<(usize, Row)> = tried
-                .into_iter()
-                .filter(|row| !rows.contains(row))
-                .map(|row| (missing.keys().filter(|combination| builder.covers(&row, combination)).count(), row))
-                .rev()
-                .collect();
-            best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
-            best.into_iter().map(|(_, row)| row).find(|row| supported(row))
+        let completed = |builder: &Builder<'_>, row: &Row| missing.keys().filter(|combination| builder.covers(row, combination)).count();
+        let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !rows.contains(row)).collect();
+        // The last of the best, as `max_by_key` would have it.
+        let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
+        best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
+        let made = best.into_iter().map(|(_, row)| row).find(|row| supported(row));
+        let found = made.or_else(|| {
+            let is_new = |row: &Row| !rows.contains(row) && supported(row);
+            let base = builder.supported_with(&begin, &known, &is_new)?;
+            let worth: HashMap<(usize, usize), usize> = missing.keys().flatten().fold(HashMap::new(), |mut worth, chosen| {
+                *worth.entry(*chosen).or_default() += 1;
+                worth
+            });
+            let worth = |row: &Row| row.iter().enumerate().filter_map(|(factor, value)| worth.get(&(factor, *value))).sum();
+            Some(builder.improved(base, &begin, &worth, &is_new))
         });
         let Some(row) = found else {
             missing.remove(&begin);
@@ -229,6 +313,7 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
             *times -= usize::from(builder.covers(&row, combination));
             *times > 0
         });
+        known.push(row.clone());
         rows.push(row);
     }
     Covering { covered: all - impossible.len(), rows, impossible }
