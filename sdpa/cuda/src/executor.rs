@@ -1,9 +1,10 @@
 //! The executor: one device, its compiler, its caches of kernels and of plans.
 
+use crate::disk::{Disk, KernelCache};
 use crate::error::Error;
 use crate::family::Family;
 use crate::files::Files;
-use crate::kernel::{self, Kernel, KernelKey, Kernels};
+use crate::kernel::{self, Kernel, KernelKey, Kernels, Origin};
 use crate::plan::CudaPlan;
 use crate::target::{Target, Written};
 use crate::tile::Tile;
@@ -37,12 +38,16 @@ pub struct CudaOptions {
     pub plans: Limits,
     /// Bounds of the kernels that are kept: problems that differ in lengths alone share them.
     pub kernels: Limits,
+    /// The cache on disk that kernels are looked for in before they are compiled, and kept in. Else none: [`KernelCache::of_user`] is the one that the command
+    /// line and the Python package use.
+    pub kernel_cache: Option<KernelCache>,
 }
 
 impl Default for CudaOptions {
     fn default() -> CudaOptions {
         let kernels = Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN));
-        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, family: None, plans: Limits::default(), kernels }
+        let plans = Limits::default();
+        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, family: None, plans, kernels, kernel_cache: None }
     }
 }
 
@@ -56,6 +61,7 @@ pub struct CudaExecutor {
     plans: PlanCache<Job, Arc<CudaPlan>, Unsupported>,
     pub(crate) kernels: Kernels,
     pub(crate) files: Files,
+    disk: Disk,
     setup_stream: Stream,
 }
 
@@ -74,6 +80,7 @@ impl CudaExecutor {
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             files: Files::default(),
+            disk: Disk::new(options.kernel_cache),
             setup_stream: device.stream()?,
         })
     }
@@ -96,6 +103,21 @@ impl CudaExecutor {
     /// What the two caches know of themselves: that of plans, that of kernels.
     pub fn snapshots(&self) -> [CacheSnapshot; 2] {
         [self.plans.snapshot(), self.kernels.snapshot()]
+    }
+
+    /// The kernel cache on disk.
+    pub fn kernel_cache(&self) -> Option<KernelCache> {
+        self.disk.cache()
+    }
+
+    /// Replaces the kernel cache on disk, for kernels that are built from now on. `None` turns it off.
+    pub fn set_kernel_cache(&self, cache: Option<KernelCache>) {
+        self.disk.set(cache);
+    }
+
+    /// Where the code of each kernel that this executor keeps came from.
+    pub fn origins(&self) -> Vec<Origin> {
+        self.kernels.values().into_iter().map(|(_, kernel)| kernel.origin).collect()
     }
 
     /// The plan of a forward pass, from the cache or made now; the flag says whether it was there.
@@ -139,7 +161,7 @@ impl CudaExecutor {
 
     fn build(&self, job: Job, Written { pass, first, second }: Written) -> Result<Arc<CudaPlan>, Error> {
         let made = |key: KernelKey| {
-            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, self.device, &key)?));
+            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, &self.disk, self.device, &key)?));
             self.kernels.get_or_build(&key, build).map(|(kernel, _)| kernel)
         };
         // A build in the middle of a capture, of this or another thread's stream, does not disturb it.

@@ -33,7 +33,7 @@ impl KernelHead {
 }
 
 /// How they are made here.
-const HERE: KernelHead = KernelHead { kernels: 1 };
+pub(crate) const HERE: KernelHead = KernelHead { kernels: 1 };
 
 /// Keys of a file are made in another way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,7 @@ pub enum KernelFileError {
 pub(crate) struct Files(RwLock<Vec<Arc<PlanFile<KernelHead>>>>);
 
 /// Machine code of a GPU is an ELF file.
-const MAGIC: &[u8] = b"\x7fELF";
+pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 impl Files {
     fn open(&self) -> Vec<Arc<PlanFile<KernelHead>>> {

@@ -1,5 +1,6 @@
 //! Kernels that were compiled and loaded, by their text: problems that differ in lengths share them.
 
+use crate::disk::Disk;
 use crate::error::Error;
 use crate::files::Files;
 use crate::source::OPTIONS;
@@ -44,6 +45,17 @@ impl CacheKey for KernelKey {
     }
 }
 
+/// Where the machine code of a kernel came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Origin {
+    /// A file that was attached ([`CudaExecutor::attach`](crate::CudaExecutor::attach)).
+    File,
+    /// The kernel cache on disk ([`KernelCache`](crate::KernelCache)).
+    Cache,
+    /// NVRTC compiled it.
+    Compiled,
+}
+
 /// The kernels of a text, compiled and loaded on a device.
 #[derive(Debug)]
 pub struct Kernel {
@@ -53,6 +65,8 @@ pub struct Kernel {
     pub entries: Vec<Entry>,
     /// The code itself, for files.
     pub(crate) code: Vec<u8>,
+    /// Where the code came from.
+    pub(crate) origin: Origin,
     /// Bytes of the text, which the key keeps.
     source_bytes: u64,
     time: BuildTime,
@@ -132,20 +146,33 @@ impl MachineCode {
 }
 
 impl Kernel {
-    /// Out of a file that has it, or compiled.
-    pub(crate) fn build(nvrtc: &Nvrtc, files: &Files, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
+    /// Loads a kernel from an attached file or the kernel cache, else compiles it and keeps it in the cache.
+    pub(crate) fn build(nvrtc: &Nvrtc, files: &Files, disk: &Disk, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
         let start = Instant::now();
-        let found = files.code(key, nvrtc.version());
-        let mut time = BuildTime::default();
-        let (part, code) = match found {
-            Some(code) => (&mut time.load, code),
-            None => (&mut time.compile, MachineCode::compile(nvrtc, key.clone())?.code),
-        };
+        if let Some(code) = files.code(key, nvrtc.version()) {
+            return Ok(Kernel::load(device, key, code, Origin::File, start)?);
+        }
+        if let Some(code) = disk.code(key, nvrtc) {
+            match Kernel::load(device, key, code, Origin::Cache, start) {
+                Ok(kernel) => return Ok(kernel),
+                // Nobody named this file: what the driver does not take is compiled, and replaced.
+                Err(error) => {
+                    tracing::warn!(%error, kernel = key.label(), "the driver does not take a kernel of the kernel cache; it is compiled")
+                }
+            }
+        }
+        let compiled = MachineCode::compile(nvrtc, key.clone())?;
+        disk.keep(&compiled, nvrtc);
+        Ok(Kernel::load(device, key, compiled.code, Origin::Compiled, start)?)
+    }
+
+    fn load(device: &'static Device, key: &KernelKey, code: Vec<u8>, origin: Origin, start: Instant) -> Result<Kernel, sdpa_driver::Error> {
         let module = Module::load(device, &code)?;
         let entries = key.entries.iter().map(|(name, shared)| module.entry(name, *shared)).collect::<Result<_, _>>()?;
-        *part = start.elapsed();
-        time.total = *part;
-        Ok(Kernel { module, entries, code, source_bytes: key.source.len() as u64, time })
+        let mut time = BuildTime { total: start.elapsed(), ..BuildTime::default() };
+        let part = if origin == Origin::Compiled { &mut time.compile } else { &mut time.load };
+        *part = time.total;
+        Ok(Kernel { module, entries, code, origin, source_bytes: key.source.len() as u64, time })
     }
 }
 

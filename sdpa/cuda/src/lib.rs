@@ -14,11 +14,12 @@
 //! | `places` | at which places traces are asked |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
-//! | `kernel`, `files` | kernels compiled and loaded, by their text; files of them |
+//! | `kernel`, `files`, `disk` | kernels compiled and loaded, by their text; files of them; the kernel cache on disk |
 //! | `plan`, `params` | a pass made ready, and what a call tells it |
 
 mod backward;
 mod choice;
+mod disk;
 mod error;
 mod executor;
 mod fact;
@@ -41,6 +42,7 @@ mod work;
 
 pub use backward::{Along, Backward};
 pub use choice::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
+pub use disk::{KernelCache, SettingError};
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;
@@ -48,4 +50,5 @@ pub use files::{KernelFileError, KernelHead, OtherKeys};
 pub use plan::CudaPlan;
 pub use problem::{Forward, Packs};
 pub use sdpa_driver::{Error as DriverError, Nvrtc};
+pub use sdpa_nvidia::planfile::Usage;
 pub use target::Target;

@@ -73,6 +73,14 @@ pub enum PlanFileError {
         /// Permission bits.
         mode: u32,
     },
+    /// Other users may change a folder of records, or a file in it.
+    #[error("{} has mode {mode:04o}: other users may write to it, and kernels are machine code; `chmod go-w` it, or name another folder", path.display())]
+    OthersWrite {
+        /// The folder, or a file in it.
+        path: PathBuf,
+        /// Permission bits.
+        mode: u32,
+    },
     /// Somebody else may change the file, or put another one there.
     #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
     Owner {
@@ -86,6 +94,12 @@ pub enum PlanFileError {
     /// The path is no regular file: a folder, a device, a link to nothing.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The path of a folder of records is something else.
+    #[error("{} is not a folder", path.display())]
+    NotAFolder {
         /// The path.
         path: PathBuf,
     },
@@ -117,7 +131,9 @@ impl PlanFileError {
             | PlanFileError::Newer { .. }
             | PlanFileError::Permissions { .. }
             | PlanFileError::Owner { .. }
+            | PlanFileError::OthersWrite { .. }
             | PlanFileError::NotAFile { .. }
+            | PlanFileError::NotAFolder { .. }
             | PlanFileError::Refused { .. } => false,
         }
     }

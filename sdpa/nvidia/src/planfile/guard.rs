@@ -74,8 +74,26 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
+/// Refuses what another user owns or may write to, by its group too: a folder of kernels belongs to one user.
+pub(super) fn check_private(path: &Path, facts: &Metadata) -> Result<(), PlanFileError> {
+    check_owner(path, facts, user())?;
+    match mode(facts) {
+        mode if mode & 0o022 != 0 => Err(PlanFileError::OthersWrite { path: path.to_owned(), mode }),
+        _ => Ok(()),
+    }
+}
+
+/// Makes a folder, and those on the way to it, for this user alone. One that exists stays as it is.
+pub(super) fn make_private(path: &Path) -> Result<(), PlanFileError> {
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(path).map_err(PlanFileError::io(path, "making"))
+}
+
 /// Refuses a folder in which somebody else may replace the files of others, and one on the way to it; the sticky bit forbids that.
-fn check_folder(path: &Path) -> Result<(), PlanFileError> {
+pub(super) fn check_folder(path: &Path) -> Result<(), PlanFileError> {
     let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?;
     for folder in real.ancestors() {
         let facts = std::fs::metadata(folder).map_err(PlanFileError::io(folder, "asking about"))?;

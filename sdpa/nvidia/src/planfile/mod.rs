@@ -67,6 +67,7 @@
 
 mod digest;
 mod error;
+mod folder;
 mod format;
 mod guard;
 mod head;
@@ -76,6 +77,7 @@ mod write;
 
 pub use digest::{Digest, NotADigest, Parts};
 pub use error::{Fault, PlanFileError};
+pub use folder::{Folder, Usage};
 pub use head::Head;
 pub use read::{Entry, PlanFile};
 pub use write::{Record, add, write};

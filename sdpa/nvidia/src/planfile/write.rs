@@ -67,6 +67,12 @@ pub fn add<H: Head>(path: impl AsRef<Path>, header: &H, records: impl IntoIterat
     replace(&target, &joined, &all)
 }
 
+/// Writes a file with one record, as [`write()`] does, but leaves it to the system when it reaches the disk.
+pub(super) fn store(path: &Path, header: &impl Head, record: Record) -> Result<(), PlanFileError> {
+    let target = Target::new(path)?;
+    put(&target, header, &by_key([record]), |_| Ok(()))
+}
+
 fn by_key(records: impl IntoIterator<Item = Record>) -> BTreeMap<Digest, Record> {
     records.into_iter().map(|record| (record.key, record)).collect()
 }
@@ -112,21 +118,40 @@ fn lock(target: &Target) -> Result<File, PlanFileError> {
 }
 
 fn replace(target: &Target, header: &impl Head, records: &BTreeMap<Digest, Record>) -> Result<(), PlanFileError> {
+    put(target, header, records, File::sync_all)?;
+    sync_folder(&target.folder).map_err(PlanFileError::io(&target.folder, "syncing"))
+}
+
+/// Moves a finished file over the one that is there.
+fn put(
+    target: &Target,
+    header: &impl Head,
+    records: &BTreeMap<Digest, Record>,
+    finish: impl Fn(&File) -> io::Result<()>,
+) -> Result<(), PlanFileError> {
     let head = format::head(header, records).map_err(|fault| fault.unwritten(&target.path))?;
     let mut file = temporary(&target.folder).map_err(PlanFileError::io(&target.folder, "making a file in"))?;
     let mut written = || -> io::Result<()> {
         file.write_all(&head)?;
         records.values().try_for_each(|record| file.write_all(&record.payload))?;
-        file.as_file().sync_all()
+        finish(file.as_file())
     };
     written().map_err(PlanFileError::io(&target.path, "writing"))?;
     file.persist(&target.file).map_err(|e| PlanFileError::io(&target.path, "replacing")(e.error))?;
-    sync_folder(&target.folder).map_err(PlanFileError::io(&target.folder, "syncing"))
+    Ok(())
+}
+
+const TEMPORARY: [&str; 2] = [".sdpa-", ".tmp"];
+
+/// Whether a file is one that a process has not finished, by its name.
+pub(super) fn is_temporary(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.starts_with(TEMPORARY[0]) && name.ends_with(TEMPORARY[1])
 }
 
 fn temporary(folder: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
-    builder.prefix(".sdpa-").suffix(".tmp");
+    builder.prefix(TEMPORARY[0]).suffix(TEMPORARY[1]);
     // Readable by all, as far as the umask allows.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));

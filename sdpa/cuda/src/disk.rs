@@ -1,0 +1,257 @@
+//! The kernel cache on disk: what one process has compiled, the next one loads.
+
+use crate::files::{self, HERE, KernelFileError};
+use crate::kernel::{KernelKey, MachineCode};
+use crate::source::OPTIONS;
+use sdpa_cache::CacheKey;
+use sdpa_driver::Nvrtc;
+use sdpa_nvidia::planfile::{Digest, Folder, Record, Usage};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Turns the cache off, or on.
+const SWITCH: &str = "SDPA_CACHE";
+/// The folder in place of the user's.
+const FOLDER: &str = "SDPA_CACHE_DIR";
+
+/// A folder that keeps compiled kernels for other processes: one file for each compiled kernel source.
+///
+/// [`CudaOptions::kernel_cache`](crate::CudaOptions::kernel_cache) gives it to an executor, which looks there before it compiles and adds what it has compiled. A
+/// kernel is found by a SHA-256 of its source, the architecture, the compiler's options, NVRTC's version and size, and the version of this crate. A damaged
+/// file is compiled again and replaced. No fault of the folder fails a call: the kernel is compiled, and a warning says why.
+///
+/// **A kernel is machine code.** The folder is made with mode 0700, and one that another user owns or may write to is refused.
+///
+/// ```
+/// use sdpa_cuda::{CudaOptions, KernelCache};
+///
+/// # fn main() -> Result<(), sdpa_cuda::SettingError> {
+/// // The user's folder, unless SDPA_CACHE=off.
+/// let options = CudaOptions { kernel_cache: KernelCache::of_user()?, ..CudaOptions::default() };
+/// // A folder of one's own, of at most 64 MiB.
+/// let own = KernelCache::new("/var/cache/service/kernels").with_limit(64 << 20);
+/// assert_eq!(own.limit(), 64 << 20);
+/// # let _ = options;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelCache(Folder);
+
+/// An environment variable of the kernel cache that has no meaning.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{variable} is {value:?}: expected {expected}")]
+pub struct SettingError {
+    /// The variable.
+    pub variable: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What it may be.
+    pub expected: &'static str,
+}
+
+impl KernelCache {
+    /// Bytes that a folder may have where nothing else is said: 256 MiB, a thousand kernels or so.
+    pub const LIMIT: u64 = 256 << 20;
+
+    /// The cache in this folder, which is made when the first kernel is kept.
+    pub fn new(folder: impl Into<PathBuf>) -> KernelCache {
+        KernelCache(Folder::new(folder, KernelCache::LIMIT))
+    }
+
+    /// With at most so many bytes of files. The least recently used are deleted first.
+    #[must_use]
+    pub fn with_limit(self, bytes: u64) -> KernelCache {
+        KernelCache(Folder::new(self.0.path(), bytes))
+    }
+
+    /// The cache of this user: the folder `kernels` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on macOS
+    /// `~/Library/Caches/sdpa`). `None` where `SDPA_CACHE` is `off`, or where the user has no home. Touches no disk.
+    ///
+    /// # Errors
+    /// `SDPA_CACHE` is neither `on` nor `off`, or `SDPA_CACHE_DIR` is not an absolute path.
+    pub fn of_user() -> Result<Option<KernelCache>, SettingError> {
+        Ok(Self::user_folder(|name| std::env::var_os(name))?.map(KernelCache::new))
+    }
+
+    fn user_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<PathBuf>, SettingError> {
+        // An empty variable is one that is not set, as XDG says.
+        let variable = |name: &'static str| variable(name).filter(|value| !value.is_empty());
+        let wrong = |variable, value: OsString, expected| SettingError { variable, value: value.to_string_lossy().into_owned(), expected };
+        match variable(SWITCH) {
+            Some(value) if value == "off" => return Ok(None),
+            Some(value) if value != "on" => return Err(wrong(SWITCH, value, "`on` or `off`")),
+            Some(_) | None => {}
+        }
+        let base = match variable(FOLDER) {
+            Some(folder) if Path::new(&folder).is_absolute() => Some(PathBuf::from(folder)),
+            Some(folder) => return Err(wrong(FOLDER, folder, "an absolute path")),
+            None => {
+                // XDG: a relative path is ignored.
+                let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+                let caches = if cfg!(target_vendor = "apple") { "Library/Caches" } else { ".cache" };
+                absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(caches))).map(|caches| caches.join("sdpa"))
+            }
+        };
+        Ok(base.map(|base| base.join("kernels")))
+    }
+
+    /// Where it is.
+    pub fn folder(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// The most bytes of its files together.
+    pub fn limit(&self) -> u64 {
+        self.0.limit()
+    }
+
+    /// Counts the kernels and the bytes of their files.
+    ///
+    /// # Errors
+    /// The folder is refused, or cannot be read.
+    pub fn usage(&self) -> Result<Usage, KernelFileError> {
+        Ok(self.0.usage()?)
+    }
+
+    /// Deletes every kernel, and returns what was deleted. Other files of the folder stay.
+    ///
+    /// # Errors
+    /// The folder is refused, or a file cannot be deleted.
+    pub fn clear(&self) -> Result<Usage, KernelFileError> {
+        Ok(self.0.clear()?)
+    }
+}
+
+/// The kernel cache of an executor, which may be replaced while the executor runs. Only a build of a kernel looks at it.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    cache: RwLock<Option<KernelCache>>,
+    /// Whether a fault of the folder was a warning already: the next one says the same.
+    warned: AtomicBool,
+}
+
+impl Disk {
+    pub(crate) fn new(cache: Option<KernelCache>) -> Disk {
+        Disk { cache: RwLock::new(cache), warned: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn cache(&self) -> Option<KernelCache> {
+        self.cache.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set(&self, cache: Option<KernelCache>) {
+        *self.cache.write().unwrap_or_else(std::sync::PoisonError::into_inner) = cache;
+        self.warned.store(false, Ordering::Relaxed);
+    }
+
+    /// The machine code of a key.
+    pub(crate) fn code(&self, key: &KernelKey, nvrtc: &Nvrtc) -> Option<Vec<u8>> {
+        let cache = self.cache()?;
+        match cache.0.get(&HERE, &digest(key, &Compiler::of(nvrtc))) {
+            Ok(code) => code.filter(|code| code.starts_with(files::MAGIC)),
+            Err(error) => {
+                self.tell(&cache, &error, "the kernel cache does not give a kernel; it is compiled");
+                None
+            }
+        }
+    }
+
+    /// Keeps what was compiled.
+    pub(crate) fn keep(&self, compiled: &MachineCode, nvrtc: &Nvrtc) {
+        let Some(cache) = self.cache() else { return };
+        let key = digest(&compiled.key, &Compiler::of(nvrtc));
+        let record = Record { key, label: compiled.key.label(), payload: compiled.code.clone() };
+        if let Err(error) = cache.0.put(&HERE, record) {
+            self.tell(&cache, &error, "the kernel cache does not keep a kernel; other processes compile it again");
+        }
+    }
+
+    fn tell(&self, cache: &KernelCache, error: &dyn std::fmt::Display, what: &str) {
+        let folder = cache.folder().display();
+        if self.warned.swap(true, Ordering::Relaxed) {
+            tracing::debug!(%folder, %error, "{what}");
+        } else {
+            tracing::warn!(%folder, %error, "{what}");
+        }
+    }
+}
+
+/// The build of NVRTC.
+#[derive(Debug)]
+struct Compiler {
+    version: [i32; 2],
+    /// Bytes of its library: builds of one version differ, and the emulation is none of NVIDIA's.
+    bytes: u64,
+}
+
+impl Compiler {
+    fn of(nvrtc: &Nvrtc) -> Compiler {
+        Compiler { version: nvrtc.version(), bytes: std::fs::metadata(nvrtc.path()).map_or(0, |facts| facts.len()) }
+    }
+}
+
+/// Everything that the machine code of a key depends on.
+fn digest(key: &KernelKey, compiler: &Compiler) -> Digest {
+    let Compiler { version: [major, minor], bytes } = compiler;
+    let compiler = format!("NVRTC {major}.{minor}, {bytes} bytes");
+    let parts = Digest::parts().part(concat!("sdpa-cuda ", env!("CARGO_PKG_VERSION")).as_bytes()).part(compiler.as_bytes());
+    let parts = OPTIONS.iter().fold(parts, |parts, option| parts.part(option.as_bytes()));
+    parts.part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(variables: &[(&str, &str)]) -> Result<Option<PathBuf>, SettingError> {
+        KernelCache::user_folder(|name| variables.iter().find(|(there, _)| *there == name).map(|(_, value)| OsString::from(value)))
+    }
+
+    #[test]
+    fn the_folder_is_the_users_where_nothing_else_is_said() {
+        let home = if cfg!(target_vendor = "apple") { "/home/u/Library/Caches/sdpa/kernels" } else { "/home/u/.cache/sdpa/kernels" };
+        let is = |variables: &[(&str, &str)], expected: &str| assert_eq!(folder(variables).unwrap(), Some(PathBuf::from(expected)));
+        is(&[("HOME", "/home/u")], home);
+        is(&[("HOME", "/home/u"), ("XDG_CACHE_HOME", "/x")], "/x/sdpa/kernels");
+        is(&[("HOME", "/home/u"), ("XDG_CACHE_HOME", "relative")], home);
+        is(&[("HOME", "/home/u"), ("XDG_CACHE_HOME", "")], home);
+        is(&[("XDG_CACHE_HOME", "/x"), ("SDPA_CACHE_DIR", "/y"), ("SDPA_CACHE", "on")], "/y/kernels");
+        is(&[("XDG_CACHE_HOME", "/x"), ("SDPA_CACHE_DIR", ""), ("SDPA_CACHE", "")], "/x/sdpa/kernels");
+        assert_eq!(folder(&[]), Ok(None));
+        assert_eq!(folder(&[("HOME", "/home/u"), ("SDPA_CACHE", "off")]), Ok(None));
+    }
+
+    #[test]
+    fn settings_without_a_meaning_are_told() {
+        let told = folder(&[("HOME", "/home/u"), ("SDPA_CACHE", "0")]).unwrap_err().to_string();
+        assert_eq!(told, r#"SDPA_CACHE is "0": expected `on` or `off`"#);
+        let told = folder(&[("HOME", "/home/u"), ("SDPA_CACHE_DIR", "here")]).unwrap_err().to_string();
+        assert_eq!(told, r#"SDPA_CACHE_DIR is "here": expected an absolute path"#);
+    }
+
+    #[test]
+    fn source_architecture_and_compiler_each_make_another_key() {
+        let key = |source: &str, architecture: &str| KernelKey {
+            source: source.into(),
+            entries: Vec::new(),
+            cut: String::new(),
+            architecture: architecture.to_owned(),
+        };
+        let compiler = |version, bytes| Compiler { version, bytes };
+        let all = [
+            digest(&key("a", "sm_90a"), &compiler([13, 0], 7)),
+            digest(&key("b", "sm_90a"), &compiler([13, 0], 7)),
+            digest(&key("a", "sm_80"), &compiler([13, 0], 7)),
+            digest(&key("a", "sm_90a"), &compiler([13, 1], 7)),
+            digest(&key("a", "sm_90a"), &compiler([12, 0], 7)),
+            digest(&key("a", "sm_90a"), &compiler([13, 0], 8)),
+        ];
+        for (n, one) in all.iter().enumerate() {
+            assert!(all.iter().skip(n + 1).all(|other| other != one), "{n}");
+        }
+        assert_eq!(all[0], digest(&key("a", "sm_90a"), &compiler([13, 0], 7)));
+    }
+}
