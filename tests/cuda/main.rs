@@ -1,5 +1,6 @@
 //! Kernels of our own for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
 
+mod disk;
 mod documents;
 mod emptied;
 mod empty;
