@@ -14,7 +14,7 @@ use metal_fallback::MetalExecutor;
 #[cfg(feature = "cpu")]
 use sdpa_cpu::CpuExecutor;
 #[cfg(feature = "cuda")]
-use sdpa_cuda::{CudaExecutor, CudaOptions};
+use sdpa_cuda::{CudaExecutor, CudaOptions, KernelCache};
 #[cfg(feature = "cudnn")]
 use sdpa_cudnn::{BackendError, CudnnExecutor, CudnnOptions};
 use std::sync::Arc;
@@ -53,6 +53,8 @@ pub struct Dispatcher {
     #[cfg(feature = "cuda")]
     kernels: Option<CudaOptions>,
     #[cfg(feature = "cuda")]
+    kernel_cache: Option<KernelCache>,
+    #[cfg(feature = "cuda")]
     pub(crate) cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
     #[cfg(all(feature = "cudnn", feature = "cuda"))]
     pub(crate) tuned: crate::tune::Tuned,
@@ -74,6 +76,23 @@ impl Dispatcher {
     #[must_use]
     pub fn with_kernels(self, options: CudaOptions) -> Dispatcher {
         Dispatcher { kernels: Some(options), cuda: OnceLock::new(), ..self }
+    }
+
+    /// With a cache on disk of the kernels that `sdpa::cuda` compiles, in place of that of its options. `None` changes nothing. Without it there is none:
+    /// `KernelCache::of_user` is the one that the command line and the Python package use.
+    ///
+    /// ```
+    /// use sdpa::Dispatcher;
+    /// use sdpa::cuda::KernelCache;
+    ///
+    /// let dispatcher = Dispatcher::default().with_kernel_cache(KernelCache::of_user()?);
+    /// # drop(dispatcher);
+    /// # Ok::<(), sdpa::cuda::SettingError>(())
+    /// ```
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn with_kernel_cache(self, cache: Option<KernelCache>) -> Dispatcher {
+        Dispatcher { kernel_cache: cache.or(self.kernel_cache), cuda: OnceLock::new(), ..self }
     }
 
     /// With an executor of the caller's, which is asked before those that are there, and before those given earlier. Of two with one name the
@@ -214,7 +233,9 @@ impl Dispatcher {
         let usual = || CudaOptions { driver: self.options.search.driver.clone(), ordinal: self.options.ordinal, ..CudaOptions::default() };
         #[cfg(not(feature = "cudnn"))]
         let usual = CudaOptions::default;
-        match CudaExecutor::new(self.kernels.clone().unwrap_or_else(usual)) {
+        let mut options = self.kernels.clone().unwrap_or_else(usual);
+        options.kernel_cache = self.kernel_cache.clone().or(options.kernel_cache);
+        match CudaExecutor::new(options) {
             Err(error) if !error.is_absence() => Err(error),
             // Of two threads that are here at once, one looked for nothing.
             answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),

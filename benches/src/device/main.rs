@@ -13,6 +13,7 @@ mod cudarc;
 mod decode;
 mod edges;
 mod files;
+mod first;
 mod fp8;
 mod gpus;
 mod graphs;
@@ -47,6 +48,7 @@ const USAGE: &str = "device, and one of
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES]
           | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
+          | first [PROBLEMS [small]]
           | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
@@ -85,6 +87,11 @@ fn main() -> ExitCode {
         }
         Some("prove-worker") => prove::worker(args.get(1).map_or("", String::as_str)),
         Some("version") => files::version(),
+        Some("first") => first::run(number(1, u64::MAX) as usize, args.get(2).map(String::as_str) == Some("small")),
+        Some("first-worker") => {
+            let text = |n: usize| args.get(n).map_or("", String::as_str);
+            first::worker(text(1), text(2), text(3))
+        }
         Some("files") => files::run(args.get(1).map(String::as_str)),
         Some("loads") => files::loads(),
         Some("msl") => msl::run(args.get(1).map(String::as_str)),

@@ -57,7 +57,7 @@ pub(crate) enum Command {
     Support(SupportArgs),
     /// Say everything that may be written in a score_mod and a mask
     Language,
-    /// Look at the caches of plans of a program that ran
+    /// Look at the caches of plans of a program that ran, and at the kernel cache on disk
     Cache(CacheArgs),
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
@@ -203,6 +203,9 @@ pub(crate) struct RunArgs {
     /// Add the plans or the kernels that ran to this file
     #[arg(long, value_name = "PLANS")]
     pub(crate) save_plans: Option<PathBuf>,
+    /// Compile kernels of cuda anew: neither look for them in the kernel cache on disk nor keep them there
+    #[arg(long)]
+    pub(crate) no_kernel_cache: bool,
     /// Write what is computed to this file
     #[arg(long, value_name = "O.safetensors")]
     pub(crate) output: Option<PathBuf>,
@@ -310,6 +313,12 @@ pub(crate) enum CacheCommand {
     /// Make a page of a trace: what was built, why, how long it took, and what to change
     #[command(after_help = EXIT_CODES)]
     Report(CacheReportArgs),
+    /// Print the folder of the kernel cache on disk, and how much it has
+    #[command(after_help = EXIT_CODES)]
+    Info,
+    /// Delete every kernel of the kernel cache on disk
+    #[command(after_help = EXIT_CODES)]
+    Clear,
 }
 
 #[derive(Debug, Args)]

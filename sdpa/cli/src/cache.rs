@@ -1,10 +1,11 @@
-//! `cache report`: what a trace of the caches of plans comes to, as a page.
+//! `cache report`: a trace of the caches of plans as a page. `cache info` and `cache clear`: the kernel cache on disk.
 
 mod advice;
 mod attempt;
 mod chart;
 mod findings;
 mod html;
+pub(crate) mod kernels;
 mod keys;
 mod lengths;
 mod page;
@@ -55,6 +56,8 @@ impl Order {
 pub(crate) fn run(args: &CacheArgs, json: bool) -> Result<Answer, Failure> {
     match &args.command {
         CacheCommand::Report(args) => report(args, json),
+        CacheCommand::Info => kernels::run(false, json),
+        CacheCommand::Clear => kernels::run(true, json),
     }
 }
 

@@ -1,6 +1,7 @@
 //! `doctor`: which executors work here, and what the others lack.
 
 use crate::args::DoctorArgs;
+use crate::cache::kernels::{self, KernelCacheFacts};
 use crate::data::Element;
 use crate::exit::{Answer, Failure, Mistakes, Outcome};
 use crate::memory;
@@ -10,6 +11,7 @@ use crate::run;
 use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
 use metal_fallback::{Declined, Facts};
+use sdpa::cuda::KernelCache;
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use sdpa::{Dispatcher, Preference};
 use sdpa_driver::Nvrtc;
@@ -74,12 +76,16 @@ struct Finding {
     gpu: Option<GpuFacts>,
     #[serde(skip_serializing_if = "Option::is_none")]
     library: Option<LibraryFacts>,
+    /// Of native kernels, the cache on disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kernel_cache: Option<KernelCacheFacts>,
     missing: Vec<Missing>,
 }
 
 impl Finding {
     fn new(executor: ExecutorName) -> Finding {
-        Finding { executor, works: false, engine: None, driver: None, devices: Vec::new(), gpu: None, library: None, missing: Vec::new() }
+        let (devices, missing) = (Vec::new(), Vec::new());
+        Finding { executor, works: false, engine: None, driver: None, devices, gpu: None, library: None, kernel_cache: None, missing }
     }
 
     fn lacks(&mut self, what: &'static str, why: impl ToString, install: impl Into<String>) {
@@ -107,10 +113,11 @@ struct Findings {
 pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     args.places.check(&mut mistakes);
+    let kernel_cache = kernels::of_user(&mut mistakes);
     mistakes.finish(Some(()))?;
     let _step = Progress::new(json).spinner("looking around");
-    let dispatcher = Dispatcher::new(args.places.options());
-    let executors = vec![cpu(&dispatcher), cuda(&dispatcher, args), cudnn(&dispatcher, args), metal(&dispatcher)];
+    let dispatcher = Dispatcher::new(args.places.options()).with_kernel_cache(kernel_cache.clone());
+    let executors = vec![cpu(&dispatcher), cuda(&dispatcher, args, kernel_cache.as_ref()), cudnn(&dispatcher, args), metal(&dispatcher)];
     let findings = Findings { executors };
     let outcome = if findings.executors.iter().any(|f| f.works) { Outcome::Good } else { Outcome::NoExecutor };
     Answer::new(json, &findings, || text(&findings), outcome)
@@ -216,7 +223,7 @@ fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
 }
 
 /// Kernels of our own: they ask for the driver and the run-time compiler, and for no other library.
-fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
+fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs, kernel_cache: Option<&KernelCache>) -> Finding {
     let mut finding = Finding::new(ExecutorName::CUDA);
     devices(&mut finding, args);
     match Nvrtc::load(None) {
@@ -230,6 +237,7 @@ fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
     if finding.missing.is_empty() {
         finding.try_out(dispatcher, "nothing, where the compute capability is below 8.0; else report it, please");
     }
+    finding.kernel_cache = kernel_cache.map(KernelCacheFacts::of);
     finding
 }
 
@@ -294,6 +302,7 @@ fn text(findings: &Findings) -> String {
             table.row("  library", format!("{} {}, {}", library.name, library.version, library.path));
             table.rows("  beside it", library.companions.iter().cloned());
         }
+        table.rows("  kernels", finding.kernel_cache.iter().map(KernelCacheFacts::text));
         for missing in &finding.missing {
             table.row(format!("  no {}", missing.what), missing.why.clone());
             table.row("  to do", missing.install.clone());

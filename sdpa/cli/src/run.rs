@@ -6,6 +6,7 @@ mod plans;
 mod tell;
 
 use crate::args::RunArgs;
+use crate::cache::kernels;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
 use crate::header::file_shape;
 use crate::names;
@@ -16,6 +17,7 @@ use crate::save::{Destination, Saved, Tensor};
 use choose::{Chosen, choose};
 use plans::Plans;
 use sdpa::cpu::CpuExecutor;
+use sdpa::cuda::KernelCache;
 use sdpa::cudnn::CudnnOptions;
 use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Report, Side};
@@ -26,6 +28,7 @@ struct Order {
     request: Request,
     preference: Preference,
     plans: Plans,
+    kernel_cache: Option<KernelCache>,
     destination: Option<Destination>,
     check: bool,
     seed: u64,
@@ -44,6 +47,7 @@ impl Order {
         let preference = mistakes.take("--executor", args.executor.as_deref().map_or(Ok(Preference::Auto), names::executor));
         let plans = mistakes.take("--plans", Plans::read(&args.plans, args.save_plans.as_ref(), preference));
         args.places.check(&mut mistakes);
+        let kernel_cache = if args.no_kernel_cache { None } else { kernels::of_user(&mut mistakes) };
         let seed = mistakes.take("--seed", args.seed.as_deref().map_or(Ok(0), names::seed));
         if args.seed.is_some() && args.problem.input.is_some() {
             mistakes.add("--seed", "the --input has numbers already");
@@ -56,6 +60,7 @@ impl Order {
             request,
             preference,
             plans,
+            kernel_cache,
             destination: destination.flatten(),
             check,
             seed,
@@ -77,7 +82,8 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let Order { request, .. } = &order;
     let scale = request.attn_scale();
 
-    let dispatcher = Dispatcher::new(CudnnOptions { tune: args.tune, ..args.places.options() });
+    let dispatcher =
+        Dispatcher::new(CudnnOptions { tune: args.tune, ..args.places.options() }).with_kernel_cache(order.kernel_cache.clone());
     let chosen = {
         let _step = progress.spinner("preparing");
         order.plans.attach(&dispatcher, order.preference)?;

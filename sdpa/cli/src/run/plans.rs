@@ -4,6 +4,7 @@ use crate::exit::{Failure, Mistakes};
 use crate::request::Request;
 use sdpa::cache::{CacheSnapshot, What};
 use sdpa::cuda::KernelHead;
+use sdpa::cuda::kernel::Origin;
 use sdpa::cudnn::AttachError;
 use sdpa::cudnn::lower::Job;
 use sdpa::{Dispatcher, Preference};
@@ -27,6 +28,8 @@ const MAKERS: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 pub(super) struct PlanTold {
     pass: String,
     from_file: bool,
+    /// Whether it is of the kernel cache on disk.
+    from_cache: bool,
     ms: f64,
     /// Why it is of none of the files that were named.
     why: Option<Vec<String>>,
@@ -39,13 +42,18 @@ impl PlanTold {
         built.map(|time| PlanTold {
             pass: cache.name.clone(),
             from_file: !time.load.is_zero(),
+            from_cache: false,
             ms: time.total.as_secs_f64() * 1e3,
             why: None,
         })
     }
 
     pub(super) fn text(&self) -> String {
-        let how = if self.from_file { "loaded from a file" } else { "compiled" };
+        let how = match (self.from_cache, self.from_file) {
+            (true, _) => "loaded from the kernel cache",
+            (false, true) => "loaded from a file",
+            (false, false) => "compiled",
+        };
         let why: String = self.why.iter().flatten().map(|why| format!("; {why}")).collect();
         format!("{}: {how} in {:.1} ms{why}", self.pass, self.ms)
     }
@@ -123,10 +131,13 @@ impl Plans {
             let why: Vec<String> =
                 files.zip(cuda.without_kernels()).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect();
             let kernels = cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect::<Vec<_>>();
-            // Some kernels may come from a file and others from the compiler.
-            let told = |told: PlanTold| match why.is_empty() {
-                true => told,
-                false => PlanTold { from_file: false, why: Some(why.clone()), ..told },
+            // Of kernels that came from several, the slowest is told: the compiler, then the cache, then files.
+            let origin = cuda.origins().into_iter().max();
+            let told = |told: PlanTold| PlanTold {
+                from_file: origin == Some(Origin::File),
+                from_cache: origin == Some(Origin::Cache),
+                why: (!why.is_empty()).then(|| why.clone()),
+                ..told
             };
             return kernels.into_iter().map(told).collect();
         }

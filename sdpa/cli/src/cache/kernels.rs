@@ -1,0 +1,96 @@
+//! `cache info` and `cache clear`: the kernel cache on disk.
+
+use crate::exit::{Answer, Failure, Mistakes, Outcome};
+use crate::memory::human;
+use crate::table::Table;
+use sdpa::cuda::{KernelCache, Usage};
+use serde::Serialize;
+
+/// The kernel cache of this user, as the environment says.
+pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
+    KernelCache::of_user().unwrap_or_else(|e| {
+        mistakes.add(e.variable, format!("{:?}: expected {}", e.value, e.expected));
+        None
+    })
+}
+
+/// What is known of the cache.
+#[derive(Debug, Serialize)]
+pub(crate) struct KernelCacheFacts {
+    folder: String,
+    limit_bytes: u64,
+    kernels: usize,
+    bytes: u64,
+    /// Why the folder is not used.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    refused: Option<String>,
+}
+
+impl KernelCacheFacts {
+    pub(crate) fn of(cache: &KernelCache) -> KernelCacheFacts {
+        let (usage, refused) = match cache.usage() {
+            Ok(usage) => (usage, None),
+            Err(e) => (Usage::default(), Some(e.to_string())),
+        };
+        let (folder, limit_bytes) = (cache.folder().display().to_string(), cache.limit());
+        KernelCacheFacts { folder, limit_bytes, kernels: usage.records, bytes: usage.bytes, refused }
+    }
+
+    pub(crate) fn text(&self) -> String {
+        match &self.refused {
+            Some(why) => format!("not used: {why}"),
+            None => format!("{}, {}; limit {}", self.count(), self.folder, human(u128::from(self.limit_bytes))),
+        }
+    }
+
+    fn count(&self) -> String {
+        counted(self.kernels, self.bytes)
+    }
+}
+
+fn counted(kernels: usize, bytes: u64) -> String {
+    format!("{kernels} {}, {}", if kernels == 1 { "kernel" } else { "kernels" }, human(u128::from(bytes)))
+}
+
+/// What the two commands answer.
+#[derive(Serialize)]
+struct Told {
+    /// Whether kernels are looked for and kept.
+    on: bool,
+    #[serde(flatten)]
+    facts: Option<KernelCacheFacts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cleared: Option<Cleared>,
+}
+
+#[derive(Serialize)]
+struct Cleared {
+    kernels: usize,
+    bytes: u64,
+}
+
+/// Runs either command.
+pub(crate) fn run(clear: bool, json: bool) -> Result<Answer, Failure> {
+    let mut mistakes = Mistakes::default();
+    let cache = of_user(&mut mistakes);
+    mistakes.finish(Some(()))?;
+    let cleared = match cache.as_ref().filter(|_| clear).map(KernelCache::clear).transpose() {
+        Ok(usage) => usage.map(|Usage { records, bytes }| Cleared { kernels: records, bytes }),
+        Err(e) => return Err(Failure::environment("the kernel cache", e)),
+    };
+    let told = Told { on: cache.is_some(), facts: cache.as_ref().map(KernelCacheFacts::of), cleared };
+    let text = || {
+        let mut table = Table::default();
+        match &told.facts {
+            None => table.row("kernels", "no cache: SDPA_CACHE is off, or this user has no home"),
+            Some(facts) => {
+                table.rows("cleared", told.cleared.iter().map(|cleared| counted(cleared.kernels, cleared.bytes)));
+                table.row("folder", facts.folder.as_str());
+                table.row("kernels", facts.refused.as_ref().map_or_else(|| facts.count(), |why| format!("not used: {why}")));
+                table.row("limit", human(u128::from(facts.limit_bytes)));
+            }
+        }
+        table.render()
+    };
+    Answer::new(json, &told, text, Outcome::Good)
+}
