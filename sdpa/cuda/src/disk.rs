@@ -76,6 +76,14 @@ impl KernelCache {
         Ok(Self::user_folder(|name| std::env::var_os(name))?.map(KernelCache::new))
     }
 
+    /// As [`KernelCache::of_user`], whatever `SDPA_CACHE` says: for callers that have a switch of their own.
+    ///
+    /// # Errors
+    /// `SDPA_CACHE_DIR` is not an absolute path.
+    pub fn of_user_switched_on() -> Result<Option<KernelCache>, SettingError> {
+        Ok(Self::user_folder(|name| std::env::var_os(name).filter(|_| name != SWITCH))?.map(KernelCache::new))
+    }
+
     fn user_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<PathBuf>, SettingError> {
         // An empty variable is one that is not set, as XDG says.
         let variable = |name: &'static str| variable(name).filter(|value| !value.is_empty());

@@ -1,6 +1,7 @@
 //! The choice among executors on each NVIDIA GPU of this process, and what their caches know of themselves.
 
 use crate::error::{environment, one};
+use crate::kernels;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sdpa::Dispatcher;
@@ -67,6 +68,7 @@ fn notice_forks(py: Python<'_>) -> PyResult<()> {
 pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatcher>> {
     same_process()?;
     notice_forks(py)?;
+    let kernel_cache = kernels::current()?;
     Ok(py.detach(|| {
         let mut dispatchers = DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner);
         let dispatchers = dispatchers.get_or_insert_default();
@@ -76,12 +78,20 @@ pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatche
         let Libraries { cudnn, nvrtc } = LIBRARIES.get().cloned().unwrap_or_default();
         let search = Search { library: cudnn, ..Search::default() };
         let options = CudnnOptions { search, ordinal, ..CudnnOptions::default() };
-        let made = Arc::new(Dispatcher::new(options).with_kernels(CudaOptions { nvrtc, ordinal, ..CudaOptions::default() }));
+        let made = Arc::new(Dispatcher::new(options).with_kernels(CudaOptions { nvrtc, ordinal, kernel_cache, ..CudaOptions::default() }));
         if made.device().is_ok() {
             dispatchers.insert(ordinal, made.clone());
         }
         made
     }))
+}
+
+/// Those of the devices that were used in this process.
+pub(crate) fn every_dispatcher() -> Vec<Arc<Dispatcher>> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Vec::new();
+    }
+    DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner).iter().flat_map(HashMap::values).cloned().collect()
 }
 
 /// What the caches of a device's executors know of themselves, as JSON; `None` where the device was not used.

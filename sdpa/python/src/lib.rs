@@ -11,6 +11,7 @@ mod chosen;
 mod cuda;
 mod error;
 mod files;
+mod kernels;
 mod plan;
 mod pool;
 mod program;
@@ -31,5 +32,8 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cuda::cache_trace, module)?)?;
     module.add_function(wrap_pyfunction!(files::attach_plans, module)?)?;
     module.add_function(wrap_pyfunction!(files::save_plans, module)?)?;
+    module.add_function(wrap_pyfunction!(kernels::set_kernel_cache, module)?)?;
+    module.add_function(wrap_pyfunction!(kernels::kernel_cache, module)?)?;
+    module.add_function(wrap_pyfunction!(kernels::clear_kernel_cache, module)?)?;
     Ok(())
 }

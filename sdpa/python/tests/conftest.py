@@ -6,6 +6,9 @@ import pathlib
 
 import pytest
 
+# Tests leave nothing in the user's kernel cache; those of the cache turn it on.
+os.environ["SDPA_CACHE"] = "off"
+
 NEEDS = {"torch": "torch", "transformers": "transformers"}
 collect_ignore: list[str] = []
 _REQUIRED = [word for word in os.environ.get("SDPA_REQUIRE", "").split(",") if word]

@@ -48,8 +48,8 @@ SINES = _native.Program('{"score_mods":["score + sin(score) + cos(score) + sin(s
 """
 
 
-def run(text, cudnn="", nvrtc=NVRTC, more=()):
-    env = os.environ | {"CUDNN_GRAPH_DRIVER": LIBRARY}
+def run(text, cudnn="", nvrtc=NVRTC, more=(), environment=None):
+    env = os.environ | {"CUDNN_GRAPH_DRIVER": LIBRARY, "SDPA_CACHE": "off"} | (environment or {})
     done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY, nvrtc, cudnn, *more], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -276,3 +276,35 @@ def test_tables_are_read_by_kernels_of_our_own_and_not_by_cudnn():
     lines = run(names + TABLE).splitlines()
     assert lines[:4] == ["None cuda 1", "None cuda 1", "cuda cuda 1", "cuda cuda 1"]
     assert len(lines) == 6 and all(line.startswith("cudnn cudnn cudnn: ") and "computed" in line for line in lines[4:]), lines
+
+
+CACHED = """
+BIAS = bias("cuda")
+BIAS.plan(0, "bf16", FORWARD, True, [])
+facts = sdpa.kernel_cache()
+print(facts["kernels"], facts["bytes"] > 10_000, facts["limit_bytes"] >> 20, facts["refused"], facts["folder"])
+"""
+OFF = """
+sdpa.set_kernel_cache(False)
+assert sdpa.kernel_cache() is None and sdpa.clear_kernel_cache() == 0
+bias("cuda", '"causal","q != 3"').plan(0, "bf16", FORWARD, True, [])
+sdpa.set_kernel_cache()
+print(sdpa.kernel_cache()["kernels"])
+bias("cuda", '"causal","q != 5"').plan(0, "bf16", FORWARD, True, [])
+print(sdpa.kernel_cache()["kernels"], sdpa.clear_kernel_cache(), sdpa.kernel_cache()["kernels"])
+"""
+
+
+@with_nvrtc
+def test_kernels_are_kept_on_disk_and_the_switch_turns_that_off(tmp_path):
+    environment = {"SDPA_CACHE": "", "SDPA_CACHE_DIR": str(tmp_path / "here")}
+    said = run(CACHED, cudnn="/nowhere/libcudnn.so.9", environment=environment)
+    assert said.split() == ["1", "True", "256", "None", str(tmp_path / "here" / "kernels")]
+    said = run(CACHED + OFF, cudnn="/nowhere/libcudnn.so.9", environment=environment)
+    assert said.split()[5:] == ["1", "2", "2", "0"], said
+    off = run("BIAS = bias('cuda'); BIAS.plan(0, 'bf16', FORWARD, True, []); print(sdpa.kernel_cache())", cudnn="/nowhere/libcudnn.so.9", environment=environment | {"SDPA_CACHE": "off"})
+    assert off.split() == ["None"] and not list((tmp_path / "here" / "kernels").iterdir())
+    # A folder that others may write to: the kernel is compiled, and the reason is told.
+    (tmp_path / "here" / "kernels").chmod(0o777)
+    said = run(CACHED, cudnn="/nowhere/libcudnn.so.9", environment=environment).split(maxsplit=3)
+    assert said[0] == "0" and "other users may write to it" in said[3]

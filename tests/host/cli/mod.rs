@@ -6,6 +6,7 @@ mod check;
 mod compile;
 mod dropout;
 mod empty;
+mod kernels;
 mod limits;
 mod narrow;
 mod newcomer;

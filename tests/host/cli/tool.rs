@@ -34,7 +34,16 @@ pub(crate) fn binary() -> &'static Path {
 }
 
 pub(crate) fn sdpa<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Output {
-    Command::new(binary()).args(args).env_remove("RUST_LOG").output().unwrap()
+    sdpa_with(args, [])
+}
+
+/// With variables. The kernel cache of whoever runs the tests is left alone.
+pub(crate) fn sdpa_with<S: AsRef<std::ffi::OsStr>>(
+    args: impl IntoIterator<Item = S>,
+    variables: impl IntoIterator<Item = (&'static str, String)>,
+) -> Output {
+    let mut command = Command::new(binary());
+    command.args(args).env_remove("RUST_LOG").env("SDPA_CACHE", "off").env_remove("SDPA_CACHE_DIR").envs(variables).output().unwrap()
 }
 
 /// Words of a line as arguments.

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import _native
 from .errors import EnvironmentError, SpecError, TracingError, UnsupportedError
+from .kernels import clear_kernel_cache, kernel_cache, set_kernel_cache
 from .masks import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
 from .mods import MaskMod, ScoreMod
 from .tracing import Scalar, array, scalar
@@ -20,7 +21,7 @@ __version__ = _native.__version__
 
 __all__ = [
     "BlockMask", "EnvironmentError", "MaskMod", "Scalar", "ScoreMod", "SpecError", "TracingError", "UnsupportedError",
-    "and_masks", "array", "attach_plans", "cache_report", "create_block_mask", "explain", "flex_attention", "noop_mask", "or_masks", "save_plans", "scalar", "show",
+    "and_masks", "array", "attach_plans", "cache_report", "clear_kernel_cache", "create_block_mask", "explain", "flex_attention", "kernel_cache", "noop_mask", "or_masks", "save_plans", "scalar", "set_kernel_cache", "show",
 ]  # fmt: skip
 
 _LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture", "attach_plans": "plans", "save_plans": "plans"}

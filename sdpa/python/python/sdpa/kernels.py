@@ -1,0 +1,42 @@
+"""The kernel cache on disk: what one process has compiled for a GPU, the next one loads."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import _native
+from .errors import one
+
+
+def set_kernel_cache(on: bool = True, folder: str | os.PathLike | None = None, limit_bytes: int | None = None) -> None:
+    """Turns the kernel cache on disk on or off, for kernels that are compiled from now on in this process, on every GPU. It is on unless the variable
+    `SDPA_CACHE` is `off`; what is said here comes before the variable.
+
+    `folder` is an absolute path; else `kernels` in `SDPA_CACHE_DIR`, or in `sdpa` in `XDG_CACHE_HOME` or `~/.cache`. `limit_bytes` is the most that its files
+    may have together (256 MiB); the least recently used are deleted first. A wrong argument is a `SpecError`. No fault of the folder is an error of a call:
+    kernels are compiled then, and `kernel_cache()["refused"]` says why.
+
+        sdpa.set_kernel_cache(False)
+        sdpa.set_kernel_cache(folder="/scratch/me/kernels", limit_bytes=64 << 20)
+    """
+    if not isinstance(on, bool):
+        raise one("on", repr(on), "True or False")
+    if not on and (folder is not None or limit_bytes is not None):
+        raise one("on", on, "True where a folder or a limit is given")
+    if limit_bytes is not None and (isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or not 0 <= limit_bytes < 1 << 63):
+        raise one("limit_bytes", repr(limit_bytes), "a whole number of bytes, 0 or more")
+    _native.set_kernel_cache(on, None if folder is None else os.fspath(folder), limit_bytes)
+
+
+def kernel_cache() -> dict[str, Any] | None:
+    """What the kernel cache on disk has: `folder`, `kernels`, `bytes`, `limit_bytes`, and `refused`, why the folder is not used (None where it is). None where
+    the cache is off."""
+    facts = _native.kernel_cache()
+    return None if facts is None else dict(zip(("folder", "kernels", "bytes", "limit_bytes", "refused"), facts))
+
+
+def clear_kernel_cache() -> int:
+    """Deletes every kernel of the cache on disk, and returns how many those were. What this process has loaded stays. An `EnvironmentError` where a file
+    cannot be deleted."""
+    return _native.clear_kernel_cache()
