@@ -16,6 +16,7 @@ mod mean_error;
 mod mma;
 mod mma_faults;
 mod mutants;
+mod not_numbers;
 mod pages;
 mod pair_faults;
 mod places;

@@ -1,0 +1,95 @@
+//! NaN and infinities in operands: which rows of the results they reach, next to the CPU executor.
+
+use super::{executor, mma};
+use half::bf16;
+use sdpa::cpu::CpuExecutor;
+use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, Shape};
+
+const ROWS: usize = 150;
+const DIM: usize = 64;
+const SHAPE: Shape =
+    Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: ROWS as i64, seq_kv: ROWS as i64, dim_qk: DIM as i64, dim_v: DIM as i64 };
+/// The query and the key that hold it.
+const AT: [usize; 2] = [70, 61];
+
+fn wave(seed: f32) -> Vec<bf16> {
+    (0..ROWS * DIM).map(|n| bf16::from_f32((n as f32 * 0.37 + seed).sin())).collect()
+}
+
+/// Which rows of `o`, `dq`, `dk` and `dv` have an element that is no finite number, and of which rows `stats` is NaN.
+fn reached(executor: &dyn Executor, mask: Option<Mask>, operand: usize, bad: f32) -> [Vec<usize>; 5] {
+    let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats();
+    let spec = if let Some(mask) = mask { spec.mask(mask) } else { spec };
+    let problem = spec.backward().validate().unwrap();
+    let mut given = [1.0, 2.0, 3.0, 4.0].map(wave);
+    given[operand][AT[usize::from(operand == 1 || operand == 2)] * DIM + 3] = bf16::from_f32(bad);
+    let [q, k, v, d_o] = &given;
+    let [mut o, mut dq, mut dk, mut dv] = [(); 4].map(|()| vec![bf16::ZERO; ROWS * DIM]);
+    let mut stats = vec![0f32; ROWS];
+    let call = HostForward {
+        q: Elements::BF16(q),
+        k: Elements::BF16(k),
+        v: Elements::BF16(v),
+        o: ElementsMut::BF16(&mut o),
+        stats: Some(&mut stats),
+        row_max: None,
+        sum_exp: None,
+        amax: Vec::new(),
+        attn_scale: None,
+        params: &[],
+    };
+    executor.prepare(problem.forward()).unwrap().forward(call).unwrap();
+    let call = HostBackward {
+        q: Elements::BF16(q),
+        k: Elements::BF16(k),
+        v: Elements::BF16(v),
+        o: Elements::BF16(&o),
+        d_o: Elements::BF16(d_o),
+        stats: &stats,
+        dq: ElementsMut::BF16(&mut dq),
+        dk: ElementsMut::BF16(&mut dk),
+        dv: ElementsMut::BF16(&mut dv),
+        amax: Vec::new(),
+        attn_scale: None,
+        params: &[],
+        gradients: Vec::new(),
+    };
+    executor.prepare_backward(&problem).unwrap().backward(call).unwrap();
+    let rows = |of: &[bf16]| (0..ROWS).filter(|row| of[row * DIM..(row + 1) * DIM].iter().any(|x| !x.is_finite())).collect::<Vec<_>>();
+    let [o, dq, dk, dv] = [&o, &dq, &dk, &dv].map(|of| rows(of));
+    [o, dq, dk, dv, (0..ROWS).filter(|row| stats[*row].is_nan()).collect()]
+}
+
+/// What is not finite is never hidden. Without a mask it reaches the rows that it reaches on the CPU. With one, NaN of a query or a key reaches no other row of `o` or
+/// `stats`; that of a value reaches rows of its tile that mask its key out, as P is 0 there and 0 · NaN is NaN.
+#[test]
+fn what_is_not_finite_is_not_hidden_and_stays_in_its_rows_of_o() {
+    let (Some(tiles), Some(strided)) = (executor(), mma::executor()) else { return };
+    let cpu = CpuExecutor::default();
+    for causal in [false, true] {
+        let mask = || causal.then(Mask::causal);
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for (operand, name) in ["q", "k", "v", "d_o"].into_iter().enumerate() {
+                let right = reached(&cpu, mask(), operand, bad);
+                for (family, executor) in [("wgmma", &tiles), ("mma", &strided)] {
+                    let got = reached(executor, mask(), operand, bad);
+                    let about = format!("{family}, causal {causal}, {bad} in {name}: {got:?}, on the CPU {right:?}");
+                    let hides = (0..4).any(|n| right[n].iter().any(|row| !got[n].contains(row)));
+                    assert!(!hides, "{about}");
+                    assert!(causal || got[..2] == right[..2], "{about}");
+                    assert!(name == "v" || got[0] == right[0], "{about}");
+                    assert!(!bad.is_nan() || got[4] == right[4], "{about}");
+                }
+                // On the CPU, masks hold what is not finite back everywhere.
+                if causal && bad.is_nan() {
+                    let attends: Vec<usize> = match name {
+                        "q" => vec![AT[0]],
+                        "k" | "v" => (AT[1]..ROWS).collect(),
+                        _ => Vec::new(),
+                    };
+                    assert_eq!(right[0], attends, "{name}");
+                }
+            }
+        }
+    }
+}
