@@ -16,14 +16,9 @@ fn wave(seed: f32) -> Vec<bf16> {
     (0..ROWS * DIM).map(|n| bf16::from_f32((n as f32 * 0.37 + seed).sin())).collect()
 }
 
-/// Which rows of `o`, `dq`, `dk` and `dv` have an element that is no finite number, and of which rows `stats` is NaN.
-fn reached(executor: &dyn Executor, mask: Option<Mask>, operand: usize, bad: f32) -> [Vec<usize>; 5] {
-    let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats();
-    let spec = if let Some(mask) = mask { spec.mask(mask) } else { spec };
+/// `o`, `dq`, `dk`, `dv`, and `stats`, of `q`, `k`, `v` and `d_o`.
+fn passes(executor: &dyn Executor, spec: AttentionSpec, [q, k, v, d_o]: &[Vec<bf16>; 4]) -> ([Vec<bf16>; 4], Vec<f32>) {
     let problem = spec.backward().validate().unwrap();
-    let mut given = [1.0, 2.0, 3.0, 4.0].map(wave);
-    given[operand][AT[usize::from(operand == 1 || operand == 2)] * DIM + 3] = bf16::from_f32(bad);
-    let [q, k, v, d_o] = &given;
     let [mut o, mut dq, mut dk, mut dv] = [(); 4].map(|()| vec![bf16::ZERO; ROWS * DIM]);
     let mut stats = vec![0f32; ROWS];
     let call = HostForward {
@@ -55,6 +50,16 @@ fn reached(executor: &dyn Executor, mask: Option<Mask>, operand: usize, bad: f32
         gradients: Vec::new(),
     };
     executor.prepare_backward(&problem).unwrap().backward(call).unwrap();
+    ([o, dq, dk, dv], stats)
+}
+
+/// Which rows of `o`, `dq`, `dk` and `dv` have an element that is no finite number, and of which rows `stats` is NaN.
+fn reached(executor: &dyn Executor, mask: Option<Mask>, operand: usize, bad: f32) -> [Vec<usize>; 5] {
+    let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats();
+    let spec = if let Some(mask) = mask { spec.mask(mask) } else { spec };
+    let mut given = [1.0, 2.0, 3.0, 4.0].map(wave);
+    given[operand][AT[usize::from(operand == 1 || operand == 2)] * DIM + 3] = bf16::from_f32(bad);
+    let ([o, dq, dk, dv], stats) = passes(executor, spec, &given);
     let rows = |of: &[bf16]| (0..ROWS).filter(|row| of[row * DIM..(row + 1) * DIM].iter().any(|x| !x.is_finite())).collect::<Vec<_>>();
     let [o, dq, dk, dv] = [&o, &dq, &dk, &dv].map(|of| rows(of));
     [o, dq, dk, dv, (0..ROWS).filter(|row| stats[*row].is_nan()).collect()]
@@ -91,5 +96,23 @@ fn what_is_not_finite_is_not_hidden_and_stays_in_its_rows_of_o() {
                 }
             }
         }
+    }
+}
+
+/// A score of −∞ that a score_mod makes of every second key weighs 0, as if a mask dropped it.
+#[test]
+fn keys_that_a_score_mod_drops_weigh_nothing() {
+    let (Some(tiles), Some(strided)) = (executor(), mma::executor()) else { return };
+    let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats();
+    let dropped = spec.clone().score_mod("select((q + k) % 2 == 0, score, -inf)".parse().unwrap());
+    let masked = spec.mask("(q + k) % 2 == 0".parse().unwrap());
+    let given = [1.0, 2.0, 3.0, 4.0].map(wave);
+    for executor in [&tiles, &strided] {
+        let (got, stats) = passes(executor, dropped.clone(), &given);
+        let (want, of_mask) = passes(executor, masked.clone(), &given);
+        for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+            assert!((got.to_f32() - want.to_f32()).abs() <= 0.02 * want.to_f32().abs() + 2e-3, "{got}, not {want}");
+        }
+        assert!(stats.iter().zip(&of_mask).all(|(got, want)| (got - want).abs() < 1e-3));
     }
 }

@@ -223,8 +223,11 @@ fn answers(row: &Row, divisor: i64, times: usize) -> Answers {
     all
 }
 
+/// Milliseconds of each way that has answers.
+type Medians = [Option<f64>; 3];
+
 /// The median of a part, of each way that has answers.
-fn medians(answers: &Answers, part: impl Fn(&Answer) -> f64) -> [Option<f64>; 3] {
+fn medians(answers: &Answers, part: impl Fn(&Answer) -> f64) -> Medians {
     answers.each_ref().map(|answers| answers.as_ref().ok().map(|answers| median(answers.iter().map(&part).collect())))
 }
 
@@ -248,7 +251,7 @@ pub(crate) fn run(problems: usize, small: bool) -> Result<()> {
         "milliseconds of the first call (prepare, execute, wait) in a fresh process, medians of {times}; native kernels with an empty and a filled cache on disk, and cuDNN"
     );
     println!("{:28} {:>9} {:>9} {:>9} {:>11} {:>11}   engines", "problem", "cold", "warm", "cuDNN", "cold/cuDNN", "warm/cuDNN");
-    let (mut firsts, mut setups, mut failed): (Vec<[Option<f64>; 3]>, Vec<[Option<f64>; 3]>, usize) = (Vec::new(), Vec::new(), 0);
+    let (mut firsts, mut setups, mut failed): (Vec<Medians>, Vec<Medians>, usize) = (Vec::new(), Vec::new(), 0);
     for row in rows {
         let answers = answers(row, divisor, times);
         let [cold, warm, cudnn] = medians(&answers, Answer::first);
@@ -271,11 +274,11 @@ pub(crate) fn run(problems: usize, small: bool) -> Result<()> {
         firsts.push([cold, warm, cudnn]);
         setups.push(medians(&answers, |answer| answer.setup));
     }
-    let over = |all: &[[Option<f64>; 3]], n: usize| {
+    let over = |all: &[Medians], n: usize| {
         let there: Vec<f64> = all.iter().filter_map(|of| of[n]).collect();
         (!there.is_empty()).then(|| median(there))
     };
-    let told = |name: &str, all: &[[Option<f64>; 3]]| {
+    let told = |name: &str, all: &[Medians]| {
         let [cold, warm, cudnn] = [0, 1, 2].map(|n| cell(over(all, n), 1));
         println!("{name:28} {cold:>9} {warm:>9} {cudnn:>9}");
     };
