@@ -37,10 +37,7 @@ impl Share {
 
     /// What a variable says, or else one of so many shares, another each day.
     pub fn wanted(variable: &str, shares: u64) -> String {
-        std::env::var(variable).unwrap_or_else(|_| {
-            let day = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs() / 86_400);
-            format!("{}/{shares}", day % shares + 1)
-        })
+        std::env::var(variable).unwrap_or_else(|_| format!("{}/{shares}", days() % shares + 1))
     }
 
     /// Whether an entry, by its place, is of this share.
@@ -52,6 +49,11 @@ impl Share {
     pub fn take<T>(self, list: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
         list.into_iter().skip(self.first).step_by(self.of)
     }
+}
+
+/// Days since 1970-01-01.
+fn days() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs() / 86_400)
 }
 
 /// Whether lists are run as a whole: where that is asked for, and where golden files are rewritten.
@@ -86,7 +88,30 @@ pub fn pick<T>(days: u64, list: Vec<T>, has: impl Fn(&T) -> Vec<String>) -> (Vec
     (list.map(|(_, entry)| entry).collect(), told)
 }
 
-/// Seeds of random problems: those that `SDPA_SEED` and `SDPA_CASES` ask for, else a third of the first so many, others each day.
+/// Entries of a hand-written list that the daily covering replaces: none without [`VARIABLE`], else the share that it asks for. Reports how many.
+///
+/// # Panics
+/// Where [`VARIABLE`] is no share.
+pub fn on_request<T>(what: &str, list: Vec<T>) -> Vec<T> {
+    if !is_whole() && std::env::var(VARIABLE).is_err() {
+        say(&format!("{what}: the covering replaces {} cases, {VARIABLE}=all runs them", list.len()));
+        return Vec::new();
+    }
+    of_today(what, 1, list, |_| Vec::new())
+}
+
+/// Seeds that no earlier day had: those that `SDPA_SEED` and `SDPA_CASES` ask for, else `most` of the day. Where lists run as a whole, `1..=most`.
+pub fn new_seeds(what: &str, most: u64) -> Vec<u64> {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (first, n) = (number("SDPA_SEED"), number("SDPA_CASES"));
+    let of_day = if is_whole() { 1 } else { days() * most + 1 };
+    let first_seed = first.unwrap_or(of_day);
+    let seeds: Vec<u64> = (first_seed..).take(n.unwrap_or(most) as usize).collect();
+    say(&format!("random problems {what}: SDPA_SEED={first_seed} SDPA_CASES={}", seeds.len()));
+    seeds
+}
+
+/// Seeds of a sweep: those that `SDPA_SEED` and `SDPA_CASES` ask for, else a third of the first so many, others each day.
 pub fn seeds_of_today(what: &str, most: u64) -> Vec<u64> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     match (number("SDPA_SEED"), number("SDPA_CASES")) {

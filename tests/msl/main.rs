@@ -13,7 +13,7 @@ mod sources;
 mod statistics;
 
 use conformance::case::Case;
-use conformance::covering::Strength;
+use conformance::covering::{Problem, Strength};
 use conformance::msl::table;
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
@@ -22,7 +22,7 @@ use conformance::runner::{
     run, run_backward, run_backward_case, run_case, run_covered, side_by_side,
 };
 use conformance::say::{say, skip};
-use conformance::share::{DAYS, Share, features, of_today, seeds_of_today};
+use conformance::share::{DAYS, Share, features, new_seeds, of_today, on_request, seeds_of_today};
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, StatsBase, TensorSpec};
@@ -76,8 +76,13 @@ fn name((case, kernels): &Forced) -> String {
     kernels.map_or(case.name.clone(), |kernels| format!("{}, {kernels:?}", case.name))
 }
 
-/// Those of today: each kernel, type, mask and option every day. All of them where a share of the product is wanted.
-fn today(what: &str, cases: Vec<Forced>) -> Vec<Forced> {
+/// Hand-written cases that `SDPA_SHARE` or `SDPA_MSL` asks for: the covering replaces them in a daily run.
+fn requested(what: &str, cases: Vec<Forced>) -> Vec<Forced> {
+    if share().is_some() { cases } else { on_request(&format!("{what} {NAME}"), cases) }
+}
+
+/// The share of a sweep for today: each kernel, type, mask and option every day. All of it where a share of the product is wanted.
+fn swept(what: &str, cases: Vec<Forced>) -> Vec<Forced> {
     if share().is_some() {
         return cases;
     }
@@ -85,10 +90,13 @@ fn today(what: &str, cases: Vec<Forced>) -> Vec<Forced> {
     of_today(&format!("{what} {NAME}"), 2 * DAYS, cases, has)
 }
 
-/// Every case of today but those whose limits the kernels document.
+/// Runs the hand-written cases that are asked for, except for limits that the kernels document.
 fn run_all(what: &str, cases: Vec<Forced>) {
     let Some(toolchain) = emulation(&format!("{} {what} cases", cases.len())) else { return };
-    run_all_with(what, &today(what, cases), &toolchain);
+    let cases = requested(what, cases);
+    if !cases.is_empty() {
+        run_all_with(what, &cases, &toolchain);
+    }
 }
 
 fn run_all_with(what: &str, cases: &[Forced], toolchain: &Toolchain) {
@@ -105,7 +113,10 @@ fn run_all_with(what: &str, cases: &[Forced], toolchain: &Toolchain) {
 /// The same of backward passes, alone and chained to the kernels' own forward pass.
 fn run_all_backward(what: &str, cases: Vec<Forced>, sources: &[Source]) {
     let Some(toolchain) = emulation(&format!("{} {what} cases", cases.len())) else { return };
-    run_all_backward_with(what, &today(what, cases), sources, &toolchain);
+    let cases = requested(what, cases);
+    if !cases.is_empty() {
+        run_all_backward_with(what, &cases, sources, &toolchain);
+    }
 }
 
 fn run_all_backward_with(what: &str, cases: &[Forced], sources: &[Source], toolchain: &Toolchain) {
@@ -172,14 +183,23 @@ fn forward_cases() {
     run_all("ends", sweep(Ok(ends()), &Kernels::ALL));
 }
 
-/// Runs problems in which any two features meet, on the kernels that the planner chooses.
+/// Runs problems in which any two features meet: with few queries on each kernel in turn, else on those that the planner chooses.
 #[test]
 fn any_two_features_meet() {
     let Some(toolchain) = emulation("the covering") else { return };
     let problems = Strength::Two.problems_for(&Emulated::new(toolchain.clone(), 0).executor()).unwrap();
-    let problems = of_today(&format!("covering {NAME}"), COVERING_DAYS, problems, |_| Vec::new());
+    let in_turn = |(n, problem): (usize, Problem)| {
+        let kernels: &[Kernels] = if problem.source.is_none() { &Kernels::ALL } else { &BACKWARD_KERNELS };
+        // Neighbours run on different days: those of one day must not all have the same kernel.
+        let kernels = kernels[n / COVERING_DAYS as usize % kernels.len()];
+        let forced = (problem.case.clone(), (problem.case.shape.seq_q <= 8).then_some(kernels));
+        let forced = if problem.is_supported(&emulated(&toolchain, &forced)) { forced } else { (forced.0, None) };
+        (problem, forced)
+    };
+    let problems = problems.into_iter().enumerate().map(in_turn).collect();
+    let problems: Vec<(Problem, Forced)> = of_today(&format!("covering {NAME}"), COVERING_DAYS, problems, |_| Vec::new());
     let tally = Mutex::new(Tally::default());
-    side_by_side(&problems, |problem| run_covered(problem, NAME, &emulated(&toolchain, &(problem.case.clone(), None)), &tally));
+    side_by_side(&problems, |(problem, forced)| run_covered(problem, NAME, &emulated(&toolchain, forced), &tally));
     judge("covering", tally);
 }
 
@@ -240,10 +260,17 @@ fn sweep(cases: Result<Vec<Case>, String>, kernels: &[Kernels]) -> Vec<Forced> {
 /// Longer than a block of a kernel.
 const BLOCK: i64 = 33;
 
+/// Bands, prefixes and lengths that end at every offset in a block: the covering has each mask with one size.
 #[test]
-fn edges_scales_and_axes() {
-    run_all("edges", sweep(Case::edges(BLOCK), &Kernels::ALL));
-    run_all_backward("edges backward", sweep(Case::edges(BLOCK), &BACKWARD_KERNELS), &[Source::Oracle]);
+fn edges_of_blocks() {
+    let Some(toolchain) = emulation("edges") else { return };
+    run_all_with("edges", &swept("edges", sweep(Case::edges(BLOCK), &Kernels::ALL)), &toolchain);
+    let backward = swept("edges backward", sweep(Case::edges(BLOCK), &BACKWARD_KERNELS));
+    run_all_backward_with("edges backward", &backward, &[Source::Oracle], &toolchain);
+}
+
+#[test]
+fn scales_and_axes() {
     run_all("scales", sweep(Case::scales(), &Kernels::ALL));
     run_all_backward("scales backward", sweep(Case::scales(), &BACKWARD_KERNELS), &[Source::Oracle]);
     run_all_backward("axes", sweep(Case::axes(), &[Kernels::Tiled]), &[Source::Oracle]);
@@ -344,7 +371,7 @@ fn backward_of(spec: &AttentionSpec) -> BackwardSpec {
 fn random_problems() {
     let Some(toolchain) = emulation("random problems") else { return };
     let tally = Mutex::new(Tally::default());
-    let seeds = seeds_of_today(NAME, 20);
+    let seeds = new_seeds(NAME, 6);
     side_by_side(&seeds, |&seed| {
         let mut random = Random::new(seed);
         let emulated = Emulated::new(toolchain.clone(), seed).executor();
