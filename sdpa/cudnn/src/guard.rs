@@ -81,11 +81,15 @@ fn over_the_batch(job: &Job, trace: &Trace) -> usize {
     tensors.count() + usize::from(extents[0] > 1 && trace.nodes().contains(&Node::Index(Axis::Batch)))
 }
 
-/// Whether a trace reads a tensor over the batch and over queries or keys, as documents are.
-fn reads_rows_of_entries(job: &Job, trace: &Trace) -> bool {
-    let by_entry = |axes: Axes| axes.has(Axis::Batch) && (axes.has(Axis::Q) || axes.has(Axis::K));
-    let tensors = |param: &Declared| matches!(param.kind, ParamKind::Tensor { axes, .. } if by_entry(axes));
-    job.problem().batch() > 1 && trace.params().iter().any(tensors)
+/// Whether a score_mod or mask reads a tensor over queries and not keys, or a mask one over the batch and either, as documents are.
+fn reads_rows(job: &Job) -> bool {
+    let has_rows = |axes: Axes| axes.has(Axis::Q) && !axes.has(Axis::K);
+    let by_entry = |axes: Axes| job.problem().batch() > 1 && axes.has(Axis::Batch) && (axes.has(Axis::Q) || axes.has(Axis::K));
+    let reads = |trace: &Trace, of: &dyn Fn(Axes) -> bool| {
+        trace.params().iter().any(|param| matches!(param.kind, ParamKind::Tensor { axes, .. } if of(axes)))
+    };
+    let (score_mod, rest) = (job.problem().score_mod(), job.problem().kept().rest.as_ref());
+    [score_mod, rest].into_iter().flatten().any(|trace| reads(trace, &has_rows)) || rest.is_some_and(|trace| reads(trace, &by_entry))
 }
 
 /// Keys beyond which engines divide those of one query among blocks.
@@ -122,11 +126,10 @@ const DECLINED: [Declined; 27] = [
     (Quirk::RowsWithoutKeysOf8Bits, |j| j.problem().dtype().is_fp8() && fp8::rule_may_leave_no_key(j.problem())),
     (Quirk::SmallGradientsOf8Bits, |j| j.problem().dtype().is_fp8()),
     (Quirk::VectorsOfMasksAndScoreMods, |j| {
-        let of_score_mods = j.problem().score_mod().map_or(0, |trace| over_the_batch(j, trace));
-        let of_masks = j.problem().kept().rest.as_ref().map_or(0, |trace| over_the_batch(j, trace))
-            + usize::from(lower::has_lengths_of_one_side(j.problem()))
-            + usize::from(j.problem().kept().rest.as_ref().is_some_and(|trace| reads_rows_of_entries(j, trace)));
-        is_backward(j) && (of_score_mods > 1 || of_score_mods > 0 && of_masks > 0)
+        let traces = [j.problem().score_mod(), j.problem().kept().rest.as_ref()];
+        let vectors = traces.into_iter().flatten().map(|trace| over_the_batch(j, trace)).sum::<usize>()
+            + usize::from(lower::has_lengths_of_one_side(j.problem()));
+        is_backward(j) && j.problem().score_mod().is_some() && vectors > 0 && vectors + usize::from(reads_rows(j)) > 1
     }),
     (Quirk::StatsOfPackedDecode, |j| {
         let problem = j.problem();
@@ -435,6 +438,29 @@ mod tests {
         };
         assert!(refused(&beside_documents("tensor t[batch]: i32; score * f32(t % 8)"), 19, 0, 90));
         assert!(!refused(&beside_documents("tensor t[head]: i32; score * f32(t % 8)"), 19, 0, 90));
+        // As measured beside masks alone, softcap and factors: (score_mod, masks, whether it is wrong).
+        let by_entry = "tensor t[batch]: i32; k < t";
+        for (score_mod, masks, declined) in [
+            ("softcap:5", &[by_entry, "document"][..], true),
+            ("softcap:5", &["tensor t[batch, head]: i32; k < t", "tensor u[batch]: i32; k > u"], true),
+            ("alibi", &[by_entry, "tensor d[batch, head, q]: i32; d > q"], true),
+            ("alibi", &[by_entry, "batch < 2"], true),
+            ("softcap:5", &["tensor seq_len_kv[batch]: i32; k < seq_len_kv", "document"], true),
+            ("tensor u[q]: f32; score * u", &[by_entry], true),
+            ("tensor u[batch, q]: f32; score * u", &[by_entry], true),
+            ("tensor u[k]: f32; score * u", &[by_entry], false),
+            ("tensor u[batch, head, q, k]: f32; score * u", &[by_entry], false),
+            ("softcap:5", &[by_entry, "causal"], false),
+            ("softcap:5", &["document", "tensor t[head]: i32; k < t"], false),
+            ("", &[by_entry, "document"], false),
+        ] {
+            let shape = Shape { batch: 3, heads_q: 2, heads_kv: 2, seq_q: 128, seq_kv: 700, dim_qk: 128, dim_v: 128 };
+            let spec =
+                masks.iter().fold(AttentionSpec::dense(DType::BF16, shape, Layout::Bshd), |spec, mask| spec.mask(mask.parse().unwrap()));
+            let spec = if score_mod.is_empty() { spec } else { spec.score_mod(score_mod.parse().unwrap()) };
+            let job = spec.backward().validate().unwrap().into();
+            assert_eq!((refused(&job, 19, 0, 90), refused(&job, 27, 0, 90)), (declined, declined), "{score_mod} {masks:?}");
+        }
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
 

@@ -248,9 +248,9 @@ quirks! {
         source: "seen on an H100 under 9.19.0", test: "no_op_reads_a_tensor_over_the_batch_alone",
     }
     VectorsOfMasksAndScoreMods {
-        what: "a tensor over the batch that a score_mod reads, with another one that the score_mod reads, or a mask, there also with queries or keys: dq, dk and dv are wrong",
+        what: "a score_mod, and a tensor over the batch, not over queries or keys, that it or a mask reads, beside another such tensor or one over queries: dq, dk and dv are wrong",
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
-        source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
+        source: "seen on an H100 under 9.19.0, beside softcap on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     BooleansReadTwice {
         what: "a boolean tensor along queries that two ops read: dq, dk and dv are wrong",
