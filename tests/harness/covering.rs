@@ -70,9 +70,9 @@ type Worth<'a> = dyn Fn(&[Option<usize>], usize, usize) -> usize + 'a;
 
 /// Rows tried for each that is taken.
 const ATTEMPTS: usize = 12;
-/// Supported rows that are changed to have a combination, where no row that is made for it is supported.
+/// Number of supported rows that are modified to contain a combination when none of the constructed rows is supported.
 const BASES: usize = 48;
-/// Random rows that are asked about for each value, to have the first supported rows.
+/// Number of random rows tried per value to find the first supported rows.
 const FIRST: usize = 24;
 
 struct Builder<'a> {
@@ -164,17 +164,18 @@ impl Builder<'_> {
 }
 
 impl Builder<'_> {
-    /// A row that has a combination, and otherwise as much of another row as rules allow.
-    fn changed(&mut self, base: &Row, combination: &Combination) -> Option<Row> {
+    /// Builds a row that contains a combination and takes every other value from one of two rows, at random, where the rules allow it.
+    fn crossed(&mut self, bases: [&Row; 2], combination: &Combination) -> Option<Row> {
         let mut row: Vec<Option<usize>> = vec![None; self.factors.len()];
         combination.iter().for_each(|(factor, value)| row[*factor] = Some(*value));
         let may_be_hollow = self.is_hollow(combination);
-        let (kept, mut left): (Vec<usize>, Vec<usize>) = (0..row.len()).filter(|factor| row[*factor].is_none()).partition(|factor| {
-            let value = base[*factor];
-            combination.iter().all(|(other, chosen)| self.allowed[*factor][value][*other][*chosen])
-                && (may_be_hollow || !self.hollow.contains(&(*factor, value)))
+        let mut left: Vec<usize> = (0..row.len()).filter(|factor| row[*factor].is_none()).collect();
+        left.retain(|&factor| {
+            let value = self.random.pick(&bases)[factor];
+            let keep = self.fits(&row, factor, value) && (may_be_hollow || !self.hollow.contains(&(factor, value)));
+            row[factor] = keep.then_some(value);
+            !keep
         });
-        kept.into_iter().for_each(|factor| row[factor] = Some(base[factor]));
         // The factor with the fewest values that fit comes first.
         while !left.is_empty() {
             let n = (0..left.len()).min_by_key(|n| self.choices(&row, left[*n], may_be_hollow).len())?;
@@ -188,20 +189,23 @@ impl Builder<'_> {
         row.into_iter().collect()
     }
 
-    /// A supported row with a combination: one of those that are known, changed. Rows that share most with the combination come first.
+    /// Looks for a supported row with a combination among modified known rows: rows that share most values with the combination, alone and crossed with others.
     fn supported_with(&mut self, combination: &Combination, known: &[Row], supported: &dyn Fn(&Row) -> bool) -> Option<Row> {
+        if known.is_empty() {
+            return None;
+        }
         let shared = |row: &Row| combination.iter().filter(|(factor, value)| row[*factor] == *value).count();
-        let first = self.random.between(0, known.len().max(1) as i64 - 1) as usize;
+        let first = self.random.between(0, known.len() as i64 - 1) as usize;
         let mut bases: Vec<&Row> = known.iter().cycle().skip(first).take(known.len()).collect();
         bases.sort_by_key(|row| std::cmp::Reverse(shared(row)));
-        // Half of them share nothing on purpose: what they share may be what is not supported.
-        let spread = bases.len().saturating_sub(BASES / 2);
-        let bases: Vec<&Row> =
-            bases[..bases.len() - spread].iter().chain(bases.iter().rev().take(spread.min(BASES / 2))).copied().collect();
-        bases.into_iter().find_map(|base| self.changed(base, combination).filter(|row| supported(row)))
+        (0..BASES).find_map(|n| {
+            let base = bases[n / 2 % bases.len()];
+            let other = if n % 2 == 0 { base } else { self.random.pick(&bases) };
+            self.crossed([base, other], combination).filter(|row| supported(row))
+        })
     }
 
-    /// A supported row, changed value by value to have more missing combinations, as long as it is supported and has one combination.
+    /// Changes a supported row value by value while it gains missing combinations, keeps `begin` and stays supported.
     fn improved(&mut self, mut row: Row, begin: &Combination, worth: &dyn Fn(&Row) -> usize, supported: &dyn Fn(&Row) -> bool) -> Row {
         for factor in 0..row.len() {
             if begin.iter().any(|(other, _)| *other == factor) {
@@ -224,11 +228,11 @@ impl Builder<'_> {
         row
     }
 
-    /// Supported rows to begin with, and values that no supported row has: nothing that they are part of is asked for.
+    /// Returns supported rows to start from, and the values for which no supported row was found: their combinations are skipped.
     fn first_rows(&mut self, supported: &dyn Fn(&Row) -> bool) -> (Vec<Row>, Vec<(usize, usize)>) {
         let values = |(n, factor): (usize, &Factor)| (0..factor.values.len()).map(move |value| (n, value)).collect::<Vec<_>>();
         let all: Vec<(usize, usize)> = self.factors.iter().enumerate().flat_map(values).collect();
-        // With numbers of their own: where everything is supported, rows are those that they would be without this.
+        // Restore the generator afterwards, so that an executor that supports everything gets the same rows.
         let random = self.random.clone();
         let (mut known, mut missing) = (Vec::new(), Vec::new());
         for chosen in all {
@@ -239,7 +243,7 @@ impl Builder<'_> {
                 None => missing.push(chosen),
             }
         }
-        // A value that few random rows are supported with is in a row that is supported but for it.
+        // A value may need several other values. Random rows seldom have all of them; a supported row is one change away.
         loop {
             let before = missing.len();
             missing.retain(|chosen| {
@@ -380,6 +384,22 @@ mod tests {
         assert!(covering.impossible.contains(&vec![(0, 0), (1, 0)]) && covering.impossible.contains(&vec![(2, 1), (3, 0)]));
         // 3 values of a, 3 of b and 4 of d have no row with c = 1.
         assert!(covering.impossible.len() > 10, "{:?}", covering.impossible);
+    }
+
+    #[test]
+    fn values_that_few_random_rows_are_supported_with_are_found() {
+        const FEW: [Factor; 9] = [Factor { name: "", values: &["0", "1", "2", "3"] }; 9];
+        let names = ["0", "1", "2", "3", "4", "5", "6", "7", "8"];
+        let factors: Vec<Factor> = FEW.iter().zip(names).map(|(factor, name)| Factor { name, ..*factor }).collect();
+        let wanted = Wanted { factors: &factors, rules: &[], of: &names, strength: 2, times: 1, hollow: ("", &[]) };
+        // At most three values other than 0: 1 of 27 random rows, and 1 of 150 where one value is given.
+        let covering = cover(&wanted, &|row| row.iter().filter(|value| **value > 0).count() <= 3);
+        assert!(covering.impossible.is_empty(), "{} of {} combinations", covering.impossible.len(), covering.covered);
+        for (a, b) in (0..9).flat_map(|a| (a + 1..9).map(move |b| (a, b))) {
+            for (x, y) in (0..4).flat_map(|x| (0..4).map(move |y| (x, y))) {
+                assert!(has(&covering.rows, &[(a, x), (b, y)]), "{a} {x} and {b} {y} do not meet");
+            }
+        }
     }
 
     #[test]

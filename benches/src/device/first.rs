@@ -1,5 +1,6 @@
 //! Time of the first call in a fresh process: `device first [PROBLEMS [small]]`, of native kernels with an empty and with a filled kernel cache on disk, and of
-//! cuDNN. Each time is that of a process of its own, which prepares one problem, executes it and waits. `small` divides lengths by 32, for the emulation.
+//! cuDNN. A fresh process prepares one problem, executes it and waits for it, each time. The processes turn CUDA's caches off (`CUDA_CACHE_DISABLE`): NVRTC
+//! has had one on disk since CUDA 12.9, which would answer in place of the compiler. `small` divides lengths by 32, for the emulation.
 #![allow(unsafe_code)]
 
 use crate::cuda_speed::{Pass, ready};
@@ -16,9 +17,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// Processes of each problem and executor, of which the median is told.
+/// Number of processes per problem and executor; the median is printed.
 const TIMES: usize = 3;
-/// Begins the line of a process that has measured.
+/// Prefix of the line in which a process prints its times.
 const ANSWER: &str = "first: ";
 
 /// A problem: its name; batch, query heads, key heads, queries, keys, dim, dim of values; type; score_mod; mask; the rest.
@@ -82,12 +83,12 @@ impl Row {
     }
 }
 
-/// What is measured.
+/// The executor, and the state of its kernel cache.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// Native kernels, whose cache on disk is empty.
+    /// Native kernels with an empty kernel cache on disk.
     Cold,
-    /// Native kernels, whose cache has them.
+    /// Native kernels, loaded from the kernel cache on disk.
     Warm,
     Cudnn,
 }
@@ -104,16 +105,16 @@ impl Way {
     }
 }
 
-/// Milliseconds of a process.
+/// Times of one process, in milliseconds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Answer {
-    /// Where it ran, and by which library.
+    /// The device, and the version of NVRTC or cuDNN.
     on: String,
-    /// Driver, context, libraries and executor: once in a process, whatever is computed.
+    /// Loading the driver and the libraries, creating the context and the executor: once per process.
     setup: f64,
-    /// From a problem to a pass that can be called.
+    /// Preparing the pass, which compiles or loads its kernels.
     prepare: f64,
-    /// The call, and the wait for it.
+    /// Submitting the call and synchronizing the stream.
     execute: f64,
     engine: String,
 }
@@ -166,7 +167,7 @@ fn measured(executor: &impl NvidiaExecutor, on: String, question: &Question, sta
         (Job::from(problem), pass)
     };
     let prepare = milliseconds(start);
-    // Operands are the caller's: not measured. Numbers of a backward pass are random too, which costs as much as right ones.
+    // Allocating operands is not measured. A backward pass gets random `o` and `stats`: its time does not depend on them.
     let pass: &Pass = &*pass;
     let memory = ready(&stream, &job, &[pass], None, question.documents.as_deref())?;
     let (params, gradients, whole) = (memory.params(), memory.gradients(), Some(memory.workspace()));
@@ -182,10 +183,10 @@ fn measured(executor: &impl NvidiaExecutor, on: String, question: &Question, sta
     Ok(Answer { on, setup, prepare, execute: milliseconds(start), engine: pass.engine() })
 }
 
-/// A process that measures.
+/// Starts a process that measures one problem, and returns its times.
 fn process(way: Way, folder: &Path, question: &serde_json::Value) -> std::result::Result<Answer, String> {
     let mut command = Command::new(std::env::current_exe().map_err(|e| e.to_string())?);
-    command.args(["first-worker", way.name()]).arg(folder).arg(question.to_string());
+    command.args(["first-worker", way.name()]).arg(folder).arg(question.to_string()).env("CUDA_CACHE_DISABLE", "1");
     let output = command.stderr(Stdio::inherit()).output().map_err(|e| e.to_string())?;
     let said = String::from_utf8_lossy(&output.stdout);
     match said.lines().find_map(|line| line.strip_prefix(ANSWER)) {
@@ -194,7 +195,7 @@ fn process(way: Way, folder: &Path, question: &serde_json::Value) -> std::result
     }
 }
 
-/// A folder for kernels that is not there, and is gone behind the closure.
+/// Calls `run` with the path of a folder that does not exist, and deletes that folder afterwards.
 fn with_folder<T>(number: usize, run: impl FnOnce(&Path) -> T) -> T {
     let folder: PathBuf = std::env::temp_dir().join(format!("sdpa-first-{}-{number}", std::process::id()));
     let result = run(&folder);
@@ -202,7 +203,7 @@ fn with_folder<T>(number: usize, run: impl FnOnce(&Path) -> T) -> T {
     result
 }
 
-/// Each way's answers, or why there is none.
+/// The times of each way, or the reason why there are none.
 type Answers = [std::result::Result<Vec<Answer>, String>; 3];
 
 fn answers(row: &Row, divisor: i64, times: usize) -> Answers {
@@ -210,7 +211,7 @@ fn answers(row: &Row, divisor: i64, times: usize) -> Answers {
     let mut all: Answers = [(); 3].map(|()| Ok(Vec::new()));
     for n in 0..times {
         with_folder(n, |folder| {
-            // Where one failed, its others would too.
+            // A way that failed once would fail again.
             for (way, answers) in Way::ALL.into_iter().zip(&mut all).filter(|(_, answers)| answers.is_ok()) {
                 match (process(way, folder, &question), &mut *answers) {
                     (Ok(answer), Ok(answers)) => answers.push(answer),
@@ -223,10 +224,10 @@ fn answers(row: &Row, divisor: i64, times: usize) -> Answers {
     all
 }
 
-/// Milliseconds of each way that has answers.
+/// Median milliseconds per way; `None` for a way that failed.
 type Medians = [Option<f64>; 3];
 
-/// The median of a part, of each way that has answers.
+/// Returns the median of one part of the times, per way.
 fn medians(answers: &Answers, part: impl Fn(&Answer) -> f64) -> Medians {
     answers.each_ref().map(|answers| answers.as_ref().ok().map(|answers| median(answers.iter().map(&part).collect())))
 }
@@ -235,7 +236,7 @@ fn cell(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
-/// Measures so many problems of the table, and prints a line for each, medians and ratios.
+/// Measures the first `problems` rows of the table, and prints a line for each, medians and ratios.
 ///
 /// # Errors
 /// Native kernels do not run one of them.
@@ -243,7 +244,7 @@ pub(crate) fn run(problems: usize, small: bool) -> Result<()> {
     let (divisor, times) = if small { (32, 1) } else { (1, TIMES) };
     let rows = &ROWS[..problems.min(ROWS.len())];
     let Some(first) = rows.first() else { return Ok(()) };
-    // The first process of each library reads it from the disk.
+    // The first process also reads each library from the disk, so its times are not used.
     for answers in answers(first, divisor, 1) {
         println!("{}", answers.map_or_else(|why| why, |answers| answers.iter().map(|answer| answer.on.clone()).collect()));
     }
@@ -283,7 +284,7 @@ pub(crate) fn run(problems: usize, small: bool) -> Result<()> {
         println!("{name:28} {cold:>9} {warm:>9} {cudnn:>9}");
     };
     told("median", &firsts);
-    // Of problems that both run.
+    // Only problems that both executors ran have a ratio.
     let ratios = |n: usize| {
         let both: Vec<f64> = firsts.iter().filter_map(|of| Some(of[n]? / of[2]?)).collect();
         (both.len(), (!both.is_empty()).then(|| median(both)))

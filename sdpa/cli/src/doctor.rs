@@ -76,7 +76,7 @@ struct Finding {
     gpu: Option<GpuFacts>,
     #[serde(skip_serializing_if = "Option::is_none")]
     library: Option<LibraryFacts>,
-    /// Of native kernels, the cache on disk.
+    /// The kernel cache on disk, for native kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     kernel_cache: Option<KernelCacheFacts>,
     missing: Vec<Missing>,

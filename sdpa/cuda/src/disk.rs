@@ -1,4 +1,4 @@
-//! The kernel cache on disk: what one process has compiled, the next one loads.
+//! The kernel cache on disk: a process loads kernels that an earlier process compiled.
 
 use crate::files::{self, HERE, KernelFileError};
 use crate::kernel::{KernelKey, MachineCode};
@@ -40,7 +40,7 @@ const FOLDER: &str = "SDPA_CACHE_DIR";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelCache(Folder);
 
-/// An environment variable of the kernel cache that has no meaning.
+/// An environment variable of the kernel cache with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{variable} is {value:?}: expected {expected}")]
 pub struct SettingError {
@@ -48,12 +48,12 @@ pub struct SettingError {
     pub variable: &'static str,
     /// Its value.
     pub value: String,
-    /// What it may be.
+    /// The values that it accepts.
     pub expected: &'static str,
 }
 
 impl KernelCache {
-    /// Bytes that a folder may have where nothing else is said: 256 MiB, a thousand kernels or so.
+    /// The default limit, in bytes: 256 MiB, about a thousand kernels.
     pub const LIMIT: u64 = 256 << 20;
 
     /// The cache in this folder, which is made when the first kernel is kept.
@@ -61,7 +61,7 @@ impl KernelCache {
         KernelCache(Folder::new(folder, KernelCache::LIMIT))
     }
 
-    /// With at most so many bytes of files. The least recently used are deleted first.
+    /// Sets the limit for the total size of the files. The least recently used are deleted first.
     #[must_use]
     pub fn with_limit(self, bytes: u64) -> KernelCache {
         KernelCache(Folder::new(self.0.path(), bytes))
@@ -76,7 +76,7 @@ impl KernelCache {
         Ok(Self::user_folder(|name| std::env::var_os(name))?.map(KernelCache::new))
     }
 
-    /// As [`KernelCache::of_user`], whatever `SDPA_CACHE` says: for callers that have a switch of their own.
+    /// As [`KernelCache::of_user`], but ignores `SDPA_CACHE`: for callers with their own switch.
     ///
     /// # Errors
     /// `SDPA_CACHE_DIR` is not an absolute path.
@@ -106,12 +106,12 @@ impl KernelCache {
         Ok(base.map(|base| base.join("kernels")))
     }
 
-    /// Where it is.
+    /// Returns the path of the folder.
     pub fn folder(&self) -> &Path {
         self.0.path()
     }
 
-    /// The most bytes of its files together.
+    /// Returns the limit for the total size of the files, in bytes.
     pub fn limit(&self) -> u64 {
         self.0.limit()
     }
@@ -137,7 +137,7 @@ impl KernelCache {
 #[derive(Debug)]
 pub(crate) struct Disk {
     cache: RwLock<Option<KernelCache>>,
-    /// Whether a fault of the folder was a warning already: the next one says the same.
+    /// Whether a warning was logged. Later faults are debug events.
     warned: AtomicBool,
 }
 
@@ -155,7 +155,7 @@ impl Disk {
         self.warned.store(false, Ordering::Relaxed);
     }
 
-    /// The machine code of a key.
+    /// Loads the machine code of a kernel, if the cache has it.
     pub(crate) fn code(&self, key: &KernelKey, nvrtc: &Nvrtc) -> Option<Vec<u8>> {
         let cache = self.cache()?;
         match cache.0.get(&HERE, &digest(key, &Compiler::of(nvrtc))) {
@@ -167,7 +167,7 @@ impl Disk {
         }
     }
 
-    /// Keeps what was compiled.
+    /// Writes a compiled kernel to the cache.
     pub(crate) fn keep(&self, compiled: &MachineCode, nvrtc: &Nvrtc) {
         let Some(cache) = self.cache() else { return };
         let key = digest(&compiled.key, &Compiler::of(nvrtc));
@@ -187,11 +187,11 @@ impl Disk {
     }
 }
 
-/// The build of NVRTC.
+/// Identifies a build of NVRTC.
 #[derive(Debug)]
 struct Compiler {
     version: [i32; 2],
-    /// Bytes of its library: builds of one version differ, and the emulation is none of NVIDIA's.
+    /// Size of the library in bytes. It distinguishes builds of one version, and the emulation.
     bytes: u64,
 }
 
@@ -201,7 +201,7 @@ impl Compiler {
     }
 }
 
-/// Everything that the machine code of a key depends on.
+/// Digests everything that the machine code of a kernel depends on.
 fn digest(key: &KernelKey, compiler: &Compiler) -> Digest {
     let Compiler { version: [major, minor], bytes } = compiler;
     let compiler = format!("NVRTC {major}.{minor}, {bytes} bytes");

@@ -115,7 +115,7 @@ impl CudaExecutor {
         self.disk.set(cache);
     }
 
-    /// Where the code of each kernel that this executor keeps came from.
+    /// Returns the origin of each kernel in memory: a file, the kernel cache on disk, or NVRTC.
     pub fn origins(&self) -> Vec<Origin> {
         self.kernels.values().into_iter().map(|(_, kernel)| kernel.origin).collect()
     }

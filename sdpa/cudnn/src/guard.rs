@@ -129,7 +129,7 @@ const DECLINED: [Declined; 27] = [
         let traces = [j.problem().score_mod(), j.problem().kept().rest.as_ref()];
         let vectors = traces.into_iter().flatten().map(|trace| over_the_batch(j, trace)).sum::<usize>()
             + usize::from(j.problem().batch() > 1 && lower::has_lengths_of_one_side(j.problem()));
-        is_backward(j) && j.problem().score_mod().is_some() && vectors > 0 && vectors + usize::from(reads_rows(j)) > 1
+        is_backward(j) && j.problem().score_mod().is_some() && vectors + usize::from(reads_rows(j)) > 1
     }),
     (Quirk::StatsOfPackedDecode, |j| {
         let problem = j.problem();

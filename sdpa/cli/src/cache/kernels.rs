@@ -6,7 +6,7 @@ use crate::table::Table;
 use sdpa::cuda::{KernelCache, Usage};
 use serde::Serialize;
 
-/// The kernel cache of this user, as the environment says.
+/// Returns the kernel cache that the environment variables select; adds a mistake for a variable without a meaning.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
     KernelCache::of_user().unwrap_or_else(|e| {
         mistakes.add(e.variable, format!("{:?}: expected {}", e.value, e.expected));
@@ -14,14 +14,14 @@ pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
     })
 }
 
-/// What is known of the cache.
+/// Folder, limit and size of the kernel cache.
 #[derive(Debug, Serialize)]
 pub(crate) struct KernelCacheFacts {
     folder: String,
     limit_bytes: u64,
     kernels: usize,
     bytes: u64,
-    /// Why the folder is not used.
+    /// The reason why the folder is refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     refused: Option<String>,
 }
@@ -52,10 +52,10 @@ fn counted(kernels: usize, bytes: u64) -> String {
     format!("{kernels} {}, {}", if kernels == 1 { "kernel" } else { "kernels" }, human(u128::from(bytes)))
 }
 
-/// What the two commands answer.
+/// The answer of `cache info` and `cache clear`.
 #[derive(Serialize)]
-struct Told {
-    /// Whether kernels are looked for and kept.
+struct CacheAnswer {
+    /// Whether the cache is on.
     on: bool,
     #[serde(flatten)]
     facts: Option<KernelCacheFacts>,
@@ -69,7 +69,7 @@ struct Cleared {
     bytes: u64,
 }
 
-/// Runs either command.
+/// Prints the size of the cache, after it has deleted the kernels if `clear` is set.
 pub(crate) fn run(clear: bool, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     let cache = of_user(&mut mistakes);
@@ -78,13 +78,13 @@ pub(crate) fn run(clear: bool, json: bool) -> Result<Answer, Failure> {
         Ok(usage) => usage.map(|Usage { records, bytes }| Cleared { kernels: records, bytes }),
         Err(e) => return Err(Failure::environment("the kernel cache", e)),
     };
-    let told = Told { on: cache.is_some(), facts: cache.as_ref().map(KernelCacheFacts::of), cleared };
+    let answer = CacheAnswer { on: cache.is_some(), facts: cache.as_ref().map(KernelCacheFacts::of), cleared };
     let text = || {
         let mut table = Table::default();
-        match &told.facts {
+        match &answer.facts {
             None => table.row("kernels", "no cache: SDPA_CACHE is off, or this user has no home"),
             Some(facts) => {
-                table.rows("cleared", told.cleared.iter().map(|cleared| counted(cleared.kernels, cleared.bytes)));
+                table.rows("cleared", answer.cleared.iter().map(|cleared| counted(cleared.kernels, cleared.bytes)));
                 table.row("folder", facts.folder.as_str());
                 table.row("kernels", facts.refused.as_ref().map_or_else(|| facts.count(), |why| format!("not used: {why}")));
                 table.row("limit", human(u128::from(facts.limit_bytes)));
@@ -92,5 +92,5 @@ pub(crate) fn run(clear: bool, json: bool) -> Result<Answer, Failure> {
         }
         table.render()
     };
-    Answer::new(json, &told, text, Outcome::Good)
+    Answer::new(json, &answer, text, Outcome::Good)
 }

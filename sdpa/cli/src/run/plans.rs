@@ -131,7 +131,7 @@ impl Plans {
             let why: Vec<String> =
                 files.zip(cuda.without_kernels()).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect();
             let kernels = cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect::<Vec<_>>();
-            // Of kernels that came from several, the slowest is told: the compiler, then the cache, then files.
+            // A pass has several kernels. The answer names the slowest origin: the compiler, then the cache, then files.
             let origin = cuda.origins().into_iter().max();
             let told = |told: PlanTold| PlanTold {
                 from_file: origin == Some(Origin::File),

@@ -75,12 +75,12 @@ impl Folder {
         Folder { path: path.into(), limit }
     }
 
-    /// Where it is.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The most bytes that its files may have together.
+    /// Returns the limit for the total size of the files, in bytes.
     pub fn limit(&self) -> u64 {
         self.limit
     }
