@@ -194,7 +194,9 @@ fn verify(problem: &BackwardProblem, boundaries: &Boundaries, run: &Run) {
 
 #[test]
 fn every_document_is_a_problem_of_its_own() {
-    let bits = |run: &Run| run.gradients.iter().flat_map(|t| t.data.iter().map(|x| x.to_bits())).collect::<Vec<u32>>();
+    let bits = |tensors: &[&Tensor]| tensors.iter().flat_map(|t| t.data.iter().map(|x| x.to_bits())).collect::<Vec<u32>>();
+    let gradients = |run: &Run| bits(&run.gradients.each_ref());
+    let forward = |run: &Run| bits(&[&run.o, &run.stats]);
     for isa in Isa::all() {
         for seed in 0..60 {
             let random = &mut Random(seed * 7_919 + 3);
@@ -203,8 +205,11 @@ fn every_document_is_a_problem_of_its_own() {
             let first = run(isa, 1, &problem, &boundaries, tokens);
             verify(&problem, &boundaries, &first);
             let second = run(isa, 3, &problem, &boundaries, tokens);
-            verify(&problem, &boundaries, &second);
-            assert!(bits(&first) == bits(&second), "{isa:?}, {problem:?}: threads change gradients");
+            assert!(gradients(&first) == gradients(&second), "{isa:?}, {problem:?}: threads change gradients");
+            // The oracle takes most of the time, and equal bits pass alike.
+            if forward(&first) != forward(&second) {
+                verify(&problem, &boundaries, &second);
+            }
         }
     }
 }

@@ -168,16 +168,26 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
     let params = values.bound();
     let tensors = [problem.dq(), problem.dk(), problem.dv()].map(|t| t.dims.map(|n| n as usize));
     for &isa in isas {
-        let mut first: Option<Vec<Vec<u64>>> = None;
+        let (mut first_forward, mut first): (Option<Vec<u32>>, Option<Vec<Vec<u64>>>) = (None, None);
         for threads in [1, 3] {
             let how = How { isa, threads };
             let what = |name: &str| format!("{how:?} {dtype} {shape:?} {:?} {:?}: {name}", modified.stages, masked.masks);
             let (out, lse) = how.forward::<T>(problem, &given, &params, scale);
-            let distance = closures(&modified, &masked, &values, |closures| {
-                judge(asked, closures, |p| sdpa_oracle::check(p, out.told(), sdpa_oracle::Statistics::of(Some(&lse)), &|_| ()))
-            });
-            assert!(distance.passes(), "{}: {distance:?}", what("forward"));
+            let forward: Vec<u32> = out.data.iter().chain(&lse).map(|x| x.to_bits()).collect();
+            // The oracle takes most of the time, and equal bits pass alike.
+            if first_forward.as_ref() != Some(&forward) {
+                let distance = closures(&modified, &masked, &values, |closures| {
+                    judge(asked, closures, |p| sdpa_oracle::check(p, out.told(), sdpa_oracle::Statistics::of(Some(&lse)), &|_| ()))
+                });
+                assert!(distance.passes(), "{}: {distance:?}", what("forward"));
+            }
+            first_forward.get_or_insert(forward);
             let got = how.backward::<T>(problem, &given, (&o, &stats), &params, scale);
+            let bits: Vec<Vec<u64>> = got.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect();
+            if let Some(first) = &first {
+                assert!(*first == bits, "{}: {threads} threads give other bits", what(""));
+                continue;
+            }
             let dense = |n: usize| sdpa_oracle::Tensor::dense(&got[n], tensors[n]);
             let along: Vec<_> =
                 (3..got.len()).map(|n| (sdpa_oracle::Tensor::dense(&got[n], [1, 1, 1, got[n].len()]), stored(dtype))).collect();
@@ -188,8 +198,7 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
                 })
             });
             assert!(distance.passes(), "{}: {distance:?}", what("backward"));
-            let bits: Vec<Vec<u64>> = got.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect();
-            assert!(*first.get_or_insert_with(|| bits.clone()) == bits, "{}: {threads} threads give other bits", what(""));
+            first = Some(bits);
         }
     }
 }
