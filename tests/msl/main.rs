@@ -327,6 +327,18 @@ fn backward_table_of_types_dims_masks_and_score_mods() {
 /// wanted is checked whole.
 const SLOW_DAYS: u64 = 24;
 
+/// A row with few KV heads where it has many scores: threads of different heads run the same code in other threadgroups, and one problem of
+/// 42 heads took 55 s with the check for races.
+fn of_few_heads(mut row: Row) -> Row {
+    let shape = &mut row.case.shape;
+    if shape.batch * shape.heads_q * shape.seq_q * shape.seq_kv > 12_000 {
+        let group = shape.heads_q / shape.heads_kv;
+        shape.heads_kv = if group > 1 { 1 } else { shape.heads_kv.min(2) };
+        shape.heads_q = group * shape.heads_kv;
+    }
+    row
+}
+
 #[test]
 fn sanitizers_find_nothing() {
     let rows = |backward| {
@@ -336,7 +348,7 @@ fn sanitizers_find_nothing() {
         }
         // Of few and of many queries; the long ones take minutes.
         let short = |row: &Row| row.case.shape.seq_q * row.case.shape.seq_kv < 8_000;
-        let with_options = forced(option_rows().into_iter().filter(short));
+        let with_options = forced(option_rows().into_iter().filter(short).map(of_few_heads));
         let with_options = with_options.into_iter().filter(|(case, _)| !backward || case.paged.is_none());
         let what = format!("{} under sanitizers {NAME}", if backward { "backward" } else { "forward" });
         of_today(&what, SLOW_DAYS, all.into_iter().chain(with_options).collect(), |(_, kernels)| vec![format!("{kernels:?}")])
