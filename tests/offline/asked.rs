@@ -120,7 +120,7 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
             assert_eq!(taken, !["a100", "l40s"].contains(&profile), "cuDNN {runtime}, 8-bit floats on {profile}");
             let n = here.count();
             assert!(
-                n >= if all || is_whole() { SAMPLE.len() } else { SAMPLE.len() / 2 },
+                n >= if all || is_whole() { SAMPLE.len() } else { SAMPLE.len() / 3 },
                 "cuDNN {runtime} was asked for {n} plans for {profile}"
             );
             assert!(all || declined <= MAY_DECLINE, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");

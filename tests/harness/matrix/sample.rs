@@ -3,8 +3,8 @@
 use crate::offline::PROFILES;
 use crate::share::{Share, VARIABLE, is_whole};
 
-/// Rows that are compiled on every run, each for half of the devices, for the others the next day, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
-/// that is lowered differently.
+/// Rows that are compiled on every run, each for one or two of four devices, so that three days have all, in whichever form is taken: every kind
+/// of mask, lengths, heads, dims, strides and score_mods that is lowered differently.
 pub const SAMPLE: [&str; 37] = [
     "case plain",
     "case gqa_causal",
@@ -58,7 +58,7 @@ pub const UNIFIED_SAMPLE: [&str; 9] = [
     "softcap:30; causal; forward",
 ];
 
-/// Whether a row is compiled for a device today: those of [`SAMPLE`] for every other.
+/// Whether a row is compiled for a device today: those of [`SAMPLE`] for every third.
 ///
 /// # Panics
 /// Where [`VARIABLE`] is no share.
@@ -71,7 +71,7 @@ pub fn is_compiled_today(row: &str, profile: &str) -> bool {
 }
 
 /// Days until a row has been compiled for every device.
-const DEVICE_DAYS: u64 = 2;
+const DEVICE_DAYS: u64 = 3;
 
 /// Rows of 8-bit floats that are compiled on every run, for devices that take such.
 pub const FP8_SAMPLE: [&str; 6] = [
