@@ -14,7 +14,7 @@ case $own in
   sdpa-cuda | sdpa-emit) suites=("offline -- cuda" "recorded -- cuda") ;;
   sdpa-driver | sdpa-nvidia | cudnn-graph | sdpa-cudnn) suites=("host -- lowering:: snapshots:: property:: house::" recorded) ;;
   sdpa-cache) suites=(soak "recorded -- key::") ;;
-  metal-fallback) suites=("msl -- forward_cases sources functions") ;;
+  metal-fallback) suites=("msl -- any_two_features_meet sources functions") ;;
   sdpa) suites=("host -- house:: params:: seq::") ;;
   cargo-sdpa) suites=("host -- cli::") ;;
   sdpa-oracle) suites=("executors -- cpu::" "host -- cli::check") ;;
@@ -24,7 +24,7 @@ case $own in
     ;;
 esac
 cargo test --package "$own"
-if [ "$own" = sdpa-cache ]; then scripts/model.sh; fi
+if [ "$own" = sdpa-cache ]; then cargo test --package cache-model; fi
 for arguments in "${suites[@]}"; do
   # Words of a line above.
   # shellcheck disable=SC2086

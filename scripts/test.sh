@@ -32,11 +32,6 @@ case ${part:-} in
 esac
 cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
 
-# The cache of plans in every order of steps that a model checker tries.
-if [ "$whole" ]; then
-  scripts/model.sh 2>&1 | tee -a "$log" || status=1
-fi
-
 # The example that is not attention, planned by both runtimes.
 if [ "$whole" ] && [ "$(uname -s)" = Linux ]; then
   for runtime in 9.19 9.27; do

@@ -78,8 +78,9 @@ fn write(to: &Path, text: &str) {
 /// Has cargo check crates of the changed copy, and returns the lines with errors of the compiler.
 fn errors(packages: &[&str], change: Change<'_>) -> Vec<String> {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| repository("target"), PathBuf::from);
-    let target = std::path::absolute(target).unwrap().join("facts");
-    let source = target.join("source");
+    // In the target folder of the workspace: clippy has checked most of what the copy depends on there.
+    let target = std::path::absolute(target).unwrap();
+    let source = target.join("facts/source");
     for folder in CRATES {
         copy(&repository(folder), &source.join(folder), folder, change);
     }

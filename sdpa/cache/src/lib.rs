@@ -28,13 +28,13 @@ mod journal;
 mod limits;
 #[cfg(feature = "metrics")]
 mod meter;
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "model"))]
 mod model;
 mod news;
 mod past;
 mod store;
 mod sync;
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "model")))]
 mod tests;
 
 pub use entry::CacheValue;

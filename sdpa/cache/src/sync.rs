@@ -1,6 +1,6 @@
-//! The primitives of the cache: those of the machine, or those of a model checker (`--cfg shuttle`).
+//! The primitives of the cache: those of the machine, or those of a model checker (package `cache-model`).
 
-#[cfg(not(all(test, shuttle)))]
+#[cfg(not(all(test, feature = "model")))]
 mod primitives {
     pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,7 +20,7 @@ mod primitives {
     }
 }
 
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "model"))]
 mod primitives {
     pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
