@@ -248,7 +248,7 @@ quirks! {
         source: "seen on an H100 under 9.19.0", test: "no_op_reads_a_tensor_over_the_batch_alone",
     }
     VectorsOfMasksAndScoreMods {
-        what: "a score_mod, and a tensor over the batch, not over queries or keys, that it or a mask reads, beside another such tensor or one over queries: dq, dk and dv are wrong",
+        what: "dq, dk and dv are wrong with a score_mod where it or the mask reads a tensor over the batch that spans neither queries nor keys, and either reads a second one or a tensor over queries",
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H100 under 9.19.0, beside softcap on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
