@@ -4,6 +4,7 @@
 //! ([`Dispatcher::with`]); cuDNN, which no Apple machine has; kernels of our own on the same GPUs; Metal, which no other machine has; the CPU, which takes everything. It falls
 //! through on *unsupported* only, and only before anything runs. An executor that is named runs the problem or says why not.
 
+use crate::Unproven;
 use crate::backward::BackwardProblem;
 use crate::empty;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
@@ -40,6 +41,9 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     pub prepared: Arc<P>,
     /// Who was asked before and declined.
     pub declined: Vec<Unsupported>,
+    /// What the executor's ledger does not cover of the problem: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` where it covers the problem, and
+    /// for executors without ledgers.
+    pub unproven: Option<Unproven>,
 }
 
 /// The executors of a program, and the choice among them: make one, and keep it. The driver, cuDNN and an Apple GPU are looked for on first use.
@@ -152,7 +156,8 @@ impl Dispatcher {
     }
 
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
-    /// where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`); where it is timed (`Dispatcher::timed`), the faster first.
+    /// where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), and where cuDNN's ledger does not cover the problem; where it
+    /// is timed (`Dispatcher::timed`), the faster first of those that are proven.
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
@@ -163,8 +168,27 @@ impl Dispatcher {
     }
 
     /// Whether the kernels of `sdpa::cuda` come before cuDNN for a forward problem.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub(crate) fn are_kernels_first(&self, problem: &Problem) -> bool {
+        self.are_kernels_preferred(problem) || self.is_unproven(|cudnn| cudnn.unproven(problem))
+    }
+
+    /// Whether they do for a backward problem.
+    pub(crate) fn are_kernels_first_backward(&self, problem: &BackwardProblem) -> bool {
+        self.are_kernels_preferred_backward(problem) || self.is_unproven(|cudnn| cudnn.unproven_backward(problem))
+    }
+
+    /// Whether a ledger of cuDNN leaves a problem unproven. Without a ledger nothing is known against cuDNN.
+    #[cfg_attr(not(feature = "cudnn"), allow(unused_variables, reason = "there is no cuDNN"))]
+    fn is_unproven(&self, unproven: impl Fn(&dyn Executor) -> Option<Unproven>) -> bool {
+        #[cfg(feature = "cudnn")]
+        return self.cudnn().is_ok_and(|cudnn| unproven(&**cudnn).is_some_and(|unproven| unproven.has_ledger()));
+        #[cfg(not(feature = "cudnn"))]
+        false
+    }
+
+    /// Whether they are the faster ones for a forward problem, as far as that is known.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
+    fn are_kernels_preferred(&self, problem: &Problem) -> bool {
         #[cfg(all(feature = "cudnn", feature = "cuda"))]
         if let Some(faster) = self.timed(problem).and_then(|timed| timed.are_kernels_faster()) {
             return faster;
@@ -175,9 +199,9 @@ impl Dispatcher {
         false
     }
 
-    /// Whether they do for a backward problem.
+    /// Whether they are the faster ones for a backward problem, as far as that is known.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
-    pub(crate) fn are_kernels_first_backward(&self, problem: &BackwardProblem) -> bool {
+    fn are_kernels_preferred_backward(&self, problem: &BackwardProblem) -> bool {
         #[cfg(all(feature = "cudnn", feature = "cuda"))]
         if let Some(faster) = self.timed_backward(problem).and_then(|timed| timed.are_kernels_faster()) {
             return faster;
@@ -296,9 +320,15 @@ impl Dispatcher {
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::forward(problem)) {
-            return Ok(Choice { executor, prepared, declined: Vec::new() });
+            return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
         }
-        choose(preference, || self.executors_for(problem), |name| self.executor(name), |executor| executor.prepare(problem))
+        choose(
+            preference,
+            || self.executors_for(problem),
+            |name| self.executor(name),
+            |executor| executor.prepare(problem),
+            |executor| executor.unproven(problem),
+        )
     }
 
     /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
@@ -307,13 +337,14 @@ impl Dispatcher {
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::backward(problem)) {
-            return Ok(Choice { executor, prepared, declined: Vec::new() });
+            return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
         }
         choose(
             preference,
             || self.executors_for_backward(problem),
             |name| self.executor(name),
             |executor| executor.prepare_backward(problem),
+            |executor| executor.unproven_backward(problem),
         )
     }
 }
@@ -331,27 +362,32 @@ fn kernels_first(mut names: Vec<ExecutorName>, are_first: impl FnOnce() -> bool)
 }
 
 /// A named executor, or the first of `names` that takes what is asked: each is found and asked in turn, until one does not decline.
-pub(crate) fn choose<P: ?Sized, E, N: IntoIterator<Item = ExecutorName>>(
+pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     preference: Preference,
     names: impl FnOnce() -> N,
     find: impl Fn(ExecutorName) -> Result<E, Error>,
     prepare: impl Fn(E) -> Result<Arc<P>, Error>,
+    unproven: impl Fn(E) -> Option<Unproven>,
 ) -> Result<Choice<P>, Error> {
     let names = match preference {
-        Preference::Named(executor) => return Ok(Choice { executor, prepared: prepare(find(executor)?)?, declined: Vec::new() }),
+        Preference::Named(executor) => {
+            let found = find(executor)?;
+            return Ok(Choice { executor, prepared: prepare(found)?, declined: Vec::new(), unproven: unproven(found) });
+        }
         Preference::Auto => names(),
     };
     let mut declined = Vec::new();
     for executor in names {
         let asked = match find(executor) {
-            Ok(found) => prepare(found),
+            Ok(found) => prepare(found).map(|prepared| (prepared, unproven(found))),
             Err(error) if is_absence(&error) => Err(absent(executor, error.to_string())),
             Err(error) => Err(error),
         };
         match asked {
-            Ok(prepared) => {
-                tracing::debug!(%executor, "chosen");
-                return Ok(Choice { executor, prepared, declined });
+            Ok((prepared, unproven)) => {
+                let told = unproven.as_ref().map(tracing::field::display);
+                tracing::debug!(%executor, unproven = told, "chosen");
+                return Ok(Choice { executor, prepared, declined, unproven });
             }
             Err(Error::Unsupported(reasons)) => {
                 tracing::debug!(%executor, %reasons, "declined");

@@ -74,6 +74,7 @@ impl Dispatcher {
             || in_order(|| self.are_kernels_first(problem)),
             |name| self.on_nvidia(name),
             |executor| executor.prepare_device(problem),
+            |executor| executor.unproven(problem),
         )
     }
 
@@ -88,6 +89,7 @@ impl Dispatcher {
             || in_order(|| self.are_kernels_first_backward(problem)),
             |name| self.on_nvidia(name),
             |executor| executor.prepare_device_backward(problem),
+            |executor| executor.unproven_backward(problem),
         )
     }
 

@@ -4,6 +4,7 @@ use crate::args::DoctorArgs;
 use crate::cache::kernels::{self, KernelCacheFacts};
 use crate::data::Element;
 use crate::exit::{Answer, Failure, Mistakes, Outcome};
+use crate::ledger::{self, LedgerFacts};
 use crate::memory;
 use crate::operands::Operands;
 use crate::progress::{Progress, Step};
@@ -12,6 +13,7 @@ use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
 use metal_fallback::{Declined, Facts};
 use sdpa::cuda::KernelCache;
+use sdpa::cudnn::CudnnOptions;
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use sdpa::{Dispatcher, Preference};
 use sdpa_driver::Nvrtc;
@@ -79,13 +81,17 @@ struct Finding {
     /// The kernel cache on disk, for native kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     kernel_cache: Option<KernelCacheFacts>,
+    /// What cuDNN is known to compute correctly; of the cudnn executor that works.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ledger: Option<LedgerFacts>,
     missing: Vec<Missing>,
 }
 
 impl Finding {
     fn new(executor: ExecutorName) -> Finding {
         let (devices, missing) = (Vec::new(), Vec::new());
-        Finding { executor, works: false, engine: None, driver: None, devices, gpu: None, library: None, kernel_cache: None, missing }
+        let (engine, driver, gpu, library, kernel_cache, ledger) = (None, None, None, None, None, None);
+        Finding { executor, works: false, engine, driver, devices, gpu, library, kernel_cache, ledger, missing }
     }
 
     fn lacks(&mut self, what: &'static str, why: impl ToString, install: impl Into<String>) {
@@ -114,9 +120,10 @@ pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     args.places.check(&mut mistakes);
     let kernel_cache = kernels::of_user(&mut mistakes);
+    let ledgers = ledger::of_user(&mut mistakes);
     mistakes.finish(Some(()))?;
     let _step = Progress::new(json).spinner("looking around");
-    let dispatcher = Dispatcher::new(args.places.options()).with_kernel_cache(kernel_cache.clone());
+    let dispatcher = Dispatcher::new(CudnnOptions { ledgers, ..args.places.options() }).with_kernel_cache(kernel_cache.clone());
     let executors = vec![cpu(&dispatcher), cuda(&dispatcher, args, kernel_cache.as_ref()), cudnn(&dispatcher, args), metal(&dispatcher)];
     let findings = Findings { executors };
     let outcome = if findings.executors.iter().any(|f| f.works) { Outcome::Good } else { Outcome::NoExecutor };
@@ -260,6 +267,7 @@ fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
     }
     if finding.missing.is_empty() {
         finding.try_out(dispatcher, "what the message asks for; RUST_LOG=debug tells more");
+        finding.ledger = dispatcher.cudnn().ok().and_then(|executor| LedgerFacts::of(executor));
     }
     finding
 }
@@ -303,6 +311,9 @@ fn text(findings: &Findings) -> String {
             table.rows("  beside it", library.companions.iter().cloned());
         }
         table.rows("  kernels", finding.kernel_cache.iter().map(KernelCacheFacts::text));
+        if finding.executor == ExecutorName::CUDNN && finding.works {
+            table.row("  ledger", finding.ledger.as_ref().map_or_else(|| ledger::NONE.to_owned(), LedgerFacts::text));
+        }
         for missing in &finding.missing {
             table.row(format!("  no {}", missing.what), missing.why.clone());
             table.row("  to do", missing.install.clone());

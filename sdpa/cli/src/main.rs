@@ -14,6 +14,7 @@ mod file;
 mod header;
 mod inspect;
 mod language;
+mod ledger;
 mod memory;
 mod names;
 mod operands;

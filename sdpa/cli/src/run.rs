@@ -9,6 +9,7 @@ use crate::args::RunArgs;
 use crate::cache::kernels;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
 use crate::header::file_shape;
+use crate::ledger;
 use crate::names;
 use crate::operands::{self, Operands};
 use crate::progress::Progress;
@@ -19,6 +20,7 @@ use plans::Plans;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cuda::KernelCache;
 use sdpa::cudnn::CudnnOptions;
+use sdpa::cudnn::ledger::Ledger;
 use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Report, Side};
 use tell::{Checked, Told};
@@ -29,6 +31,7 @@ struct Order {
     preference: Preference,
     plans: Plans,
     kernel_cache: Option<KernelCache>,
+    ledgers: Vec<Ledger>,
     destination: Option<Destination>,
     check: bool,
     seed: u64,
@@ -48,6 +51,7 @@ impl Order {
         let plans = mistakes.take("--plans", Plans::read(&args.plans, args.save_plans.as_ref(), preference));
         args.places.check(&mut mistakes);
         let kernel_cache = if args.no_kernel_cache { None } else { kernels::of_user(&mut mistakes) };
+        let ledgers = ledger::of_user(&mut mistakes);
         let seed = mistakes.take("--seed", args.seed.as_deref().map_or(Ok(0), names::seed));
         if args.seed.is_some() && args.problem.input.is_some() {
             mistakes.add("--seed", "the --input has numbers already");
@@ -61,6 +65,7 @@ impl Order {
             preference,
             plans,
             kernel_cache,
+            ledgers,
             destination: destination.flatten(),
             check,
             seed,
@@ -82,8 +87,8 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let Order { request, .. } = &order;
     let scale = request.attn_scale();
 
-    let dispatcher =
-        Dispatcher::new(CudnnOptions { tune: args.tune, ..args.places.options() }).with_kernel_cache(order.kernel_cache.clone());
+    let options = CudnnOptions { tune: args.tune, ledgers: order.ledgers.clone(), ..args.places.options() };
+    let dispatcher = Dispatcher::new(options).with_kernel_cache(order.kernel_cache.clone());
     let chosen = {
         let _step = progress.spinner("preparing");
         order.plans.attach(&dispatcher, order.preference)?;

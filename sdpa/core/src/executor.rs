@@ -4,6 +4,7 @@ use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Unsupported};
 use crate::host::{HostBackward, HostForward};
 use crate::problem::Problem;
+use crate::unproven::Unproven;
 use serde::Serialize;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -40,6 +41,17 @@ pub trait Executor: Debug + Send + Sync {
     /// # Errors
     /// As [`Executor::prepare`].
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error>;
+
+    /// Features of the problem that the executor's ledger of tested problems does not cover; `None` where it covers all of them, and for an executor that
+    /// keeps no ledger. A dispatcher prefers another executor on the same device to an unproven one.
+    fn unproven(&self, _problem: &Problem) -> Option<Unproven> {
+        None
+    }
+
+    /// As [`Executor::unproven`], for a backward problem.
+    fn unproven_backward(&self, _problem: &BackwardProblem) -> Option<Unproven> {
+        None
+    }
 }
 
 /// A problem made ready on one executor.

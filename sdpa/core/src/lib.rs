@@ -43,6 +43,7 @@ mod sink;
 pub mod spec;
 mod statistic;
 pub mod tensor;
+mod unproven;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
 pub use block_scale::{BLOCK, BlockScale, BlockScales};
@@ -67,6 +68,7 @@ pub use sink::SINK;
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
 pub use statistic::{Statistic, StatsBase};
 pub use tensor::{Elements, ElementsMut, Param, ParamValue};
+pub use unproven::{Unproven, Untested};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -6,15 +6,10 @@ use crate::source::OPTIONS;
 use sdpa_cache::CacheKey;
 use sdpa_driver::Nvrtc;
 use sdpa_nvidia::planfile::{Digest, Folder, Record, Usage};
-use std::ffi::OsString;
+use sdpa_nvidia::user::{self, SettingError};
 use std::path::{Path, PathBuf};
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Turns the cache off, or on.
-const SWITCH: &str = "SDPA_CACHE";
-/// The folder in place of the user's.
-const FOLDER: &str = "SDPA_CACHE_DIR";
 
 /// A folder that keeps compiled kernels for other processes: one file for each compiled kernel source.
 ///
@@ -40,18 +35,6 @@ const FOLDER: &str = "SDPA_CACHE_DIR";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelCache(Folder);
 
-/// An environment variable of the kernel cache with an invalid value.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{variable} is {value:?}: expected {expected}")]
-pub struct SettingError {
-    /// The variable.
-    pub variable: &'static str,
-    /// Its value.
-    pub value: String,
-    /// The values that it accepts.
-    pub expected: &'static str,
-}
-
 impl KernelCache {
     /// The default limit, in bytes: 256 MiB, about a thousand kernels.
     pub const LIMIT: u64 = 256 << 20;
@@ -73,7 +56,7 @@ impl KernelCache {
     /// # Errors
     /// `SDPA_CACHE` is neither `on` nor `off`, or `SDPA_CACHE_DIR` is not an absolute path.
     pub fn of_user() -> Result<Option<KernelCache>, SettingError> {
-        Ok(Self::user_folder(|name| std::env::var_os(name))?.map(KernelCache::new))
+        Ok(if user::are_caches_on()? { KernelCache::of_user_switched_on()? } else { None })
     }
 
     /// As [`KernelCache::of_user`], but ignores `SDPA_CACHE`: for callers with their own switch.
@@ -81,29 +64,7 @@ impl KernelCache {
     /// # Errors
     /// `SDPA_CACHE_DIR` is not an absolute path.
     pub fn of_user_switched_on() -> Result<Option<KernelCache>, SettingError> {
-        Ok(Self::user_folder(|name| std::env::var_os(name).filter(|_| name != SWITCH))?.map(KernelCache::new))
-    }
-
-    fn user_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<PathBuf>, SettingError> {
-        // An empty variable is one that is not set, as XDG says.
-        let variable = |name: &'static str| variable(name).filter(|value| !value.is_empty());
-        let wrong = |variable, value: OsString, expected| SettingError { variable, value: value.to_string_lossy().into_owned(), expected };
-        match variable(SWITCH) {
-            Some(value) if value == "off" => return Ok(None),
-            Some(value) if value != "on" => return Err(wrong(SWITCH, value, "`on` or `off`")),
-            Some(_) | None => {}
-        }
-        let base = match variable(FOLDER) {
-            Some(folder) if Path::new(&folder).is_absolute() => Some(PathBuf::from(folder)),
-            Some(folder) => return Err(wrong(FOLDER, folder, "an absolute path")),
-            None => {
-                // XDG: a relative path is ignored.
-                let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-                let caches = if cfg!(target_vendor = "apple") { "Library/Caches" } else { ".cache" };
-                absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(caches))).map(|caches| caches.join("sdpa"))
-            }
-        };
-        Ok(base.map(|base| base.join("kernels")))
+        Ok(user::folder("kernels")?.map(KernelCache::new))
     }
 
     /// Returns the path of the folder.
@@ -213,32 +174,6 @@ fn digest(key: &KernelKey, compiler: &Compiler) -> Digest {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn folder(variables: &[(&str, &str)]) -> Result<Option<PathBuf>, SettingError> {
-        KernelCache::user_folder(|name| variables.iter().find(|(there, _)| *there == name).map(|(_, value)| OsString::from(value)))
-    }
-
-    #[test]
-    fn the_folder_is_the_users_where_nothing_else_is_said() {
-        let home = if cfg!(target_vendor = "apple") { "/home/u/Library/Caches/sdpa/kernels" } else { "/home/u/.cache/sdpa/kernels" };
-        let is = |variables: &[(&str, &str)], expected: &str| assert_eq!(folder(variables).unwrap(), Some(PathBuf::from(expected)));
-        is(&[("HOME", "/home/u")], home);
-        is(&[("HOME", "/home/u"), ("XDG_CACHE_HOME", "/x")], "/x/sdpa/kernels");
-        is(&[("HOME", "/home/u"), ("XDG_CACHE_HOME", "relative")], home);
-        is(&[("HOME", "/home/u"), ("XDG_CACHE_HOME", "")], home);
-        is(&[("XDG_CACHE_HOME", "/x"), ("SDPA_CACHE_DIR", "/y"), ("SDPA_CACHE", "on")], "/y/kernels");
-        is(&[("XDG_CACHE_HOME", "/x"), ("SDPA_CACHE_DIR", ""), ("SDPA_CACHE", "")], "/x/sdpa/kernels");
-        assert_eq!(folder(&[]), Ok(None));
-        assert_eq!(folder(&[("HOME", "/home/u"), ("SDPA_CACHE", "off")]), Ok(None));
-    }
-
-    #[test]
-    fn settings_without_a_meaning_are_told() {
-        let told = folder(&[("HOME", "/home/u"), ("SDPA_CACHE", "0")]).unwrap_err().to_string();
-        assert_eq!(told, r#"SDPA_CACHE is "0": expected `on` or `off`"#);
-        let told = folder(&[("HOME", "/home/u"), ("SDPA_CACHE_DIR", "here")]).unwrap_err().to_string();
-        assert_eq!(told, r#"SDPA_CACHE_DIR is "here": expected an absolute path"#);
-    }
 
     #[test]
     fn source_architecture_and_compiler_each_make_another_key() {

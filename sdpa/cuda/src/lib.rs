@@ -42,7 +42,7 @@ mod work;
 
 pub use backward::{Along, Backward};
 pub use choice::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
-pub use disk::{KernelCache, SettingError};
+pub use disk::KernelCache;
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;
@@ -51,4 +51,5 @@ pub use plan::CudaPlan;
 pub use problem::{Forward, Packs};
 pub use sdpa_driver::{Error as DriverError, Nvrtc};
 pub use sdpa_nvidia::planfile::Usage;
+pub use sdpa_nvidia::user::SettingError;
 pub use target::Target;

@@ -3,6 +3,7 @@
 use crate::cost;
 use crate::error::Error;
 use crate::files;
+use crate::ledger::{self, Ledger};
 use crate::lower::{Job, JobQuery};
 use crate::plan::{self, PlanOptions, Planned};
 use cudnn_graph::{Device, DeviceSlice, Driver, Library, Search, Stream, Target};
@@ -13,6 +14,7 @@ use sdpa_core::empty;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
+use sdpa_core::{Unproven, Untested};
 use sdpa_nvidia::{Hosted, NvidiaExecutor};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, OnceLock};
@@ -37,6 +39,9 @@ pub struct CudnnOptions {
     /// long as there are configurations. A dispatcher times the kernels of `sdpa::cuda` beside the fastest, too. Plans from files are taken as they are; plans that are saved are the fastest. The variable
     /// `SDPA_AUTOTUNE=off` turns it off.
     pub tune: bool,
+    /// Ledgers of one's own, as `cargo sdpa prove cudnn` makes them. The one for the version of cuDNN and the compute capability of the device is used, and
+    /// that of this release where there is none.
+    pub ledgers: Vec<Ledger>,
     /// Make the graph of a pass again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
     pub recheck: bool,
 }
@@ -51,6 +56,7 @@ impl Default for CudnnOptions {
             forward: Limits::default(),
             backward,
             tune: false,
+            ledgers: Vec::new(),
             recheck: false,
         }
     }
@@ -69,6 +75,7 @@ pub struct CudnnExecutor {
     pub(crate) setup_stream: OnceLock<Stream>,
     pub(crate) tune: bool,
     pub(crate) recheck: bool,
+    ledger: Option<Ledger>,
 }
 
 impl CudnnExecutor {
@@ -80,6 +87,8 @@ impl CudnnExecutor {
         let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
         let library = Library::load(&options.search)?;
         let (forward, backward) = (PlanCache::new("forward", options.forward), PlanCache::new("backward", options.backward));
+        let (version, sm) = (library.version(), device.sm());
+        let own = options.ledgers.into_iter().rev().find(|ledger| (ledger.about().cudnn, ledger.about().sm) == (version, sm));
         Ok(CudnnExecutor {
             library,
             device,
@@ -90,7 +99,28 @@ impl CudnnExecutor {
             setup_stream: OnceLock::new(),
             tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
             recheck: options.recheck,
+            ledger: own.or_else(|| Ledger::released(version, sm)),
         })
+    }
+
+    /// The ledger of what this version of cuDNN computes correctly on this architecture; `None` where nobody has made one.
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.as_ref()
+    }
+
+    fn untested(&self, job: &Job) -> Option<Unproven> {
+        match &self.ledger {
+            Some(ledger) => ledger.unproven(job),
+            None => Some(ledger::unproven(self.library.version(), self.device.sm(), Untested::Everything)),
+        }
+    }
+
+    /// Declines a pass that the ledger refuses.
+    fn refused(&self, job: &Job) -> Result<(), Unsupported> {
+        match self.ledger.as_ref().and_then(|ledger| ledger.refuses(job)) {
+            Some(reason) => Err(Unsupported::new(ExecutorName::CUDNN, vec![reason])),
+            None => Ok(()),
+        }
     }
 
     /// The cuDNN that was loaded.
@@ -196,6 +226,7 @@ impl CudnnExecutor {
 
     /// A build in the middle of a capture, of this or another thread's stream, does not disturb it.
     fn build(&self, query: &JobQuery<'_>) -> Result<Arc<Planned>, Error> {
+        self.refused(&query.to_key())?;
         self.device.relaxed(|| {
             let stream = self.setup_stream()?;
             let handle = self.library.handle(stream)?;
@@ -248,6 +279,14 @@ impl Executor for CudnnExecutor {
         }
         Ok(Arc::new(self.ready(problem.clone().into())?))
     }
+
+    fn unproven(&self, problem: &Problem) -> Option<Unproven> {
+        if problem.is_empty() { None } else { self.untested(&problem.clone().into()) }
+    }
+
+    fn unproven_backward(&self, problem: &BackwardProblem) -> Option<Unproven> {
+        if problem.forward().is_empty() { None } else { self.untested(&problem.clone().into()) }
+    }
 }
 
 impl DeviceExecutor for CudnnExecutor {
@@ -279,6 +318,7 @@ impl CudnnExecutor {
 
     /// Whether there is an engine for a pass.
     fn asked(&self, job: &Job) -> Result<(), Unsupported> {
+        self.refused(job)?;
         let failed = |e: String| Unsupported::new(ExecutorName::CUDNN, vec![Reason::Failed(e)]);
         let asked = || -> Result<(), Error> {
             let handle = self.library.handle(self.setup_stream()?)?;

@@ -15,6 +15,7 @@ mod fact;
 mod files;
 pub mod guard;
 pub mod kernels;
+pub mod ledger;
 pub mod lower;
 mod model;
 mod named;

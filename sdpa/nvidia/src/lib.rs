@@ -10,6 +10,7 @@ mod job;
 mod key;
 pub mod planfile;
 pub mod race;
+pub mod user;
 
 pub use executor::{DevicePass, NvidiaExecutor};
 pub use host::Hosted;

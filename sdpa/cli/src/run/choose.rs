@@ -5,7 +5,7 @@ use crate::exit::{Failure, Line};
 use crate::request::Request;
 use sdpa::cudnn::guard;
 use sdpa::{Dispatcher, Preference, Timed};
-use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unsupported};
+use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unproven, Unsupported};
 use std::sync::Arc;
 
 /// Who runs the passes that are needed, and why the others do not.
@@ -14,6 +14,8 @@ pub(super) struct Chosen {
     pub(super) forward: Option<Arc<dyn Prepared>>,
     pub(super) backward: Option<Arc<dyn PreparedBackward>>,
     pub(super) declined: Vec<Unsupported>,
+    /// What the executor's ledger does not cover, of each pass.
+    pub(super) unproven: Vec<Unproven>,
     /// How long the executors on the GPU took beside one another, where that was asked for.
     pub(super) timed: Option<Arc<Timed>>,
 }
@@ -29,13 +31,17 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
     let preference = Preference::Named(executor);
     let forward = match &request.backward {
         Some(backward) if backward.given => None,
-        Some(_) | None => Some(dispatcher.prepare(&request.problem, preference)?.prepared),
+        Some(_) | None => Some(dispatcher.prepare(&request.problem, preference)?),
     };
     let backward = match &request.backward {
-        Some(backward) => Some(dispatcher.prepare_backward(&backward.problem, preference)?.prepared),
+        Some(backward) => Some(dispatcher.prepare_backward(&backward.problem, preference)?),
         None => None,
     };
-    Ok(Chosen { executor, forward, backward, declined: Vec::new(), timed: None })
+    let mut unproven: Vec<Unproven> = Vec::new();
+    unproven.extend(forward.as_ref().and_then(|choice| choice.unproven.clone()));
+    unproven.extend(backward.as_ref().and_then(|choice| choice.unproven.clone()).filter(|pass| !unproven.contains(pass)));
+    let (forward, backward) = (forward.map(|choice| choice.prepared), backward.map(|choice| choice.prepared));
+    Ok(Chosen { executor, forward, backward, declined: Vec::new(), unproven, timed: None })
 }
 
 /// Whether there is nothing for an executor to run on.

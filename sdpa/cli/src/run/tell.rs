@@ -244,6 +244,9 @@ pub(super) struct Told {
     #[serde(skip_serializing_if = "Option::is_none")]
     timed: Option<String>,
     declined: Vec<Declined>,
+    /// Features that no ledger of the executor covers.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    unproven: Vec<String>,
     shape: Shape,
     layout: &'static str,
     score_mods: Vec<String>,
@@ -300,6 +303,7 @@ impl Told {
             order: request.cudnn_first().filter(|_| on_nvidia && chosen.timed.is_none()).map(ToString::to_string),
             timed: chosen.timed.as_ref().map(ToString::to_string),
             declined: chosen.declined.iter().map(Declined::new).collect(),
+            unproven: chosen.unproven.iter().map(ToString::to_string).collect(),
             shape: request.shape(),
             layout: request.layout.name(),
             score_mods: request.score_mods(),
@@ -334,6 +338,7 @@ impl Told {
         table.rows("order", self.order.clone());
         table.rows("timed", self.timed.clone());
         table.rows("declined", self.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
+        table.rows("unproven", self.unproven.iter().map(|why| why.trim_start_matches("unproven on ").to_owned()));
         table.row(
             "shape",
             format!(

@@ -1,0 +1,63 @@
+//! Problems that no ledger covers.
+
+use crate::error::ExecutorName;
+use serde::Serialize;
+use std::fmt;
+
+/// Features of a problem that nobody has tested enough on an executor's library and device.
+///
+/// ```
+/// use sdpa_core::{ExecutorName, Unproven, Untested};
+///
+/// let features = vec!["bool tensor in a mask with tensor over batch in a mask".to_owned()];
+/// let unproven = Unproven { executor: ExecutorName::CUDNN, runtime: "cuDNN 9.19.0, sm 90".to_owned(), what: Untested::Features(features) };
+/// assert_eq!(unproven.to_string(), "unproven on cuDNN 9.19.0, sm 90: bool tensor in a mask with tensor over batch in a mask");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Unproven {
+    /// The executor.
+    pub executor: ExecutorName,
+    /// Its library and device: version and compute capability.
+    pub runtime: String,
+    /// The missing evidence.
+    pub what: Untested,
+}
+
+/// Missing evidence.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Untested {
+    /// There is no ledger for this library and device.
+    Everything,
+    /// The ledger has too few right results with these features, or with these pairs of features.
+    Features(Vec<String>),
+}
+
+impl Unproven {
+    /// Whether there is a ledger for the library and the device.
+    pub fn has_ledger(&self) -> bool {
+        match self.what {
+            Untested::Everything => false,
+            Untested::Features(_) => true,
+        }
+    }
+}
+
+/// Features that a message names.
+const NAMED: usize = 3;
+
+impl fmt::Display for Unproven {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unproven on {}: ", self.runtime)?;
+        match &self.what {
+            Untested::Everything => f.write_str("there is no ledger for this version and architecture"),
+            Untested::Features(features) => {
+                f.write_str(&features[..features.len().min(NAMED)].join("; "))?;
+                if features.len() > NAMED {
+                    write!(f, "; and {} more", features.len() - NAMED)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Ledgers: which features of attention a version of cuDNN computes correctly on an architecture.
+//!
+//! cuDNN's engines compute some graphs wrongly and report success, so results of generated problems were compared with an oracle
+//! (`cargo sdpa prove cudnn`). A *ledger* is what that says. Two features of a pass are **proven** together if at least [`ENOUGH`] problems of different
+//! shapes that have both had right results, and none had a wrong one. A pass is proven if all pairs of its features are. Where a result was wrong, the
+//! combinations of features that may be the cause are **refused**: also where cuDNN is named.
+//!
+//! A ledger is of one version and one compute capability. Nothing is inherited: cuDNN has other engines elsewhere.
+
+mod evidence;
+mod feature;
+mod of_pass;
+
+use crate::lower::Job;
+use cudnn_graph::Version;
+pub use evidence::{ENOUGH, Evidence};
+pub use feature::{Class, Feature, Features, Order, Part, Spans, Use};
+pub use of_pass::features;
+use sdpa_core::error::{ExecutorName, Reason};
+use sdpa_core::{Unproven, Untested};
+use sdpa_nvidia::user::{self, SettingError};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// The ledgers of this release: version, compute capability times ten, and the file.
+const RELEASED: [(Version, u32, &str); 0] = [];
+
+/// The format of a file.
+const FORMAT: u32 = 1;
+
+/// The folder of ledgers among those of a user.
+const FOLDER: &str = "ledgers";
+
+/// Which features of attention one version of cuDNN computes correctly on one architecture.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ledger {
+    about: About,
+    /// By feature: those that it is proven with.
+    proven: Vec<(Feature, Features)>,
+    /// Combinations that a wrong result has and no right one.
+    refused: Vec<Features>,
+}
+
+/// What a ledger is of, and how it was made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct About {
+    /// The version of cuDNN.
+    pub cudnn: Version,
+    /// The compute capability times ten: 90 is 9.0.
+    pub sm: u32,
+    /// The device's name.
+    pub device: String,
+    /// The day of the last result, as YYYY-MM-DD.
+    pub date: String,
+    /// Problems whose results were right.
+    pub right: usize,
+    /// Problems whose results were wrong, or that ended the process.
+    pub wrong: usize,
+}
+
+/// A file.
+#[derive(Serialize, Deserialize)]
+struct File {
+    format: u32,
+    #[serde(flatten)]
+    about: About,
+    /// Each feature's name and, as ranges of positions in this list, the features up to itself that it is proven with.
+    proven: Vec<(String, String)>,
+    /// Names of features.
+    refused: Vec<Vec<String>>,
+}
+
+/// Why a file is no ledger.
+#[derive(Debug, thiserror::Error)]
+pub enum LedgerError {
+    /// The file cannot be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The folder of the user is not known.
+    #[error(transparent)]
+    Setting(#[from] SettingError),
+    /// Its text is no ledger.
+    #[error("{path} is not a ledger of this release: {what}")]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// The rule that it breaks.
+        what: String,
+    },
+}
+
+/// Numbers as ranges, such as `0-3 7`.
+fn ranges(numbers: impl Iterator<Item = usize>) -> String {
+    let mut ranges: Vec<[usize; 2]> = Vec::new();
+    for number in numbers {
+        match ranges.last_mut() {
+            Some([_, last]) if *last + 1 == number => *last = number,
+            _ => ranges.push([number, number]),
+        }
+    }
+    let text = |[first, last]: &[usize; 2]| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    ranges.iter().map(text).collect::<Vec<_>>().join(" ")
+}
+
+/// The numbers of ranges, each below `end`.
+fn numbers(text: &str, end: usize) -> Result<Vec<usize>, String> {
+    let mut all = Vec::new();
+    for range in text.split_whitespace() {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let number = |text: &str| text.parse::<usize>().ok().filter(|number| *number < end);
+        match (number(first), number(last)) {
+            (Some(first), Some(last)) if first <= last => all.extend(first..=last),
+            _ => return Err(format!("{range:?} is no range of features")),
+        }
+    }
+    Ok(all)
+}
+
+impl Ledger {
+    /// The ledger of this release for a version of cuDNN and a compute capability (times ten).
+    pub fn released(cudnn: Version, sm: u32) -> Option<Ledger> {
+        let (.., text) = RELEASED.iter().find(|(version, architecture, _)| (*version, *architecture) == (cudnn, sm))?;
+        // A test reads every one of them.
+        Ledger::parse(text).ok()
+    }
+
+    /// What it is of, and how it was made.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// The pairs of features that are proven; a feature by itself is a pair with itself.
+    pub fn pairs(&self) -> usize {
+        let of = |(at, (_, with)): (usize, &(Feature, Features))| self.proven[..=at].iter().filter(|(other, _)| with.has(*other)).count();
+        self.proven.iter().enumerate().map(of).sum()
+    }
+
+    /// Reads a ledger.
+    ///
+    /// # Errors
+    /// The rule that the text breaks.
+    pub fn parse(text: &str) -> Result<Ledger, String> {
+        let File { format, about, proven, refused } = serde_json::from_str(text).map_err(|e| e.to_string())?;
+        if format != FORMAT {
+            return Err(format!("its format is {format}, expected {FORMAT}"));
+        }
+        let named = |name: &String| Feature::named(name).ok_or_else(|| format!("{name:?} is no feature"));
+        let names = proven.iter().map(|(name, _)| named(name)).collect::<Result<Vec<_>, _>>()?;
+        let mut of_each = vec![Features::default(); names.len()];
+        for (at, (_, with)) in proven.iter().enumerate() {
+            for other in numbers(with, at + 1)? {
+                of_each[at].insert(names[other]);
+                of_each[other].insert(names[at]);
+            }
+        }
+        let refused = refused.iter().map(|names| names.iter().map(named).collect()).collect::<Result<_, _>>()?;
+        Ok(Ledger { about, proven: names.into_iter().zip(of_each).collect(), refused })
+    }
+
+    /// Writes a ledger that [`Ledger::parse`] reads.
+    pub fn text(&self) -> String {
+        let of = |(at, (feature, with)): (usize, &(Feature, Features))| {
+            let others = self.proven[..=at].iter().enumerate().filter(|(_, (other, _))| with.has(*other));
+            (feature.to_string(), ranges(others.map(|(at, _)| at)))
+        };
+        let proven = self.proven.iter().enumerate().map(of).collect::<Vec<_>>();
+        let names = |features: &Features| features.iter().map(|feature| feature.to_string()).collect::<Vec<_>>();
+        let refused = self.refused.iter().map(names).collect::<Vec<_>>();
+        // A line for each feature, so that changes can be read.
+        let line = |value: serde_json::Value| format!("    {value}");
+        let lines = |values: Vec<serde_json::Value>| match values.is_empty() {
+            true => "[]".to_owned(),
+            false => format!("[\n{}\n  ]", values.into_iter().map(line).collect::<Vec<_>>().join(",\n")),
+        };
+        let About { cudnn: Version { major, minor, patch }, sm, device, date, right, wrong } = &self.about;
+        format!(
+            "{{\n  \"format\": {FORMAT},\n  \"cudnn\": {{ \"major\": {major}, \"minor\": {minor}, \"patch\": {patch} }},\n  \"sm\": {sm},\n  \"device\": {},\n  \"date\": {},\n  \"right\": {right},\n  \"wrong\": {wrong},\n  \"proven\": {},\n  \"refused\": {}\n}}\n",
+            serde_json::json!(device),
+            serde_json::json!(date),
+            lines(proven.into_iter().map(|pair| serde_json::json!(pair)).collect()),
+            lines(refused.into_iter().map(|names| serde_json::json!(names)).collect()),
+        )
+    }
+
+    /// The file of a ledger in the folder of this user: `cudnn-9.19.0-sm90.json` in `ledgers` beside the [kernel cache](sdpa_nvidia::user::folder). `None` where
+    /// the user has no home.
+    ///
+    /// # Errors
+    /// [`LedgerError::Setting`].
+    pub fn user_file(cudnn: Version, sm: u32) -> Result<Option<PathBuf>, LedgerError> {
+        Ok(user::folder(FOLDER)?.map(|folder| folder.join(format!("cudnn-{cudnn}-sm{sm}.json"))))
+    }
+
+    /// The ledgers in the folder of this user, for [`CudnnOptions::ledgers`](crate::CudnnOptions::ledgers); none where there is no folder.
+    ///
+    /// # Errors
+    /// Of the first file that is no ledger of this release.
+    pub fn all_of_user() -> Result<Vec<Ledger>, LedgerError> {
+        let Some(folder) = user::folder(FOLDER)? else { return Ok(Vec::new()) };
+        let io = |source| LedgerError::Io { path: folder.clone(), source };
+        let entries = match std::fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(io(e)),
+        };
+        let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<Vec<_>, _>>().map_err(io)?;
+        let mut paths: Vec<PathBuf> = paths.into_iter().filter(|path| path.extension().is_some_and(|end| end == "json")).collect();
+        paths.sort_unstable();
+        paths.iter().map(|path| Ledger::load(path)).collect()
+    }
+
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// The system's, or the rule that the text breaks.
+    pub fn load(path: &Path) -> Result<Ledger, LedgerError> {
+        let text = std::fs::read_to_string(path).map_err(|source| LedgerError::Io { path: path.to_owned(), source })?;
+        Ledger::parse(&text).map_err(|what| LedgerError::Text { path: path.to_owned(), what })
+    }
+
+    /// Writes a file, and its folder if need be; another process sees the old file or the new one, never a part.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn save(&self, path: &Path) -> Result<(), LedgerError> {
+        let part = path.with_extension(format!("{}.part", std::process::id()));
+        let folder = path.parent().map_or(Ok(()), std::fs::create_dir_all);
+        let written = folder.and_then(|()| std::fs::write(&part, self.text())).and_then(|()| std::fs::rename(&part, path));
+        written.map_err(|source| LedgerError::Io { path: path.to_owned(), source })
+    }
+
+    /// The features and pairs of features of a pass that are not proven; none where the pass is.
+    fn missing(&self, of_pass: &Features) -> Vec<String> {
+        let none = Features::default();
+        let with = |feature: Feature| self.proven.iter().find(|(other, _)| *other == feature).map_or(&none, |(_, with)| with);
+        let (known, unknown): (Vec<Feature>, Vec<Feature>) = of_pass.iter().partition(|feature| with(*feature).has(*feature));
+        let mut missing: Vec<String> = unknown.iter().map(ToString::to_string).collect();
+        for (at, feature) in known.iter().enumerate() {
+            let others = known[..at].iter().filter(|other| !with(*feature).has(**other));
+            missing.extend(others.map(|other| format!("{feature} with {other}")));
+        }
+        missing
+    }
+
+    /// What is missing for a pass to be proven.
+    pub fn unproven(&self, job: &Job) -> Option<Unproven> {
+        let missing = self.missing(&features(job));
+        (!missing.is_empty()).then(|| unproven(self.about.cudnn, self.about.sm, Untested::Features(missing)))
+    }
+
+    /// Why a pass is refused: it has a combination of features that a wrong result had, and no right one.
+    pub fn refuses(&self, job: &Job) -> Option<Reason> {
+        let of_pass = features(job);
+        let cause = self.refused.iter().find(|combination| combination.is_within(&of_pass))?;
+        let names: Vec<String> = cause.iter().map(|feature| feature.to_string()).collect();
+        Some(Reason::KnownBad {
+            runtime: format!("cuDNN {} on sm {}", self.about.cudnn, self.about.sm),
+            what: format!("results with {}", names.join(", ")),
+            source_note: format!("a ledger of {}, {}", self.about.device, self.about.date),
+        })
+    }
+}
+
+/// What is missing on a version of cuDNN and an architecture.
+pub(crate) fn unproven(cudnn: Version, sm: u32, what: Untested) -> Unproven {
+    Unproven { executor: ExecutorName::CUDNN, runtime: format!("cuDNN {cudnn}, sm {sm}"), what }
+}
+
+#[cfg(test)]
+mod tests;
