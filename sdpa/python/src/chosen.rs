@@ -4,7 +4,7 @@ use crate::error::{Told, told};
 use crate::plan::Asked;
 use sdpa::cuda::{cudnn_first, cudnn_first_backward};
 use sdpa::nvidia::{Device, DevicePass, Job};
-use sdpa::{Choice, Dispatcher, Error, ExecutorName, Preference, Unsupported};
+use sdpa::{Choice, Dispatcher, Error, Executor, ExecutorName, Preference, Unproven, Unsupported};
 use std::sync::Arc;
 
 /// Those that read tensors of a GPU.
@@ -18,17 +18,23 @@ pub(crate) struct Chosen {
     pub(crate) executor: ExecutorName,
     pub(crate) pass: Arc<DevicePass>,
     declined: Vec<Unsupported>,
+    unproven: Option<Unproven>,
     named: bool,
 }
 
 impl Chosen {
     pub(crate) fn new(all: Arc<Dispatcher>, asked: &Asked, named: Option<ExecutorName>) -> Result<Chosen, Error> {
         let preference = named.map_or(Preference::Auto, Preference::Named);
-        let Choice { executor, prepared, declined } = match asked {
+        let Choice { executor, prepared, declined, unproven } = match asked {
             Asked::Forward(problem) => all.prepare_device(problem, preference),
             Asked::Backward(problem) => all.prepare_device_backward(problem, preference),
         }?;
-        Ok(Chosen { device: all.device()?, all, executor, pass: prepared, declined, named: named.is_some() })
+        Ok(Chosen { device: all.device()?, all, executor, pass: prepared, declined, unproven, named: named.is_some() })
+    }
+
+    /// Features of the pass that the ledger of its executor does not cover.
+    pub(crate) fn unproven(&self) -> Option<String> {
+        self.unproven.as_ref().map(Unproven::to_string)
     }
 
     /// Who does not run it, and why: what was said by those that were asked, else why they were not.
@@ -52,10 +58,23 @@ impl Chosen {
         };
         match exception {
             Some(exception) if before == ExecutorName::CUDNN => format!("it was not asked: {exception}"),
+            Some(_) if before == ExecutorName::CUDA => match self.of_cudnn(asked) {
+                Some(unproven) => format!("it was not asked: {unproven}"),
+                None => "it was not asked: native kernels are faster as timed".to_owned(),
+            },
             Some(_) | None if before == ExecutorName::CUDA => "it was not asked: kernels of our own come first on this device".to_owned(),
             Some(_) | None => format!(
                 "it was not asked: {before} comes first where kernels of our own are not tuned for the device, or NVRTC is older than 12.9"
             ),
+        }
+    }
+
+    /// What cuDNN's ledger does not cover of a pass.
+    fn of_cudnn(&self, asked: &Asked) -> Option<Unproven> {
+        let cudnn = self.all.cudnn().ok()?;
+        match asked {
+            Asked::Forward(problem) => cudnn.unproven(problem),
+            Asked::Backward(problem) => cudnn.unproven_backward(problem),
         }
     }
 

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sdpa::Dispatcher;
 use sdpa::cuda::CudaOptions;
+use sdpa::cudnn::ledger::{Ledger, LedgerError};
 use sdpa::cudnn::{CudnnOptions, Search};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -69,21 +70,23 @@ pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatche
     same_process()?;
     notice_forks(py)?;
     let kernel_cache = kernels::current()?;
-    Ok(py.detach(|| {
+    let made = py.detach(|| {
         let mut dispatchers = DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner);
         let dispatchers = dispatchers.get_or_insert_default();
         if let Some(there) = dispatchers.get(&ordinal) {
-            return there.clone();
+            return Ok(there.clone());
         }
+        let ledgers = Ledger::all_of_user()?;
         let Libraries { cudnn, nvrtc } = LIBRARIES.get().cloned().unwrap_or_default();
         let search = Search { library: cudnn, ..Search::default() };
-        let options = CudnnOptions { search, ordinal, ..CudnnOptions::default() };
+        let options = CudnnOptions { search, ordinal, ledgers, ..CudnnOptions::default() };
         let made = Arc::new(Dispatcher::new(options).with_kernels(CudaOptions { nvrtc, ordinal, kernel_cache, ..CudaOptions::default() }));
         if made.device().is_ok() {
             dispatchers.insert(ordinal, made.clone());
         }
-        made
-    }))
+        Ok(made)
+    });
+    made.map_err(|e: LedgerError| environment(format!("{e}; `cargo sdpa prove cudnn` makes it again")))
 }
 
 /// Those of the devices that were used in this process.

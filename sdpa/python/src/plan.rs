@@ -168,6 +168,15 @@ impl Plan {
         }
     }
 
+    /// Features that the ledger of the executor does not cover, of a plan on a GPU.
+    #[getter]
+    fn unproven(&self) -> Option<String> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => None,
+            Ready::Device(chosen) => chosen.unproven(),
+        }
+    }
+
     /// Of a GPU's, who does not run it, and why.
     fn others(&self) -> Vec<Told> {
         match &self.ready {

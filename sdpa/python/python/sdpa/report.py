@@ -73,6 +73,7 @@ def explain(
             lines.append(f"  {library[0]} {library[1]}, {library[2]}; workspace {made.workspace_bytes} bytes")
             lines += [f"  copied on the device first: {', '.join(made.copied)}"] if made.copied else []
             lines += [f"  {line}" for line in (made.explain() or "").split("\n")]
+            lines += [f"  {made.unproven}"] if made.unproven else []
         lines += [f"  not on {who}: {reason}" for who, reasons in made.others() for reason in reasons]
         data[which] = engine
     if query.device.type == "cpu":
