@@ -6,6 +6,7 @@ use conformance::say::skip;
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::{Buffer, Driver, Stream};
 use sdpa::cache::Limits;
+use sdpa::cuda::CudaOptions;
 use sdpa::cudnn::Error;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, Planned, Replay};
 use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, Shape};
@@ -391,8 +392,10 @@ fn a_failure_is_not_taken_for_a_refusal_and_not_remembered() {
 fn an_automatic_choice_does_not_turn_a_failure_into_the_cpu() {
     let Some(recorder) = recorder() else { return };
     let library = recorder.executor().library().path();
-    let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library) };
-    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() });
+    let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library.clone()) };
+    // Native kernels would take the problem if another test had loaded an NVRTC.
+    let kernels = CudaOptions { driver: Some(library), nvrtc: Some("/nowhere/libnvrtc.so.13".into()), ..CudaOptions::default() };
+    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() }).with_kernels(kernels);
     let problem = spec(72).validate().unwrap();
     recorder.fail_plans(4004, 20);
     let failed = dispatcher.prepare(&problem, sdpa::Preference::Auto).unwrap_err();

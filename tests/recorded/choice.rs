@@ -5,11 +5,12 @@ use conformance::nvrtc;
 use conformance::recorder::entry::{EXECUTION, Entry, LAUNCH};
 use conformance::recorder::{self, Recorder, whole};
 use conformance::say::skip;
-use cudnn_graph::{Buffer, Driver, Search};
+use cudnn_graph::{Buffer, Driver, Search, Version};
 use sdpa::cuda::CudaOptions;
-use sdpa::cudnn::{CudnnOptions, DeviceBackward, DeviceForward, DeviceSlice};
-use sdpa::nvidia::DevicePass;
-use sdpa::{AttentionSpec, Choice, DType, Dispatcher, Error, ExecutorName, Layout, Packed, Preference, Shape};
+use sdpa::cudnn::ledger::{About, Evidence};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceSlice};
+use sdpa::nvidia::{DevicePass, Job};
+use sdpa::{AttentionSpec, Choice, DType, Dispatcher, Error, Executor, ExecutorName, Layout, Packed, Preference, Shape};
 use std::path::PathBuf;
 
 const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64 };
@@ -138,6 +139,77 @@ fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
         let said = refused.to_string();
         assert!(["cudnn: ", "cuda: "].iter().all(|who| said.lines().any(|line| line.starts_with(who) && line.contains("264"))), "{said}");
     }
+}
+
+/// The executors over the recording library, with this ledger of its version and architecture.
+fn with_ledger(evidence: &Evidence) -> Option<Dispatcher> {
+    let file = recorder::find().map_err(|why| skip("recording", &why)).ok()?;
+    let nvrtc = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
+    let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
+    let (device, date) = ("a test".to_owned(), "2026-11-27".to_owned());
+    let about = About { cudnn: Version::new(9, 19, 0), sm: 90, device, date, right: 0, wrong: 0 };
+    let options = CudnnOptions { search, ledgers: vec![evidence.ledger(about)], ..CudnnOptions::default() };
+    Some(Dispatcher::new(options).with_kernels(CudaOptions { driver: Some(file), nvrtc: Some(nvrtc), ..CudaOptions::default() }))
+}
+
+/// Both passes of a problem in three shapes.
+fn passes(of: &AttentionSpec) -> Vec<Job> {
+    let of_shape = |seq: i64| {
+        let shape = Shape { seq_q: seq, seq_kv: seq, ..SHAPE };
+        let dense = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+        let spec = AttentionSpec { q: dense.q, k: dense.k, v: dense.v, o: dense.o, ..of.clone() };
+        [spec.validate().unwrap().into(), spec.backward().validate().unwrap().into()]
+    };
+    [512, 256, 128].into_iter().flat_map(of_shape).collect()
+}
+
+#[test]
+fn cudnn_comes_first_only_where_its_ledger_covers_the_problem() {
+    let spec = spec(SINES);
+    let all_right = |evidence: &mut Evidence| passes(&spec).iter().for_each(|job| evidence.add(job, true));
+    let executors = |all: &Dispatcher| {
+        let [there, back] = [forward(all, &spec, Preference::Auto).unwrap(), backward(all, &spec, Preference::Auto).unwrap()];
+        assert!(there.declined.is_empty() && back.declined.is_empty() && there.unproven.is_none() && back.unproven.is_none());
+        [there.executor, back.executor]
+    };
+    let Some(none) = with_ledger(&Evidence::default()) else { return };
+    assert_eq!(executors(&none), [ExecutorName::CUDA; 2]);
+    let named = forward(&none, &spec, Preference::Named(ExecutorName::CUDNN)).unwrap();
+    let why = named.unproven.unwrap().to_string();
+    assert!(why.starts_with("unproven on cuDNN 9.19.0, sm 90: forward pass; "), "{why}");
+    let host = none.prepare(&spec.validate().unwrap(), Preference::Auto).unwrap();
+    assert_eq!((host.executor, none.executors_for(&spec.validate().unwrap())[0]), (ExecutorName::CUDA, ExecutorName::CUDA));
+
+    let mut evidence = Evidence::default();
+    all_right(&mut evidence);
+    assert_eq!(executors(&with_ledger(&evidence).unwrap()), [ExecutorName::CUDNN; 2]);
+
+    // A wrong result of the backward pass: cuDNN declines it by name too, and the forward pass stays proven.
+    let mut evidence = Evidence::default();
+    passes(&spec).iter().for_each(|job| evidence.add(job, job.name() == "forward"));
+    let all = with_ledger(&evidence).unwrap();
+    assert_eq!(executors(&all), [ExecutorName::CUDNN, ExecutorName::CUDA]);
+    let Err(Error::Unsupported(refused)) = backward(&all, &spec, Preference::Named(ExecutorName::CUDNN)) else { panic!("it ran") };
+    assert!(refused.to_string().contains("results with backward pass (a ledger of a test, 2026-11-27)"), "{refused}");
+    let cudnn = all.cudnn().unwrap();
+    assert!(cudnn.supports_backward(&spec.backward().validate().unwrap()).is_err() && cudnn.supports(&spec.validate().unwrap()).is_ok());
+}
+
+#[test]
+fn cudnn_computes_unproven_problems_that_kernels_do_not_support() {
+    let Some(all) = with_ledger(&Evidence::default()) else { return };
+    let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default()).mask(RULE.parse().unwrap());
+    let one_order = packed.backward().deterministic().validate().unwrap();
+    let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
+    let declined: Vec<ExecutorName> = choice.declined.iter().map(|declined| declined.executor).collect();
+    assert!(choice.executor == ExecutorName::CUDA || choice.unproven.is_some(), "{:?}", choice.unproven);
+    assert_eq!(declined.is_empty(), choice.executor == ExecutorName::CUDA);
+    // A version without a ledger keeps its order, and says so.
+    let Some(file) = recorder::find().ok() else { return };
+    let search = Search { library: Some(file.clone()), driver: Some(file) };
+    let cudnn = CudnnExecutor::new(CudnnOptions { search, ..CudnnOptions::default() }).unwrap();
+    let problem = spec(RULE).validate().unwrap();
+    assert_eq!(cudnn.ledger().is_none(), cudnn.unproven(&problem).is_some_and(|unproven| !unproven.has_ledger()));
 }
 
 #[test]
