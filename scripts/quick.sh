@@ -18,8 +18,9 @@ case $own in
   sdpa) suites=("host -- house:: params:: seq::") ;;
   cargo-sdpa) suites=("host -- cli::") ;;
   sdpa-oracle) suites=("executors -- cpu::" "host -- cli::check") ;;
+  sdpa-conformance) suites=("executors -- cpu::" "host -- cli::prove") ;;
   *)
-    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa | cargo-sdpa | cudnn-graph | metal-fallback" >&2
+    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa-conformance | sdpa | cargo-sdpa | cudnn-graph | metal-fallback" >&2
     exit 2
     ;;
 esac

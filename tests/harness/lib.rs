@@ -1,39 +1,26 @@
-//! Cases, an oracle, tolerances and a runner: what every executor answers to.
-//!
-//! The oracle, `sdpa-oracle`, shares no code with the libraries: it reads masks word for word and computes textbook attention in f64.
+//! The tests' own infrastructure: recordings, golden files, shares of long lists, emulation and mutants. Cases, the covering and the runner are
+//! [`sdpa_conformance`], under the same names.
 
 pub mod allocations;
-pub mod case;
 pub mod code;
-pub mod compare;
-pub mod covering;
 pub mod edits;
 pub mod emulated;
 pub mod golden;
-pub mod inputs;
-pub mod library;
 pub mod matrix;
 pub mod msl;
 pub mod mutants;
 pub mod nvrtc;
 pub mod offline;
-pub mod oracle;
-pub mod packing;
-pub mod paging;
-pub mod prove;
-pub mod random;
 pub mod recorder;
-pub mod runner;
 pub mod sass;
-pub mod say;
 pub mod sent;
 pub mod share;
 pub mod soak;
 pub mod support;
 pub mod timed;
 
-pub use case::{Case, Skip};
-pub use runner::{Outcome, Tally};
+pub use sdpa_conformance::{Case, Outcome, Skip, Tally};
+pub use sdpa_conformance::{case, compare, covering, inputs, library, oracle, packing, paging, prove, random, runner, say};
 
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]

@@ -418,7 +418,7 @@ fn what_the_documentation_names_exists() {
 const EXAMPLES: [(&str, &str, &str); 17] = [
     ("paths", "`scripts/test.sh`", "`scripts/tests.sh`"),
     ("paths", "`sdpa/core/src/{spec,fact}.rs`", "`sdpa/core/src/{spec,facts}.rs`"),
-    ("paths", "`tests/cases/*.toml`", "`tests/cases/*.yaml`"),
+    ("paths", "`sdpa/conformance/cases/*.toml`", "`sdpa/conformance/cases/*.yaml`"),
     ("paths", "`house.rs`", "`houses.rs`"),
     ("paths", "```text\ncudnn-graph/src/plan.rs\n```", "```text\ncudnn-graph/src/plans.rs\n```"),
     ("cargo sdpa", "`cargo sdpa run --check`", "`cargo sdpa run --checks`"),

@@ -132,7 +132,7 @@ fn no_file_is_too_long_to_read_in_one_sitting() {
 }
 
 /// What each crate of the libraries may depend on among the others: a leaf knows no other leaf.
-const ARROWS: [(&str, &[&str]); 14] = [
+const ARROWS: [(&str, &[&str]); 15] = [
     ("sdpa/driver", &[]),
     ("cudnn-graph", &["sdpa-driver"]),
     ("sdpa/core", &[]),
@@ -145,6 +145,7 @@ const ARROWS: [(&str, &[&str]); 14] = [
     ("sdpa/cudnn", &["cudnn-graph", "sdpa-cache", "sdpa-core", "sdpa-nvidia"]),
     ("sdpa/cuda", &["sdpa-cache", "sdpa-core", "sdpa-driver", "sdpa-emit", "sdpa-nvidia"]),
     ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cuda", "sdpa-cudnn", "sdpa-nvidia"]),
+    ("sdpa/conformance", &["sdpa", "sdpa-oracle"]),
     ("sdpa/candle", &["sdpa"]),
     ("sdpa/python", &["sdpa"]),
 ];
@@ -188,7 +189,7 @@ fn the_oracle_shares_no_code_with_what_it_judges() {
         .flat_map(toml::Table::keys)
         .collect();
     assert_eq!(dependencies, ["rayon"]);
-    let text = std::fs::read_to_string(repository("tests/harness/oracle.rs")).unwrap();
+    let text = std::fs::read_to_string(repository("sdpa/conformance/src/oracle.rs")).unwrap();
     let foreign = |line: &&str| line.contains("::") && line.contains("sdpa") && !line.contains("sdpa_oracle::");
     assert_eq!(text.lines().filter(foreign).collect::<Vec<_>>(), ["use sdpa::{Align, DType, Mask};"]);
 }
@@ -238,7 +239,7 @@ fn quirks_have_their_page_and_their_tests() {
 /// The text of all sources and cases.
 fn tests_and_cases() -> String {
     let mut all: String = sources().into_iter().map(|(_, text)| text).collect();
-    for file in std::fs::read_dir(repository("tests/cases")).unwrap() {
+    for file in std::fs::read_dir(repository("sdpa/conformance/cases")).unwrap() {
         all.push_str(&std::fs::read_to_string(file.unwrap().path()).unwrap());
     }
     all
@@ -384,7 +385,7 @@ fn published_pages_do_not_link_to_files() {
             wrong.push(format!("{name}: sdpa/src/guide.rs does not show it"));
         }
     }
-    let crates = ["cudnn-graph", "metal-fallback", "sdpa", "sdpa/cache", "sdpa/candle", "sdpa/cli", "sdpa/core", "sdpa/cpu", "sdpa/cuda"];
+    let crates = ["cudnn-graph", "metal-fallback", "sdpa", "sdpa/cache", "sdpa/candle", "sdpa/cli", "sdpa/conformance", "sdpa/core", "sdpa/cpu", "sdpa/cuda"];
     for folder in crates.into_iter().chain(["sdpa/cudnn", "sdpa/driver", "sdpa/emit", "sdpa/nvidia", "sdpa/oracle", "sdpa/python"]) {
         let page = std::fs::read_to_string(repository(folder).join("README.md")).unwrap();
         wrong.extend(links(&page).0.iter().filter(|link| !outside(link)).map(|link| format!("{folder}/README.md: ({link}) is a file")));

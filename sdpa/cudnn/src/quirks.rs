@@ -32,7 +32,7 @@ pub struct Row {
     pub so: &'static str,
     /// Where it is written down, or was seen.
     pub source: &'static str,
-    /// What would find it: a test, a case of `tests/cases`, or a part of the benchmark `device`.
+    /// What would find it: a test, a case of `sdpa/conformance/cases`, or a part of the benchmark `device`.
     pub test: &'static str,
 }
 

@@ -11,7 +11,7 @@ pub(super) const HEAD: &str = "
 
 At batch 2, 8 query and 2 key heads, 512 queries and keys, dims of 64, bf16. A cell has the first engine for each pass, or why there is
 none: forward / backward, and for a bias its backward pass with the gradient of the bias. Masks that are used together have an `&`
-between them. Problems with other extents are the cases of `tests/cases/score_mod.toml`, whose answers are in `tests/snapshots/support`.
+between them. Problems with other extents are the cases of `sdpa/conformance/cases/score_mod.toml`, whose answers are in `tests/snapshots/support`.
 ";
 
 /// Rows of the library by what was asked for, in the order of the rows.
