@@ -385,7 +385,18 @@ fn published_pages_do_not_link_to_files() {
             wrong.push(format!("{name}: sdpa/src/guide.rs does not show it"));
         }
     }
-    let crates = ["cudnn-graph", "metal-fallback", "sdpa", "sdpa/cache", "sdpa/candle", "sdpa/cli", "sdpa/conformance", "sdpa/core", "sdpa/cpu", "sdpa/cuda"];
+    let crates = [
+        "cudnn-graph",
+        "metal-fallback",
+        "sdpa",
+        "sdpa/cache",
+        "sdpa/candle",
+        "sdpa/cli",
+        "sdpa/conformance",
+        "sdpa/core",
+        "sdpa/cpu",
+        "sdpa/cuda",
+    ];
     for folder in crates.into_iter().chain(["sdpa/cudnn", "sdpa/driver", "sdpa/emit", "sdpa/nvidia", "sdpa/oracle", "sdpa/python"]) {
         let page = std::fs::read_to_string(repository(folder).join("README.md")).unwrap();
         wrong.extend(links(&page).0.iter().filter(|link| !outside(link)).map(|link| format!("{folder}/README.md: ({link}) is a file")));

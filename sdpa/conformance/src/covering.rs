@@ -4,11 +4,14 @@
 //! factors every combination of their values is in some row, unless a rule forbids it. The construction is greedy, as in AETG (Cohen, Dalal, Fredman
 //! and Patton, 1997): of several random rows that begin with a missing combination it takes the one with the most missing combinations.
 
+mod asked;
 mod problem;
 
 use crate::random::Random;
+use asked::Asked;
+pub use asked::Supports;
 pub use problem::{FACTORS, Problem, RULES, Strength, THREE_WAY};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// A feature of a problem.
 #[derive(Clone, Copy, Debug)]
@@ -189,8 +192,9 @@ impl Builder<'_> {
         row.into_iter().collect()
     }
 
-    /// Looks for a supported row with a combination among modified known rows: rows that share most values with the combination, alone and crossed with others.
-    fn supported_with(&mut self, combination: &Combination, known: &[Row], supported: &dyn Fn(&Row) -> bool) -> Option<Row> {
+    /// Looks for a supported row with a combination among modified known rows, except `taken`: rows that share most values with the combination, alone and
+    /// crossed with others.
+    fn supported_with(&mut self, combination: &Combination, known: &[Row], taken: &HashSet<Row>, asked: &mut Asked<'_>) -> Option<Row> {
         if known.is_empty() {
             return None;
         }
@@ -198,30 +202,54 @@ impl Builder<'_> {
         let first = self.random.between(0, known.len() as i64 - 1) as usize;
         let mut bases: Vec<&Row> = known.iter().cycle().skip(first).take(known.len()).collect();
         bases.sort_by_key(|row| std::cmp::Reverse(shared(row)));
-        (0..BASES).find_map(|n| {
+        asked.first(self, BASES, |builder, n| {
             let base = bases[n / 2 % bases.len()];
-            let other = if n % 2 == 0 { base } else { self.random.pick(&bases) };
-            self.crossed([base, other], combination).filter(|row| supported(row))
+            let other = if n % 2 == 0 { base } else { builder.random.pick(&bases) };
+            builder.crossed([base, other], combination).filter(|row| !taken.contains(row))
         })
     }
 
+    /// Rows that differ from `row` in one factor and gain missing combinations: the best two.
+    fn better(&self, row: &Row, factor: usize, begin: &Combination, worth: &dyn Fn(&Row) -> usize, taken: &HashSet<Row>) -> Vec<Row> {
+        if begin.iter().any(|(other, _)| *other == factor) {
+            return Vec::new();
+        }
+        let others: Vec<Option<usize>> = row.iter().enumerate().map(|(n, value)| (n != factor).then_some(*value)).collect();
+        let mut better: Vec<(usize, Row)> = self
+            .choices(&others, factor, self.is_hollow(begin))
+            .into_iter()
+            .map(|value| row.iter().enumerate().map(|(n, there)| if n == factor { value } else { *there }).collect::<Row>())
+            .map(|changed| (worth(&changed), changed))
+            .collect();
+        let there = worth(row);
+        better.retain(|(worth, _)| *worth > there);
+        better.sort_by_key(|(worth, _)| std::cmp::Reverse(*worth));
+        better.into_iter().take(2).map(|(_, changed)| changed).filter(|changed| !taken.contains(changed)).collect()
+    }
+
     /// Changes a supported row value by value while it gains missing combinations, keeps `begin` and stays supported.
-    fn improved(&mut self, mut row: Row, begin: &Combination, worth: &dyn Fn(&Row) -> usize, supported: &dyn Fn(&Row) -> bool) -> Row {
+    fn improved(
+        &self,
+        mut row: Row,
+        begin: &Combination,
+        worth: &dyn Fn(&Row) -> usize,
+        taken: &HashSet<Row>,
+        asked: &mut Asked<'_>,
+    ) -> Row {
         for factor in 0..row.len() {
-            if begin.iter().any(|(other, _)| *other == factor) {
-                continue;
+            let better = self.better(&row, factor, begin, worth, taken);
+            if better.iter().any(|changed| !asked.knows(changed)) {
+                // Most changes are declined. Until one is not, the next factors change this row too.
+                let mut ahead = better.clone();
+                for next in factor + 1..row.len() {
+                    if ahead.len() >= asked.width() {
+                        break;
+                    }
+                    ahead.extend(self.better(&row, next, begin, worth, taken));
+                }
+                asked.ahead(&ahead.iter().collect::<Vec<_>>());
             }
-            let others: Vec<Option<usize>> = row.iter().enumerate().map(|(n, value)| (n != factor).then_some(*value)).collect();
-            let mut better: Vec<(usize, Row)> = self
-                .choices(&others, factor, self.is_hollow(begin))
-                .into_iter()
-                .map(|value| row.iter().enumerate().map(|(n, there)| if n == factor { value } else { *there }).collect::<Row>())
-                .map(|changed| (worth(&changed), changed))
-                .collect();
-            let there = worth(&row);
-            better.retain(|(worth, _)| *worth > there);
-            better.sort_by_key(|(worth, _)| std::cmp::Reverse(*worth));
-            if let Some((_, changed)) = better.into_iter().take(2).find(|(_, changed)| supported(changed)) {
+            if let Some(changed) = better.into_iter().find(|changed| asked.is_supported(changed)) {
                 row = changed;
             }
         }
@@ -229,7 +257,7 @@ impl Builder<'_> {
     }
 
     /// Returns supported rows to start from, and the values for which no supported row was found: their combinations are skipped.
-    fn first_rows(&mut self, supported: &dyn Fn(&Row) -> bool) -> (Vec<Row>, Vec<(usize, usize)>) {
+    fn first_rows(&mut self, asked: &mut Asked<'_>) -> (Vec<Row>, Vec<(usize, usize)>) {
         let values = |(n, factor): (usize, &Factor)| (0..factor.values.len()).map(move |value| (n, value)).collect::<Vec<_>>();
         let all: Vec<(usize, usize)> = self.factors.iter().enumerate().flat_map(values).collect();
         // Restore the generator afterwards, so that an executor that supports everything gets the same rows.
@@ -237,7 +265,7 @@ impl Builder<'_> {
         let (mut known, mut missing) = (Vec::new(), Vec::new());
         for chosen in all {
             let alone = vec![chosen];
-            let found = (0..FIRST).find_map(|_| self.complete(&alone, &|_, _, _| 0).filter(|row| supported(row)));
+            let found = asked.first(self, FIRST, |builder, _| builder.complete(&alone, &|_, _, _| 0));
             match found {
                 Some(row) => known.push(row),
                 None => missing.push(chosen),
@@ -247,7 +275,7 @@ impl Builder<'_> {
         loop {
             let before = missing.len();
             missing.retain(|chosen| {
-                let found = self.supported_with(&vec![*chosen], &known, supported);
+                let found = self.supported_with(&vec![*chosen], &known, &HashSet::new(), asked);
                 let keep = found.is_none();
                 known.extend(found);
                 keep
@@ -261,9 +289,15 @@ impl Builder<'_> {
     }
 }
 
-/// Rows in which combinations of values meet that rules allow to, so often as wanted; the other factors vary too. Only rows that are supported are taken. The same
-/// rows every time.
-pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering {
+/// Rows in which combinations of values meet that rules allow to, so often as wanted; the other factors vary too. Only rows that are supported are taken. All
+/// processors ask `supports`; the rows are the same every time, on every machine.
+pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
+    cover_on(std::thread::available_parallelism().map_or(1, usize::from), wanted, supports)
+}
+
+/// As [`cover`], but at most so many threads ask.
+pub fn cover_on(threads: usize, wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
+    let asked = &mut Asked::new(supports, threads);
     let factors = wanted.factors;
     let of: Vec<usize> = (0..factors.len()).filter(|n| wanted.of.contains(&factors[*n].name)).collect();
     let mut builder = Builder::new(wanted);
@@ -272,7 +306,8 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
         builder.combinations(wanted.strength, &of).into_iter().map(|combination| (combination, wanted.times)).collect();
     let all = missing.len();
     let (mut rows, mut impossible): (Vec<Row>, Vec<Combination>) = (Vec::new(), Vec::new());
-    let (mut known, unsupported) = builder.first_rows(supported);
+    let mut taken: HashSet<Row> = HashSet::new();
+    let (mut known, unsupported) = builder.first_rows(asked);
     let is_unsupported = |combination: &Combination| combination.iter().any(|chosen| unsupported.contains(chosen));
     missing.retain(|combination, _| {
         let keep = !is_unsupported(combination);
@@ -293,20 +328,19 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
             there.filter(|pair| missing.contains_key(&in_order(*pair))).count()
         };
         let completed = |builder: &Builder<'_>, row: &Row| missing.keys().filter(|combination| builder.covers(row, combination)).count();
-        let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !rows.contains(row)).collect();
+        let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !taken.contains(row)).collect();
         // The last of the best, as `max_by_key` would have it.
         let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
         best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
-        let made = best.into_iter().map(|(_, row)| row).find(|row| supported(row));
+        let made = asked.first(&mut builder, best.len(), |_, n| Some(best[n].1.clone()));
         let found = made.or_else(|| {
-            let is_new = |row: &Row| !rows.contains(row) && supported(row);
-            let base = builder.supported_with(&begin, &known, &is_new)?;
+            let base = builder.supported_with(&begin, &known, &taken, asked)?;
             let worth: HashMap<(usize, usize), usize> = missing.keys().flatten().fold(HashMap::new(), |mut worth, chosen| {
                 *worth.entry(*chosen).or_default() += 1;
                 worth
             });
             let worth = |row: &Row| row.iter().enumerate().filter_map(|(factor, value)| worth.get(&(factor, *value))).sum();
-            Some(builder.improved(base, &begin, &worth, &is_new))
+            Some(builder.improved(base, &begin, &worth, &taken, asked))
         });
         let Some(row) = found else {
             missing.remove(&begin);
@@ -318,6 +352,7 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
             *times > 0
         });
         known.push(row.clone());
+        taken.insert(row.clone());
         rows.push(row);
     }
     Covering { covered: all - impossible.len(), rows, impossible }
@@ -399,6 +434,36 @@ mod tests {
             for (x, y) in (0..4).flat_map(|x| (0..4).map(move |y| (x, y))) {
                 assert!(has(&covering.rows, &[(a, x), (b, y)]), "{a} {x} and {b} {y} do not meet");
             }
+        }
+    }
+
+    /// Declines about one in 60 pairs of values that are not the first of their factors.
+    fn declines_pairs(row: &Row) -> bool {
+        let pairs = (0..row.len()).flat_map(|a| (a + 1..row.len()).map(move |b| (a, b))).filter(|(a, b)| row[*a] > 0 && row[*b] > 0);
+        pairs.map(|(a, b)| Random::new(((a * 20 + row[a]) * 1000 + b * 20 + row[b]) as u64).bits()).any(|bits| bits % 60 == 0)
+    }
+
+    #[test]
+    fn rows_do_not_depend_on_the_number_of_threads() {
+        let asked = |threads: usize| {
+            let questions = std::sync::Mutex::new(Vec::new());
+            let covering = Strength::Two.rows_on(threads, &|row| {
+                questions.lock().unwrap().push(row.clone());
+                !declines_pairs(row)
+            });
+            (covering, questions.into_inner().unwrap())
+        };
+        let (one, questions) = asked(1);
+        assert!(one.rows.len() > 250 && one.impossible.len() > 50, "{} rows, {} impossible", one.rows.len(), one.impossible.len());
+        assert!(one.rows.iter().all(|row| !declines_pairs(row)));
+        for threads in [2, 5, 16] {
+            let (covering, mut more) = asked(threads);
+            assert!(covering.rows == one.rows && covering.impossible == one.impossible, "{threads} threads take other rows");
+            assert!(more.len() < 3 * questions.len(), "{threads} threads ask {}, one asks {}", more.len(), questions.len());
+            let all = more.len();
+            more.sort();
+            more.dedup();
+            assert_eq!(more.len(), all, "{threads} threads ask a row twice");
         }
     }
 

@@ -1,6 +1,6 @@
 //! The features of attention problems, and the case of a row.
 
-use super::{Covering, Factor, Row, Rule, Wanted, cover};
+use super::{Covering, Factor, Row, Rule, Supports, Wanted, cover_on};
 use crate::case::Case;
 use crate::runner::Source;
 use sdpa::Executor;
@@ -201,15 +201,21 @@ impl Strength {
         }
     }
 
-    /// Rows that cover and are supported.
-    pub fn rows(self, supported: &dyn Fn(&Row) -> bool) -> Covering {
+    /// Rows that cover and are supported. All processors ask.
+    pub fn rows(self, supports: &Supports<'_>) -> Covering {
+        self.rows_on(std::thread::available_parallelism().map_or(1, usize::from), supports)
+    }
+
+    /// As [`Strength::rows`], but so many threads ask. The rows are the same.
+    pub fn rows_on(self, threads: usize, supports: &Supports<'_>) -> Covering {
         let every: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
         let (of, strength, times) = match self {
             Strength::Two => (&every[..], 2, 1),
             Strength::Three => (&THREE_WAY[..], 3, 1),
             Strength::Ledger => (&every[..], 2, 3),
         };
-        cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow: ("size", &["no queries", "no keys"]) }, supported)
+        let hollow = ("size", &["no queries", "no keys"][..]);
+        cover_on(threads, &Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow }, supports)
     }
 
     /// The problems of every row, whoever supports them.
