@@ -17,7 +17,18 @@ pub const FACTORS: [Factor; 19] = [
     Factor { name: "layout", values: &["bhsd", "bshd", "sbhd", "bhsd with gaps"] },
     Factor {
         name: "size",
-        values: &["no queries", "no keys", "1 x 1", "one query", "below a tile", "off a tile", "many tiles", "split KV"],
+        values: &[
+            "no queries",
+            "no keys",
+            "1 x 1",
+            "one query",
+            "below a tile",
+            "off a tile",
+            "whole tiles",
+            "many tiles",
+            "many keys",
+            "split KV",
+        ],
     },
     Factor { name: "container", values: &["dense", "packed", "cross-packed", "paged", "paged, packed queries", "one tensor"] },
     Factor {
@@ -35,7 +46,7 @@ pub const FACTORS: [Factor; 19] = [
             "global-local:9,3",
         ],
     },
-    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth"] },
+    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth", "within", "waves"] },
     Factor { name: "scores", values: &["ordinary", "very-low-rows", "very-high-rows"] },
     Factor { name: "parameter", values: &["none", "scalar", "f32", "f16", "bf16", "i32", "bool", "table"] },
     Factor { name: "axes", values: AXES },
@@ -99,7 +110,7 @@ pub const RULES: [Rule; 22] = [
     },
     Rule {
         one: ("container", &["packed", "one tensor"]),
-        other: ("size", &["one query", "split KV"]),
+        other: ("size", &["one query", "many keys", "split KV"]),
         why: "queries and keys are as many",
     },
     Rule {
@@ -153,8 +164,10 @@ fn seqs(size: &str) -> [i64; 2] {
         "one query" => [1, 75],
         "below a tile" => [5, 7],
         "off a tile" => [70, 83],
+        "whole tiles" => [64, 192],
         "many tiles" => [150, 270],
-        "split KV" => [3, 700],
+        "many keys" => [64, 1088],
+        "split KV" => [3, 1100],
         _ => unreachable!("{size:?} is no size"),
     }
 }
@@ -293,7 +306,9 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     }
     let (dim_qk, dim_v) = dims.split_once(" and ").unwrap_or((dims, dims));
     let group: i64 = chosen.of("query heads per KV head").parse().map_err(|e| format!("{e}"))?;
-    let heads_kv = if group > 2 { 1 } else { 2 };
+    // Values of other factors decide: a factor more would make problems, but no new combinations of features.
+    let heads_kv = if group > 2 && chosen.is("layout", "bhsd") { 1 } else { 2 };
+    let page_size = if chosen.is("layout", "bshd") { 64 } else { 16 };
     let batch = if chosen.is("size", "many tiles") && !container.contains("packed") { 2 } else { 3 };
     let mut lines = vec![
         "[[case]]".to_owned(),
@@ -314,7 +329,7 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     // Without the mask every entry has all keys, or those of its document.
     let lengths = [seq_kv, 0, (seq_kv + 1) / 2];
     let lengths = if chosen.is("mask", "padding") { format!(", lengths_kv = {:?}", &lengths[..batch]) } else { String::new() };
-    flag(container.starts_with("paged"), &format!("paged = {{ page_size = 16{lengths}, spare = 1 }}"));
+    flag(container.starts_with("paged"), &format!("paged = {{ page_size = {page_size}{lengths}, spare = 1 }}"));
     flag(container == "paged, packed queries", &format!("packed = {{ {both}, before = 2, slack = 1 }}"));
     flag(!chosen.is("sink", "no"), "sink = true");
     flag(chosen.is("dropout", "yes"), "dropout = 0.3");
