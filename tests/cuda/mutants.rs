@@ -134,7 +134,7 @@ fn trials() -> Vec<Trial> {
         all.push(Trial { device, origin, features, work });
     };
     for device in [NAME, mma::NAME] {
-        for Problem { case, source, features } in Strength::Two.problems().unwrap() {
+        for Problem { case, source, features, .. } in Strength::Two.problems().unwrap() {
             add(device, Origin::Covering, features, Work::Pass(Box::new(case), source));
         }
     }

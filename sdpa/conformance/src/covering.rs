@@ -10,7 +10,7 @@ mod problem;
 use crate::random::Random;
 use asked::Asked;
 pub use asked::Supports;
-pub use problem::{FACTORS, Problem, RULES, Strength, THREE_WAY};
+pub use problem::{FACTORS, Problem, RULES, Strength, THREE_WAY, features};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// A feature of a problem.

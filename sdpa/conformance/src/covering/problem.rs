@@ -177,6 +177,11 @@ fn documents(longest: i64) -> String {
     format!("[{longest}, 0, {}]", (longest + 1) / 2)
 }
 
+/// Names the values of a combination, `factor: value`.
+pub fn features(combination: &[(usize, usize)]) -> Vec<String> {
+    combination.iter().map(|&(factor, value)| format!("{}: {}", FACTORS[factor].name, FACTORS[factor].values[value])).collect()
+}
+
 /// A problem of a covering.
 #[derive(Clone, Debug)]
 pub struct Problem {
@@ -186,6 +191,8 @@ pub struct Problem {
     pub source: Option<Source>,
     /// Its features, `factor: value`.
     pub features: Vec<String>,
+    /// The row that it was made of.
+    pub row: Row,
 }
 
 /// How often how many features meet.
@@ -239,12 +246,17 @@ impl Strength {
         self.problems_of(&self.rows(&|_| true).rows)
     }
 
+    /// Rows that cover and that an executor supports.
+    pub fn rows_for(self, executor: &dyn Executor) -> Covering {
+        self.rows(&|row| Problem::of("", row).is_ok_and(|problem| problem.is_supported(executor)))
+    }
+
     /// The problems of those rows that an executor supports.
     ///
     /// # Errors
     /// As [`Strength::problems`].
     pub fn problems_for(self, executor: &dyn Executor) -> Result<Vec<Problem>, String> {
-        self.problems_of(&self.rows(&|row| Problem::of("", row).is_ok_and(|problem| problem.is_supported(executor))).rows)
+        self.problems_of(&self.rows_for(executor).rows)
     }
 
     /// The problems of rows.
@@ -268,15 +280,18 @@ impl Problem {
     /// The problem of a row.
     ///
     /// # Errors
-    /// As [`Strength::problems`].
+    /// A row that does not fit [`FACTORS`]; as [`Strength::problems`].
     pub fn of(name: &str, row: &[usize]) -> Result<Problem, String> {
+        if row.len() != FACTORS.len() || FACTORS.iter().zip(row).any(|(factor, value)| *value >= factor.values.len()) {
+            return Err(format!("{name}: {row:?} is no row of {} factors", FACTORS.len()));
+        }
         let source = match Chosen(row).of("pass") {
             "forward" => None,
             "backward" => Some(Source::Oracle),
             _ => Some(Source::Executor),
         };
-        let features = FACTORS.iter().zip(row).map(|(factor, &value)| format!("{}: {}", factor.name, factor.values[value])).collect();
-        Ok(Problem { case: case_of(name, row)?, source, features })
+        let features = features(&row.iter().copied().enumerate().collect::<Vec<_>>());
+        Ok(Problem { case: case_of(name, row)?, source, features, row: row.to_vec() })
     }
 
     /// Whether an executor takes it, before anything is made ready.

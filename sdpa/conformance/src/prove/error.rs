@@ -1,0 +1,81 @@
+//! Errors of proofs.
+
+use super::About;
+use std::fmt::{Display, Formatter, Result};
+use std::path::PathBuf;
+
+/// A proof that cannot begin or go on. Wrong results are no errors: they are answers.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ProveError {
+    /// The state file cannot be opened, read or written.
+    Io {
+        /// The file or its folder.
+        path: PathBuf,
+        /// The operation that failed.
+        action: &'static str,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// The file is no state of a proof.
+    NotAState {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        why: String,
+    },
+    /// The state has answers of another executor, device or version.
+    Other {
+        /// The file.
+        path: PathBuf,
+        /// The subject of its answers.
+        there: About,
+        /// The subject of this proof.
+        here: About,
+    },
+    /// Another process adds answers to the state.
+    Busy {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A worker process does not start, or its executor is not there.
+    Worker {
+        /// The reason, with the lines that the process printed.
+        why: String,
+    },
+}
+
+impl ProveError {
+    pub(super) fn io(path: &std::path::Path, action: &'static str) -> impl FnOnce(std::io::Error) -> ProveError {
+        let path = path.to_owned();
+        move |source| ProveError::Io { path, action, source }
+    }
+}
+
+impl Display for ProveError {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        match self {
+            ProveError::Io { path, action, source } => write!(f, "{} {}: {source}", action, path.display()),
+            ProveError::NotAState { path, why } => {
+                write!(f, "{} is not the state of a proof: {why}; name another file, or remove this one", path.display())
+            }
+            ProveError::Other { path, there, here } => {
+                let path = path.display();
+                write!(f, "{path} has answers of {there}, expected answers of {here}; name another file, or remove this one")
+            }
+            ProveError::Busy { path } => {
+                write!(f, "another process adds answers to {}; wait until it ends, or name another file", path.display())
+            }
+            ProveError::Worker { why } => write!(f, "a worker process has no executor: {why}"),
+        }
+    }
+}
+
+impl std::error::Error for ProveError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            ProveError::Io { source, .. } => Some(source),
+            ProveError::NotAState { .. } | ProveError::Other { .. } | ProveError::Busy { .. } | ProveError::Worker { .. } => None,
+        }
+    }
+}

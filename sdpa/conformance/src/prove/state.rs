@@ -1,0 +1,230 @@
+//! Answers in a file, which a later run goes on from.
+
+use super::{About, Answer, ProveError, Verdict};
+use crate::covering::Problem;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+/// Answers in a file: its first line is an [`About`], each other line is an [`Answer`]. Answers are added at the end, so a run that was ended goes on where it
+/// was. The last answer of a name counts. One file may have the problems of every [`Strength`](crate::covering::Strength): their names differ.
+#[derive(Debug)]
+pub struct State {
+    path: PathBuf,
+    file: File,
+    answers: BTreeMap<String, Answer>,
+}
+
+impl State {
+    /// Opens a file, or begins one. No other process can add answers until it is dropped.
+    ///
+    /// # Errors
+    /// [`ProveError`]: the file cannot be read or written, is no state, has answers about something else, or another process has it open.
+    pub fn open(path: &Path, about: &About) -> Result<State, ProveError> {
+        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(ProveError::io(path, "opening"))?;
+        // A file system without locks is no reason against a proof.
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(ProveError::Busy { path: path.to_owned() });
+        }
+        let not_a_state = |why: &dyn std::fmt::Display| ProveError::NotAState { path: path.to_owned(), why: why.to_string() };
+        let reading = || ProveError::io(path, "reading");
+        let (mut answers, mut half) = (BTreeMap::new(), false);
+        let mut lines = BufReader::new(&file).split(b'\n');
+        match lines.next().transpose().map_err(reading())? {
+            None => write_line(&mut file, path, about)?,
+            Some(first) => {
+                let there: About = serde_json::from_slice(&first).map_err(|e| not_a_state(&e))?;
+                if there != *about {
+                    return Err(ProveError::Other { path: path.to_owned(), there, here: about.clone() });
+                }
+                for line in lines {
+                    // A run that was ended may have left half a line.
+                    match serde_json::from_slice::<Answer>(&line.map_err(reading())?) {
+                        Ok(answer) => drop(answers.insert(answer.name.clone(), answer)),
+                        Err(_) => half = true,
+                    }
+                }
+            }
+        }
+        if half {
+            file.write_all(b"\n").map_err(ProveError::io(path, "writing"))?;
+        }
+        Ok(State { path: path.to_owned(), file, answers })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether a run need not ask this problem: its answer is there, and is not bad. A case whose features changed is another problem.
+    pub fn has(&self, problem: &Problem) -> bool {
+        self.of(problem).is_some_and(|answer| !answer.verdict.is_bad())
+    }
+
+    /// The answer of a problem, if it is there.
+    pub fn of(&self, problem: &Problem) -> Option<&Answer> {
+        self.answers.get(&problem.case.name).filter(|answer| answer.features == problem.features)
+    }
+
+    /// The answer of this name, whatever its features are.
+    pub fn named(&self, name: &str) -> Option<&Answer> {
+        self.answers.get(name)
+    }
+
+    /// Every answer, of problems of every strength.
+    pub fn answers(&self) -> impl Iterator<Item = &Answer> {
+        self.answers.values()
+    }
+
+    /// Adds an answer.
+    ///
+    /// # Errors
+    /// [`ProveError::Io`]: the file cannot be written.
+    pub fn add(&mut self, answer: Answer) -> Result<(), ProveError> {
+        write_line(&mut self.file, &self.path, &answer)?;
+        self.answers.insert(answer.name.clone(), answer);
+        Ok(())
+    }
+
+    /// Counts the answers of these problems.
+    pub fn summary(&self, problems: &[Problem]) -> Summary {
+        let mut summary = Summary { answers: BTreeMap::new(), reasons: BTreeMap::new(), bad: Vec::new() };
+        for answer in problems.iter().filter_map(|problem| self.of(problem)) {
+            *summary.answers.entry(answer.verdict).or_default() += 1;
+            if answer.verdict == Verdict::Unsupported {
+                *summary.reasons.entry(answer.told.replace('\n', "; ")).or_default() += 1;
+            }
+            if answer.verdict.is_bad() {
+                summary.bad.push(answer.clone());
+            }
+        }
+        summary
+    }
+}
+
+/// One write for a whole line, so that a run that is ended rarely leaves half of one.
+fn write_line(file: &mut File, path: &Path, value: &impl Serialize) -> Result<(), ProveError> {
+    let line = serde_json::to_string(value).map_err(std::io::Error::from).map(|line| line + "\n");
+    line.and_then(|line| file.write_all(line.as_bytes())).map_err(ProveError::io(path, "writing"))
+}
+
+/// Counts of answers.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// How many there are of each kind.
+    pub answers: BTreeMap<Verdict, usize>,
+    /// Why problems were declined, and how many.
+    pub reasons: BTreeMap<String, usize>,
+    /// What speaks against the executor.
+    pub bad: Vec<Answer>,
+}
+
+impl Summary {
+    /// How many answers have a verdict.
+    pub fn count(&self, verdict: Verdict) -> usize {
+        self.answers.get(&verdict).copied().unwrap_or(0)
+    }
+
+    /// How many problems have an answer.
+    pub fn answered(&self) -> usize {
+        self.answers.values().sum()
+    }
+
+    /// One line.
+    pub fn told(&self) -> String {
+        format!(
+            "{} right, {} unsupported, {} wrong, {} exits",
+            self.count(Verdict::Right),
+            self.count(Verdict::Unsupported),
+            self.count(Verdict::Wrong),
+            self.count(Verdict::Exit)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::covering::Strength;
+
+    fn about(executor: &str) -> About {
+        About { executor: executor.to_owned(), runs_on: "nothing".to_owned() }
+    }
+
+    #[test]
+    fn a_state_goes_on_after_half_a_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.jsonl");
+        let problems = &Strength::Two.problems().unwrap()[..3];
+        let mut state = State::open(&path, &about("x")).unwrap();
+        state.add(Answer::without(&problems[0], Verdict::Right, String::new())).unwrap();
+        state.add(Answer::without(&problems[1], Verdict::Wrong, "twice".to_owned())).unwrap();
+        drop(state);
+        let whole = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, &whole[..whole.len() - 9]).unwrap();
+        let mut state = State::open(&path, &about("x")).unwrap();
+        assert!(state.has(&problems[0]) && !state.has(&problems[1]));
+        assert!(!state.has(&Problem { features: Vec::new(), ..problems[0].clone() }), "other features are another problem");
+        state.add(Answer::without(&problems[2], Verdict::Unsupported, "why".to_owned())).unwrap();
+        drop(state);
+        let state = State::open(&path, &about("x")).unwrap();
+        assert!(state.has(&problems[2]), "{}", std::fs::read_to_string(&path).unwrap());
+        assert_eq!(state.summary(problems).told(), "1 right, 1 unsupported, 0 wrong, 0 exits");
+        assert_eq!(state.summary(&problems[2..]).told(), "0 right, 1 unsupported, 0 wrong, 0 exits");
+        drop(state);
+        let error = State::open(&path, &about("y")).unwrap_err();
+        assert!(
+            matches!(error, ProveError::Other { .. }) && error.to_string().contains("has answers of x on nothing, expected"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn an_answer_has_the_row_of_its_problem() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.jsonl");
+        let problem = Strength::Two.problems().unwrap().swap_remove(7);
+        let mut state = State::open(&path, &about("x")).unwrap();
+        state.add(Answer::without(&problem, Verdict::Wrong, String::new())).unwrap();
+        drop(state);
+        let state = State::open(&path, &about("x")).unwrap();
+        let again = state.named(&problem.case.name).unwrap().problem().unwrap();
+        assert_eq!((again.row, again.case.spec().unwrap()), (problem.row.clone(), problem.case.spec().unwrap()));
+        // Rows of other versions of the factors are other problems.
+        let mut other = state.named(&problem.case.name).unwrap().clone();
+        other.row[0] = (other.row[0] + 1) % 2;
+        assert!(other.problem().unwrap_err().contains("another version"), "{:?}", other.problem());
+        other.row[0] = 99;
+        assert!(other.problem().unwrap_err().contains("no row"), "{:?}", other.problem());
+        other.row.clear();
+        assert!(other.problem().unwrap_err().contains("no row"), "{:?}", other.problem());
+    }
+
+    #[test]
+    fn files_that_are_no_state_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.jsonl");
+        for wrong in [&b"{}\n"[..], b"letter\n", b"\xff\xfe\n", b"\n"] {
+            std::fs::write(&path, wrong).unwrap();
+            let error = State::open(&path, &about("x")).unwrap_err();
+            assert!(matches!(error, ProveError::NotAState { .. }), "{wrong:?}: {error}");
+            assert_eq!(std::fs::read(&path).unwrap(), wrong, "a file that is refused stays as it is");
+        }
+        let error = State::open(&folder.path().join("none/state.jsonl"), &about("x")).unwrap_err();
+        assert!(matches!(error, ProveError::Io { action: "opening", .. }), "{error}");
+    }
+
+    #[test]
+    fn one_process_at_a_time_adds_answers() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.jsonl");
+        let state = State::open(&path, &about("x")).unwrap();
+        let error = State::open(&path, &about("x")).unwrap_err();
+        assert!(matches!(error, ProveError::Busy { .. }), "{error}");
+        drop(state);
+        State::open(&path, &about("x")).unwrap();
+    }
+}
