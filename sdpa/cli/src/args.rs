@@ -3,6 +3,7 @@
 
 use crate::language::{mask_help, score_mod_help};
 use crate::names::Named;
+use crate::prove::args::{self as prove, ProveArgs, WorkerArgs};
 use clap::{Args, Parser, Subcommand};
 use sdpa::Packed;
 use std::path::PathBuf;
@@ -62,6 +63,12 @@ pub(crate) enum Command {
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
+    /// Prove an executor: compute problems in which features meet, and check each
+    #[command(long_about = prove::ABOUT, after_help = prove::EXIT_CODES)]
+    Prove(ProveArgs),
+    /// Answer questions of `prove`
+    #[command(hide = true)]
+    ProveWorker(WorkerArgs),
     /// Print a script that completes these arguments in a shell
     #[command(after_help = EXIT_CODES)]
     Completions(CompletionsArgs),

@@ -10,7 +10,7 @@ use std::io::Write;
 pub(crate) enum Outcome {
     /// As asked.
     Good,
-    /// Computed, and past the tolerance.
+    /// Computed, and past the tolerance; of a proof also a process that ended.
     PastTolerance,
     /// Computed, and the tolerance forgives anything.
     Undecided,

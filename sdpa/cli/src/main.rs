@@ -23,6 +23,7 @@ mod params;
 mod plan;
 mod printable;
 mod progress;
+mod prove;
 mod random;
 mod request;
 mod run;
@@ -80,6 +81,8 @@ fn main() -> ExitCode {
         Command::Language => language::run(cli.json),
         Command::Cache(args) => cache::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),
+        Command::Prove(args) => prove::run(args, cli.json),
+        Command::ProveWorker(args) => return prove::worker(args).into(),
         Command::Completions(args) => completions::run(args, cli.json),
     };
     exit::print(result, cli.json).into()

@@ -5,6 +5,7 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use cudnn_graph::Version;
 use sdpa::cudnn::lower::Form;
 use sdpa::{ExecutorName, Layout, Preference, Shape};
+use sdpa_conformance::covering::Strength;
 
 use crate::data::Element;
 
@@ -45,6 +46,10 @@ impl Named {
         Named::of(executors())
     }
 
+    pub(crate) fn strengths() -> Named {
+        Named::of(strengths())
+    }
+
     pub(crate) fn stages() -> Named {
         Named::of(stages())
     }
@@ -80,6 +85,10 @@ fn executors() -> Names<Preference> {
     std::iter::once((PossibleValue::new("auto"), Preference::Auto)).chain(named).collect()
 }
 
+fn strengths() -> Names<Strength> {
+    Strength::ALL.map(|strength| (PossibleValue::new(strength.name()), strength)).to_vec()
+}
+
 fn stages() -> Names<Stage> {
     Stage::value_variants().iter().filter_map(|stage| Some((stage.to_possible_value()?, *stage))).collect()
 }
@@ -98,6 +107,16 @@ pub(crate) fn form(text: &str) -> Result<Form, String> {
 
 pub(crate) fn executor(text: &str) -> Result<Preference, String> {
     one_of(text, &executors())
+}
+
+/// How often features meet in the problems of a proof.
+pub(crate) fn strength(text: &str) -> Result<Strength, String> {
+    one_of(text, &strengths())
+}
+
+/// A number of things, at least one.
+pub(crate) fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("{text:?} is not a whole number from 1 on"))
 }
 
 /// A stage on the way to a plan.
@@ -207,5 +226,8 @@ mod tests {
         assert_eq!(runtime("9.19"), Ok(Version::new(9, 19, 0)));
         assert!(runtime("8.9.7").is_err() && runtime("9").is_err() && runtime("9.x.0").is_err());
         assert!(seed("-1").is_err());
+        assert_eq!((count("3"), strength("ledger")), (Ok(3), Ok(Strength::Ledger)));
+        assert!(count("0").is_err() && count("-1").is_err() && count("many").is_err());
+        assert_eq!(strength("four").unwrap_err(), r#""four" is not one of two, three, ledger"#);
     }
 }

@@ -46,6 +46,11 @@ impl Step {
         Step(ProgressBar::hidden())
     }
 
+    /// Replaces the text in front of a bar.
+    pub(crate) fn message(&self, text: String) {
+        self.0.set_message(text);
+    }
+
     pub(crate) fn advance(&self, by: u64) {
         self.0.inc(by);
     }

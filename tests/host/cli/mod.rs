@@ -12,6 +12,7 @@ mod narrow;
 mod newcomer;
 mod packed;
 mod paged;
+mod prove;
 mod rules;
 mod show;
 mod sink;
@@ -439,7 +440,7 @@ fn the_doctor_says_what_is_there_and_what_to_install() {
 
 #[test]
 fn help_has_the_exit_codes_and_wrong_arguments_are_json_too() {
-    for line in ["--help", "run --help", "inspect --help", "show --help", "compile --help", "doctor --help"] {
+    for line in ["--help", "run --help", "inspect --help", "show --help", "compile --help", "doctor --help", "prove --help"] {
         let out = sdpa(words(line));
         assert_eq!(code(&out), 0);
         assert!(stdout(&out).contains("Exit codes:"), "{line}");

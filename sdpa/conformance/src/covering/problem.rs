@@ -207,9 +207,12 @@ pub enum Strength {
 }
 
 impl Strength {
+    /// Every strength.
+    pub const ALL: [Strength; 3] = [Strength::Two, Strength::Three, Strength::Ledger];
+
     /// `two`, `three` or `ledger`.
     pub fn named(name: &str) -> Option<Strength> {
-        [Strength::Two, Strength::Three, Strength::Ledger].into_iter().find(|strength| strength.name() == name)
+        Strength::ALL.into_iter().find(|strength| strength.name() == name)
     }
 
     /// Its name.
@@ -265,6 +268,13 @@ impl Strength {
     /// As [`Strength::problems`].
     pub fn problems_of(self, rows: &[Row]) -> Result<Vec<Problem>, String> {
         rows.iter().enumerate().map(|(n, row)| Problem::of(&format!("{} {n}", self.label()), row)).collect()
+    }
+
+    /// The strength that has problems with such a name: `two-way 5` is one of [`Strength::Two`].
+    pub fn of(problem: &str) -> Option<Strength> {
+        let (label, number) = problem.rsplit_once(' ')?;
+        number.parse::<usize>().ok()?;
+        Strength::ALL.into_iter().find(|strength| strength.label() == label)
     }
 
     fn label(self) -> &'static str {

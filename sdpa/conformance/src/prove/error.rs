@@ -57,14 +57,14 @@ impl Display for ProveError {
         match self {
             ProveError::Io { path, action, source } => write!(f, "{} {}: {source}", action, path.display()),
             ProveError::NotAState { path, why } => {
-                write!(f, "{} is not the state of a proof: {why}; name another file, or remove this one", path.display())
+                write!(f, "{} is not the state of a proof: {why}", path.display())
             }
             ProveError::Other { path, there, here } => {
                 let path = path.display();
-                write!(f, "{path} has answers of {there}, expected answers of {here}; name another file, or remove this one")
+                write!(f, "{path} has answers of {there}, expected answers of {here}")
             }
             ProveError::Busy { path } => {
-                write!(f, "another process adds answers to {}; wait until it ends, or name another file", path.display())
+                write!(f, "another process adds answers to {}", path.display())
             }
             ProveError::Worker { why } => write!(f, "a worker process has no executor: {why}"),
         }

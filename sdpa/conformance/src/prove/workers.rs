@@ -79,14 +79,22 @@ impl<'a> Workers<'a> {
     /// [`ProveError`]: a worker that does not start, or a state that cannot be written. Answers so far are in the state.
     pub fn prove(&self, problems: &[Problem], state: &mut State, progress: &(dyn Fn(Count, &Answer) + Sync)) -> Result<Count, ProveError> {
         let open: Vec<&Problem> = problems.iter().filter(|problem| !state.has(problem)).collect();
+        self.ask(&open, state, progress)
+    }
+
+    /// Asks problems, those with answers too, and adds the answers. Calls `progress` after each.
+    ///
+    /// # Errors
+    /// As [`Workers::prove`].
+    pub fn ask(&self, problems: &[&Problem], state: &mut State, progress: &(dyn Fn(Count, &Answer) + Sync)) -> Result<Count, ProveError> {
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let shared = Mutex::new((state, Count { total: open.len(), ..Count::default() }));
+        let shared = Mutex::new((state, Count { total: problems.len(), ..Count::default() }));
         let locked = || shared.lock().unwrap_or_else(PoisonError::into_inner);
         let goes_on = || !failed.load(Ordering::Relaxed) && locked().1.bad < self.most_bad;
         let ask_all = || -> Result<(), ProveError> {
             let mut worker = None;
             while goes_on() {
-                let Some(problem) = open.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                let Some(&problem) = problems.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
                 let asked = match &mut worker {
                     Some(worker) => worker,
                     none => none.insert(self.start()?),
@@ -106,7 +114,7 @@ impl<'a> Workers<'a> {
         };
         std::thread::scope(|scope| {
             let ask_all = || ask_all().inspect_err(|_| failed.store(true, Ordering::Relaxed));
-            let all: Vec<_> = (0..self.processes.max(1).min(open.len())).map(|_| scope.spawn(ask_all)).collect();
+            let all: Vec<_> = (0..self.processes.max(1).min(problems.len())).map(|_| scope.spawn(ask_all)).collect();
             all.into_iter().try_for_each(|one| one.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         })?;
         let (_, count) = shared.into_inner().unwrap_or_else(PoisonError::into_inner);

@@ -1,0 +1,66 @@
+//! The arguments of `prove`.
+
+use crate::args::PlaceArgs;
+use crate::names::Named;
+use clap::Args;
+use std::path::PathBuf;
+
+pub(crate) const EXIT_CODES: &str = "\
+Exit codes:
+  0  no answer is wrong
+  1  a result is past its tolerance, or a process ended or gave no answer in time
+  2  mistakes in the arguments, all of them listed, or a state of another executor, device or version
+  3  the executor is not there
+  4  something failed while it ran: the disk, memory
+
+RUST_LOG=debug tells more, on stderr.";
+
+/// The description in `--help`, after the line of the overview.
+pub(crate) const ABOUT: &str = "\
+Prove an executor: compute problems in which features meet, and check each
+
+A problem combines features: pass, element type, head dims, mask, score_mod, packed sequences, pages, sink,
+dropout and so on. In the problems of strength `two`, any two features meet that the executor supports
+together. Every result is compared with textbook attention in f64.
+
+Worker processes compute the problems, one for each processor, so a fault of a device ends one problem.
+Answers are kept: a run that was ended, by Ctrl-C too, goes on where it was, and asks again what was wrong.
+A run ends after 20 wrong answers.";
+
+#[derive(Debug, Args)]
+pub(crate) struct ProveArgs {
+    /// Prove cpu, cuda, cudnn, metal, or auto: the choice for each problem
+    #[arg(value_name = "EXECUTOR", value_parser = Named::executors(), hide_possible_values = true)]
+    pub(crate) executor: String,
+    /// Choose how often features meet [default: two]
+    ///
+    /// two: any two features meet in one problem. three: any three of pass, type, dims, container and the parts of a parameter. ledger: any two features meet in
+    /// three problems.
+    #[arg(long, value_name = "two|three|ledger", value_parser = Named::strengths(), hide_possible_values = true, help_heading = "Problems")]
+    pub(crate) strength: Option<String>,
+    /// Compute this problem again, such as 'two-way 5'
+    #[arg(long, value_name = "NAME", help_heading = "Problems")]
+    pub(crate) only: Option<String>,
+    /// Compute at most N problems that have no answer yet [default: all]
+    #[arg(long, value_name = "N", allow_hyphen_values = true, help_heading = "Problems")]
+    pub(crate) problems: Option<String>,
+    /// Keep the answers in this folder [default: proofs in the user's cache]
+    ///
+    /// The default is the folder `proofs` in SDPA_CACHE_DIR, else in `sdpa` in XDG_CACHE_HOME, else in ~/.cache/sdpa (on macOS ~/Library/Caches/sdpa). Each executor
+    /// has a file there, EXECUTOR.jsonl: a line says what the answers are of, each other line is an answer.
+    #[arg(long, value_name = "FOLDER", help_heading = "Answers")]
+    pub(crate) state: Option<PathBuf>,
+    /// Delete the answers of the executor, and compute nothing
+    #[arg(long, help_heading = "Answers")]
+    pub(crate) remove: bool,
+    #[command(flatten, next_help_heading = "Libraries")]
+    pub(crate) places: PlaceArgs,
+}
+
+/// What a worker process is started with.
+#[derive(Debug, Args)]
+pub(crate) struct WorkerArgs {
+    pub(crate) executor: String,
+    #[command(flatten)]
+    pub(crate) places: PlaceArgs,
+}
