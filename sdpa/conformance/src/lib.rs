@@ -1,7 +1,4 @@
-//! Proves an attention executor: computes problems in which any two features meet, and compares every result with textbook attention in f64.
-//!
-//! The oracle, `sdpa-oracle`, shares no code with the libraries: it reads masks word for word and computes textbook attention in f64. [`covering`] makes the
-//! problems, [`runner`] runs them, [`compare`] judges results, and [`prove`] keeps the answers.
+#![doc = include_str!("../README.md")]
 
 pub mod case;
 pub mod compare;

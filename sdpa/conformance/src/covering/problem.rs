@@ -419,6 +419,15 @@ mod tests {
     }
 
     #[test]
+    fn names_of_problems_have_their_strength() {
+        for strength in Strength::ALL {
+            assert_eq!(Strength::of(&strength.problems_of(&vec![vec![0; FACTORS.len()]; 3]).unwrap()[2].case.name), Some(strength));
+            assert_eq!(Strength::named(strength.name()), Some(strength));
+        }
+        assert_eq!(["two-way", "two-way x", "four-way 5", "", " 5"].map(Strength::of), [None; 5]);
+    }
+
+    #[test]
     fn few_pairs_have_no_problem() {
         let covering = Strength::Two.rows(&|_| true);
         // Gradients beside pages and beside results of forward passes alone: 12. Axes without a parameter: 15.
