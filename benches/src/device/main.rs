@@ -46,7 +46,7 @@ const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES]
-          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | threads [SECONDS] | msl [long | few | all | 3/40]
+          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
@@ -85,6 +85,10 @@ fn main() -> ExitCode {
             let text = |n: usize, default| args.get(n).map_or(default, String::as_str);
             prove::run(text(1, ""), text(2, "two"), Path::new(text(3, "proof")), args.get(4).map(String::as_str))
         }
+        Some("rows") => match &args[1..] {
+            [strength, folder, profile, device] => prove::rows(strength, Path::new(folder), Path::new(profile), device),
+            _ => Err(USAGE.into()),
+        },
         Some("prove-worker") => prove::worker(args.get(1).map_or("", String::as_str)),
         Some("version") => files::version(),
         Some("first") => first::run(number(1, u64::MAX) as usize, args.get(2).map(String::as_str) == Some("small")),

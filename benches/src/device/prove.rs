@@ -3,13 +3,16 @@
 use crate::setup::Result;
 use conformance::covering::{Covering, Strength, features};
 use conformance::prove::{About, Answer, Auto, Count, State, Summary, Workers, serve};
+use cudnn_graph::{DeviceProfile, Library, Search, Target};
 use sdpa::cpu::CpuExecutor;
 use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
-use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::{Dispatcher, Executor};
+use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions, plan};
+use sdpa::{BackwardProblem, Dispatcher, Error, Executor, ExecutorName, Prepared, PreparedBackward, Problem, Reason, Unsupported};
 use serde::Serialize;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// An executor that may be proven.
@@ -74,18 +77,18 @@ pub(crate) fn run(name: &str, strength: &str, folder: &Path, only: Option<&str>)
     let strength = Strength::named(strength).ok_or("a strength is two, three or ledger")?;
     let start = Instant::now();
     let (executor, on) = executor(name)?;
-    let Covering { rows, impossible, .. } = strength.rows_for(&*executor);
-    let problems = strength.problems_of(&rows)?;
-    if let Some(only) = only {
-        let problem = problems.iter().find(|problem| problem.case.name == only).ok_or_else(|| format!("there is no problem {only:?}"))?;
-        let answer = Answer::of(problem, &*executor);
-        println!("{on}\n{}\n{:?}: {}", problem.features.join("; "), answer.verdict, answer.told);
-        return if answer.verdict.is_bad() { Err("it is wrong".into()) } else { Ok(()) };
-    }
     let about = About { executor: name.to_owned(), runs_on: on };
     std::fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let path = folder.join(format!("{name}-{}.jsonl", strength.name()));
     let mut state = State::open(&path, &about)?;
+    let Covering { rows, impossible, .. } = state.covering(strength, &*executor)?;
+    let problems = strength.problems_of(&rows)?;
+    if let Some(only) = only {
+        let problem = problems.iter().find(|problem| problem.case.name == only).ok_or_else(|| format!("there is no problem {only:?}"))?;
+        let answer = Answer::of(problem, &*executor);
+        println!("{}\n{}\n{:?}: {}", about.runs_on, problem.features.join("; "), answer.verdict, answer.told);
+        return if answer.verdict.is_bad() { Err("it is wrong".into()) } else { Ok(()) };
+    }
     let open = problems.iter().filter(|problem| !state.has(problem)).count();
     let told = format!("{} problems, {} to ask, {} combinations of features without one", problems.len(), open, impossible.len());
     println!("{name} on {}: {told}, made in {:.1} s", about.runs_on, start.elapsed().as_secs_f64());
@@ -122,4 +125,67 @@ pub(crate) fn run(name: &str, strength: &str, folder: &Path, only: Option<&str>)
     std::fs::write(path.with_extension("json"), serde_json::to_string_pretty(&proof)?)?;
     let left = problems.len() - answered;
     if bad == 0 && left == 0 { Ok(()) } else { Err(format!("{bad} speak against {name}, {left} are open").into()) }
+}
+
+/// cuDNN without a device, for a description of one: it says what is supported, and runs nothing.
+#[derive(Debug)]
+struct Offline {
+    library: &'static Library,
+    profile: DeviceProfile,
+}
+
+impl Offline {
+    fn asked(&self, job: &Job) -> std::result::Result<(), Unsupported> {
+        let failed = |why: String| Unsupported::new(ExecutorName::CUDNN, vec![Reason::Failed(why)]);
+        match plan::supports(self.library, &Target::Profile(&self.profile), job, &PlanOptions::default()) {
+            Ok(_) => Ok(()),
+            Err(sdpa::cudnn::Error::Unsupported(reasons)) => Err(reasons),
+            Err(other) => Err(failed(other.to_string())),
+        }
+    }
+
+    fn runs_nothing() -> Error {
+        Unsupported::new(ExecutorName::CUDNN, vec![Reason::Absent("there is no device".to_owned())]).into()
+    }
+}
+
+impl Executor for Offline {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::CUDNN
+    }
+
+    fn supports(&self, problem: &Problem) -> std::result::Result<(), Unsupported> {
+        if problem.is_empty() { Ok(()) } else { self.asked(&problem.clone().into()) }
+    }
+
+    fn prepare(&self, _: &Problem) -> std::result::Result<Arc<dyn Prepared>, Error> {
+        Err(Offline::runs_nothing())
+    }
+
+    fn supports_backward(&self, problem: &BackwardProblem) -> std::result::Result<(), Unsupported> {
+        if problem.forward().is_empty() { Ok(()) } else { self.asked(&problem.clone().into()) }
+    }
+
+    fn prepare_backward(&self, _: &BackwardProblem) -> std::result::Result<Arc<dyn PreparedBackward>, Error> {
+        Err(Offline::runs_nothing())
+    }
+}
+
+/// Begins the state of a proof of cuDNN on a machine without a GPU: the rows that it supports on a device of this profile, which takes minutes. The name of
+/// the device is that of the machine that answers.
+///
+/// # Errors
+/// A cuDNN or a profile that is not there.
+pub(crate) fn rows(strength: &str, folder: &Path, profile: &Path, device: &str) -> Result<()> {
+    let strength = Strength::named(strength).ok_or("a strength is two, three or ledger")?;
+    let library = Library::load(&Search::default())?;
+    let profile = DeviceProfile::from_json(&std::fs::read_to_string(profile)?)?;
+    let on = format!("{device}, sm {}, cuDNN {}", profile.sm(), library.version());
+    let about = About { executor: "cudnn".to_owned(), runs_on: on };
+    std::fs::create_dir_all(folder)?;
+    let mut state = State::open(&folder.join(format!("cudnn-{}.jsonl", strength.name())), &about)?;
+    let start = Instant::now();
+    let covering = state.covering(strength, &Offline { library, profile })?;
+    println!("{} rows for {}, made in {:.0} s", covering.rows.len(), about.runs_on, start.elapsed().as_secs_f64());
+    Ok(())
 }

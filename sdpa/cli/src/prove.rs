@@ -119,7 +119,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
         Some(problem) => (vec![problem], Vec::new()),
         None => {
             let _step = progress.spinner("choosing problems");
-            let covering = order.strength.rows_for(&*executor);
+            let covering = state.covering(order.strength, &*executor).map_err(|e| failure(&e))?;
             let problems = order.strength.problems_of(&covering.rows).map_err(|e| Failure::environment("prove", e))?;
             match &order.only {
                 None => (problems, covering.impossible),

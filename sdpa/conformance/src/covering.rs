@@ -11,6 +11,7 @@ use crate::random::Random;
 use asked::Asked;
 pub use asked::Supports;
 pub use problem::{FACTORS, Problem, RULES, Strength, THREE_WAY, features};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// A feature of a problem.
@@ -57,7 +58,7 @@ pub struct Wanted<'a> {
 }
 
 /// Rows that cover, and what cannot be covered.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Covering {
     /// The rows.
     pub rows: Vec<Row>,
@@ -202,10 +203,10 @@ impl Builder<'_> {
         let first = self.random.between(0, known.len() as i64 - 1) as usize;
         let mut bases: Vec<&Row> = known.iter().cycle().skip(first).take(known.len()).collect();
         bases.sort_by_key(|row| std::cmp::Reverse(shared(row)));
-        asked.first(self, BASES, |builder, n| {
+        (0..BASES).find_map(|n| {
             let base = bases[n / 2 % bases.len()];
-            let other = if n % 2 == 0 { base } else { builder.random.pick(&bases) };
-            builder.crossed([base, other], combination).filter(|row| !taken.contains(row))
+            let other = if n % 2 == 0 { base } else { self.random.pick(&bases) };
+            self.crossed([base, other], combination).filter(|row| !taken.contains(row) && asked.is_supported(row))
         })
     }
 
@@ -238,17 +239,6 @@ impl Builder<'_> {
     ) -> Row {
         for factor in 0..row.len() {
             let better = self.better(&row, factor, begin, worth, taken);
-            if better.iter().any(|changed| !asked.knows(changed)) {
-                // Most changes are declined. Until one is not, the next factors change this row too.
-                let mut ahead = better.clone();
-                for next in factor + 1..row.len() {
-                    if ahead.len() >= asked.width() {
-                        break;
-                    }
-                    ahead.extend(self.better(&row, next, begin, worth, taken));
-                }
-                asked.ahead(&ahead.iter().collect::<Vec<_>>());
-            }
             if let Some(changed) = better.into_iter().find(|changed| asked.is_supported(changed)) {
                 row = changed;
             }
@@ -265,7 +255,7 @@ impl Builder<'_> {
         let (mut known, mut missing) = (Vec::new(), Vec::new());
         for chosen in all {
             let alone = vec![chosen];
-            let found = asked.first(self, FIRST, |builder, _| builder.complete(&alone, &|_, _, _| 0));
+            let found = (0..FIRST).find_map(|_| self.complete(&alone, &|_, _, _| 0).filter(|row| asked.is_supported(row)));
             match found {
                 Some(row) => known.push(row),
                 None => missing.push(chosen),
@@ -289,15 +279,10 @@ impl Builder<'_> {
     }
 }
 
-/// Rows in which combinations of values meet that rules allow to, so often as wanted; the other factors vary too. Only rows that are supported are taken. All
-/// processors ask `supports`; the rows are the same every time, on every machine.
+/// Rows in which combinations of values meet that rules allow to, so often as wanted; the other factors vary too. Only rows that are supported are taken. The same
+/// rows every time.
 pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
-    cover_on(std::thread::available_parallelism().map_or(1, usize::from), wanted, supports)
-}
-
-/// As [`cover`], but at most so many threads ask.
-pub fn cover_on(threads: usize, wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
-    let asked = &mut Asked::new(supports, threads);
+    let asked = &mut Asked::new(supports);
     let factors = wanted.factors;
     let of: Vec<usize> = (0..factors.len()).filter(|n| wanted.of.contains(&factors[*n].name)).collect();
     let mut builder = Builder::new(wanted);
@@ -332,7 +317,7 @@ pub fn cover_on(threads: usize, wanted: &Wanted<'_>, supports: &Supports<'_>) ->
         // The last of the best, as `max_by_key` would have it.
         let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
         best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
-        let made = asked.first(&mut builder, best.len(), |_, n| Some(best[n].1.clone()));
+        let made = best.into_iter().map(|(_, row)| row).find(|row| asked.is_supported(row));
         let found = made.or_else(|| {
             let base = builder.supported_with(&begin, &known, &taken, asked)?;
             let worth: HashMap<(usize, usize), usize> = missing.keys().flatten().fold(HashMap::new(), |mut worth, chosen| {
@@ -444,30 +429,6 @@ mod tests {
     }
 
     #[test]
-    fn rows_do_not_depend_on_the_number_of_threads() {
-        let asked = |threads: usize| {
-            let questions = std::sync::Mutex::new(Vec::new());
-            let covering = Strength::Two.rows_on(threads, &|row| {
-                questions.lock().unwrap().push(row.clone());
-                !declines_pairs(row)
-            });
-            (covering, questions.into_inner().unwrap())
-        };
-        let (one, questions) = asked(1);
-        assert!(one.rows.len() > 250 && one.impossible.len() > 50, "{} rows, {} impossible", one.rows.len(), one.impossible.len());
-        assert!(one.rows.iter().all(|row| !declines_pairs(row)));
-        for threads in [2, 5, 16] {
-            let (covering, mut more) = asked(threads);
-            assert!(covering.rows == one.rows && covering.impossible == one.impossible, "{threads} threads take other rows");
-            assert!(more.len() < 3 * questions.len(), "{threads} threads ask {}, one asks {}", more.len(), questions.len());
-            let all = more.len();
-            more.sort();
-            more.dedup();
-            assert_eq!(more.len(), all, "{threads} threads ask a row twice");
-        }
-    }
-
-    #[test]
     fn rows_that_compute_nothing_cover_nothing_else() {
         let covering = cover(&Wanted { hollow: ("a", &["0"]), ..wanted(&[], 2) }, &|_| true);
         assert!(covering.impossible.is_empty());
@@ -477,5 +438,26 @@ mod tests {
         // No combination of other factors is one of them.
         let others = cover(&Wanted { hollow: ("a", &["0"]), of: &["b", "c", "d"], ..wanted(&[], 2) }, &|_| true);
         assert!(others.rows.iter().all(|row| row[0] != 0));
+    }
+
+    #[test]
+    fn each_row_is_asked_once() {
+        let questions = std::cell::RefCell::new(Vec::new());
+        let covering = Strength::Two.rows(&|row| {
+            questions.borrow_mut().push(row.clone());
+            !declines_pairs(row)
+        });
+        assert!(
+            covering.rows.len() > 250 && covering.impossible.len() > 50,
+            "{} rows, {} impossible",
+            covering.rows.len(),
+            covering.impossible.len()
+        );
+        assert!(covering.rows.iter().all(|row| !declines_pairs(row)));
+        let mut questions = questions.into_inner();
+        let all = questions.len();
+        questions.sort();
+        questions.dedup();
+        assert_eq!(questions.len(), all);
     }
 }

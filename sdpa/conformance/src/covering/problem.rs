@@ -1,6 +1,6 @@
 //! The features of attention problems, and the case of a row.
 
-use super::{Covering, Factor, Row, Rule, Supports, Wanted, cover_on};
+use super::{Covering, Factor, Row, Rule, Supports, Wanted, cover};
 use crate::case::Case;
 use crate::runner::Source;
 use sdpa::Executor;
@@ -224,13 +224,8 @@ impl Strength {
         }
     }
 
-    /// Rows that cover and are supported. All processors ask.
+    /// Rows that cover and are supported.
     pub fn rows(self, supports: &Supports<'_>) -> Covering {
-        self.rows_on(std::thread::available_parallelism().map_or(1, usize::from), supports)
-    }
-
-    /// As [`Strength::rows`], but so many threads ask. The rows are the same.
-    pub fn rows_on(self, threads: usize, supports: &Supports<'_>) -> Covering {
         let every: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
         let (of, strength, times) = match self {
             Strength::Two => (&every[..], 2, 1),
@@ -238,7 +233,7 @@ impl Strength {
             Strength::Ledger => (&every[..], 2, 3),
         };
         let hollow = ("size", &["no queries", "no keys"][..]);
-        cover_on(threads, &Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow }, supports)
+        cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow }, supports)
     }
 
     /// The problems of every row, whoever supports them.

@@ -1,8 +1,9 @@
 //! Answers in a file, which a later run goes on from.
 
 use super::{About, Answer, ProveError, Verdict};
-use crate::covering::Problem;
-use serde::Serialize;
+use crate::covering::{Covering, FACTORS, Problem, Strength};
+use sdpa::Executor;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
@@ -15,6 +16,35 @@ pub struct State {
     path: PathBuf,
     file: File,
     answers: BTreeMap<String, Answer>,
+    /// By the name of a strength.
+    coverings: BTreeMap<String, Chosen>,
+}
+
+/// The rows that a strength has for the executor, as a line of JSON. Making them may take minutes.
+#[derive(Debug, Serialize, Deserialize)]
+struct Chosen {
+    strength: String,
+    /// The version of this crate. Another may support other rows.
+    version: String,
+    /// Every value of every factor.
+    values: Vec<String>,
+    covering: Covering,
+}
+
+/// A line of a state but the first.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Kept {
+    Answer(Answer),
+    Chosen(Chosen),
+}
+
+impl Chosen {
+    fn new(strength: Strength, covering: Covering) -> Chosen {
+        let values = FACTORS.iter().flat_map(|factor| factor.values.iter().map(|value| format!("{}: {value}", factor.name)));
+        let (strength, version) = (strength.name().to_owned(), env!("CARGO_PKG_VERSION").to_owned());
+        Chosen { strength, version, values: values.collect(), covering }
+    }
 }
 
 impl State {
@@ -30,7 +60,7 @@ impl State {
         }
         let not_a_state = |why: &dyn std::fmt::Display| ProveError::NotAState { path: path.to_owned(), why: why.to_string() };
         let reading = || ProveError::io(path, "reading");
-        let (mut answers, mut half) = (BTreeMap::new(), false);
+        let (mut answers, mut coverings, mut half) = (BTreeMap::new(), BTreeMap::new(), false);
         let mut lines = BufReader::new(&file).split(b'\n');
         match lines.next().transpose().map_err(reading())? {
             None => write_line(&mut file, path, about)?,
@@ -41,8 +71,9 @@ impl State {
                 }
                 for line in lines {
                     // A run that was ended may have left half a line.
-                    match serde_json::from_slice::<Answer>(&line.map_err(reading())?) {
-                        Ok(answer) => drop(answers.insert(answer.name.clone(), answer)),
+                    match serde_json::from_slice::<Kept>(&line.map_err(reading())?) {
+                        Ok(Kept::Answer(answer)) => drop(answers.insert(answer.name.clone(), answer)),
+                        Ok(Kept::Chosen(chosen)) => drop(coverings.insert(chosen.strength.clone(), chosen)),
                         Err(_) => half = true,
                     }
                 }
@@ -51,7 +82,24 @@ impl State {
         if half {
             file.write_all(b"\n").map_err(ProveError::io(path, "writing"))?;
         }
-        Ok(State { path: path.to_owned(), file, answers })
+        Ok(State { path: path.to_owned(), file, answers, coverings })
+    }
+
+    /// The rows of a strength that the executor supports: from the file, or made now and added to it.
+    ///
+    /// # Errors
+    /// [`ProveError::Io`]: the file cannot be written.
+    pub fn covering(&mut self, strength: Strength, executor: &dyn Executor) -> Result<Covering, ProveError> {
+        let mut here = Chosen::new(strength, Covering { rows: Vec::new(), impossible: Vec::new(), covered: 0 });
+        let there = self.coverings.get(strength.name());
+        if let Some(there) = there.filter(|there| (&there.version, &there.values) == (&here.version, &here.values)) {
+            return Ok(there.covering.clone());
+        }
+        here.covering = strength.rows_for(executor);
+        write_line(&mut self.file, &self.path, &here)?;
+        let covering = here.covering.clone();
+        self.coverings.insert(here.strength.clone(), here);
+        Ok(covering)
     }
 
     /// The file.
@@ -152,6 +200,55 @@ mod tests {
 
     fn about(executor: &str) -> About {
         About { executor: executor.to_owned(), runs_on: "nothing".to_owned() }
+    }
+
+    /// Supports every type but f32, and counts the questions.
+    #[derive(Debug, Default)]
+    struct Counts(std::sync::atomic::AtomicUsize);
+
+    impl Executor for Counts {
+        fn name(&self) -> sdpa::ExecutorName {
+            sdpa::ExecutorName::new("counts")
+        }
+        fn supports(&self, problem: &sdpa::Problem) -> Result<(), sdpa::Unsupported> {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            match problem.dtype() {
+                sdpa::DType::F32 => Err(sdpa::Unsupported::new(self.name(), Vec::new())),
+                _ => Ok(()),
+            }
+        }
+        fn prepare(&self, _: &sdpa::Problem) -> Result<std::sync::Arc<dyn sdpa::Prepared>, sdpa::Error> {
+            Err(sdpa::Unsupported::new(self.name(), Vec::new()).into())
+        }
+        fn supports_backward(&self, problem: &sdpa::BackwardProblem) -> Result<(), sdpa::Unsupported> {
+            self.supports(problem.forward())
+        }
+        fn prepare_backward(&self, _: &sdpa::BackwardProblem) -> Result<std::sync::Arc<dyn sdpa::PreparedBackward>, sdpa::Error> {
+            Err(sdpa::Unsupported::new(self.name(), Vec::new()).into())
+        }
+    }
+
+    #[test]
+    fn rows_are_made_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.jsonl");
+        let executor = Counts::default();
+        let mut state = State::open(&path, &about("counts")).unwrap();
+        let made = state.covering(Strength::Two, &executor).unwrap();
+        let asked = executor.0.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(asked > made.rows.len() && made.rows.len() > 150, "{asked} questions, {} rows", made.rows.len());
+        drop(state);
+        let mut state = State::open(&path, &about("counts")).unwrap();
+        let kept = state.covering(Strength::Two, &executor).unwrap();
+        assert_eq!((&kept.rows, &kept.impossible, kept.covered), (&made.rows, &made.impossible, made.covered));
+        assert_eq!(executor.0.load(std::sync::atomic::Ordering::Relaxed), asked);
+        drop(state);
+        // Rows of other factors have another meaning.
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("size: split KV", "size: another")).unwrap();
+        let mut state = State::open(&path, &about("counts")).unwrap();
+        assert_eq!(state.covering(Strength::Two, &executor).unwrap().rows, made.rows);
+        assert!(executor.0.load(std::sync::atomic::Ordering::Relaxed) > asked);
     }
 
     #[test]
