@@ -17,7 +17,7 @@ pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
 #[derive(Debug, Serialize)]
 pub(crate) struct LedgerFacts {
     device: String,
-    date: String,
+    release: String,
     right: usize,
     wrong: usize,
     /// Pairs of features that are proven.
@@ -27,15 +27,18 @@ pub(crate) struct LedgerFacts {
 impl LedgerFacts {
     /// Those of an executor's ledger; `None` where it has none.
     pub(crate) fn of(executor: &CudnnExecutor) -> Option<LedgerFacts> {
-        let ledger = executor.ledger()?;
+        executor.ledger().map(LedgerFacts::new)
+    }
+
+    pub(crate) fn new(ledger: &Ledger) -> LedgerFacts {
         let about = ledger.about();
-        let (device, date) = (about.device.clone(), about.date.clone());
-        Some(LedgerFacts { device, date, right: about.right, wrong: about.wrong, pairs: ledger.pairs() })
+        let (device, release) = (about.device.clone(), about.release.clone());
+        LedgerFacts { device, release, right: about.right, wrong: about.wrong, pairs: ledger.pairs() }
     }
 
     pub(crate) fn text(&self) -> String {
-        let LedgerFacts { device, date, right, wrong, pairs } = self;
-        format!("{right} results right, {wrong} wrong on {device}, {date}; {pairs} pairs of features are proven")
+        let LedgerFacts { device, release, right, wrong, pairs } = self;
+        format!("{right} results right, {wrong} wrong on {device}, sdpa {release}; {pairs} pairs of features are proven")
     }
 }
 

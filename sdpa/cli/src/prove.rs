@@ -1,6 +1,7 @@
 //! `prove`: problems in which features meet on an executor, each compared with textbook attention in f64.
 
 pub(crate) mod args;
+mod evidence;
 mod subject;
 mod tell;
 
@@ -8,10 +9,10 @@ use crate::exit::{Answer as Told, Failure, Line, Mistakes};
 use crate::names;
 use crate::progress::Progress;
 use args::{ProveArgs, WorkerArgs};
-use sdpa::Preference;
-use sdpa::cuda::KernelCache;
+use sdpa::nvidia::user;
+use sdpa::{ExecutorName, Preference};
 use sdpa_conformance::covering::{Problem, Strength, features};
-use sdpa_conformance::prove::{Answer, Count, ProveError, State, Workers, serve};
+use sdpa_conformance::prove::{Answer, Count, MOST_BAD, ProveError, State, Workers, serve};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -26,6 +27,8 @@ struct Order {
     most: Option<usize>,
     /// The file of the executor's answers.
     state: PathBuf,
+    /// The folder of the caller's for answers and ledger.
+    folder: Option<PathBuf>,
 }
 
 impl Order {
@@ -58,12 +61,21 @@ impl Order {
         };
         let order = preference.zip(folder).map(|(preference, folder)| Order {
             preference,
-            strength: named.flatten().or(strength.flatten()).unwrap_or(Strength::Two),
+            strength: named.flatten().or(strength.flatten()).unwrap_or_else(|| usual(preference)),
             only: args.only.clone(),
             most: most.flatten(),
             state: folder.join(format!("{}.jsonl", subject::name(preference))),
+            folder: args.state.clone(),
         });
         mistakes.finish(order)
+    }
+}
+
+/// The strength where none is named: answers of cuDNN make a ledger.
+fn usual(preference: Preference) -> Strength {
+    match preference {
+        Preference::Named(ExecutorName::CUDNN) => Strength::Ledger,
+        Preference::Named(_) | Preference::Auto => Strength::Two,
     }
 }
 
@@ -73,10 +85,10 @@ fn strength_of(problem: &str) -> Result<Strength, String> {
         .ok_or_else(|| format!("{problem:?} names no problem: expected a name such as \"two-way 5\", \"three-way 5\" or \"ledger 5\""))
 }
 
-/// The folder `proofs`, where the kernel cache of the user has its folder. A proof is kept where the kernel cache is switched off too.
+/// The folder `proofs`, next to that of the kernel cache. A proof is kept where the kernel cache is switched off too.
 fn user_folder(mistakes: &mut Mistakes) -> Option<PathBuf> {
-    match KernelCache::of_user_switched_on() {
-        Ok(Some(cache)) => cache.folder().parent().map(|caches| caches.join("proofs")),
+    match user::folder("proofs") {
+        Ok(Some(folder)) => Some(folder),
         Ok(None) => {
             mistakes.add("--state", "this user has no folder for caches: name a folder");
             None
@@ -103,10 +115,10 @@ fn failure(error: &ProveError) -> Failure {
 pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     let order = Order::read(args)?;
     if args.remove {
-        return remove(&order.state, json);
+        return remove(&order, json);
     }
     let start = Instant::now();
-    let Subject { executor, about } = Subject::open(order.preference, &args.places)?;
+    let Subject { executor, about, ledger } = Subject::open(order.preference, &args.places)?;
     let folder = order.state.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)
         .map_err(|e| Failure::environment("--state", format!("making {}: {e}; name another folder", folder.display())))?;
@@ -161,6 +173,12 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     }
 
     let summary = state.summary(&problems);
+    // Of a part of the problems, a wrong result would refuse features that the others clear.
+    let is_done = order.only.is_none() && (summary.answered() == problems.len() || summary.bad.len() >= MOST_BAD);
+    let ledger = match ledger {
+        Some(about) if is_done => evidence::write(about, &state, order.folder.as_deref()).map_err(|e| Failure::environment("the ledger", e))?,
+        Some(_) | None => None,
+    };
     let proven = Proven {
         about,
         strength: order.strength,
@@ -168,6 +186,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
         open: problems.len() - summary.answered(),
         unproven: impossible.iter().map(|combination| features(combination)).collect(),
         state: state.path().to_owned(),
+        ledger,
         seconds: start.elapsed().as_secs_f64(),
         only: order.only.as_ref().and_then(|_| state.of(problems.first()?).cloned()),
         summary,
@@ -176,14 +195,21 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     Told::new(json, &proof, || proof.text(), proof.outcome())
 }
 
-/// Deletes the answers of an executor.
-fn remove(state: &Path, json: bool) -> Result<Told, Failure> {
+/// Deletes the answers of an executor, and of cuDNN the ledgers that they made.
+fn remove(order: &Order, json: bool) -> Result<Told, Failure> {
+    let state = &order.state;
     let removed = match std::fs::remove_file(state) {
         Ok(()) => true,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => false,
         Err(e) => return Err(Failure::environment("--state", format!("deleting {}: {e}", state.display()))),
     };
-    Removed { state: state.to_owned(), removed }.answer(json)
+    let ledgers = match order.preference {
+        Preference::Named(ExecutorName::CUDNN) => {
+            evidence::remove(order.folder.as_deref()).map_err(|e| Failure::environment("the ledger", e))?
+        }
+        Preference::Named(_) | Preference::Auto => 0,
+    };
+    Removed { state: state.clone(), removed, ledgers }.answer(json)
 }
 
 /// Answers questions of [`run`]; the exit code.

@@ -25,14 +25,17 @@ together. Every result is compared with textbook attention in f64.
 
 Worker processes compute the problems, one for each processor, so a fault of a device ends one problem.
 Answers are kept: a run that was ended, by Ctrl-C too, goes on where it was, and asks again what was wrong.
-A run ends after 20 wrong answers.";
+A run ends after 20 wrong answers.
+
+Answers of cudnn make a ledger: the features that this version computes correctly together on this device.
+An automatic choice prefers native kernels where it does not cover a problem.";
 
 #[derive(Debug, Args)]
 pub(crate) struct ProveArgs {
     /// Prove cpu, cuda, cudnn, metal, or auto: the choice for each problem
     #[arg(value_name = "EXECUTOR", value_parser = Named::executors(), hide_possible_values = true)]
     pub(crate) executor: String,
-    /// Choose how often features meet [default: two]
+    /// Choose how often features meet [default: ledger for cudnn, else two]
     ///
     /// two: any two features meet in one problem. three: any three of pass, type, dims, container and the parts of a parameter. ledger: any two features meet in
     /// three problems.
@@ -47,10 +50,10 @@ pub(crate) struct ProveArgs {
     /// Keep the answers in this folder [default: proofs in the user's cache]
     ///
     /// The default is the folder `proofs` in SDPA_CACHE_DIR, else in `sdpa` in XDG_CACHE_HOME, else in ~/.cache/sdpa (on macOS ~/Library/Caches/sdpa). Each executor
-    /// has a file there, EXECUTOR.jsonl: a line says what the answers are of, each other line is an answer.
+    /// has a file there, EXECUTOR.jsonl: a line says what the answers are of, each other line is an answer. A ledger goes to the folder `ledgers` next to it, or to FOLDER.
     #[arg(long, value_name = "FOLDER", help_heading = "Answers")]
     pub(crate) state: Option<PathBuf>,
-    /// Delete the answers of the executor, and compute nothing
+    /// Delete the answers of the executor and its ledgers, and compute nothing
     #[arg(long, help_heading = "Answers")]
     pub(crate) remove: bool,
     #[command(flatten, next_help_heading = "Libraries")]

@@ -1,8 +1,10 @@
 //! The executor that is proven.
 
+use super::evidence;
 use crate::args::PlaceArgs;
 use crate::exit::{Failure, Line};
 use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::ledger::About as LedgerAbout;
 use sdpa::{Dispatcher, Executor, ExecutorName, Preference};
 use sdpa_conformance::prove::{About, Auto};
 use std::fmt::Display;
@@ -12,6 +14,8 @@ use std::sync::Arc;
 pub(super) struct Subject {
     pub(super) executor: Arc<dyn Executor>,
     pub(super) about: About,
+    /// The ledger that answers make, of cuDNN.
+    pub(super) ledger: Option<LedgerAbout>,
 }
 
 /// The name that the command line has for a preference.
@@ -23,11 +27,12 @@ pub(super) fn name(preference: Preference) -> &'static str {
 }
 
 impl Subject {
-    /// Opens an executor. Kernels are compiled anew: those of a proof would displace a user's in the kernel cache on disk.
+    /// Opens an executor. Of cuDNN no ledger of the user is in use: what it refuses is asked again. Kernels are compiled anew: those of a proof would displace a user's in the kernel cache on disk.
     pub(super) fn open(preference: Preference, places: &PlaceArgs) -> Result<Subject, Failure> {
         let dispatcher = Dispatcher::new(places.options());
         let name = name(preference);
         let absent = |e: &dyn Display| Failure::Executor(vec![Line::new(name, format!("{e}; cargo sdpa doctor says what to do about it"))]);
+        let mut ledger = None;
         let (executor, runs_on): (Arc<dyn Executor>, String) = match preference {
             Preference::Named(ExecutorName::CUDA) => {
                 let cuda = dispatcher.cuda().map_err(|e| absent(&e))?;
@@ -37,6 +42,7 @@ impl Subject {
             Preference::Named(ExecutorName::CUDNN) => {
                 let cudnn = dispatcher.cudnn().map_err(|e| absent(&e))?;
                 let (device, version) = (cudnn.device(), cudnn.library().version());
+                ledger = Some(evidence::about(cudnn));
                 (cudnn.clone(), format!("{}, sm {}, cuDNN {version}", device.name(), device.sm()))
             }
             Preference::Named(ExecutorName::METAL) => {
@@ -52,6 +58,6 @@ impl Subject {
             }
         };
         let runs_on = format!("{runs_on}, sdpa {}", env!("CARGO_PKG_VERSION"));
-        Ok(Subject { executor, about: About { executor: name.to_owned(), runs_on } })
+        Ok(Subject { executor, about: About { executor: name.to_owned(), runs_on }, ledger })
     }
 }

@@ -2,7 +2,9 @@
 
 use super::args::ProveArgs;
 use crate::exit::{Answer as Told, Failure, Outcome};
+use crate::ledger::LedgerFacts;
 use crate::table::Table;
+use sdpa::cudnn::ledger::Ledger;
 use sdpa_conformance::covering::Strength;
 use sdpa_conformance::prove::{About, Answer, Summary, Verdict};
 use serde::Serialize;
@@ -19,6 +21,8 @@ pub(super) struct Proven {
     pub(super) open: usize,
     pub(super) unproven: Vec<Vec<String>>,
     pub(super) state: PathBuf,
+    /// The ledger that all answers in the state make, and its file.
+    pub(super) ledger: Option<(Ledger, PathBuf)>,
     pub(super) seconds: f64,
     /// The answer of the one problem that was asked for.
     pub(super) only: Option<Answer>,
@@ -54,7 +58,18 @@ pub(super) struct Proof {
     /// Combinations of features without a problem that the executor supports.
     unproven: Vec<Vec<String>>,
     state: String,
+    /// The ledger that all answers in the state make, of cuDNN.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ledger: Option<Written>,
     seconds: f64,
+}
+
+/// A ledger that was written.
+#[derive(Debug, Serialize)]
+struct Written {
+    file: String,
+    #[serde(flatten)]
+    facts: LedgerFacts,
 }
 
 /// The command that computes a problem again.
@@ -72,14 +87,15 @@ fn quoted(word: &str) -> String {
 
 impl Proof {
     pub(super) fn of(proven: Proven, repeat: &dyn Fn(&str) -> String) -> Proof {
-        let Proven { about, strength, problems, open, unproven, state, seconds, only, summary } = proven;
+        let Proven { about, strength, problems, open, unproven, state, ledger, seconds, only, summary } = proven;
         let [right, unsupported, wrong, exits] =
             [Verdict::Right, Verdict::Unsupported, Verdict::Wrong, Verdict::Exit].map(|verdict| summary.count(verdict));
         let mut reasons: Vec<(String, usize)> = summary.reasons.into_iter().collect();
         reasons.sort_by_key(|(_, n)| std::cmp::Reverse(*n));
         let bad = summary.bad.into_iter().map(|answer| Wrong { repeat: repeat(&answer.name), answer }).collect();
         let (strength, state) = (strength.name(), state.display().to_string());
-        Proof { about, strength, problems, open, right, unsupported, wrong, exits, reasons, bad, only, unproven, state, seconds }
+        let ledger = ledger.map(|(ledger, file)| Written { file: file.display().to_string(), facts: LedgerFacts::new(&ledger) });
+        Proof { about, strength, problems, open, right, unsupported, wrong, exits, reasons, bad, only, unproven, state, ledger, seconds }
     }
 
     pub(super) fn outcome(&self) -> Outcome {
@@ -110,6 +126,7 @@ impl Proof {
             }
         }
         table.row("state", &self.state);
+        table.rows("ledger", self.ledger.iter().map(|ledger| format!("{}\n{}", ledger.file, ledger.facts.text())));
         table.row("time", format!("{:.0} s", self.seconds));
         for Wrong { answer, repeat } in &self.bad {
             let features = if self.only.is_some() { String::new() } else { format!(" ({})", answer.features.join("; ")) };
@@ -125,6 +142,8 @@ pub(super) struct Removed {
     pub(super) state: PathBuf,
     /// Whether there was such a file.
     pub(super) removed: bool,
+    /// How many ledgers were removed with it.
+    pub(super) ledgers: usize,
 }
 
 impl Removed {
@@ -133,6 +152,9 @@ impl Removed {
         let text = || {
             let mut table = Table::default();
             table.row(what, self.state.display().to_string());
+            if self.ledgers > 0 {
+                table.row("ledgers", format!("{} removed", self.ledgers));
+            }
             table.render()
         };
         Told::new(json, self, text, Outcome::Good)

@@ -25,6 +25,9 @@ use std::path::{Path, PathBuf};
 /// The ledgers of this release: version, compute capability times ten, and the file.
 const RELEASED: [(Version, u32, &str); 0] = [];
 
+/// The release that makes and reads ledgers.
+pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
+
 /// The format of a file.
 const FORMAT: u32 = 1;
 
@@ -50,8 +53,8 @@ pub struct About {
     pub sm: u32,
     /// The device's name.
     pub device: String,
-    /// The day of the last result, as YYYY-MM-DD.
-    pub date: String,
+    /// The version of this crate: another may lower problems to other graphs.
+    pub release: String,
     /// Problems whose results were right.
     pub right: usize,
     /// Problems whose results were wrong, or that ended the process.
@@ -85,7 +88,7 @@ pub enum LedgerError {
     #[error(transparent)]
     Setting(#[from] SettingError),
     /// Its text is no ledger.
-    #[error("{path} is not a ledger of this release: {what}")]
+    #[error("{path} is not a ledger: {what}")]
     Text {
         /// The file.
         path: PathBuf,
@@ -177,41 +180,59 @@ impl Ledger {
             true => "[]".to_owned(),
             false => format!("[\n{}\n  ]", values.into_iter().map(line).collect::<Vec<_>>().join(",\n")),
         };
-        let About { cudnn: Version { major, minor, patch }, sm, device, date, right, wrong } = &self.about;
+        let About { cudnn: Version { major, minor, patch }, sm, device, release, right, wrong } = &self.about;
         format!(
-            "{{\n  \"format\": {FORMAT},\n  \"cudnn\": {{ \"major\": {major}, \"minor\": {minor}, \"patch\": {patch} }},\n  \"sm\": {sm},\n  \"device\": {},\n  \"date\": {},\n  \"right\": {right},\n  \"wrong\": {wrong},\n  \"proven\": {},\n  \"refused\": {}\n}}\n",
+            "{{\n  \"format\": {FORMAT},\n  \"cudnn\": {{ \"major\": {major}, \"minor\": {minor}, \"patch\": {patch} }},\n  \"sm\": {sm},\n  \"device\": {},\n  \"release\": {},\n  \"right\": {right},\n  \"wrong\": {wrong},\n  \"proven\": {},\n  \"refused\": {}\n}}\n",
             serde_json::json!(device),
-            serde_json::json!(date),
+            serde_json::json!(release),
             lines(proven.into_iter().map(|pair| serde_json::json!(pair)).collect()),
             lines(refused.into_iter().map(|names| serde_json::json!(names)).collect()),
         )
     }
 
-    /// The file of a ledger in the folder of this user: `cudnn-9.19.0-sm90.json` in `ledgers` beside the [kernel cache](sdpa_nvidia::user::folder). `None` where
-    /// the user has no home.
+    /// The name of a ledger's file, such as `cudnn-9.19.0-sm90.json`.
+    pub fn file_name(cudnn: Version, sm: u32) -> String {
+        format!("cudnn-{cudnn}-sm{sm}.json")
+    }
+
+    /// The folder for the ledgers of this user: `ledgers` beside the [kernel cache](sdpa_nvidia::user::folder). `None` where the user has no home.
     ///
     /// # Errors
     /// [`LedgerError::Setting`].
-    pub fn user_file(cudnn: Version, sm: u32) -> Result<Option<PathBuf>, LedgerError> {
-        Ok(user::folder(FOLDER)?.map(|folder| folder.join(format!("cudnn-{cudnn}-sm{sm}.json"))))
+    pub fn user_folder() -> Result<Option<PathBuf>, LedgerError> {
+        Ok(user::folder(FOLDER)?)
     }
 
-    /// The ledgers in the folder of this user, for [`CudnnOptions::ledgers`](crate::CudnnOptions::ledgers); none where there is no folder.
+    /// The files of ledgers in a folder, by name; none where there is no folder.
     ///
     /// # Errors
-    /// Of the first file that is no ledger of this release.
-    pub fn all_of_user() -> Result<Vec<Ledger>, LedgerError> {
-        let Some(folder) = user::folder(FOLDER)? else { return Ok(Vec::new()) };
-        let io = |source| LedgerError::Io { path: folder.clone(), source };
-        let entries = match std::fs::read_dir(&folder) {
+    /// [`LedgerError::Io`].
+    pub fn files_in(folder: &Path) -> Result<Vec<PathBuf>, LedgerError> {
+        let io = |source| LedgerError::Io { path: folder.to_owned(), source };
+        let entries = match std::fs::read_dir(folder) {
             Ok(entries) => entries,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             Err(e) => return Err(io(e)),
         };
         let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<Vec<_>, _>>().map_err(io)?;
-        let mut paths: Vec<PathBuf> = paths.into_iter().filter(|path| path.extension().is_some_and(|end| end == "json")).collect();
+        let is_ledger = |path: &PathBuf| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("cudnn-"))
+                && path.extension().is_some_and(|end| end == "json")
+        };
+        let mut paths: Vec<PathBuf> = paths.into_iter().filter(is_ledger).collect();
         paths.sort_unstable();
-        paths.iter().map(|path| Ledger::load(path)).collect()
+        Ok(paths)
+    }
+
+    /// The ledgers of this user, for [`CudnnOptions::ledgers`](crate::CudnnOptions::ledgers). Those that another release made are left out.
+    ///
+    /// # Errors
+    /// Of the first file that is no ledger.
+    pub fn all_of_user() -> Result<Vec<Ledger>, LedgerError> {
+        let Some(folder) = Ledger::user_folder()? else { return Ok(Vec::new()) };
+        let mut ledgers = Ledger::files_in(&folder)?.iter().map(|path| Ledger::load(path)).collect::<Result<Vec<_>, _>>()?;
+        ledgers.retain(|ledger| ledger.about.release == RELEASE);
+        Ok(ledgers)
     }
 
     /// Reads a file.
@@ -261,7 +282,7 @@ impl Ledger {
         Some(Reason::KnownBad {
             runtime: format!("cuDNN {} on sm {}", self.about.cudnn, self.about.sm),
             what: format!("results with {}", names.join(", ")),
-            source_note: format!("a ledger of {}, {}", self.about.device, self.about.date),
+            source_note: format!("a ledger of {}", self.about.device),
         })
     }
 }
