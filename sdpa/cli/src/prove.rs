@@ -176,7 +176,9 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     // Of a part of the problems, a wrong result would refuse features that the others clear.
     let is_done = order.only.is_none() && (summary.answered() == problems.len() || summary.bad.len() >= MOST_BAD);
     let ledger = match ledger {
-        Some(about) if is_done => evidence::write(about, &state, order.folder.as_deref()).map_err(|e| Failure::environment("the ledger", e))?,
+        Some(about) if is_done => {
+            evidence::write(about, &state, order.folder.as_deref()).map_err(|e| Failure::environment("the ledger", e))?
+        }
         Some(_) | None => None,
     };
     let proven = Proven {

@@ -16,7 +16,7 @@ pub use state::{State, Summary};
 use std::fmt::{Display, Formatter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
-pub use workers::{Count, Workers, serve};
+pub use workers::{Count, MOST_BAD, Workers, serve};
 
 /// What became of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -318,6 +318,11 @@ quirks! {
         so: "lifted out of the select", versions: EVERY, sm: ANY, passes: Both,
         source: "asked of 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
     }
+    ComparisonsOfOneElement {
+        what: "the planner crashes where a one-element device tensor of f32 is compared, beside a score_mod such as a softcap or ALiBi",
+        so: "spread over queries", versions: (v(27, 0), v(27, 0)), sm: ANY, passes: Backward,
+        source: "asked of 9.27.0, not of 9.19.0", test: "tensors_of_one_element_are_spread_where_they_are_compared",
+    }
     VectorsOverTheQueries {
         what: "more than 2 (engines for 8.0) or 4 (for 9.0) vectors along queries are refused",
         so: "spread over keys, as a second spelling", versions: EVERY, sm: ANY, passes: Backward,

@@ -10,6 +10,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Bad answers after which [`Workers::new`] ends a proof.
+pub const MOST_BAD: usize = 20;
+
 /// Begins the line that a worker prints once its executor is there, and the line of each answer. Libraries may print other lines.
 const READY: &str = "ready: ";
 const ANSWER: &str = "answer: ";
@@ -67,10 +70,10 @@ pub struct Workers<'a> {
 }
 
 impl<'a> Workers<'a> {
-    /// A process for each processor, 20 bad answers, two minutes.
+    /// A process for each processor, [`MOST_BAD`] bad answers, two minutes.
     pub fn new(command: &'a (dyn Fn() -> Command + Sync)) -> Workers<'a> {
         let processes = std::thread::available_parallelism().map_or(1, usize::from);
-        Workers { command, processes, most_bad: 20, time_limit: Duration::from_secs(120) }
+        Workers { command, processes, most_bad: MOST_BAD, time_limit: Duration::from_secs(120) }
     }
 
     /// Asks each problem that the state has no good answer of, and adds the answers to it. Calls `progress` after each answer.

@@ -10,7 +10,7 @@ use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Storage, Tensor, TensorId};
 use cudnn_graph::{DType, Graph};
 use sdpa_core::expr::{
-    Axes, Axis, Binary, Builder, Const, Depends, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary,
+    Axes, Axis, Binary, Builder, Const, Depends, Kind, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary,
 };
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
@@ -470,6 +470,20 @@ impl Reading {
         Reading { extents: problem.extents(), pass, paged: problem.paged().is_some(), lengths_in_place }
     }
 
+    /// Whether a trace of a backward pass has a comparison of tensors whose result is one element (`Quirk::ComparisonsOfOneElement`).
+    fn compares_one_element(self, trace: &Trace) -> bool {
+        let is_one = |on: &Depends| on.tensor && !on.score && on.axes.iter().all(|axis| self.extents[axis.place()] == 1);
+        let compares = |node: &Node| matches!(node, Node::Binary(function, ..) if function.kind() == Kind::Compare);
+        self.pass != Pass::Forward && trace.nodes().iter().zip(&trace.depends()).any(|(node, on)| compares(node) && is_one(on))
+    }
+
+    /// The axes of a tensor, and queries (of one query, keys) if it has one element.
+    fn of_one_element(self, axes: Axes) -> Axes {
+        let has_one = axes.iter().all(|axis| self.extents[axis.place()] == 1);
+        let along = if self.extents[Axis::Q.place()] > 1 { Axis::Q } else { Axis::K };
+        if has_one { axes.with(along) } else { axes }
+    }
+
     /// The axes that a tensor over `axes` must span in device memory for the engines to read the right element. Measured on an H200
     /// and an H100 with 9.19 and 9.27; no engine reports that it reads another one.
     ///
@@ -501,7 +515,12 @@ fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> Ten
     let declared = &trace.params()[p.index()];
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
     let in_place = reading.lengths_in_place && [SEQ_LEN_Q, SEQ_LEN_KV].contains(&declared.name.as_str());
-    let (dims, read) = (axes.dims(reading.extents), if in_place { axes } else { reading.axes(axes) }.dims(reading.extents));
+    let axes_read = match () {
+        () if in_place => axes,
+        () if dtype == sdpa_core::DType::F32 && reading.compares_one_element(trace) => reading.axes(reading.of_one_element(axes)),
+        () => reading.axes(axes),
+    };
+    let (dims, read) = (axes.dims(reading.extents), axes_read.dims(reading.extents));
     let name = &declared.name;
     let is_declared = |supply: &Supply| match supply {
         Supply::Param(of) | Supply::Spread { name: of, .. } => of == name,

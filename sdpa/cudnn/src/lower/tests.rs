@@ -214,6 +214,32 @@ fn booleans_are_read_once() {
 }
 
 #[test]
+fn tensors_of_one_element_are_spread_where_they_are_compared() {
+    let read = |job: Job| {
+        let lowered = lower(&job, Form::Composite, COUNTED).unwrap();
+        let of_t = |(id, supply): &(TensorId, Supply)| match supply {
+            Supply::Param(name) | Supply::Spread { name, .. } if name == "t" => {
+                lowered.graph.graph().get(*id).map(|tensor| tensor.dims.0.to_vec())
+            }
+            _ => None,
+        };
+        lowered.supplies.iter().filter_map(of_t).collect::<Vec<_>>()
+    };
+    let one_entry = Shape { batch: 1, ..SHAPE };
+    let one_query = Shape { seq_q: 1, ..SHAPE };
+    let [seq_q, seq_kv] = [SHAPE.seq_q, SHAPE.seq_kv];
+    let mask = "tensor t[]: f32; t < 0.75";
+    assert_eq!(read(backward(SHAPE, &["softcap:5"], &[mask])), [[1, 1, seq_q, 1]]);
+    assert_eq!(read(backward(one_query, &["softcap:5"], &[mask])), [[1, 1, 1, seq_kv]]);
+    assert_eq!(read(backward(one_entry, &[], &["tensor t[batch]: f32; t < 0.75"])), [[1, 1, seq_q, 1]]);
+    assert_eq!(read(backward(SHAPE, &["tensor t[]: f32; select(t < 0.75, score, score * 2.0)"], &[])), [[1, 1, seq_q, 1]]);
+    // Engines take these as they are.
+    assert_eq!(read(forward(SHAPE, &["softcap:5"], &[mask])), [[1, 1, 1, 1]]);
+    assert_eq!(read(backward(SHAPE, &["tensor t[]: f32; score * t"], &[])), [[1, 1, 1, 1]]);
+    assert_eq!(read(backward(SHAPE, &[], &["tensor t[]: f32; f32(k) < t"])), [[1, 1, 1, 1]]);
+}
+
+#[test]
 fn forms_have_names() {
     assert_eq!([Form::Composite, Form::Unified].map(|form| form.to_string()), ["composite", "unified"]);
 }
