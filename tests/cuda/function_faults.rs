@@ -37,15 +37,15 @@ const FAULTS: [Fault; 15] = [
     ("digits of turns begin too far on", Forward, ["by = power & 31;", "by = power & 15;"], WAVES),
     ("what is far has no sign", Forward, ["(int(bits) < 0 ? -rest : rest)", "rest"], WAVES),
     ("a sine near 0 is 0", Forward, ["fabsf(turned) < 0.0144f ? turned :", "fabsf(turned) < 0.0144f ? 0.0f :"], WAVES),
-    ("a sine is a cosine", Forward, ["turned : sine_near(turned);", "turned : cosine_near(turned);"], WAVES),
+    ("a sine is a cosine", Forward, ["turned : sin_approx(turned);", "turned : cos_approx(turned);"], WAVES),
     ("odd powers of negative numbers are positive", Forward, ["negative & odd ? -size : size", "size"], POWERS),
     ("every whole power is odd", Forward, ["whole & floorf(0.5f * y) != 0.5f * y", "whole"], POWERS),
     ("0 to the power 0 is no number", Forward, ["(y == 0.0f) | (log == 0.0f) ? 0.0f : y * log", "y * log"], POWERS),
     ("great powers have another logarithm", Forward, ["fmaf(y, sum, 1.44269507f)", "fmaf(y, sum, 1.44f)"], POWERS),
-    ("an exponential is one of 2", Forward, ["exp2_of(1.44269504f * x)", "exp2_of(x)"], SMOOTH),
-    ("a logarithm is one to base 2", Forward, ["0.693147181f * log2_near(x)", "log2_near(x)"], SMOOTH),
-    ("a root is none", Forward, ["return sqrt_near(x);", "return x;"], SMOOTH),
-    ("a quotient is turned over", Forward, ["quotient_near(x, y)", "quotient_near(y, x)"], SMOOTH),
+    ("an exponential is one of 2", Forward, ["ex2_approx(1.44269504f * x)", "ex2_approx(x)"], SMOOTH),
+    ("a logarithm is one to base 2", Forward, ["0.693147181f * lg2_approx(x)", "lg2_approx(x)"], SMOOTH),
+    ("a root is none", Forward, ["return sqrt_approx(x);", "return x;"], SMOOTH),
+    ("a quotient is turned over", Forward, ["div_full(x, y)", "div_full(y, x)"], SMOOTH),
 ];
 
 /// Every case of these faults.

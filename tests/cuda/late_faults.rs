@@ -54,7 +54,7 @@ const FAULTS: [Fault; 16] = [
         ["const float from = larger ? most : before;", "const float from = most;"],
         GROWING,
     ),
-    ("sums of exponentials are next to what weights are", Forward, ["sum * exp2_of(-above)", "sum"], GROWING),
+    ("sums of exponentials are next to what weights are", Forward, ["sum * ex2_approx(-above)", "sum"], GROWING),
     (
         "queries in registers are of another warp",
         Forward,
@@ -65,13 +65,13 @@ const FAULTS: [Fault; 16] = [
     (
         "gradients of scores are read before both groups wrote",
         Backward,
-        ["barrier_wait(at.d_s_full + 8 * before, turn.phase ^ before);", ""],
+        ["mbarrier_wait_parity(at.d_s_full + 8 * before, turn.phase ^ before);", ""],
         LONG,
     ),
     (
         "gradients of scores are written over before both groups read them",
         Backward,
-        ["if (sub == 0) barrier_wait(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);", ""],
+        ["if (sub == 0) mbarrier_wait_parity(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);", ""],
         LONG,
     ),
     ("gradients of scores have one place", Backward, ["at.d_s + turn.stage * D_S_BYTES", "at.d_s"], LONG),
@@ -80,7 +80,7 @@ const FAULTS: [Fault; 16] = [
         "the matrix units are not told of what was written",
         Backward,
         [
-            "written_for_engines();\n                        __syncwarp();\n                        if (lane",
+            "fence_proxy_async();\n                        __syncwarp();\n                        if (lane",
             "__syncwarp();\n                        if (lane",
         ],
         LONG,

@@ -35,24 +35,8 @@ pub const RULES: [Rule; 14] = [
 ];
 
 /// Words of calls that synchronise.
-const SYNCHRONISES: [&str; 16] = [
-    "sync",
-    "barrier",
-    "meet",
-    "arrive",
-    "wait",
-    "commit",
-    "products_begin",
-    "written_for_engines",
-    "hold(",
-    "turn_",
-    "copied_out",
-    "copy_out_ends",
-    "rows_are_zero",
-    "registers<",
-    "expect(",
-    "asm",
-];
+const SYNCHRONISES: [&str; 11] =
+    ["sync", "barrier", "arrive", "wait", "commit", "fence", "turn_", "rows_are_zero", "setmaxnreg", "expect", "asm"];
 
 /// Numbers of threads, and of what threads share.
 const THREADS: [&str; 8] = ["lane", "warp", "part", "half", "stage", "group", "slice", "slot"];
@@ -335,7 +319,7 @@ mod tests {
             ("arguments", "f(p, batch, head + 1);", &["f(batch, p, head + 1);"]),
             ("statement", "    x[n] = 3;", &["    ;"]),
             ("statement", "Tile tile = of(p);", &[]),
-            ("statement", "barrier_wait(at.q_full, phase);", &[]),
+            ("statement", "mbarrier_wait_parity(at.q_full, phase);", &[]),
             ("axis", "at + batch * p.o_batch;", &["at + batch * p.o_head;"]),
             ("thread", "const int lane = x + warp * 16;", &["const int lane = x + (warp - 1) * 16;"]),
         ];

@@ -133,7 +133,7 @@ fn products_that_wait_for_one_another_are_seen() {
     let forward = Forward::of(&spec([128, 128], DType::BF16, "", &[]).validate().unwrap()).unwrap();
     let right = source::forward(&forward, &forward.tile(132).unwrap());
     // Results are read while products are under way.
-    let early = right.replacen("products_wait<1>();", "products_wait<7>();", 1);
+    let early = right.replacen("wgmma_wait_group<1>();", "wgmma_wait_group<7>();", 1);
     assert!(early != right);
     let [right, early] = [right, early].map(|text| compile(&nvrtc, &text).unwrap());
     assert!(serialized(&right).is_none() && serialized(&early).is_some(), "{}", early.log);

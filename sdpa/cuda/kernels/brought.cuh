@@ -13,7 +13,7 @@ struct Ring {
 // So many panels of columns, from one on.
 template <bool once>
 inline void panels_in(uint to, uint panel_bytes, int first, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
-    for (int panel = 0; panel < panels; panel++) copy_in<once>(to + panel * panel_bytes, map, barrier, (first + panel) * PANEL, row, head, batch);
+    for (int panel = 0; panel < panels; panel++) tma_load<once>(to + panel * panel_bytes, map, barrier, (first + panel) * PANEL, row, head, batch);
 }
 
 #if WITH_PACKED_Q || WITH_PACKED_KV

@@ -18,7 +18,7 @@ inline Clipped clipped(int begin, int length, int first) {
 // looks at the begin of the map, which need not be memory.
 template <bool once = false>
 inline void panel_in(uint to, uint bytes, const TensorMap& map, uint barrier, int column, bool there, const Clipped& rows, int head) {
-    if (there) copy_in<once>(to, map, barrier, column, rows.skipped, head, rows.end);
-    else nothing_in(to, bytes, barrier);
+    if (there) tma_load<once>(to, map, barrier, column, rows.skipped, head, rows.end);
+    else cp_async_bulk_load_zeros(to, bytes, barrier);
 }
 #endif

@@ -31,15 +31,15 @@ inline Exact log_sum_exp(const Range& keys, float factor, Score score_at) {
         if (!score_at(k, x)) continue;
         x *= sign;
         if (x > most) {
-            sum = sum * exp2_of((most - x) * unit) + 1.0f;
+            sum = sum * ex2_approx((most - x) * unit) + 1.0f;
             most = x;
         } else if (x != -INFINITE) {
-            sum += exp2_of((x - most) * unit);
+            sum += ex2_approx((x - most) * unit);
         }
     }
     float all = most;
     for (int apart = 16; apart > 0; apart /= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, apart));
-    sum = most == -INFINITE ? 0.0f : sum * exp2_of((most - all) * unit);
+    sum = most == -INFINITE ? 0.0f : sum * ex2_approx((most - all) * unit);
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     return all == -INFINITE ? Exact{0.0f, -INFINITE} : Exact{all * sign, log2f(sum)};
 }
@@ -52,12 +52,12 @@ inline float sink_above(const Exact& row, float natural, float sink) {
 inline Exact with_sink(const Exact& keys, float natural, float sink) {
     if (keys.rest == -INFINITE) return Exact{0.0f, sink * LOG2_E};
     const float above = sink_above(keys, natural, sink), difference = above - keys.rest;
-    return Exact{keys.most, fmaxf(above, keys.rest) + log2f(1.0f + exp2_of(-fabsf(difference)))};
+    return Exact{keys.most, fmaxf(above, keys.rest) + log2f(1.0f + ex2_approx(-fabsf(difference)))};
 }
 
 // P of the sink.
 inline float weight_of_sink(const Exact& row, float natural, float stat, float sink) {
-    return exp2_of(row.most == 0.0f ? (sink - stat) * LOG2_E : __fsub_rn(sink_above(row, natural, sink), row.rest));
+    return ex2_approx(row.most == 0.0f ? (sink - stat) * LOG2_E : __fsub_rn(sink_above(row, natural, sink), row.rest));
 }
 
 // The sum of this pass if it rounds to the statistic of the caller, and else that: statistics merged over several parts of the keys are larger.

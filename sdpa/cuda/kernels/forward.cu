@@ -37,28 +37,28 @@ struct Rows {
 
 // Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
 inline void score(float (&s)[SCORES], uint q, const uint (&held)[HELD], uint k) {
-    const ulong64 a = operand_by_rows(q), b = operand_by_rows(k);
-    products_begin();
+    const ulong64 a = descriptor_k_major(q), b = descriptor_k_major(k);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < QK_STEPS; step++) {
         const uint panel = step / 4, column = step % 4 * 32;
-        const ulong64 keys = further(b, panel * KV_PANEL_BYTES + column);
-        if (4 * step + 3 < HELD) product_by_rows(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], keys, step > 0);
-        else product_by_rows(s, further(a, panel * Q_PANEL_BYTES + column), keys, step > 0);
+        const ulong64 keys = descriptor_advance(b, panel * KV_PANEL_BYTES + column);
+        if (4 * step + 3 < HELD) wgmma_k_major(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], keys, step > 0);
+        else wgmma_k_major(s, descriptor_advance(a, panel * Q_PANEL_BYTES + column), keys, step > 0);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
 // Adds weights times values. Nothing waits: weights are untouchable until then.
 inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool add) {
-    const ulong64 b = operand_by_columns(v, KV_PANEL_BYTES);
-    products_begin();
+    const ulong64 b = descriptor_mn_major(v, KV_PANEL_BYTES);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; step++) {
-        const ulong64 rows = further(b, step * 16 * ROW_BYTES);
-        product_by_columns(o, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], rows, add || step > 0);
+        const ulong64 rows = descriptor_advance(b, step * 16 * ROW_BYTES);
+        wgmma_b_mn_major(o, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], rows, add || step > 0);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
 // One step of the online softmax: exponentials in place of scores, and the factor by which earlier sums of each row shrink.
@@ -117,7 +117,7 @@ UNROLL_TRACES
         const float before = rows.from[half], growth = (most - before) * unit;
         const bool larger = growth > GROWTH;
         const float from = larger ? most : before;
-        less[half] = larger ? exp2_of(-growth) : 1.0f;
+        less[half] = larger ? ex2_approx(-growth) : 1.0f;
         rows.from[half] = from;
         // A row without keys so far has no maximum, and its exponentials are 0.
         float base = from == -INFINITE ? 0.0f : from * unit;
@@ -134,7 +134,7 @@ UNROLL_TRACES
 #pragma unroll
             for (int other = 0; other < 2; other++) {
                 float& x = s[n + 2 * half + other];
-                x = exp2_of(x * unit - base);
+                x = ex2_approx(x * unit - base);
                 sum += x;
             }
         }
@@ -161,19 +161,19 @@ inline void drop(float (&s)[SCORES], const Params& p, const Tile& tile, int firs
 
 inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 #pragma unroll
-    for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
+    for (int n = 0; n < SCORES / 2; n++) w[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
 // Groups take turns at the matrix units, so that one computes weights while another's products run.
 inline void turn_begins(int group) {
 #if TURNS
-    meet(1 + group, 256);
+    named_barrier_sync(1 + group, 256);
 #endif
 }
 
 inline void turn_ends(int group) {
 #if TURNS
-    arrive(1 + (group + 1) % GROUPS, 256);
+    named_barrier_arrive(1 + (group + 1) % GROUPS, 256);
 #endif
 }
 
@@ -217,7 +217,7 @@ inline void bring_queries(const TensorMap& map, const Shared& at, const Span& sp
         const Clipped rows = clipped<TILE_M>(span.begin_q, span.len_q, tile.tile * TILE_M);
         panel_in(to, Q_BOX_BYTES, map, at.q_full, panel * PANEL, panel < QK_THERE, rows, tile.head);
 #else
-        copy_in(to, map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
+        tma_load(to, map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
 #endif
     }
 }
@@ -250,12 +250,12 @@ inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span&
     for (int panel = 0; panel < panels; panel++) {
         const uint there = to + panel * KV_PANEL_BYTES;
 #if WITH_PAGES
-        copy_in(there + int(threadIdx.x) * PIECE * ROW_BYTES, map, barrier, panel * PANEL, piece.token, kv_head, piece.page);
+        tma_load(there + int(threadIdx.x) * PIECE * ROW_BYTES, map, barrier, panel * PANEL, piece.token, kv_head, piece.page);
 #elif WITH_PACKED_KV
         const Clipped rows = clipped<TILE_N>(span.begin_kv, span.len_kv, block * TILE_N);
         panel_in(there, KV_PANEL_BYTES, map, barrier, panel * PANEL, panel < of_tensor, rows, kv_head);
 #else
-        copy_in(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
+        tma_load(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
 #endif
     }
 }
@@ -277,7 +277,7 @@ inline bool first_bringer() {
 
 // Tells a barrier how many bytes come, before any of the threads brings some.
 inline void expect(uint barrier, uint bytes) {
-    if (first_bringer()) barrier_expect(barrier, bytes);
+    if (first_bringer()) mbarrier_arrive_expect_tx(barrier, bytes);
     if (BRINGERS > 1) __syncwarp();
 }
 
@@ -296,9 +296,9 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
         const Span span = number < all ? span_of(p, tile.batch) : Span{};
         if (first_bringer()) tell(to, tile, span);
 #else
-        if (first_bringer()) store_shared(to, uint(number));
+        if (first_bringer()) st_shared(to, uint(number));
 #endif
-        if (first_bringer()) barrier_arrive(told.barrier(at));
+        if (first_bringer()) mbarrier_arrive(told.barrier(at));
         told.tiles++;
         if (number >= all) return;
         // Asked for early: the answer takes as long as a step.
@@ -318,25 +318,25 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
             // Asked for before the place is free, too.
             const Piece piece = any ? piece_of(p, span, tile.batch, block) : Piece{0, 0};
             if (any) {
-                barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
+                mbarrier_wait_parity(at.k_free + 8 * ring.stage, ring.phase ^ 1);
                 expect(at.k_full + 8 * ring.stage, K_BYTES);
                 bring_block<QK_PANELS, QK_THERE>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, piece, kv_head, tile);
             }
             if (first) {
-                barrier_wait(at.q_free, queries.phase ^ 1);
+                mbarrier_wait_parity(at.q_free, queries.phase ^ 1);
                 queries.on();
                 if (first_bringer()) {
                     if (any) {
-                        barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
+                        mbarrier_arrive_expect_tx(at.q_full, Q_BOX_BYTES * QK_PANELS);
                         bring_queries(q_map, at, span, tile);
                     } else {
-                        barrier_arrive(at.q_full);
+                        mbarrier_arrive(at.q_full);
                     }
                 }
                 first = false;
             }
             if (any) {
-                barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
+                mbarrier_wait_parity(at.v_free + 8 * ring.stage, ring.phase ^ 1);
                 expect(at.v_full + 8 * ring.stage, V_BYTES);
                 bring_block<V_PANELS, V_THERE>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, piece, kv_head, tile);
                 ring.on();
@@ -387,7 +387,7 @@ inline void leave_rows(const float (&o)[OUTPUTS], const float (&share)[2], const
         const float of = share[half];
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4)
-            store_pair(p, to, 2 * (n - 2 * half) + 2 * lane, of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of));
+            store_pair(p, to, 2 * (n - 2 * half) + 2 * lane, of == 0.0f ? 0u : pack_pair(Element{}, o[n] * of, o[n + 1] * of));
     }
 }
 #endif
@@ -438,7 +438,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
             const LogSum total = {most.origin, sum == 0.0f ? -INFINITE : most.log + log2f(sum)};
             store_statistics(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, total, largest[half],
-                             sum == 0.0f ? 0.0f : sum * exp2_of(-above));
+                             sum == 0.0f ? 0.0f : sum * ex2_approx(-above));
         }
         if (!any || there >= span.len_q) share[half] = 0.0f;
 #if WITH_DROPOUT
@@ -453,17 +453,17 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
 #else
     // The rows of a warp leave by themselves, once those of the tile before have left.
     const uint rows_at = at.o + (group * 64 + warp * 16) * ROW_BYTES;
-    if (lane == 0) copied_out();
+    if (lane == 0) cp_async_bulk_wait_group_read();
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < OUTPUTS; n += 2) {
         const int half = n >> 1 & 1, chunk = n / 4;
         const float of = share[half];
-        const uint both = of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of);
+        const uint both = of == 0.0f ? 0u : pack_pair(Element{}, o[n] * of, o[n + 1] * of);
         const uint to = rows_at + chunk / 8 * Q_PANEL_BYTES + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
-        store_shared(to, both);
+        st_shared(to, both);
     }
-    written_for_engines();
+    fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
         const int first = tile.tile * TILE_M + group * 64 + warp * 16;
@@ -471,12 +471,12 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
 #if WITH_PACKED_Q
             const Clipped rows = clipped<16>(span.begin_q, span.len_q, first);
             const bool there = first < span.len_q && panel < V_THERE;
-            if (there) copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.skipped, tile.head, rows.end);
+            if (there) tma_store(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.skipped, tile.head, rows.end);
 #else
-            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);
+            tma_store(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);
 #endif
         }
-        copy_out_ends();
+        cp_async_bulk_commit_group();
     }
 #endif
 }
@@ -487,27 +487,27 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared at = layout(shared_address(memory));
     if (threadIdx.x == 0) {
-        barrier_init(at.q_full, 1);
-        barrier_init(at.q_free, WARPS);
+        mbarrier_init(at.q_full, 1);
+        mbarrier_init(at.q_free, WARPS);
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(at.k_full + 8 * stage, 1);
-            barrier_init(at.v_full + 8 * stage, 1);
-            barrier_init(at.k_free + 8 * stage, WARPS);
-            barrier_init(at.v_free + 8 * stage, WARPS);
+            mbarrier_init(at.k_full + 8 * stage, 1);
+            mbarrier_init(at.v_full + 8 * stage, 1);
+            mbarrier_init(at.k_free + 8 * stage, WARPS);
+            mbarrier_init(at.v_free + 8 * stage, WARPS);
         }
         for (int stage = 0; stage < 2; stage++) {
-            barrier_init(at.tile_full + 8 * stage, 1);
+            mbarrier_init(at.tile_full + 8 * stage, 1);
         }
-        barrier_made();
+        fence_mbarrier_init();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        if (GROUPS > 1) fewer_registers<BRING_REGISTERS>();
+        if (GROUPS > 1) setmaxnreg_dec<BRING_REGISTERS>();
         if (threadIdx.x < BRINGERS) bring(q_map, k_map, v_map, p, at);
         return;
     }
     // One group beside the one that brings has what a thread may have at most.
-    if (GROUPS > 1) more_registers<GROUP_REGISTERS>();
+    if (GROUPS > 1) setmaxnreg_inc<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = at.q + group * 64 * ROW_BYTES;
     Ring<STAGES> ring;
@@ -516,14 +516,14 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     float o[OUTPUTS];
     if (group == GROUPS - 1) turn_ends(group);
     while (true) {
-        barrier_wait(told.barrier(at), told.phase());
+        mbarrier_wait_parity(told.barrier(at), told.phase());
         const uint from = told.place(at);
         told.tiles++;
 #if WITH_LIST
         const Tile tile = told_of(from);
         if (tile.tile < 0) break;
 #else
-        const int number = alike(int(load_shared(from)));
+        const int number = alike(int(ld_shared(from)));
         if (number >= all_heads(p) * p.tiles) break;
         const Tile tile = tile_of(p, p.tiles, number);
 #endif
@@ -533,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         int block;
         bool partly;
         const bool any = walk_on(walk, p, reach, block, partly);
-        barrier_wait(at.q_full, queries.phase);
+        mbarrier_wait_parity(at.q_full, queries.phase);
         queries.on();
         if (any) {
             float s[SCORES];
@@ -541,11 +541,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             float less[2];
             uint held[HELD];
             hold_rows(held, q, Q_PANEL_BYTES);
-            barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
+            mbarrier_wait_parity(at.k_full + 8 * ring.stage, ring.phase);
             score(s, q, held, at.k + ring.stage * K_BYTES);
-            products_wait<0>();
-            hold(s);
-            if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(s);
+            if (lane == 0) mbarrier_arrive(at.k_free + 8 * ring.stage);
             // The first block is at the edge of most masks: one text less to compile.
             soften<true>(s, rows, less, p, captured, tile, block * TILE_N);
             drop(s, p, tile, block * TILE_N);
@@ -555,43 +555,43 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             while (walk_on(walk, p, reach, block, partly)) {
                 const Ring<STAGES> before = ring;
                 ring.on();
-                barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
+                mbarrier_wait_parity(at.k_full + 8 * ring.stage, ring.phase);
                 turn_begins(group);
                 score(s, q, held, at.k + ring.stage * K_BYTES);
-                barrier_wait(at.v_full + 8 * before.stage, before.phase);
+                mbarrier_wait_parity(at.v_full + 8 * before.stage, before.phase);
                 zero_values(p, tile, of_values, at.v + before.stage * V_BYTES);
                 of_values = block;
                 weigh(o, w, at.v + before.stage * V_BYTES, add);
                 turn_ends(group);
                 add = true;
-                products_wait<1>();
-                hold(s);
-                if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
+                wgmma_wait_group<1>();
+                wgmma_fence_operand(s);
+                if (lane == 0) mbarrier_arrive(at.k_free + 8 * ring.stage);
                 soften_either(partly, s, rows, less, p, captured, tile, block * TILE_N);
-                products_wait<0>();
-                hold(o);
-                if (lane == 0) barrier_arrive(at.v_free + 8 * before.stage);
+                wgmma_wait_group<0>();
+                wgmma_fence_operand(o);
+                if (lane == 0) mbarrier_arrive(at.v_free + 8 * before.stage);
                 pack(w, s);
                 if (__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)) {
 #pragma unroll
                     for (int m = 0; m < OUTPUTS; m++) o[m] *= less[m >> 1 & 1];
                 }
             }
-            if (O_APART && lane == 0) barrier_arrive(at.q_free);
-            barrier_wait(at.v_full + 8 * ring.stage, ring.phase);
+            if (O_APART && lane == 0) mbarrier_arrive(at.q_free);
+            mbarrier_wait_parity(at.v_full + 8 * ring.stage, ring.phase);
             zero_values(p, tile, of_values, at.v + ring.stage * V_BYTES);
             weigh(o, w, at.v + ring.stage * V_BYTES, add);
-            products_wait<0>();
-            hold(o);
-            if (lane == 0) barrier_arrive(at.v_free + 8 * ring.stage);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(o);
+            if (lane == 0) mbarrier_arrive(at.v_free + 8 * ring.stage);
             ring.on();
         }
         finish(o, rows, any, o_map, p, at, tile, group);
         if (lane == 0) {
             // Where results take the place of queries, these come when those have left.
-            if (!O_APART) copied_out();
-            if (!O_APART || !any) barrier_arrive(at.q_free);
+            if (!O_APART) cp_async_bulk_wait_group_read();
+            if (!O_APART || !any) mbarrier_arrive(at.q_free);
         }
     }
-    if (lane == 0) copied_out();
+    if (lane == 0) cp_async_bulk_wait_group_read();
 }

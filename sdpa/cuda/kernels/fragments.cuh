@@ -14,15 +14,15 @@ constexpr float LN_2 = 0.69314718055994530942f;
 
 // A number as the sum of two of 11 digits.
 inline void split(float x, uint& high, uint& low) {
-    high = rounded_to_tf32(x);
-    low = rounded_to_tf32(x - __uint_as_float(high));
+    high = cvt_rna_tf32(x);
+    low = cvt_rna_tf32(x - __uint_as_float(high));
 }
 
 // Terms of a product may come in any order: a thread's are neighbours, in both operands.
 inline void load_rows(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes) {
     const int lane = threadIdx.x & 31;
     const uint from = at + (lane >> 2) * row_bytes + (lane & 3) * 8;
-    const float2 first = load_shared_pair(from), second = load_shared_pair(from + 8 * row_bytes);
+    const float2 first = ld_shared_v2_f32(from), second = ld_shared_v2_f32(from + 8 * row_bytes);
     split(first.x, x[0], low[0]);
     split(second.x, x[1], low[1]);
     split(first.y, x[2], low[2]);
@@ -41,12 +41,12 @@ inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
         load_rows(x, x_low, a + step * 32, row_bytes);
 #pragma unroll
         for (int n = 0; n < count; n += 4) {
-            const float2 of = load_shared_pair(b + (2 * n + (lane >> 2)) * row_bytes + step * 32 + (lane & 3) * 8);
+            const float2 of = ld_shared_v2_f32(b + (2 * n + (lane >> 2)) * row_bytes + step * 32 + (lane & 3) * 8);
             uint y[2], y_low[2];
             split(of.x, y[0], y_low[0]);
             split(of.y, y[1], y_low[1]);
             float d[4] = {s[n], s[n + 1], s[n + 2], s[n + 3]};
-            product_in_parts(d, x, x_low, y, y_low);
+            mma_m16n8k8_3xtf32(d, x, x_low, y, y_low);
 #pragma unroll
             for (int m = 0; m < 4; m++) s[n + m] = d[m];
         }
@@ -68,11 +68,11 @@ inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint 
 #pragma unroll
         for (int n = 0; n < count; n += 4) {
             uint y[2], y_low[2];
-            split(__uint_as_float(load_shared(from + n * 8)), y[0], y_low[0]);
-            split(__uint_as_float(load_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
+            split(__uint_as_float(ld_shared(from + n * 8)), y[0], y_low[0]);
+            split(__uint_as_float(ld_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
             // The units cut what they add to: sums of many blocks are added to here, rounded.
             float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            product_in_parts(d, x, x_low, y, y_low);
+            mma_m16n8k8_3xtf32(d, x, x_low, y, y_low);
 #pragma unroll
             for (int m = 0; m < 4; m++) sums[n + m] += d[m];
         }
@@ -91,15 +91,15 @@ inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
 #pragma unroll
     for (int step = 0; step < columns / 16; step++) {
         uint x[4];
-        load_matrices(x, from_a + step * 32);
+        ldmatrix_x4(x, from_a + step * 32);
 #pragma unroll
         for (int n = 0; n < count; n += 8) {
             uint y[4];
-            load_matrices(y, from_b + 2 * n * row_bytes + step * 32);
+            ldmatrix_x4(y, from_b + 2 * n * row_bytes + step * 32);
 #pragma unroll
             for (int half = 0; half < 8; half += 4) {
                 float d[4] = {s[n + half], s[n + half + 1], s[n + half + 2], s[n + half + 3]};
-                product(Element{}, d, x, y[half / 2], y[half / 2 + 1]);
+                mma_m16n8k16(Element{}, d, x, y[half / 2], y[half / 2 + 1]);
 #pragma unroll
                 for (int m = 0; m < 4; m++) s[n + half + m] = d[m];
             }
@@ -115,15 +115,15 @@ inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint 
     for (int step = 0; step < weights; step += 8) {
         uint x[4];
 #pragma unroll
-        for (int m = 0; m < 4; m++) x[m] = pair_of(Element{}, w[step + 2 * m], w[step + 2 * m + 1]);
+        for (int m = 0; m < 4; m++) x[m] = pack_pair(Element{}, w[step + 2 * m], w[step + 2 * m + 1]);
 #pragma unroll
         for (int n = 0; n < count; n += 8) {
             uint y[4];
-            load_matrices_across(y, from + 2 * step * row_bytes + n * 4);
+            ldmatrix_x4_trans(y, from + 2 * step * row_bytes + n * 4);
 #pragma unroll
             for (int half = 0; half < 8; half += 4) {
                 float d[4] = {sums[n + half], sums[n + half + 1], sums[n + half + 2], sums[n + half + 3]};
-                product(Element{}, d, x, y[half / 2], y[half / 2 + 1]);
+                mma_m16n8k16(Element{}, d, x, y[half / 2], y[half / 2 + 1]);
 #pragma unroll
                 for (int m = 0; m < 4; m++) sums[n + half + m] = d[m];
             }

@@ -55,7 +55,7 @@ inline float turned(float x) {
 
 // The unit is off by 5e-7 of 1: near 0, where that is more of it, the number itself.
 inline float sine_of(float turned) {
-    return fabsf(turned) < 0.0144f ? turned : sine_near(turned);
+    return fabsf(turned) < 0.0144f ? turned : sin_approx(turned);
 }
 
 // Right to 1e-6 of the result where x is next to 1, too: what great powers hang on.
@@ -66,57 +66,57 @@ inline float log2_of(float x) {
     sum = fmaf(y, sum, 0.480869499f);
     sum = fmaf(y, sum, -0.721347653f);
     sum = fmaf(y, sum, 1.44269507f);
-    return fabsf(y) < 0.125f ? y * sum : log2_near(x);
+    return fabsf(y) < 0.125f ? y * sum : lg2_approx(x);
 }
 
 // e^(-2|x|).
 inline float tanh_rest(float x) {
-    return exp2_of(-2.88539008177792681472f * fabsf(x));
+    return ex2_approx(-2.88539008177792681472f * fabsf(x));
 }
 
 #define TANH_SLOPE
 inline float tanh_slope(float x) {
     if (APPROXIMATE) {
-        const float y = tanh_near(x);
+        const float y = tanh_approx(x);
         return 1.0f - y * y;
     }
-    const float rest = tanh_rest(x), part = reciprocal(1.0f + rest);
+    const float rest = tanh_rest(x), part = rcp_approx(1.0f + rest);
     return 4.0f * rest * part * part;
 }
 
 namespace precise {
-inline float sqrt(float x) { return sqrt_near(x); }
+inline float sqrt(float x) { return sqrt_approx(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
-inline float exp(float x) { return exp2_of(1.44269504f * x); }
-inline float log(float x) { return 0.693147181f * log2_near(x); }
+inline float exp(float x) { return ex2_approx(1.44269504f * x); }
+inline float log(float x) { return 0.693147181f * lg2_approx(x); }
 inline float sin(float x) { return sine_of(turned(x)); }
-inline float cos(float x) { return cosine_near(turned(x)); }
+inline float cos(float x) { return cos_approx(turned(x)); }
 inline float sin_within(float x) { return sine_of(turned_within(x)); }
-inline float cos_within(float x) { return cosine_near(turned_within(x)); }
-inline float quotient(float x, float y) { return quotient_near(x, y); }
+inline float cos_within(float x) { return cos_approx(turned_within(x)); }
+inline float quotient(float x, float y) { return div_full(x, y); }
 inline float min(float x, float y) { return fminf(x, y); }
 inline float max(float x, float y) { return fmaxf(x, y); }
 
 // Beside bf16 as the unit for it has it, off by 1/2,048 of the result, in both passes alike. Otherwise of parts that the slope has too, off by 1.2e-7 at
 // most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
 inline float tanh(float x) {
-    if (APPROXIMATE) return tanh_near(x);
+    if (APPROXIMATE) return tanh_approx(x);
     const float rest = tanh_rest(x);
-    const float far = (1.0f - rest) * reciprocal(1.0f + rest);
+    const float far = (1.0f - rest) * rcp_approx(1.0f + rest);
     return fabsf(x) < 0.0071f ? x : copysignf(far, x);
 }
 
 // By the logarithm of |x|. Without a branch: scores that branch apart wait for one another.
 inline float power(float x, float y, float log) {
     // Also where the other is infinite, or no number.
-    const float size = exp2_of((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
+    const float size = ex2_approx((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
     const bool negative = __float_as_int(x) < 0, whole = floorf(y) == y, odd = whole & floorf(0.5f * y) != 0.5f * y;
     const float result = negative & odd ? -size : size;
     return negative & !whole & !isinf(log) ? __int_as_float(0x7fffffff) : result;
 }
 
 inline float pow(float x, float y) { return power(x, y, log2_of(fabsf(x))); }
-inline float pow_within(float x, float y) { return power(x, y, log2_near(fabsf(x))); }
-inline float pow_of(float, float y, float log2) { return exp2_of(y * log2); }
+inline float pow_within(float x, float y) { return power(x, y, lg2_approx(fabsf(x))); }
+inline float pow_of(float, float y, float log2) { return ex2_approx(y * log2); }
 }
 #endif

@@ -35,10 +35,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) attention_map(const __grid
         uint state = 0;
         if (from + warp < reach.high - reach.low)
             state = judged(p, captured, batch, head, (LAST_FIRST ? outer : mine) * TILE_M, (LAST_FIRST ? mine : outer) * TILE_N);
-        if (lane == 0) store_shared(states + 4 * warp, state);
+        if (lane == 0) st_shared(states + 4 * warp, state);
         __syncthreads();
         if (warp == 0) {
-            const uint of = load_shared(states + 4 * lane);
+            const uint of = ld_shared(states + 4 * lane);
             const uint listed = __ballot_sync(~0u, of != 0);
             const int item = LAST_FIRST ? reach.high - 1 - from - lane : reach.low + from + lane;
             if (of != 0) items[count + __popc(listed & ((1u << lane) - 1))] = uint(item) | (of == 2 ? PARTLY : 0u);

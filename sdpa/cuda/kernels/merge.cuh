@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
 #endif
         // Without any key there is no maximum; NaN stays NaN.
         if (most.log == -INFINITE) most.log = 0.0f;
-        for (int part = lane; part < parts; part += 32) sum += exp2_of(log2_of_part(log_of(part), most) - most.log);
+        for (int part = lane; part < parts; part += 32) sum += ex2_approx(log2_of_part(log_of(part), most) - most.log);
         sum = total_of_warp(sum);
 #if WITH_SINK
         sum += row.own;
@@ -68,20 +68,20 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
     if (lane == 0) {
         const LogSum total = {most.origin, sum == 0.0f ? -INFINITE : log2f(sum) + most.log};
         store_statistics(p, stats_place(p, span, batch, head, q), true, total, largest,
-                         sum == 0.0f ? 0.0f : sum * exp2_of(most.log - log2_from(most, largest)));
+                         sum == 0.0f ? 0.0f : sum * ex2_approx(most.log - log2_from(most, largest)));
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     unsigned short* const to = output_of(p, span, batch, head, q);
     for (int column = 2 * lane; column < DIM_V; column += 64) {
         float low = 0.0f, high = 0.0f;
         for (int part = 0; part < parts && sum != 0.0f; part++) {
-            const float weight = exp2_of(log2_of_part(log_of(part), most) - most.log) * inverse;
+            const float weight = ex2_approx(log2_of_part(log_of(part), most) - most.log) * inverse;
             // What weighs nothing may hold anything.
             if (weight == 0.0f) continue;
             const float* const from = p.part_sums + place(part) * DIM_V + column;
             low += weight * from[0];
             high += weight * from[1];
         }
-        store_pair(p, to, column, pair_of(Element{}, low, high));
+        store_pair(p, to, column, pack_pair(Element{}, low, high));
     }
 }

@@ -18,8 +18,8 @@ inline Place place_of(const Params& p, const Corner& corner, int n) {
 struct Known {
     uint lse, delta;
 };
-inline float2 lse_of(const Known& known, int n) { return load_shared_pair(known.lse + n / 4 * 32); }
-inline float2 delta_of(const Known& known, int n) { return load_shared_pair(known.delta + n / 4 * 32); }
+inline float2 lse_of(const Known& known, int n) { return ld_shared_v2_f32(known.lse + n / 4 * 32); }
+inline float2 delta_of(const Known& known, int n) { return ld_shared_v2_f32(known.delta + n / 4 * 32); }
 #else
 struct Known {
     float lse[2], delta[2];
@@ -63,7 +63,7 @@ UNROLL_TRACES
                 const int q = corner.q + (BY_KEYS ? n / 4 * 8 + other : n & 2 ? 8 : 0);
                 if (q < rows_q(p, span_of(p, corner.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, corner, q));
             }
-            s[n + other] = exp2_of(exponent);
+            s[n + other] = ex2_approx(exponent);
         }
     }
 }

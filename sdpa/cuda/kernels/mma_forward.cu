@@ -53,7 +53,7 @@ UNROLL_TRACES
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
         // A row without keys so far has no maximum, and its exponentials are 0.
         float from = most == -INFINITE ? 0.0f : most * p.unit;
-        less[half] = most == -INFINITE ? 1.0f : exp2_of((rows.most[half] - most) * p.unit);
+        less[half] = most == -INFINITE ? 1.0f : ex2_approx((rows.most[half] - most) * p.unit);
         rows.most[half] = most;
         if (__any_sync(~0u, is_large(from))) {
             const float large = is_large(from) ? most : 0.0f;
@@ -64,7 +64,7 @@ UNROLL_TRACES
         float sum = 0.0f;
 #pragma unroll
         for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
-            s[n] = exp2_of(s[n] * p.unit - from);
+            s[n] = ex2_approx(s[n] * p.unit - from);
             sum += s[n];
         }
         rows.sum[half] = rows.sum[half] * less[half] + sum;
@@ -158,9 +158,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     if (any) {
         bring<TILE_M, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, tile.batch, tile.head, own, p.dim_qk);
         bring_keys(k_at, p, tile, block);
-        copies_commit();
+        cp_async_commit_group();
         bring_values(v_at, p, tile, block);
-        copies_commit();
+        cp_async_commit_group();
     }
     int stage = 0;
     while (any) {
@@ -169,18 +169,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         any = walk_on(walk, p, reach, block, partly);
         const int next = STAGES == 1 ? 0 : stage ^ 1;
         // Its keys are there, and nobody reads those that the next take the place of.
-        copies_wait<1>();
+        cp_async_wait_group<1>();
         __syncthreads();
         if (STAGES == 2) {
             if (any) bring_keys(k_at + next * K_BYTES, p, tile, block);
-            copies_commit();
+            cp_async_commit_group();
         }
         float s[SCORES], less[2];
         beside<DIM_QK>(s, q_at + warp * 16 * QK_ROW, k_at + stage * K_BYTES, QK_ROW);
         if (STAGES == 1) {
             __syncthreads();
             if (any) bring_keys(k_at, p, tile, block);
-            copies_commit();
+            cp_async_commit_group();
         }
         const int column = first_k + 2 * (lane & 3);
         if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, q, column);
@@ -191,17 +191,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #endif
 #pragma unroll
         for (int n = 0; n < OUTPUTS; n++) o[n] *= less[n >> 1 & 1];
-        copies_wait<1>();
+        cp_async_wait_group<1>();
         __syncthreads();
         if (STAGES == 2) {
             if (any) bring_values(v_at + next * V_BYTES, p, tile, block);
-            copies_commit();
+            cp_async_commit_group();
         }
         weigh(o, s, v_at + stage * V_BYTES, V_ROW);
         if (STAGES == 1) {
             __syncthreads();
             if (any) bring_values(v_at, p, tile, block);
-            copies_commit();
+            cp_async_commit_group();
         }
         stage = next;
     }

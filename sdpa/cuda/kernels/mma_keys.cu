@@ -15,10 +15,10 @@ inline void bring_step(uint to, const Params& p, int batch, int head, int tile) 
     for (int n = threadIdx.x; n < STEP; n += THREADS) {
         const int row = tile * STEP + n;
         const long at = stats_place(p, span, batch, head, row);
-        store_shared(known_at + 4 * n, __float_as_uint(row < queries.rows ? p.lse[at] : INFINITE));
-        store_shared(known_at + 4 * STEP + 4 * n, __float_as_uint(row < queries.rows ? p.delta[at] : 0.0f));
+        st_shared(known_at + 4 * n, __float_as_uint(row < queries.rows ? p.lse[at] : INFINITE));
+        st_shared(known_at + 4 * STEP + 4 * n, __float_as_uint(row < queries.rows ? p.delta[at] : 0.0f));
     }
-    copies_commit();
+    cp_async_commit_group();
 }
 
 // The tiles of the heads that share a key head, one head after the other.
@@ -69,9 +69,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const int next = STAGES == 1 ? 0 : stage ^ 1;
         if (STAGES == 2 && any) {
             bring_step(steps_at + next * STEP_BYTES, p, batch, heads.head, tile);
-            copies_wait<1>();
+            cp_async_wait_group<1>();
         } else {
-            copies_wait<0>();
+            cp_async_wait_group<0>();
         }
         __syncthreads();
         const uint q_at = steps_at + stage * STEP_BYTES, d_o_at = q_at + STEP * QK_ROW, known_at = d_o_at + STEP * V_ROW + 8 * (lane & 3);
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         beside<DIM_QK>(s, k_at + warp * 16 * QK_ROW, q_at, QK_ROW);
         bool large = false;
 #pragma unroll
-        for (int n = 0; n < STEP; n += 32) large |= n + lane < STEP && is_large(__uint_as_float(load_shared(d_o_at + STEP * V_ROW + 4 * (n + lane))));
+        for (int n = 0; n < STEP; n += 32) large |= n + lane < STEP && is_large(__uint_as_float(ld_shared(d_o_at + STEP * V_ROW + 4 * (n + lane))));
         weights_either(masked, __any_sync(~0u, large), s, raw, p, captured, corner, known);
         const uint d_o_part = d_o_at + part * (DIM_V / PARTS) * ELEMENT_BYTES;
 #if WITH_DROPOUT

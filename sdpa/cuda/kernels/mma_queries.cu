@@ -8,7 +8,7 @@ inline void bring_step(uint to, const Params& p, int batch, int kv_head, int blo
     const Extent keys = {span.begin_kv, block * STEP, span.len_kv};
     bring<STEP, DIM_QK, K_WIDE>(to, QK_ROW, p.k, batch, kv_head, keys, p.dim_qk);
     bring<STEP, DIM_V, V_WIDE>(to + STEP * QK_ROW, V_ROW, p.v, batch, kv_head, keys, p.dim_v);
-    copies_commit();
+    cp_async_commit_group();
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
@@ -53,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const int next = STAGES == 1 ? 0 : stage ^ 1;
         if (STAGES == 2 && any) {
             bring_step(steps_at + next * STEP_BYTES, p, batch, kv_head, block);
-            copies_wait<1>();
+            cp_async_wait_group<1>();
         } else {
-            copies_wait<0>();
+            cp_async_wait_group<0>();
         }
         __syncthreads();
         const uint k_at = steps_at + stage * STEP_BYTES, v_at = k_at + STEP * QK_ROW;

@@ -68,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
         if (p.lse[at] != INFINITE) sum -= weight_of_sink(Exact{exact.x, exact.y}, natural_of(p.unit), p.stats[at], sink) * p.delta[at];
     }
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    if (lane == 0) store_shared(sums + 4 * warp, __float_as_uint(sum));
+    if (lane == 0) st_shared(sums + 4 * warp, __float_as_uint(sum));
     __syncthreads();
     if (threadIdx.x == 0) {
         float all = 0.0f;
-        for (int n = 0; n < 8; n++) all += __uint_as_float(load_shared(sums + 4 * n));
+        for (int n = 0; n < 8; n++) all += __uint_as_float(ld_shared(sums + 4 * n));
         p.sink_gradient[head] = all;
     }
 }
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
 // Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const float* from, unsigned short* to, long count, long half) {
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
-    if (at < count) to[at] = (unsigned short)((half ? pair_of(Half{}, from[at], 0.0f) : pair_of(BFloat{}, from[at], 0.0f)) & 0xffffu);
+    if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }
 
 // What warps left of the gradient of a parameter, added up in one order: (batch, heads, slots, inner) numbers, to elements of the heads and batch entries that the

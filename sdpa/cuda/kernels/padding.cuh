@@ -9,13 +9,13 @@ inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
     for (int n = threadIdx.x & 127; n < chunks; n += 128) {
         const uint chunk = at + max(first, 0) * SWIZZLED_ROW_BYTES + n * 16;
 #pragma unroll
-        for (int panel = 0; panel < panels; panel++) store_shared_numbers(chunk + panel * panel_bytes, 0.0f, 0.0f, 0.0f, 0.0f);
+        for (int panel = 0; panel < panels; panel++) st_shared_v4_f32(chunk + panel * panel_bytes, 0.0f, 0.0f, 0.0f, 0.0f);
     }
 }
 
 // The zeros of all threads of a warpgroup are visible to its WGMMAs. Each warpgroup has a named barrier of its own.
 constexpr uint ZEROED = 12;
 inline void rows_are_zero() {
-    written_for_engines();
-    meet(ZEROED + alike(int(threadIdx.x >> 7)), 128);
+    fence_proxy_async();
+    named_barrier_sync(ZEROED + alike(int(threadIdx.x >> 7)), 128);
 }

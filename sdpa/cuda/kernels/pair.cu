@@ -4,9 +4,9 @@
 
 // The next number, for a thread that stands for its warp.
 inline int told_in_pair(Told& told, const Shared& at) {
-    barrier_wait_told(told.full(at), told.phase());
-    const int number = int(load_shared(told.place(at)));
-    barrier_arrive_in_pair(told.free(at), 0);
+    mbarrier_wait_parity_acquire_cluster(told.full(at), told.phase());
+    const int number = int(ld_shared(told.place(at)));
+    mbarrier_arrive_peer(told.free(at), 0);
     told.count++;
     return number;
 }
@@ -14,9 +14,9 @@ inline int told_in_pair(Told& told, const Shared& at) {
 // The next block of keys, taken by one thread for the pair: each of its blocks is told its own number.
 inline int take_in_pair(Told& told, const Params& p, const Shared& at, uint rank) {
     if (rank == 0) {
-        barrier_wait(told.free(at), told.phase() ^ 1);
+        mbarrier_wait_parity(told.free(at), told.phase() ^ 1);
         const int taken = atomicAdd(p.taken, 1), shares = shares_of(p), first = taken / shares * PARTS * shares + taken % shares;
-        for (uint other = 0; other < 2; other++) tell_in_pair(told.place(at), uint(first + int(other) * shares), told.full(at), other);
+        for (uint other = 0; other < 2; other++) st_mbarrier_arrive_release_cluster(told.place(at), uint(first + int(other) * shares), told.full(at), other);
         told.count++;
         return first;
     }
@@ -25,10 +25,10 @@ inline int take_in_pair(Told& told, const Params& p, const Shared& at, uint rank
 
 // That number, for a warp.
 inline int next_in_pair(Told& told, const Shared& at) {
-    barrier_wait_told(told.full(at), told.phase());
-    const int number = alike(int(load_shared(told.place(at))));
+    mbarrier_wait_parity_acquire_cluster(told.full(at), told.phase());
+    const int number = alike(int(ld_shared(told.place(at))));
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive_in_pair(told.free(at), 0);
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive_peer(told.free(at), 0);
     told.count++;
     return number;
 }
@@ -36,7 +36,7 @@ inline int next_in_pair(Told& told, const Shared& at) {
 // Keys and values of a block, and of the other's keys those columns along which this one has gradients of queries.
 inline void keys_of_pair_in(const TensorMap& k_map, const TensorMap& v_map, const Shared& at, const Span& span, const Tile& tile) {
     const int own = tile.block * 2 + tile.part, other = own ^ 1;
-    barrier_expect(at.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
+    mbarrier_arrive_expect_tx(at.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
     keys_in<KEYS, QK_PANELS, QK_THERE>(at.k, k_map, at.kv_full, span, own, tile.head, tile.batch);
     keys_in<KEYS, V_PANELS, V_THERE>(at.v, v_map, at.kv_full, span, own, tile.head, tile.batch);
     keys_in<KEYS, QK_PANELS / 2, QK_THERE>(at.k_other, k_map, at.kv_full, span, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
@@ -49,7 +49,7 @@ inline void rows_in_pair(uint to, const TensorMap& map, uint barrier, const Span
     queries_in<TILE_M, panels, of_tensor>(to, map, barrier, span, step.queries, step.head, tile.batch);
 #else
     for (int panel = tile.part * panels / 2; panel < (tile.part + 1) * panels / 2; panel++) {
-        copy_in_pair(to + panel * Q_PANEL_BYTES, map, barrier, panel * PANEL, step.queries * TILE_M, step.head, tile.batch);
+        tma_load_multicast(to + panel * Q_PANEL_BYTES, map, barrier, panel * PANEL, step.queries * TILE_M, step.head, tile.batch);
     }
 #endif
 }
@@ -64,13 +64,13 @@ inline void bring_queries(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map
     bool first = true;
     while (step_on(steps, p, reach, tile, step)) {
         const uint full = at.q_full + 8 * ring.stage;
-        barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
-        barrier_expect(full, Q_BYTES + ROWS_BYTES);
+        mbarrier_wait_parity(at.q_free + 8 * ring.stage, ring.phase ^ 1);
+        mbarrier_arrive_expect_tx(full, Q_BYTES + ROWS_BYTES);
         rows_in_pair<QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, full, span, step, tile);
-        copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
+        cp_async_bulk_load(at.lse + ring.stage * ROWS_BYTES, p.lse + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
         ring.on();
         if (first) {
-            barrier_wait(at.kv_free, keys ^ 1);
+            mbarrier_wait_parity(at.kv_free, keys ^ 1);
             keys_of_pair_in(k_map, v_map, at, span, tile);
             keys ^= 1;
             first = false;
@@ -78,8 +78,8 @@ inline void bring_queries(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map
     }
     // Zeros leave from where keys would be: no others come before that.
     if (first) {
-        barrier_wait(at.kv_free, keys ^ 1);
-        barrier_arrive(at.kv_full);
+        mbarrier_wait_parity(at.kv_free, keys ^ 1);
+        mbarrier_arrive(at.kv_full);
         keys ^= 1;
     }
 }
@@ -92,10 +92,10 @@ inline void bring_outputs(Ring<D_O_STAGES>& ring, const TensorMap& d_o_map, cons
     Step step;
     while (step_on(steps, p, reach, tile, step)) {
         const uint full = at.d_o_full + 8 * ring.stage;
-        barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
-        barrier_expect(full, D_O_BYTES + ROWS_BYTES);
+        mbarrier_wait_parity(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
+        mbarrier_arrive_expect_tx(full, D_O_BYTES + ROWS_BYTES);
         rows_in_pair<V_PANELS, V_THERE>(at.d_o + ring.stage * D_O_BYTES, d_o_map, full, span, step, tile);
-        copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
+        cp_async_bulk_load(at.delta + ring.stage * ROWS_BYTES, p.delta + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
         ring.on();
     }
 }
@@ -151,13 +151,13 @@ struct Walked {
     // A warp is done with something; of what comes to both blocks at once both are told.
     inline void done_with(uint barrier) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(barrier);
+        if (lane == 0) mbarrier_arrive(barrier);
     }
     inline void both_done_with(uint barrier) const {
         __syncwarp();
         if (lane != 0) return;
-        barrier_arrive(barrier);
-        barrier_arrive_in_pair(barrier, tile.part ^ 1);
+        mbarrier_arrive(barrier);
+        mbarrier_arrive_peer(barrier, tile.part ^ 1);
     }
 };
 
@@ -186,23 +186,23 @@ inline void zero_queries(const Walked& of, const Step& step, uint at) {
 // Gradients of the queries of the step before along a panel of columns, from gradients of scores of both blocks, this one's first. Nothing waits but for these.
 inline void along_before(float (&dq)[DQ], const Turn& turn, const Walked& of) {
     const int before = turn.stage ^ 1;
-    barrier_wait(of.at.d_s_full + 8 * before, turn.phase ^ before);
+    mbarrier_wait_parity(of.at.d_s_full + 8 * before, turn.phase ^ before);
     const uint d_s = of.at.d_s + before * D_S_BYTES;
-    const ulong64 own = operand_by_columns(d_s + of.tile.part * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    const ulong64 other = operand_by_columns(d_s + (of.tile.part ^ 1) * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    const ulong64 k_own = operand_by_columns(of.at.k + (of.tile.part * 2 + of.group) * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    const ulong64 k_other = operand_by_columns(of.at.k_other + of.group * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    products_begin();
+    const ulong64 own = descriptor_mn_major(d_s + of.tile.part * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 other = descriptor_mn_major(d_s + (of.tile.part ^ 1) * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 k_own = descriptor_mn_major(of.at.k + (of.tile.part * 2 + of.group) * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 k_other = descriptor_mn_major(of.at.k_other + of.group * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) product_of_columns(dq, further(own, step * 16 * ROW_BYTES), further(k_own, step * 16 * ROW_BYTES), step > 0);
+    for (int step = 0; step < KEYS / 16; step++) wgmma_mn_major(dq, descriptor_advance(own, step * 16 * ROW_BYTES), descriptor_advance(k_own, step * 16 * ROW_BYTES), step > 0);
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) product_of_columns(dq, further(other, step * 16 * ROW_BYTES), further(k_other, step * 16 * ROW_BYTES), true);
-    products_commit();
+    for (int step = 0; step < KEYS / 16; step++) wgmma_mn_major(dq, descriptor_advance(other, step * 16 * ROW_BYTES), descriptor_advance(k_other, step * 16 * ROW_BYTES), true);
+    wgmma_commit_group();
 }
 
 // They are there: what they were made of may be written anew, here and by the other block.
 inline void along_ends(float (&dq)[DQ], const Turn& turn, const Walked& of) {
-    hold(dq);
+    wgmma_fence_operand(dq);
     of.both_done_with(of.at.d_s_free + 8 * (turn.stage ^ 1));
 }
 
@@ -210,14 +210,14 @@ inline void along_ends(float (&dq)[DQ], const Turn& turn, const Walked& of) {
 inline void along_last(const Turn& turn, const Walked& of, float* to) {
     float dq[DQ];
     along_before(dq, turn, of);
-    products_wait<0>();
+    wgmma_wait_group<0>();
     along_ends(dq, turn, of);
     add_slice(dq, to);
 }
 
 inline void scores_of(float (&s)[SCORES], const Turn& turn, const Walked& of) {
     const uint none[1] = {0};
-    barrier_wait(of.at.q_full + 8 * turn.stage, turn.phase);
+    mbarrier_wait_parity(of.at.q_full + 8 * turn.stage, turn.phase);
     score<QK_STEPS>(s, of.at.k, none, of.at.q + turn.stage * Q_BYTES);
 }
 
@@ -239,32 +239,32 @@ inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
         float2 lse[PAIRS];
         uint w[SCORES / 2];
         pairs_of(lse, at.lse + turn.stage * ROWS_BYTES + 8 * (of.lane & 3));
-        products_wait<0>();
-        hold(s);
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(s);
         of.both_done_with(at.q_free + 8 * turn.stage);
         weights_either(step.partly, s, raw, w, of.p, of.captured, corner, lse, 0);
         // The warp that has the same keys has read what was there.
-        barrier_wait(at.weights_free + 8 * of.warp, turn.stage ^ 1);
+        mbarrier_wait_parity(at.weights_free + 8 * of.warp, turn.stage ^ 1);
 #pragma unroll
-        for (int n = 0; n < SCORES; n += 4) store_shared_numbers(of.weights() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
+        for (int n = 0; n < SCORES; n += 4) st_shared_v4_f32(of.weights() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
         of.done_with(at.weights_full + 8 * of.warp);
         const uint d_o = at.d_o + turn.output() * D_O_BYTES, d_o_free = at.d_o_free + 8 * turn.output();
-        barrier_wait(at.d_o_full + 8 * turn.output(), turn.output_phase());
+        mbarrier_wait_parity(at.d_o_full + 8 * turn.output(), turn.output_phase());
         zero_queries<V_PANELS>(of, step, d_o);
         if (behind) {
             float dq[DQ];
             weigh(dv, w, d_o);
             along_before(dq, turn, of);
-            products_wait<1>();
-            hold(dv);
+            wgmma_wait_group<1>();
+            wgmma_fence_operand(dv);
             of.both_done_with(d_o_free);
-            products_wait<0>();
+            wgmma_wait_group<0>();
             along_ends(dq, turn, of);
             add_slice(dq, to);
         } else {
             weigh(dv, w, d_o);
-            products_wait<0>();
-            hold(dv);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(dv);
             of.both_done_with(d_o_free);
         }
         to = of.sums(step);
@@ -279,20 +279,20 @@ inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
 
 // Gradients of scores go to both blocks: where both have read what was there two steps ago.
 inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Turn& turn, const Walked& of) {
-    barrier_wait(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
+    mbarrier_wait_parity(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
     const uint rows = of.own_slopes(turn) + (of.lane & 15) * ROW_BYTES + ((of.lane >> 4 ^ (of.lane & 7)) << 4);
 #pragma unroll
-    for (int n = 0; n < SCORES / 2; n += 4) store_matrices(rows ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
+    for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(rows ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
 }
 
 // A warp's rows are in a row: the other block's come as they go.
 inline void send_slopes(const Turn& turn, const Walked& of) {
-    written_for_engines();
+    fence_proxy_async();
     __syncwarp();
     if (of.lane != 0) return;
     const uint full = of.at.d_s_full + 8 * turn.stage;
-    barrier_expect(full, 16 * ROW_BYTES);
-    copy_to_peer(of.own_slopes(turn), 16 * ROW_BYTES, full, of.tile.part ^ 1);
+    mbarrier_arrive_expect_tx(full, 16 * ROW_BYTES);
+    cp_async_bulk_to_peer(of.own_slopes(turn), 16 * ROW_BYTES, full, of.tile.part ^ 1);
 }
 
 // The other group: gradients of weights, of scores, and of keys.
@@ -308,16 +308,16 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
         float s[SCORES], d_p[SCORES], raw[RAW];
         float2 delta[PAIRS];
         uint d_w[SCORES / 2];
-        barrier_wait(at.d_o_full + 8 * turn.output(), turn.output_phase());
+        mbarrier_wait_parity(at.d_o_full + 8 * turn.output(), turn.output_phase());
         score<V_STEPS>(d_p, at.v, none, at.d_o + turn.output() * D_O_BYTES);
         pairs_of(delta, at.delta + turn.output() * ROWS_BYTES + 8 * (of.lane & 3));
-        products_wait<0>();
-        hold(d_p);
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(d_p);
         of.both_done_with(at.d_o_free + 8 * turn.output());
-        barrier_wait(at.weights_full + 8 * of.warp, turn.stage);
+        mbarrier_wait_parity(at.weights_full + 8 * of.warp, turn.stage);
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
-            const float4 four = load_shared_four(of.weights() + n * 512);
+            const float4 four = ld_shared_v4_f32(of.weights() + n * 512);
             s[n] = four.x, s[n + 1] = four.y, s[n + 2] = four.z, s[n + 3] = four.w;
         }
         of.done_with(at.weights_free + 8 * of.warp);
@@ -325,7 +325,7 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
         else slopes<false>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0, true);
         pack(d_w, d_p);
         leave_slopes(d_w, turn, of);
-        barrier_wait(at.q_full + 8 * turn.stage, turn.phase);
+        mbarrier_wait_parity(at.q_full + 8 * turn.stage, turn.phase);
         const uint q = at.q + turn.stage * Q_BYTES;
         zero_queries<QK_PANELS>(of, step, q);
         if (behind) {
@@ -333,17 +333,17 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
             weigh(dk, d_w, q);
             send_slopes(turn, of);
             along_before(dq, turn, of);
-            products_wait<1>();
-            hold(dk);
+            wgmma_wait_group<1>();
+            wgmma_fence_operand(dk);
             of.both_done_with(at.q_free + 8 * turn.stage);
-            products_wait<0>();
+            wgmma_wait_group<0>();
             along_ends(dq, turn, of);
             add_slice(dq, to);
         } else {
             weigh(dk, d_w, q);
             send_slopes(turn, of);
-            products_wait<0>();
-            hold(dk);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(dk);
             of.both_done_with(at.q_free + 8 * turn.stage);
         }
         to = of.sums(step);
@@ -357,8 +357,8 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
 // their way to the first; before the next block of keys all have passed both.
 template <int group>
 inline void groups_meet(int time) {
-    arrive(OTHER_GROUP + 2 * time + (group ^ 1), 256);
-    meet(OTHER_GROUP + 2 * time + group, 256);
+    named_barrier_arrive(OTHER_GROUP + 2 * time + (group ^ 1), 256);
+    named_barrier_sync(OTHER_GROUP + 2 * time + group, 256);
 }
 
 // Gradients of a block's keys or values leave from where these were, of shares once whoever comes last has the whole.
@@ -377,8 +377,8 @@ inline void gradients_out(float (&sums)[count], float scale, uint from, const Te
     const int first_row = of.tile.block * TILE_N + of.tile.part * KEYS + of.warp * 16;
     if (whole) take_out<KV_PANEL_BYTES>(sums, scale, from + of.warp * 16 * ROW_BYTES, map, panels, 0, first_row, of.span, of.tile);
     if (of.lane == 0) {
-        copied_out();
-        barrier_arrive(of.at.kv_free);
+        cp_async_bulk_wait_group_read();
+        mbarrier_arrive(of.at.kv_free);
     }
 }
 
@@ -388,37 +388,37 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
                        const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared at = layout(shared_address(memory));
-    const uint rank = rank_in_pair();
+    const uint rank = cluster_cta_rank();
     if (threadIdx.x == 0) {
-        barrier_init(at.kv_full, 1);
-        barrier_init(at.kv_free, WARPS);
+        mbarrier_init(at.kv_full, 1);
+        mbarrier_init(at.kv_free, WARPS);
         for (int n = 0; n < D_O_STAGES; n++) {
-            barrier_init(at.d_o_full + 8 * n, 1);
-            barrier_init(at.d_o_free + 8 * n, 2 * WARPS);
+            mbarrier_init(at.d_o_full + 8 * n, 1);
+            mbarrier_init(at.d_o_free + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < STAGES; n++) {
-            barrier_init(at.q_full + 8 * n, 1);
-            barrier_init(at.q_free + 8 * n, 2 * WARPS);
+            mbarrier_init(at.q_full + 8 * n, 1);
+            mbarrier_init(at.q_free + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < 2; n++) {
-            barrier_init(at.told_full + 8 * n, 1);
-            barrier_init(at.told_free + 8 * n, TOLD_IN_PAIR);
-            barrier_init(at.d_s_full + 8 * n, WARPS / 2);
-            barrier_init(at.d_s_free + 8 * n, 2 * WARPS);
+            mbarrier_init(at.told_full + 8 * n, 1);
+            mbarrier_init(at.told_free + 8 * n, TOLD_IN_PAIR);
+            mbarrier_init(at.d_s_full + 8 * n, WARPS / 2);
+            mbarrier_init(at.d_s_free + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < WARPS / 2; n++) {
-            barrier_init(at.weights_full + 8 * n, 1);
-            barrier_init(at.weights_free + 8 * n, 1);
+            mbarrier_init(at.weights_full + 8 * n, 1);
+            mbarrier_init(at.weights_free + 8 * n, 1);
         }
-        barrier_made();
+        fence_mbarrier_init();
     }
-    meet_in_pair();
+    cluster_sync();
     if (threadIdx.x < 128) {
-        fewer_registers<BRING_REGISTERS>();
+        setmaxnreg_dec<BRING_REGISTERS>();
         if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at, rank);
         if (threadIdx.x == 32) bring_others(d_o_map, p, at);
     } else {
-        more_registers<GROUP_REGISTERS>();
+        setmaxnreg_inc<GROUP_REGISTERS>();
         const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
         Turn turn;
         Told told;
@@ -431,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
             const Span span = span_of(p, tile.batch);
             const Reach reach = with_large(p, reach_of(p, span, tile.block));
             const Walked of = {p, captured, at, tile, span, reach, group, warp, lane};
-            barrier_wait(at.kv_full, keys);
+            mbarrier_wait_parity(at.kv_full, keys);
             keys ^= 1;
             zero_keys(of);
             if (group == 0) {
@@ -448,8 +448,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
                 gradients_out<1>(dk, p.scale, at.k, dk_map, QK_THERE, of);
             }
         }
-        if (lane == 0) copied_out();
+        if (lane == 0) cp_async_bulk_wait_group_read();
     }
     // What the other block copies here, and arrives at, is there until then.
-    meet_in_pair();
+    cluster_sync();
 }

@@ -28,7 +28,7 @@ inline float float_from(int x, int more) {
 
 struct Half {
     unsigned short bits;
-    inline operator float() const { return of_half(bits); }
+    inline operator float() const { return cvt_f32_f16(bits); }
 };
 
 struct BFloat {
@@ -36,8 +36,8 @@ struct BFloat {
     inline operator float() const { return __uint_as_float(uint(bits) << 16); }
 };
 
-inline uint pair_of(Half, float low, float high) { return pair_of_halves(low, high); }
-inline uint pair_of(BFloat, float low, float high) { return pair_of_bfloats(low, high); }
+inline uint pack_pair(Half, float low, float high) { return cvt_rn_f16x2(low, high); }
+inline uint pack_pair(BFloat, float low, float high) { return cvt_rn_bf16x2(low, high); }
 
 // Before a loop over scores in which traces are computed.
 #if AT_ONCE == 0

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_queries(const __g
     for (int n = 0; n < 8; n++) {
         const float4 of = sums[n];
         const int dim = column + 8 * n;
-        if (dim < p.dim_qk && first < extent) *reinterpret_cast<uint*>(rows[0] + dim) = pair_of(Element{}, of.x * p.scale, of.y * p.scale);
-        if (dim < p.dim_qk && first + 8 < extent) *reinterpret_cast<uint*>(rows[1] + dim) = pair_of(Element{}, of.z * p.scale, of.w * p.scale);
+        if (dim < p.dim_qk && first < extent) *reinterpret_cast<uint*>(rows[0] + dim) = pack_pair(Element{}, of.x * p.scale, of.y * p.scale);
+        if (dim < p.dim_qk && first + 8 < extent) *reinterpret_cast<uint*>(rows[1] + dim) = pack_pair(Element{}, of.z * p.scale, of.w * p.scale);
     }
 }

@@ -117,5 +117,5 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_rows(const __grid
 // Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const float* from, unsigned short* to, long count, long half) {
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
-    if (at < count) to[at] = (unsigned short)((half ? pair_of(Half{}, from[at], 0.0f) : pair_of(BFloat{}, from[at], 0.0f)) & 0xffffu);
+    if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }

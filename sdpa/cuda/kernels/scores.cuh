@@ -3,49 +3,49 @@
 // Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both, the first of which are held. Nothing waits.
 template <int steps, int count>
 inline void score(float (&s)[SCORES], uint rows, const uint (&held)[count], uint tile) {
-    const ulong64 a = operand_by_rows(rows), b = operand_by_rows(tile);
-    products_begin();
+    const ulong64 a = descriptor_k_major(rows), b = descriptor_k_major(tile);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps; step++) {
-        const ulong64 of_tile = further(b, step / 4 * Q_PANEL_BYTES + step % 4 * 32);
-        if (4 * step + 3 < count) product_by_rows(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], of_tile, step > 0);
-        else product_by_rows(s, further(a, step / 4 * KV_PANEL_BYTES + step % 4 * 32), of_tile, step > 0);
+        const ulong64 of_tile = descriptor_advance(b, step / 4 * Q_PANEL_BYTES + step % 4 * 32);
+        if (4 * step + 3 < count) wgmma_k_major(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], of_tile, step > 0);
+        else wgmma_k_major(s, descriptor_advance(a, step / 4 * KV_PANEL_BYTES + step % 4 * 32), of_tile, step > 0);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
 // Adds weights times 64 rows of a tile of queries. Nothing waits: weights are untouchable until then.
 template <int count>
 inline void weigh(float (&sums)[count], const uint (&w)[SCORES / 2], uint tile) {
-    const ulong64 b = operand_by_columns(tile, Q_PANEL_BYTES);
-    products_begin();
+    const ulong64 b = descriptor_mn_major(tile, Q_PANEL_BYTES);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-        product_by_columns(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], further(b, step * 16 * ROW_BYTES), true);
+        wgmma_b_mn_major(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], descriptor_advance(b, step * 16 * ROW_BYTES), true);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
 // Gradients of 64 queries along a panel of columns, from gradients of the block's scores. Nothing waits.
 inline void along_queries(float (&sums)[DQ], uint d_s, uint k) {
-    const ulong64 a = operand_by_columns(d_s, KV_PANEL_BYTES), b = operand_by_columns(k, KV_PANEL_BYTES);
-    products_begin();
+    const ulong64 a = descriptor_mn_major(d_s, KV_PANEL_BYTES), b = descriptor_mn_major(k, KV_PANEL_BYTES);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; step++) {
-        product_of_columns(sums, further(a, step * 16 * ROW_BYTES), further(b, step * 16 * ROW_BYTES), step > 0);
+        wgmma_mn_major(sums, descriptor_advance(a, step * 16 * ROW_BYTES), descriptor_advance(b, step * 16 * ROW_BYTES), step > 0);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
 inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 #pragma unroll
-    for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
+    for (int n = 0; n < SCORES / 2; n++) w[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
 // The two numbers of each pair of queries that a thread has scores of.
 inline void pairs_of(float2 (&x)[PAIRS], uint at) {
 #pragma unroll
-    for (int n = 0; n < PAIRS; n++) x[n] = load_shared_pair(at + n * 32);
+    for (int n = 0; n < PAIRS; n++) x[n] = ld_shared_v2_f32(at + n * 32);
 }
 
 // Which weights of a thread stay, a bit for each.
@@ -74,7 +74,7 @@ inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
 // whose log-sum-exp is large.
 inline const float4* most_of(const Params& p, const Corner& corner) {
     // Made anew for each score: an address that is kept would take registers from launches without such rows.
-    const int q = forgotten(corner.q);
+    const int q = opaque_int(corner.q);
     return (const float4*)(p.exact + tile_place(p, span_of(p, corner.batch), corner.batch, corner.head, q / TILE_M) * TILE_M + q % TILE_M);
 }
 
@@ -114,9 +114,9 @@ UNROLL_TRACES
 #endif
             // Made again for each, so that registers are not held.
             if (masked && !kept_by(p, span_of(p, corner.batch), corner.k + (n & 2 ? 8 : 0)).holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
-            weight[other] = exp2_of(x);
+            weight[other] = ex2_approx(x);
         }
-        w[n / 2] = pair_of(Element{}, left_of(weight[0], stay, n), left_of(weight[1], stay, n + 1));
+        w[n / 2] = pack_pair(Element{}, left_of(weight[0], stay, n), left_of(weight[1], stay, n + 1));
 UNROLL_TRACES
         for (int other = 0; other < 2; other++) {
 #if WITH_ALONG

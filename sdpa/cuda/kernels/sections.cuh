@@ -52,11 +52,11 @@ inline void rows_out(uint from, const TensorMap& map, int panel, int panels, int
 #if WITH_PACKED_Q || WITH_PACKED_KV
     if (packed) {
         const Clipped cut = clipped<16>(begin, length, row);
-        if (row < length && panel < panels) copy_out<true>(from, map, panel * PANEL, cut.skipped, head, cut.end);
+        if (row < length && panel < panels) tma_store<true>(from, map, panel * PANEL, cut.skipped, head, cut.end);
         return;
     }
 #endif
-    copy_out<true>(from, map, panel * PANEL, row, head, batch);
+    tma_store<true>(from, map, panel * PANEL, row, head, batch);
 }
 
 // Numbers that the threads of a block are told of, one after the other: two at once.
@@ -70,20 +70,20 @@ struct Told {
 
 // The next number, for a warp.
 inline int next_of(Told& told, const Shared& at) {
-    barrier_wait(told.full(at), told.phase());
-    const int number = alike(int(load_shared(told.place(at))));
+    mbarrier_wait_parity(told.full(at), told.phase());
+    const int number = alike(int(ld_shared(told.place(at))));
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(told.free(at));
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(told.free(at));
     told.count++;
     return number;
 }
 
 // The next number, taken by one thread for all.
 inline int take_next(Told& told, const Params& p, const Shared& at) {
-    barrier_wait(told.free(at), told.phase() ^ 1);
+    mbarrier_wait_parity(told.free(at), told.phase() ^ 1);
     const int number = atomicAdd(p.taken, 1);
-    store_shared(told.place(at), uint(number));
-    barrier_arrive(told.full(at));
+    st_shared(told.place(at), uint(number));
+    mbarrier_arrive(told.full(at));
     told.count++;
     return number;
 }

@@ -46,16 +46,16 @@ inline void round_piece(float scale, uint from, uint to) {
     from += lane * 16;
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
-        const float4 one = load_shared_four(from + n * 512), other = load_shared_four(from + n * 512 + 512);
-        store_matrices(rows ^ n << 4, pair_of(Element{}, one.x * scale, one.y * scale), pair_of(Element{}, one.z * scale, one.w * scale),
-                       pair_of(Element{}, other.x * scale, other.y * scale), pair_of(Element{}, other.z * scale, other.w * scale));
+        const float4 one = ld_shared_v4_f32(from + n * 512), other = ld_shared_v4_f32(from + n * 512 + 512);
+        stmatrix_x4(rows ^ n << 4, pack_pair(Element{}, one.x * scale, one.y * scale), pack_pair(Element{}, one.z * scale, one.w * scale),
+                       pack_pair(Element{}, other.x * scale, other.y * scale), pack_pair(Element{}, other.z * scale, other.w * scale));
     }
 }
 
 // Brings a piece: one of two places has it.
 inline void piece_in(uint pieces, uint full, const float* sums, int n) {
-    barrier_expect(full + 8 * (n & 1), PIECE_BYTES);
-    copy_row_in(pieces + (n & 1) * PIECE_BYTES, sums + n * PIECE, PIECE_BYTES, full + 8 * (n & 1));
+    mbarrier_arrive_expect_tx(full + 8 * (n & 1), PIECE_BYTES);
+    cp_async_bulk_load(pieces + (n & 1) * PIECE_BYTES, sums + n * PIECE, PIECE_BYTES, full + 8 * (n & 1));
 }
 
 // Settles the slices of a number that one of the two warps has. Of four pieces of a slice two are brought at once, the next slice's beside the last ones.
@@ -64,7 +64,7 @@ inline void settle(const TensorMap& dq_map, const Params& p, const Shared& at, c
     const uint pieces = at.settled + mine * SETTLED_BYTES, rounded = pieces + 2 * PIECE_BYTES, full = at.settled_full + 16 * mine;
     Slice slice, next;
     int number = next_slice(p, slices, slices.from + mine, slice);
-    if (first) wait_for(p.done + slices.section, numbers_in(p, slices.section));
+    if (first) counter_acquire_wait(p.done + slices.section, numbers_in(p, slices.section));
     __syncwarp();
     if (first && number < slices.past) piece_in(pieces, full, slice.sums, 0), piece_in(pieces, full, slice.sums, 1);
     while (number < slices.past) {
@@ -74,25 +74,25 @@ inline void settle(const TensorMap& dq_map, const Params& p, const Shared& at, c
 #pragma unroll 1
         for (int n = 0; n < 4; n++) {
             const uint to = rounded + (n & 1) * 16 * ROW_BYTES;
-            barrier_wait(full + 8 * (n & 1), n >> 1);
-            if (first) copied_out<1>();
+            mbarrier_wait_parity(full + 8 * (n & 1), n >> 1);
+            if (first) cp_async_bulk_wait_group_read<1>();
             __syncwarp();
             round_piece(p.scale, pieces + (n & 1) * PIECE_BYTES, to);
-            written_for_engines();
+            fence_proxy_async();
             __syncwarp();
             if (!first) continue;
             if (n < 2 || more) piece_in(pieces, full, n < 2 ? slice.sums : next.sums, n ^ 2);
             const Span span = span_of(p, slice.keys.batch);
             rows_out<WITH_PACKED_Q>(to, dq_map, panel, QK_THERE, first_row + 16 * n, span.begin_q, span.len_q, slice.head, slice.keys.batch);
-            if (again) copy_row_out(slice.sums + n * PIECE, at.zeros, PIECE_BYTES);
-            copy_out_ends();
+            if (again) cp_async_bulk_store(slice.sums + n * PIECE, at.zeros, PIECE_BYTES);
+            cp_async_bulk_commit_group();
         }
         slice = next;
     }
     // Slices without queries count too.
     if (first) {
-        arrived_out();
-        count_up(p.settled + slices.section, (slices.past - slices.from + 1 - mine) / 2);
+        cp_async_bulk_wait_group();
+        counter_release_add(p.settled + slices.section, (slices.past - slices.from + 1 - mine) / 2);
     }
 }
 
@@ -105,5 +105,5 @@ inline void settle_all(const TensorMap& dq_map, const Params& p, const Shared& a
         const Slices slices = slices_of(p, number);
         if (slices.from < slices.past) settle(dq_map, p, at, slices, mine);
     }
-    if ((threadIdx.x & 31) == 0) copied_out();
+    if ((threadIdx.x & 31) == 0) cp_async_bulk_wait_group_read();
 }

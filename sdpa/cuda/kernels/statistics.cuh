@@ -34,8 +34,8 @@ inline Sunk with_sink(const LogSum& most, float score) {
     Sunk row;
     row.most = !above ? most : most.origin != 0.0f || is_large(sink) ? LogSum{score, 0.0f} : LogSum{most.origin, sink};
     // Both may be -infinity. Nothing is subtracted from itself: in an FMA the rounding of a large sink would be left.
-    row.part = most.log == -INFINITE ? 0.0f : above ? exp2_of(most.log - sink) : 1.0f;
-    row.own = above ? 1.0f : sink == -INFINITE ? 0.0f : exp2_of(sink - most.log);
+    row.part = most.log == -INFINITE ? 0.0f : above ? ex2_approx(most.log - sink) : 1.0f;
+    row.own = above ? 1.0f : sink == -INFINITE ? 0.0f : ex2_approx(sink - most.log);
     return row;
 }
 

@@ -27,14 +27,14 @@ inline void bring_found(uint to, uint row_bytes, const Strided& from, int first,
         const uint at = to + row * row_bytes + column * ELEMENT_BYTES;
         const Element* element = left > 0 ? row_at(first + row) + column * from.dim : from.at;
         if (wide) {
-            copy_16(at, element, left * ELEMENT_BYTES);
+            cp_async_16(at, element, left * ELEMENT_BYTES);
         } else {
             uint words[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int m = 0; m < PER; m++) {
                 if (m < left) words[m * ELEMENT_BYTES / 4] |= bits_of(element[m * from.dim]) << (m * ELEMENT_BYTES % 4 * 8);
             }
-            store_shared_four(at, words[0], words[1], words[2], words[3]);
+            st_shared_v4_b32(at, words[0], words[1], words[2], words[3]);
         }
     }
 }
@@ -46,11 +46,11 @@ inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int h
     bring_found<rows, columns, wide>(to, row_bytes, from, of.first, of.rows, dim, at);
 }
 
-inline void put_pair(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_halves(x, y); }
-inline void put_pair(BFloat* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_bfloats(x, y); }
+inline void put_pair(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = cvt_rn_f16x2(x, y); }
+inline void put_pair(BFloat* to, float x, float y) { *reinterpret_cast<uint*>(to) = cvt_rn_bf16x2(x, y); }
 inline void put_pair(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = float2{x, y}; }
-inline void put(Half* to, float x) { to->bits = (unsigned short)(pair_of_halves(x, 0.0f) & 0xffffu); }
-inline void put(BFloat* to, float x) { to->bits = (unsigned short)(pair_of_bfloats(x, 0.0f) & 0xffffu); }
+inline void put(Half* to, float x) { to->bits = (unsigned short)(cvt_rn_f16x2(x, 0.0f) & 0xffffu); }
+inline void put(BFloat* to, float x) { to->bits = (unsigned short)(cvt_rn_bf16x2(x, 0.0f) & 0xffffu); }
 inline void put(float* to, float x) { *to = x; }
 
 // Two rows, 8 apart, of what a warp has, as far as the entry has them, from `first_column` on, times a number for each. `pairs`: rows lie at multiples of two elements.

@@ -2,9 +2,9 @@
 
 // A group adds its slice of sums of gradients of queries, four numbers at once. One address, told to the compiler, and distances from it.
 inline void add_slice(const float (&sums)[DQ], float* to) {
-    to = kept(to + (threadIdx.x & 127) * 4);
+    to = opaque_address(to + (threadIdx.x & 127) * 4);
 #pragma unroll
-    for (int n = 0; n < DQ; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    for (int n = 0; n < DQ; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
 }
 
 // The rows of a warp to shared memory, panels of so many bytes, and from there to their tensor.
@@ -16,15 +16,15 @@ inline void take_out(const float (&sums)[count], float scale, uint rows_at, cons
     for (int n = 0; n < count; n += 2) {
         const int half = n >> 1 & 1, chunk = n / 4;
         const uint to = rows_at + chunk / 8 * panel_bytes + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
-        store_shared(to, pair_of(Element{}, sums[n] * scale, sums[n + 1] * scale));
+        st_shared(to, pack_pair(Element{}, sums[n] * scale, sums[n + 1] * scale));
     }
-    written_for_engines();
+    fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
         for (int panel = 0; panel < count * 2 / PANEL; panel++) {
             rows_out<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row, span.begin_kv, span.len_kv, tile.head, tile.batch);
         }
-        copy_out_ends();
+        cp_async_bulk_commit_group();
     }
 }
 
@@ -33,7 +33,7 @@ inline void take_out(const float (&sums)[count], float scale, uint rows_at, cons
 template <int count>
 inline void add_share(float* to, const float (&sums)[count]) {
 #pragma unroll
-    for (int n = 0; n < count; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    for (int n = 0; n < count; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
 }
 
 template <int count>
@@ -50,9 +50,9 @@ template <class Meet>
 inline bool is_last(const Params& p, const Shared& at, const Tile& tile, const Meet& groups_meet) {
     __threadfence();
     groups_meet(0);
-    if (threadIdx.x == 128) store_shared(at.last, atomicAdd(p.shares_done + tile.number, 1) + 1 == p.shares);
+    if (threadIdx.x == 128) st_shared(at.last, atomicAdd(p.shares_done + tile.number, 1) + 1 == p.shares);
     groups_meet(1);
-    const bool last = load_shared(at.last) != 0;
+    const bool last = ld_shared(at.last) != 0;
     __threadfence();
     return last;
 }

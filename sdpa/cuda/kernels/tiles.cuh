@@ -54,13 +54,13 @@ constexpr uint TOLD_BYTES = WITH_LIST ? 48 : 4;
 inline void tell(uint to, const Tile& t, const Span& s) {
     const int words[] = {t.tile, t.batch, t.head, t.part, t.parts, t.slot, s.begin_q, s.len_q, s.begin_kv, s.len_kv};
 #pragma unroll
-    for (int n = 0; n < 10; n++) store_shared(to + 4 * n, uint(words[n]));
+    for (int n = 0; n < 10; n++) st_shared(to + 4 * n, uint(words[n]));
 }
 
 inline Tile told_of(uint at) {
     int words[6];
 #pragma unroll
-    for (int n = 0; n < 6; n++) words[n] = alike(int(load_shared(at + 4 * n)));
+    for (int n = 0; n < 6; n++) words[n] = alike(int(ld_shared(at + 4 * n)));
     return Tile{words[0], words[1], words[2], words[3], words[4], words[5], at};
 }
 #endif
@@ -68,7 +68,7 @@ inline Tile told_of(uint at) {
 // What band and lengths say of a tile's batch entry.
 inline Span span_of_tile(const Params& p, const Tile& tile) {
 #if WITH_LIST
-    const auto word = [&](int n) { return int(load_shared(tile.told + 4 * n)); };
+    const auto word = [&](int n) { return int(ld_shared(tile.told + 4 * n)); };
     return about_the_ends(p, Span{p.lower, p.upper, word(7), word(9), word(6), word(8)});
 #else
     return span_of(p, tile.batch);

@@ -19,9 +19,9 @@ enum Operands {
 impl Operands {
     fn name(self) -> &'static str {
         match self {
-            Operands::ByRows | Operands::HeldByRows => "product_by_rows",
-            Operands::HeldByColumns => "product_by_columns",
-            Operands::ByColumns => "product_of_columns",
+            Operands::ByRows | Operands::HeldByRows => "wgmma_k_major",
+            Operands::HeldByColumns => "wgmma_b_mn_major",
+            Operands::ByColumns => "wgmma_mn_major",
         }
     }
 

@@ -1,25 +1,25 @@
 // In place of copy.cuh.
 #pragma once
 
-inline void barrier_init(uint barrier, uint arrivals) { machine::barrier_init(barrier, arrivals); }
-inline void barrier_made() {}
-inline void barrier_arrive(uint barrier) { machine::barrier_arrive(barrier, 0); }
-inline void barrier_expect(uint barrier, uint bytes) { machine::barrier_arrive(barrier, bytes); }
-inline void barrier_wait(uint barrier, uint parity, HERE) { machine::barrier_wait(barrier, parity, {"barrier_wait", file, line}); }
+inline void mbarrier_init(uint barrier, uint arrivals) { machine::barrier_init(barrier, arrivals); }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(uint barrier) { machine::barrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_expect_tx(uint barrier, uint bytes) { machine::barrier_arrive(barrier, bytes); }
+inline void mbarrier_wait_parity(uint barrier, uint parity, HERE) { machine::barrier_wait(barrier, parity, {"mbarrier_wait_parity", file, line}); }
 template <bool once = false>
-inline void copy_in(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
+inline void tma_load(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
     machine::copy_in(to, reinterpret_cast<const uint64_t*>(map.words), barrier, {dim, row, head, batch});
 }
-inline void copy_row_in(uint to, const void* from, uint bytes, uint barrier) { machine::copy_row_in(to, from, bytes, barrier); }
-inline void nothing_in(uint to, uint bytes, uint barrier) { machine::nothing_in(to, bytes, barrier); }
+inline void cp_async_bulk_load(uint to, const void* from, uint bytes, uint barrier) { machine::copy_row_in(to, from, bytes, barrier); }
+inline void cp_async_bulk_load_zeros(uint to, uint bytes, uint barrier) { machine::nothing_in(to, bytes, barrier); }
 template <bool once = false>
-inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
+inline void tma_store(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
     machine::copy_out(from, reinterpret_cast<const uint64_t*>(map.words), {dim, row, head, batch});
 }
-inline void copy_row_out(void* to, uint from, uint bytes) { machine::row_out(to, from, bytes, false); }
-inline void add_out(float* to, uint from, uint bytes) { machine::row_out(to, from, bytes, true); }
-inline void copy_out_ends() { machine::copy_out_ends(); }
+inline void cp_async_bulk_store(void* to, uint from, uint bytes) { machine::row_out(to, from, bytes, false); }
+inline void cp_reduce_async_bulk_add(float* to, uint from, uint bytes) { machine::row_out(to, from, bytes, true); }
+inline void cp_async_bulk_commit_group() { machine::copy_out_ends(); }
 template <int left = 0>
-inline void copied_out(HERE) { machine::copied_out(left, {"copied_out", file, line}); }
-inline void arrived_out(HERE) { machine::arrived_out({"arrived_out", file, line}); }
-inline void written_for_engines() { machine::publish(); }
+inline void cp_async_bulk_wait_group_read(HERE) { machine::copied_out(left, {"cp_async_bulk_wait_group_read", file, line}); }
+inline void cp_async_bulk_wait_group(HERE) { machine::arrived_out({"cp_async_bulk_wait_group", file, line}); }
+inline void fence_proxy_async() { machine::publish(); }
