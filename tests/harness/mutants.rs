@@ -9,7 +9,7 @@ use crate::random::Random;
 use std::collections::BTreeMap;
 
 /// Files that the emulation replaces by its own: an edit of theirs is never compiled.
-const REPLACED: [&str; 5] = ["copy.cuh", "mma.cuh", "peers.cuh", "products.cuh", "units.cuh"];
+const REPLACED: [&str; 5] = ["cluster.cuh", "mma.cuh", "ptx.cuh", "tma.cuh", "wgmma.cuh"];
 
 /// A rule: its name, and what it makes of a line of code.
 type Rule = (&'static str, fn(&str) -> Vec<String>);

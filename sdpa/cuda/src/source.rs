@@ -21,41 +21,41 @@ macro_rules! piece {
 pub(crate) use piece;
 
 /// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
-const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
+const PRELUDE: [(&str, &str); 3] = [piece!("types.cuh"), piece!("ptx.cuh"), piece!("prelude.cuh")];
 /// What traced expressions call.
 const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
-const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
-pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
-const CLIPPED: (&str, &str) = piece!("clipped.cuh");
-pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
-pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
+const HOPPER: [(&str, &str); 3] = [piece!("tma.cuh"), piece!("wgmma_operands.cuh"), piece!("wgmma.cuh")];
+pub(crate) const MASK: (&str, &str) = piece!("mask.cuh");
+const VARLEN_TMA: (&str, &str) = piece!("varlen_tma.cuh");
+pub(crate) const KV_BLOCKS: (&str, &str) = piece!("kv_blocks.cuh");
+pub(crate) const BLOCK_SPARSITY: (&str, &str) = piece!("block_sparsity.cuh");
 const DROPOUT: (&str, &str) = piece!("dropout.cuh");
 /// What a forward pass tells of its rows.
 pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
-const TILES: (&str, &str) = piece!("tiles.cuh");
-const ITEMS: (&str, &str) = piece!("items.cuh");
-const MERGE: (&str, &str) = piece!("merge.cuh");
-const FORWARD: (&str, &str) = piece!("forward.cu");
+const TILE_SCHEDULER: (&str, &str) = piece!("tile_scheduler.cuh");
+const TILE_LIST: (&str, &str) = piece!("tile_list.cuh");
+const COMBINE: (&str, &str) = piece!("combine.cuh");
+const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
-pub(crate) const BACKWARD: (&str, &str) = piece!("back.cuh");
-const SHAPE: (&str, &str) = piece!("shape.cuh");
-const STEPS: (&str, &str) = piece!("steps.cuh");
-pub(crate) const ALONG: (&str, &str) = piece!("along.cuh");
-const ROWS: (&str, &str) = piece!("rows.cuh");
-const SECTIONS: (&str, &str) = piece!("sections.cuh");
+pub(crate) const Q_BLOCKS: (&str, &str) = piece!("q_blocks.cuh");
+const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
+const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
+pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
+const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
+const BACKWARD_SCHEDULER: (&str, &str) = piece!("backward_scheduler.cuh");
 /// What becomes of sums of gradients of queries: in the kernel itself, or in one of its own.
-const SETTLE: (&str, &str) = piece!("settle.cuh");
-const QUERIES: (&str, &str) = piece!("queries.cuh");
-const SCORES: (&str, &str) = piece!("scores.cuh");
-const BROUGHT: (&str, &str) = piece!("brought.cuh");
-const TAKEN: (&str, &str) = piece!("taken.cuh");
-const GRADIENTS: (&str, &str) = piece!("backward.cu");
+const DQ_CONVERT_FUSED: (&str, &str) = piece!("dq_convert_fused.cuh");
+const DQ_CONVERT: (&str, &str) = piece!("dq_convert.cuh");
+const BACKWARD_SCORES: (&str, &str) = piece!("backward_scores.cuh");
+const BACKWARD_LOADS: (&str, &str) = piece!("backward_loads.cuh");
+const BACKWARD_EPILOGUE: (&str, &str) = piece!("backward_epilogue.cuh");
+const BACKWARD_KERNEL: (&str, &str) = piece!("backward.cu");
 /// What blocks of threads that run as a pair ask of the hardware, and their kernel.
-const PEERS: (&str, &str) = piece!("peers.cuh");
+const CLUSTER: (&str, &str) = piece!("cluster.cuh");
 /// Log-sum-exps as two f32.
-pub(crate) const EXACT: (&str, &str) = piece!("exact.cuh");
+pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");
 const PADDING: (&str, &str) = piece!("padding.cuh");
-const PAIR: (&str, &str) = piece!("pair.cu");
+const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
 /// where a kernel says so.
@@ -224,16 +224,16 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let params = format!("{}{}", boundary(problem), Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
-    let mut text = begin(problem, problem.weight(), &own, &params, &traced, &ENGINES);
+    let mut text = begin(problem, problem.weight(), &own, &params, &traced, &HOPPER);
     text.push_str(GENERATED);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
-    let map = (problem.lists() == Lists::AtCall).then_some(MAP);
-    let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
-    [SPAN, CLIPPED, PADDING, WALK, TILES, STATISTICS]
+    let map = (problem.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
+    let items = problem.lists_tiles(tile).then_some(TILE_LIST).into_iter().chain(tile.split.then_some(COMBINE));
+    [MASK, VARLEN_TMA, PADDING, KV_BLOCKS, TILE_SCHEDULER, STATISTICS]
         .into_iter()
         .chain(map)
         .chain(items)
-        .chain([FORWARD])
+        .chain([FORWARD_KERNEL])
         .for_each(|piece| add(&mut text, piece));
     text
 }
@@ -273,7 +273,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let traced: Vec<String> = score_functions(problem).into_iter().chain(along_functions(problem)).chain(keep_function(forward)).collect();
     let params =
         format!("{}{}typedef BackwardParams Params;\n{}", boundary(forward), BackwardParams::cuda(), gradients_structure(&problem.along));
-    let engines: Vec<(&str, &str)> = ENGINES.into_iter().chain(tile.pair.then_some(PEERS)).collect();
+    let engines: Vec<(&str, &str)> = HOPPER.into_iter().chain(tile.pair.then_some(CLUSTER)).collect();
     let mut text = begin(forward, problem.weight(), &own, &params, &traced, &engines);
     text.push_str(GENERATED);
     let columns = if tile.pair {
@@ -282,16 +282,22 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts)
     };
     text.push_str(&matrix::backward(element(forward.dtype), columns));
-    let map = (forward.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, CLIPPED, PADDING, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
+    let map = (forward.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
+    [MASK, VARLEN_TMA, PADDING, Q_BLOCKS]
+        .into_iter()
+        .chain(map)
+        .chain([BACKWARD_LAYOUT, BACKWARD_STEPS])
+        .for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
-        add(&mut text, ALONG);
+        add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
         text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
-    let of_queries = if tile.sums_bytes() > 0 { SETTLE } else { QUERIES };
-    let kernel = if tile.pair { PAIR } else { GRADIENTS };
-    [EXACT, ROWS, SECTIONS, of_queries, SCORES, BROUGHT, TAKEN, kernel].into_iter().for_each(|piece| add(&mut text, piece));
+    let of_queries = if tile.sums_bytes() > 0 { DQ_CONVERT_FUSED } else { DQ_CONVERT };
+    let kernel = if tile.pair { BACKWARD_2CTA } else { BACKWARD_KERNEL };
+    [EXACT_LSE, BACKWARD_PREPROCESS, BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel]
+        .into_iter()
+        .for_each(|piece| add(&mut text, piece));
     text
 }
 

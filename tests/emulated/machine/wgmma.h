@@ -1,4 +1,4 @@
-// In place of products.cuh and of what is generated behind it.
+// In place of wgmma.cuh and of what is generated behind it.
 #pragma once
 
 inline void wgmma_fence() { machine::multiply_begin(); }

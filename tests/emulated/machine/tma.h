@@ -1,4 +1,4 @@
-// In place of copy.cuh.
+// In place of tma.cuh.
 #pragma once
 
 inline void mbarrier_init(uint barrier, uint arrivals) { machine::barrier_init(barrier, arrivals); }

@@ -1,4 +1,4 @@
-// In place of units.cuh.
+// In place of ptx.cuh.
 #pragma once
 
 #include "../../metal/emulator/numbers.h"

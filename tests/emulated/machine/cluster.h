@@ -1,4 +1,4 @@
-// In place of peers.cuh.
+// In place of cluster.cuh.
 #pragma once
 
 inline uint cluster_cta_rank() { return machine::rank(); }
