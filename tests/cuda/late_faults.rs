@@ -39,19 +39,19 @@ row_max = true
 "#;
 
 const FAULTS: [Fault; 16] = [
-    ("sums of the second row weigh as the first's", Forward, ["o[m] *= less[m >> 1 & 1];", "o[m] *= less[0];"], GROWING),
-    ("sums stay as they are where scores grow", Forward, ["__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)", "false"], GROWING),
-    ("sums of weights stay as they are", Forward, ["rows.sum[half] * less[half] + sum", "rows.sum[half] + sum"], GROWING),
+    ("sums of the second row weigh as the first's", Forward, ["o[m] *= rescale[m >> 1 & 1];", "o[m] *= rescale[0];"], GROWING),
+    ("sums stay as they are where scores grow", Forward, ["__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)", "false"], GROWING),
+    ("sums of weights stay as they are", Forward, ["state.row_sum[half] * rescale[half] + sum", "state.row_sum[half] + sum"], GROWING),
     (
         "weights are next to what is no longer",
         Forward,
-        ["rows.from[half] = from;", "if (before == -INFINITE) rows.from[half] = from;"],
+        ["state.reference[half] = from;", "if (before == -INFINITE) state.reference[half] = from;"],
         GROWING,
     ),
     (
         "weights are next to the largest score of the block",
         Forward,
-        ["const float from = larger ? most : before;", "const float from = most;"],
+        ["const float from = larger ? row_max : before;", "const float from = row_max;"],
         GROWING,
     ),
     ("sums of exponentials are next to what weights are", Forward, ["sum * ex2_approx(-above)", "sum"], GROWING),
@@ -65,17 +65,22 @@ const FAULTS: [Fault; 16] = [
     (
         "gradients of scores are read before both groups wrote",
         Backward,
-        ["mbarrier_wait_parity(at.d_s_full + 8 * before, turn.phase ^ before);", ""],
+        ["mbarrier_wait_parity(smem.d_s_full + 8 * before, step_state.phase ^ before);", ""],
         LONG,
     ),
     (
         "gradients of scores are written over before both groups read them",
         Backward,
-        ["if (sub == 0) mbarrier_wait_parity(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);", ""],
+        ["if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);", ""],
         LONG,
     ),
-    ("gradients of scores have one place", Backward, ["at.d_s + turn.stage * D_S_BYTES", "at.d_s"], LONG),
-    ("gradients of queries are of this step's scores", Backward, ["at.d_s + before * D_S_BYTES", "at.d_s + turn.stage * D_S_BYTES"], LONG),
+    ("gradients of scores have one place", Backward, ["smem.d_s + step_state.stage * D_S_BYTES", "smem.d_s"], LONG),
+    (
+        "gradients of queries are of this step's scores",
+        Backward,
+        ["smem.d_s + before * D_S_BYTES", "smem.d_s + step_state.stage * D_S_BYTES"],
+        LONG,
+    ),
     (
         "the matrix units are not told of what was written",
         Backward,
@@ -96,8 +101,8 @@ const FAULTS: [Fault; 16] = [
         "sums of wide heads go to this step's place",
         Backward,
         [
-            "values();\n                        along_before",
-            "to = slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group);\n                        values();\n                        along_before",
+            "values();\n                        gemm_dq_previous",
+            "to = dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);\n                        values();\n                        gemm_dq_previous",
         ],
         WIDE,
     ),

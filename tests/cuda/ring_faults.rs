@@ -41,7 +41,7 @@ const FAULTS: [Fault; 19] = [
     (
         "the next keys come to where zeros are",
         Backward,
-        ["mbarrier_arrive(at.kv_full);\n        keys ^= 1;\n    }\n}", "mbarrier_arrive(at.kv_full);\n    }\n}"],
+        ["mbarrier_arrive(smem.kv_full);\n        kv_phase ^= 1;\n    }\n}", "mbarrier_arrive(smem.kv_full);\n    }\n}"],
         WIDE,
     ),
     ("a half of the rows is not scaled", Backward, ["one.z * scale", "one.z"], RINGS),
@@ -54,7 +54,10 @@ const FAULTS: [Fault; 19] = [
     (
         "a place is told free while gradients of values are there",
         Backward,
-        ["named_barrier_sync(SUMS_THERE + group, 160);\n    }\n}", "named_barrier_arrive(SUMS_THERE + group, 160);\n    }\n}"],
+        [
+            "named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);\n    }\n}",
+            "named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);\n    }\n}",
+        ],
         RINGS,
     ),
     (
@@ -67,18 +70,23 @@ const FAULTS: [Fault; 19] = [
         "gradients of values leave while sums do",
         Backward,
         [
-            "named_barrier_sync(SUMS_FREE + group, 160);\n        if (whole)",
-            "named_barrier_arrive(SUMS_FREE + group, 160);\n        if (whole)",
+            "named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);\n        if (complete)",
+            "named_barrier_arrive(BARRIER_DQ_EMPTY + warpgroup, 160);\n        if (complete)",
         ],
         RINGS,
     ),
     (
         "keys come before those of a block are done with",
         Backward,
-        ["mbarrier_wait_parity(at.kv_free, keys ^ 1);\n                mbarrier_arrive_expect_tx", "mbarrier_arrive_expect_tx"],
+        ["mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);\n                mbarrier_arrive_expect_tx", "mbarrier_arrive_expect_tx"],
         RINGS,
     ),
-    ("one number is read where another is told", Backward, ["mbarrier_wait_parity(told.free(at), told.phase() ^ 1);", ""], RINGS),
+    (
+        "one number is read where another is told",
+        Backward,
+        ["mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);", ""],
+        RINGS,
+    ),
     (
         "a block is done before its sums are there",
         Backward,
@@ -88,19 +96,19 @@ const FAULTS: [Fault; 19] = [
     (
         "sums are rounded before they are done",
         Backward,
-        ["if (first) counter_acquire_wait(p.done + slices.section, numbers_in(p, slices.section));", ""],
+        ["if (first) counter_acquire_wait(p.done + slices.section, section_tiles(p, slices.section));", ""],
         RINGS,
     ),
     (
         "sums are added to what has not left",
         Backward,
-        ["counter_acquire_wait(p.settled + tile.section - p.ring, slices_in(p, tile.section - p.ring));", ";"],
+        ["counter_acquire_wait(p.settled + tile.section - p.ring, section_slices(p, tile.section - p.ring));", ";"],
         RINGS,
     ),
     (
         "sums of a section before are not cleared",
         Backward,
-        ["if (again) cp_async_bulk_store(slice.sums + n * PIECE, at.zeros, PIECE_BYTES);", ""],
+        ["if (reused) cp_async_bulk_store(slice.sums + n * DQ_PIECE, smem.zeros, DQ_PIECE_BYTES);", ""],
         RINGS,
     ),
     (
@@ -114,8 +122,8 @@ const FAULTS: [Fault; 19] = [
         "rounded rows are written over before they have left",
         Backward,
         [
-            "if (first) cp_async_bulk_wait_group_read<1>();\n            __syncwarp();\n            round",
-            "__syncwarp();\n            round",
+            "if (first) cp_async_bulk_wait_group_read<1>();\n            __syncwarp();\n            convert",
+            "__syncwarp();\n            convert",
         ],
         RINGS,
     ),
@@ -128,7 +136,7 @@ const FAULTS: [Fault; 19] = [
     (
         "the last section does not leave",
         Backward,
-        ["p.sections + past / p.tail, section", "p.sections - 1 + past / p.tail, section"],
+        ["p.sections + beyond / p.tail, section", "p.sections - 1 + end / p.tail, section"],
         RINGS,
     ),
     (

@@ -3,50 +3,50 @@
 // one has scores, weights and gradients of values, the other gradients of weights and of keys; a third brings operands.
 
 // The next number, for a thread that stands for its warp.
-inline int told_in_pair(Told& told, const Shared& at) {
-    mbarrier_wait_parity_acquire_cluster(told.full(at), told.phase());
-    const int number = int(ld_shared(told.place(at)));
-    mbarrier_arrive_peer(told.free(at), 0);
-    told.count++;
-    return number;
+inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
+    mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
+    const int tile_index = int(ld_shared(tile_pipeline.slot(smem)));
+    mbarrier_arrive_peer(tile_pipeline.empty(smem), 0);
+    tile_pipeline.count++;
+    return tile_index;
 }
 
 // The next block of keys, taken by one thread for the pair: each of its blocks is told its own number.
-inline int take_in_pair(Told& told, const Params& p, const Shared& at, uint rank) {
+inline int tile_produce_2cta(TilePipeline& tile_pipeline, const Params& p, const SharedStorage& smem, uint rank) {
     if (rank == 0) {
-        mbarrier_wait_parity(told.free(at), told.phase() ^ 1);
-        const int taken = atomicAdd(p.taken, 1), shares = shares_of(p), first = taken / shares * PARTS * shares + taken % shares;
-        for (uint other = 0; other < 2; other++) st_mbarrier_arrive_release_cluster(told.place(at), uint(first + int(other) * shares), told.full(at), other);
-        told.count++;
+        mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);
+        const int taken = atomicAdd(p.taken, 1), shares = head_splits_of(p), first = taken / shares * COLUMN_PARTS * shares + taken % shares;
+        for (uint other = 0; other < 2; other++) st_mbarrier_arrive_release_cluster(tile_pipeline.slot(smem), uint(first + int(other) * shares), tile_pipeline.full(smem), other);
+        tile_pipeline.count++;
         return first;
     }
-    return told_in_pair(told, at);
+    return tile_consume_thread_2cta(tile_pipeline, smem);
 }
 
 // That number, for a warp.
-inline int next_in_pair(Told& told, const Shared& at) {
-    mbarrier_wait_parity_acquire_cluster(told.full(at), told.phase());
-    const int number = alike(int(ld_shared(told.place(at))));
+inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
+    mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
+    const int tile_index = warp_uniform(int(ld_shared(tile_pipeline.slot(smem))));
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive_peer(told.free(at), 0);
-    told.count++;
-    return number;
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive_peer(tile_pipeline.empty(smem), 0);
+    tile_pipeline.count++;
+    return tile_index;
 }
 
 // Keys and values of a block, and of the other's keys those columns along which this one has gradients of queries.
-inline void keys_of_pair_in(const TensorMap& k_map, const TensorMap& v_map, const Shared& at, const Span& span, const Tile& tile) {
+inline void load_kv_2cta(const TensorMap& k_map, const TensorMap& v_map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     const int own = tile.block * 2 + tile.part, other = own ^ 1;
-    mbarrier_arrive_expect_tx(at.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
-    keys_in<KEYS, QK_PANELS, QK_THERE>(at.k, k_map, at.kv_full, span, own, tile.head, tile.batch);
-    keys_in<KEYS, V_PANELS, V_THERE>(at.v, v_map, at.kv_full, span, own, tile.head, tile.batch);
-    keys_in<KEYS, QK_PANELS / 2, QK_THERE>(at.k_other, k_map, at.kv_full, span, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
+    mbarrier_arrive_expect_tx(smem.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
+    load_kv_rows<KEYS, QK_PANELS, QK_TENSOR_PANELS>(smem.k, k_map, smem.kv_full, seq_info, own, tile.head, tile.batch);
+    load_kv_rows<KEYS, V_PANELS, V_TENSOR_PANELS>(smem.v, v_map, smem.kv_full, seq_info, own, tile.head, tile.batch);
+    load_kv_rows<KEYS, QK_PANELS / 2, QK_TENSOR_PANELS>(smem.k_other, k_map, smem.kv_full, seq_info, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
 }
 
 // Brings rows of a step's queries, of which each block brings a half of the panels to both. Of documents each brings its own, as some of these are zeros from elsewhere.
-template <int panels, int of_tensor>
-inline void rows_in_pair(uint to, const TensorMap& map, uint barrier, const Span& span, const Step& step, const Tile& tile) {
+template <int panels, int tensor_panels>
+inline void load_q_rows_2cta(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, const Step& step, const Tile& tile) {
 #if WITH_PACKED_Q
-    queries_in<TILE_M, panels, of_tensor>(to, map, barrier, span, step.queries, step.head, tile.batch);
+    load_q_rows<TILE_M, panels, tensor_panels>(to, map, barrier, seq_info, step.queries, step.head, tile.batch);
 #else
     for (int panel = tile.part * panels / 2; panel < (tile.part + 1) * panels / 2; panel++) {
         tma_load_multicast(to + panel * Q_PANEL_BYTES, map, barrier, panel * PANEL, step.queries * TILE_M, step.head, tile.batch);
@@ -55,105 +55,105 @@ inline void rows_in_pair(uint to, const TensorMap& map, uint barrier, const Span
 }
 
 // Brings a block's keys and values, and tile after tile of queries, of all heads that share the key head.
-inline void bring_queries(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p,
-                          const Shared& at, const Tile& tile) {
-    const Span span = span_of(p, tile.batch);
-    const Reach reach = reach_of(p, span, tile.block);
-    Steps steps = steps_of(p, reach, tile);
+inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p,
+                         const SharedStorage& smem, const Tile& tile) {
+    const SeqInfo seq_info = seq_info_of(p, tile.batch);
+    const BlockRange range = block_range_of(p, seq_info, tile.block);
+    StepIterator steps = step_iterator(p, range, tile);
     Step step;
     bool first = true;
-    while (step_on(steps, p, reach, tile, step)) {
-        const uint full = at.q_full + 8 * ring.stage;
-        mbarrier_wait_parity(at.q_free + 8 * ring.stage, ring.phase ^ 1);
+    while (next_step(steps, p, range, tile, step)) {
+        const uint full = smem.q_full + 8 * pipeline.stage;
+        mbarrier_wait_parity(smem.q_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
         mbarrier_arrive_expect_tx(full, Q_BYTES + ROWS_BYTES);
-        rows_in_pair<QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, full, span, step, tile);
-        cp_async_bulk_load(at.lse + ring.stage * ROWS_BYTES, p.lse + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
-        ring.on();
+        load_q_rows_2cta<QK_PANELS, QK_TENSOR_PANELS>(smem.q + pipeline.stage * Q_BYTES, q_map, full, seq_info, step, tile);
+        cp_async_bulk_load(smem.lse + pipeline.stage * ROWS_BYTES, p.lse + q_tile_index(p, seq_info, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
+        pipeline.advance();
         if (first) {
-            mbarrier_wait_parity(at.kv_free, keys ^ 1);
-            keys_of_pair_in(k_map, v_map, at, span, tile);
-            keys ^= 1;
+            mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
+            load_kv_2cta(k_map, v_map, smem, seq_info, tile);
+            kv_phase ^= 1;
             first = false;
         }
     }
     // Zeros leave from where keys would be: no others come before that.
     if (first) {
-        mbarrier_wait_parity(at.kv_free, keys ^ 1);
-        mbarrier_arrive(at.kv_full);
-        keys ^= 1;
+        mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
+        mbarrier_arrive(smem.kv_full);
+        kv_phase ^= 1;
     }
 }
 
 // Another warp brings gradients of outputs.
-inline void bring_outputs(Ring<D_O_STAGES>& ring, const TensorMap& d_o_map, const Params& p, const Shared& at, const Tile& tile) {
-    const Span span = span_of(p, tile.batch);
-    const Reach reach = reach_of(p, span, tile.block);
-    Steps steps = steps_of(p, reach, tile);
+inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& d_o_map, const Params& p, const SharedStorage& smem, const Tile& tile) {
+    const SeqInfo seq_info = seq_info_of(p, tile.batch);
+    const BlockRange range = block_range_of(p, seq_info, tile.block);
+    StepIterator steps = step_iterator(p, range, tile);
     Step step;
-    while (step_on(steps, p, reach, tile, step)) {
-        const uint full = at.d_o_full + 8 * ring.stage;
-        mbarrier_wait_parity(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
+    while (next_step(steps, p, range, tile, step)) {
+        const uint full = smem.d_o_full + 8 * pipeline.stage;
+        mbarrier_wait_parity(smem.d_o_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
         mbarrier_arrive_expect_tx(full, D_O_BYTES + ROWS_BYTES);
-        rows_in_pair<V_PANELS, V_THERE>(at.d_o + ring.stage * D_O_BYTES, d_o_map, full, span, step, tile);
-        cp_async_bulk_load(at.delta + ring.stage * ROWS_BYTES, p.delta + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
-        ring.on();
+        load_q_rows_2cta<V_PANELS, V_TENSOR_PANELS>(smem.d_o + pipeline.stage * D_O_BYTES, d_o_map, full, seq_info, step, tile);
+        cp_async_bulk_load(smem.delta + pipeline.stage * ROWS_BYTES, p.delta + q_tile_index(p, seq_info, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
+        pipeline.advance();
     }
 }
 
 // They do so for block after block of keys.
-inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at, uint rank) {
-    Ring<STAGES> ring;
-    Told told;
-    uint keys = 0;
+inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const SharedStorage& smem, uint rank) {
+    PipelineState<STAGES> pipeline;
+    TilePipeline tile_pipeline;
+    uint kv_phase = 0;
     while (true) {
-        const int number = take_in_pair(told, p, at, rank);
-        if (number >= p.last) return;
-        const Tile tile = tile_of(p, number);
-        if (!is_none(p, tile)) bring_queries(ring, keys, q_map, k_map, v_map, p, at, tile);
+        const int tile_index = tile_produce_2cta(tile_pipeline, p, smem, rank);
+        if (tile_index >= p.last) return;
+        const Tile tile = tile_at(p, tile_index);
+        if (!is_empty(p, tile)) load_q_steps(pipeline, kv_phase, q_map, k_map, v_map, p, smem, tile);
     }
 }
 
-inline void bring_others(const TensorMap& d_o_map, const Params& p, const Shared& at) {
-    Ring<D_O_STAGES> ring;
-    Told told;
+inline void producer_loop_do(const TensorMap& d_o_map, const Params& p, const SharedStorage& smem) {
+    PipelineState<D_O_STAGES> pipeline;
+    TilePipeline tile_pipeline;
     while (true) {
-        const int number = told_in_pair(told, at);
-        if (number >= p.last) return;
-        const Tile tile = tile_of(p, number);
-        if (!is_none(p, tile)) bring_outputs(ring, d_o_map, p, at, tile);
+        const int tile_index = tile_consume_thread_2cta(tile_pipeline, smem);
+        if (tile_index >= p.last) return;
+        const Tile tile = tile_at(p, tile_index);
+        if (!is_empty(p, tile)) load_do_steps(pipeline, d_o_map, p, smem, tile);
     }
 }
 
 // Which step a group is at: queries and gradients of scores have two places, gradients of outputs as many as there is room for.
-struct Turn : Ring<2> {
-    inline int output() const { return D_O_STAGES == 1 ? 0 : stage; }
-    inline int output_phase() const { return D_O_STAGES == 1 ? stage : phase; }
+struct StepState : PipelineState<2> {
+    inline int d_o_stage() const { return D_O_STAGES == 1 ? 0 : stage; }
+    inline int d_o_phase() const { return D_O_STAGES == 1 ? stage : phase; }
 };
 
 // What a group walks over: a block of keys, its steps, and where its warps are in shared memory.
-struct Walked {
+struct WarpgroupContext {
     const Params& p;
     const Captured& captured;
-    const Shared& at;
+    const SharedStorage& smem;
     const Tile& tile;
-    const Span& span;
-    const Reach& reach;
-    int group, warp, lane;
+    const SeqInfo& seq_info;
+    const BlockRange& range;
+    int warpgroup, warp, lane;
 
-    inline Corner corner(const Step& step) const {
-        return Corner{tile.batch, step.head, step.queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + tile.part * KEYS + warp * 16 + lane / 4};
+    inline FragmentOrigin origin(const Step& step) const {
+        return FragmentOrigin{tile.batch, step.head, step.queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + tile.part * KEYS + warp * 16 + lane / 4};
     }
-    inline float* sums(const Step& step) const { return slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group); }
+    inline float* sums(const Step& step) const { return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup); }
     // Where a warp's gradients of scores are, of a step.
-    inline uint own_slopes(const Turn& turn) const { return at.d_s + turn.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
+    inline uint own_ds(const StepState& step_state) const { return smem.d_s + step_state.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
     // Where a thread's weights are.
-    inline uint weights() const { return at.weights + (threadIdx.x & 127) * 16; }
+    inline uint p_slot() const { return smem.p + (threadIdx.x & 127) * 16; }
     // A warp is done with something; of what comes to both blocks at once both are told.
-    inline void done_with(uint barrier) const {
+    inline void release(uint barrier) const {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier);
     }
-    inline void both_done_with(uint barrier) const {
+    inline void release_both_ctas(uint barrier) const {
         __syncwarp();
         if (lane != 0) return;
         mbarrier_arrive(barrier);
@@ -162,36 +162,36 @@ struct Walked {
 };
 
 // Zeroes keys past the length of the batch entry: dS is 0 there, and dQ reads them, those of the other thread block too.
-inline void zero_keys(const Walked& of) {
+inline void zero_k_padding(const WarpgroupContext& ctx) {
 #if WITH_SEQ_LEN_KV
-    if ((of.tile.block + 1) * TILE_N <= of.span.len_kv) return;
-    const int own = of.tile.block * 2 + of.tile.part;
-    zero_rows<QK_PANELS>(of.at.k, KV_PANEL_BYTES, of.span.len_kv - own * KEYS, KEYS);
-    zero_rows<QK_PANELS / 2>(of.at.k_other, KV_PANEL_BYTES, of.span.len_kv - (own ^ 1) * KEYS, KEYS);
-    rows_are_zero();
+    if ((ctx.tile.block + 1) * TILE_N <= ctx.seq_info.len_kv) return;
+    const int own = ctx.tile.block * 2 + ctx.tile.part;
+    zero_rows<QK_PANELS>(ctx.smem.k, KV_PANEL_BYTES, ctx.seq_info.len_kv - own * KEYS, KEYS);
+    zero_rows<QK_PANELS / 2>(ctx.smem.k_other, KV_PANEL_BYTES, ctx.seq_info.len_kv - (own ^ 1) * KEYS, KEYS);
+    sync_zeroed_rows();
 #endif
 }
 
 // Zeroes rows of queries or of dO past the length of the batch entry: dK and dV read them.
 template <int panels>
-inline void zero_queries(const Walked& of, const Step& step, uint at) {
+inline void zero_q_padding(const WarpgroupContext& ctx, const Step& step, uint smem_address) {
 #if WITH_SEQ_LEN_Q
-    const int queries = of.span.len_q - step.queries * TILE_M;
+    const int queries = ctx.seq_info.len_q - step.queries * TILE_M;
     if (queries >= TILE_M) return;
-    zero_rows<panels>(at, Q_PANEL_BYTES, queries, TILE_M);
-    rows_are_zero();
+    zero_rows<panels>(smem_address, Q_PANEL_BYTES, queries, TILE_M);
+    sync_zeroed_rows();
 #endif
 }
 
 // Gradients of the queries of the step before along a panel of columns, from gradients of scores of both blocks, this one's first. Nothing waits but for these.
-inline void along_before(float (&dq)[DQ], const Turn& turn, const Walked& of) {
-    const int before = turn.stage ^ 1;
-    mbarrier_wait_parity(of.at.d_s_full + 8 * before, turn.phase ^ before);
-    const uint d_s = of.at.d_s + before * D_S_BYTES;
-    const ulong64 own = descriptor_mn_major(d_s + of.tile.part * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    const ulong64 other = descriptor_mn_major(d_s + (of.tile.part ^ 1) * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    const ulong64 k_own = descriptor_mn_major(of.at.k + (of.tile.part * 2 + of.group) * KV_PANEL_BYTES, KV_PANEL_BYTES);
-    const ulong64 k_other = descriptor_mn_major(of.at.k_other + of.group * KV_PANEL_BYTES, KV_PANEL_BYTES);
+inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const WarpgroupContext& ctx) {
+    const int before = step_state.stage ^ 1;
+    mbarrier_wait_parity(ctx.smem.d_s_full + 8 * before, step_state.phase ^ before);
+    const uint d_s = ctx.smem.d_s + before * D_S_BYTES;
+    const ulong64 own = descriptor_mn_major(d_s + ctx.tile.part * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 other = descriptor_mn_major(d_s + (ctx.tile.part ^ 1) * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 k_own = descriptor_mn_major(ctx.smem.k + (ctx.tile.part * 2 + ctx.warpgroup) * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 k_other = descriptor_mn_major(ctx.smem.k_other + ctx.warpgroup * KV_PANEL_BYTES, KV_PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < KEYS / 16; step++) wgmma_mn_major(dq, descriptor_advance(own, step * 16 * ROW_BYTES), descriptor_advance(k_own, step * 16 * ROW_BYTES), step > 0);
@@ -201,184 +201,184 @@ inline void along_before(float (&dq)[DQ], const Turn& turn, const Walked& of) {
 }
 
 // They are there: what they were made of may be written anew, here and by the other block.
-inline void along_ends(float (&dq)[DQ], const Turn& turn, const Walked& of) {
+inline void release_ds(float (&dq)[DQ], const StepState& step_state, const WarpgroupContext& ctx) {
     wgmma_fence_operand(dq);
-    of.both_done_with(of.at.d_s_free + 8 * (turn.stage ^ 1));
+    ctx.release_both_ctas(ctx.smem.d_s_empty + 8 * (step_state.stage ^ 1));
 }
 
 // Those of the last step of a walk.
-inline void along_last(const Turn& turn, const Walked& of, float* to) {
+inline void gemm_dq_last(const StepState& step_state, const WarpgroupContext& ctx, float* to) {
     float dq[DQ];
-    along_before(dq, turn, of);
+    gemm_dq_previous(dq, step_state, ctx);
     wgmma_wait_group<0>();
-    along_ends(dq, turn, of);
-    add_slice(dq, to);
+    release_ds(dq, step_state, ctx);
+    red_add_dq(dq, to);
 }
 
-inline void scores_of(float (&s)[SCORES], const Turn& turn, const Walked& of) {
+inline void gemm_s_next(float (&s)[SCORES], const StepState& step_state, const WarpgroupContext& ctx) {
     const uint none[1] = {0};
-    mbarrier_wait_parity(of.at.q_full + 8 * turn.stage, turn.phase);
-    score<QK_STEPS>(s, of.at.k, none, of.at.q + turn.stage * Q_BYTES);
+    mbarrier_wait_parity(ctx.smem.q_full + 8 * step_state.stage, step_state.phase);
+    gemm_s_dp<QK_STEPS>(s, ctx.smem.k, none, ctx.smem.q + step_state.stage * Q_BYTES);
 }
 
 // The group that has scores: weights, which the other group is told of, and gradients of values. The next scores are asked for at the end of a step.
-inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
-    const Shared& at = of.at;
-    Steps steps = steps_of(of.p, of.reach, of.tile);
+inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupContext& ctx) {
+    const SharedStorage& smem = ctx.smem;
+    StepIterator steps = step_iterator(ctx.p, ctx.range, ctx.tile);
     Step step, next;
-    bool more = step_on(steps, of.p, of.reach, of.tile, step), behind = false;
-    if (!more) return;
+    bool has_next = next_step(steps, ctx.p, ctx.range, ctx.tile, step), has_previous = false;
+    if (!has_next) return;
     float s[SCORES];
-    scores_of(s, turn, of);
+    gemm_s_next(s, step_state, ctx);
     // Where sums of the step before go.
     float* to = nullptr;
     do {
-        more = step_on(steps, of.p, of.reach, of.tile, next);
-        const Corner corner = of.corner(step);
-        float raw[RAW];
-        float2 lse[PAIRS];
-        uint w[SCORES / 2];
-        pairs_of(lse, at.lse + turn.stage * ROWS_BYTES + 8 * (of.lane & 3));
+        has_next = next_step(steps, ctx.p, ctx.range, ctx.tile, next);
+        const FragmentOrigin origin = ctx.origin(step);
+        float raw[RAW_SCORES];
+        float2 lse[QUERY_PAIRS];
+        uint p_packed[SCORES / 2];
+        load_query_pairs(lse, smem.lse + step_state.stage * ROWS_BYTES + 8 * (ctx.lane & 3));
         wgmma_wait_group<0>();
         wgmma_fence_operand(s);
-        of.both_done_with(at.q_free + 8 * turn.stage);
-        weights_either(step.partly, s, raw, w, of.p, of.captured, corner, lse, 0);
+        ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
+        recompute_p_step(step.partial, s, raw, p_packed, ctx.p, ctx.captured, origin, lse, 0);
         // The warp that has the same keys has read what was there.
-        mbarrier_wait_parity(at.weights_free + 8 * of.warp, turn.stage ^ 1);
+        mbarrier_wait_parity(smem.p_empty + 8 * ctx.warp, step_state.stage ^ 1);
 #pragma unroll
-        for (int n = 0; n < SCORES; n += 4) st_shared_v4_f32(of.weights() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
-        of.done_with(at.weights_full + 8 * of.warp);
-        const uint d_o = at.d_o + turn.output() * D_O_BYTES, d_o_free = at.d_o_free + 8 * turn.output();
-        mbarrier_wait_parity(at.d_o_full + 8 * turn.output(), turn.output_phase());
-        zero_queries<V_PANELS>(of, step, d_o);
-        if (behind) {
+        for (int n = 0; n < SCORES; n += 4) st_shared_v4_f32(ctx.p_slot() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
+        ctx.release(smem.p_full + 8 * ctx.warp);
+        const uint d_o = smem.d_o + step_state.d_o_stage() * D_O_BYTES, d_o_empty = smem.d_o_empty + 8 * step_state.d_o_stage();
+        mbarrier_wait_parity(smem.d_o_full + 8 * step_state.d_o_stage(), step_state.d_o_phase());
+        zero_q_padding<V_PANELS>(ctx, step, d_o);
+        if (has_previous) {
             float dq[DQ];
-            weigh(dv, w, d_o);
-            along_before(dq, turn, of);
+            gemm_dk_dv(dv, p_packed, d_o);
+            gemm_dq_previous(dq, step_state, ctx);
             wgmma_wait_group<1>();
             wgmma_fence_operand(dv);
-            of.both_done_with(d_o_free);
+            ctx.release_both_ctas(d_o_empty);
             wgmma_wait_group<0>();
-            along_ends(dq, turn, of);
-            add_slice(dq, to);
+            release_ds(dq, step_state, ctx);
+            red_add_dq(dq, to);
         } else {
-            weigh(dv, w, d_o);
+            gemm_dk_dv(dv, p_packed, d_o);
             wgmma_wait_group<0>();
             wgmma_fence_operand(dv);
-            of.both_done_with(d_o_free);
+            ctx.release_both_ctas(d_o_empty);
         }
-        to = of.sums(step);
-        behind = true;
-        turn.on();
+        to = ctx.sums(step);
+        has_previous = true;
+        step_state.advance();
         // Last, so that nothing between them and their wait touches registers of theirs.
-        if (more) scores_of(s, turn, of);
+        if (has_next) gemm_s_next(s, step_state, ctx);
         step = next;
-    } while (more);
-    along_last(turn, of, to);
+    } while (has_next);
+    gemm_dq_last(step_state, ctx, to);
 }
 
 // Gradients of scores go to both blocks: where both have read what was there two steps ago.
-inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Turn& turn, const Walked& of) {
-    mbarrier_wait_parity(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
-    const uint rows = of.own_slopes(turn) + (of.lane & 15) * ROW_BYTES + ((of.lane >> 4 ^ (of.lane & 7)) << 4);
+inline void store_ds(const uint (&ds_packed)[SCORES / 2], const StepState& step_state, const WarpgroupContext& ctx) {
+    mbarrier_wait_parity(ctx.smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
+    const uint rows = ctx.own_ds(step_state) + (ctx.lane & 15) * ROW_BYTES + ((ctx.lane >> 4 ^ (ctx.lane & 7)) << 4);
 #pragma unroll
-    for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(rows ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
+    for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(rows ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
 }
 
 // A warp's rows are in a row: the other block's come as they go.
-inline void send_slopes(const Turn& turn, const Walked& of) {
+inline void send_ds_to_peer(const StepState& step_state, const WarpgroupContext& ctx) {
     fence_proxy_async();
     __syncwarp();
-    if (of.lane != 0) return;
-    const uint full = of.at.d_s_full + 8 * turn.stage;
+    if (ctx.lane != 0) return;
+    const uint full = ctx.smem.d_s_full + 8 * step_state.stage;
     mbarrier_arrive_expect_tx(full, 16 * ROW_BYTES);
-    cp_async_bulk_to_peer(of.own_slopes(turn), 16 * ROW_BYTES, full, of.tile.part ^ 1);
+    cp_async_bulk_to_peer(ctx.own_ds(step_state), 16 * ROW_BYTES, full, ctx.tile.part ^ 1);
 }
 
 // The other group: gradients of weights, of scores, and of keys.
-inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& turn, const Walked& of) {
-    const Shared& at = of.at;
-    Steps steps = steps_of(of.p, of.reach, of.tile);
+inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& step_state, const WarpgroupContext& ctx) {
+    const SharedStorage& smem = ctx.smem;
+    StepIterator steps = step_iterator(ctx.p, ctx.range, ctx.tile);
     Step step;
-    bool behind = false;
+    bool has_previous = false;
     float* to = nullptr;
-    while (step_on(steps, of.p, of.reach, of.tile, step)) {
-        const Corner corner = of.corner(step);
+    while (next_step(steps, ctx.p, ctx.range, ctx.tile, step)) {
+        const FragmentOrigin origin = ctx.origin(step);
         const uint none[1] = {0};
-        float s[SCORES], d_p[SCORES], raw[RAW];
-        float2 delta[PAIRS];
-        uint d_w[SCORES / 2];
-        mbarrier_wait_parity(at.d_o_full + 8 * turn.output(), turn.output_phase());
-        score<V_STEPS>(d_p, at.v, none, at.d_o + turn.output() * D_O_BYTES);
-        pairs_of(delta, at.delta + turn.output() * ROWS_BYTES + 8 * (of.lane & 3));
+        float s[SCORES], d_p[SCORES], raw[RAW_SCORES];
+        float2 delta[QUERY_PAIRS];
+        uint ds_packed[SCORES / 2];
+        mbarrier_wait_parity(smem.d_o_full + 8 * step_state.d_o_stage(), step_state.d_o_phase());
+        gemm_s_dp<V_STEPS>(d_p, smem.v, none, smem.d_o + step_state.d_o_stage() * D_O_BYTES);
+        load_query_pairs(delta, smem.delta + step_state.d_o_stage() * ROWS_BYTES + 8 * (ctx.lane & 3));
         wgmma_wait_group<0>();
         wgmma_fence_operand(d_p);
-        of.both_done_with(at.d_o_free + 8 * turn.output());
-        mbarrier_wait_parity(at.weights_full + 8 * of.warp, turn.stage);
+        ctx.release_both_ctas(smem.d_o_empty + 8 * step_state.d_o_stage());
+        mbarrier_wait_parity(smem.p_full + 8 * ctx.warp, step_state.stage);
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
-            const float4 four = ld_shared_v4_f32(of.weights() + n * 512);
+            const float4 four = ld_shared_v4_f32(ctx.p_slot() + n * 512);
             s[n] = four.x, s[n + 1] = four.y, s[n + 2] = four.z, s[n + 3] = four.w;
         }
-        of.done_with(at.weights_free + 8 * of.warp);
-        if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0, true);
-        else slopes<false>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0, true);
-        pack(d_w, d_p);
-        leave_slopes(d_w, turn, of);
-        mbarrier_wait_parity(at.q_full + 8 * turn.stage, turn.phase);
-        const uint q = at.q + turn.stage * Q_BYTES;
-        zero_queries<QK_PANELS>(of, step, q);
-        if (behind) {
+        ctx.release(smem.p_empty + 8 * ctx.warp);
+        if (ALWAYS_MASKED || WITH_SCORE_MOD || step.partial) compute_ds<true>(s, raw, d_p, ctx.p, ctx.captured, gradients, origin, delta, 0, true);
+        else compute_ds<false>(s, raw, d_p, ctx.p, ctx.captured, gradients, origin, delta, 0, true);
+        convert_fragment(ds_packed, d_p);
+        store_ds(ds_packed, step_state, ctx);
+        mbarrier_wait_parity(smem.q_full + 8 * step_state.stage, step_state.phase);
+        const uint q = smem.q + step_state.stage * Q_BYTES;
+        zero_q_padding<QK_PANELS>(ctx, step, q);
+        if (has_previous) {
             float dq[DQ];
-            weigh(dk, d_w, q);
-            send_slopes(turn, of);
-            along_before(dq, turn, of);
+            gemm_dk_dv(dk, ds_packed, q);
+            send_ds_to_peer(step_state, ctx);
+            gemm_dq_previous(dq, step_state, ctx);
             wgmma_wait_group<1>();
             wgmma_fence_operand(dk);
-            of.both_done_with(at.q_free + 8 * turn.stage);
+            ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
             wgmma_wait_group<0>();
-            along_ends(dq, turn, of);
-            add_slice(dq, to);
+            release_ds(dq, step_state, ctx);
+            red_add_dq(dq, to);
         } else {
-            weigh(dk, d_w, q);
-            send_slopes(turn, of);
+            gemm_dk_dv(dk, ds_packed, q);
+            send_ds_to_peer(step_state, ctx);
             wgmma_wait_group<0>();
             wgmma_fence_operand(dk);
-            of.both_done_with(at.q_free + 8 * turn.stage);
+            ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
         }
-        to = of.sums(step);
-        behind = true;
-        turn.on();
+        to = ctx.sums(step);
+        has_previous = true;
+        step_state.advance();
     }
-    if (behind) along_last(turn, of, to);
+    if (has_previous) gemm_dq_last(step_state, ctx, to);
 }
 
 // Both groups come here, from two places of the text: each waits at a barrier of its own, at which the other arrives. The second time at others, as threads may still be on
 // their way to the first; before the next block of keys all have passed both.
-template <int group>
-inline void groups_meet(int time) {
-    named_barrier_arrive(OTHER_GROUP + 2 * time + (group ^ 1), 256);
-    named_barrier_sync(OTHER_GROUP + 2 * time + group, 256);
+template <int warpgroup>
+inline void warpgroups_sync(int time) {
+    named_barrier_arrive(BARRIER_WARPGROUPS + 2 * time + (warpgroup ^ 1), 256);
+    named_barrier_sync(BARRIER_WARPGROUPS + 2 * time + warpgroup, 256);
 }
 
 // Gradients of a block's keys or values leave from where these were, of shares once whoever comes last has the whole.
-template <int group, int count>
-inline void gradients_out(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const Walked& of) {
-    bool whole = true;
-#if WITH_SHARES
-    float* const share = of.p.key_sums + long(of.tile.number) * 128 * (DK + DV) + group * 128 * DV + (threadIdx.x & 127) * 4;
-    add_share(share, sums);
-    whole = is_last(of.p, of.at, of.tile, groups_meet<group>);
-    if (whole) whole_of(sums, share);
+template <int warpgroup, int count>
+inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const WarpgroupContext& ctx) {
+    bool complete = true;
+#if WITH_HEAD_SPLITS
+    float* const split_sum = ctx.p.key_sums + long(ctx.tile.tile_index) * 128 * (DK + DV) + warpgroup * 128 * DV + (threadIdx.x & 127) * 4;
+    red_add_split(split_sum, sums);
+    complete = is_last_split(ctx.p, ctx.smem, ctx.tile, warpgroups_sync<warpgroup>);
+    if (complete) load_split_sum(sums, split_sum);
 #else
     // Both groups are done with the keys.
-    groups_meet<group>(0);
+    warpgroups_sync<warpgroup>(0);
 #endif
-    const int first_row = of.tile.block * TILE_N + of.tile.part * KEYS + of.warp * 16;
-    if (whole) take_out<KV_PANEL_BYTES>(sums, scale, from + of.warp * 16 * ROW_BYTES, map, panels, 0, first_row, of.span, of.tile);
-    if (of.lane == 0) {
+    const int first_row = ctx.tile.block * TILE_N + ctx.tile.part * KEYS + ctx.warp * 16;
+    if (complete) store_gradient<KV_PANEL_BYTES>(sums, scale, from + ctx.warp * 16 * ROW_BYTES, map, panels, 0, first_row, ctx.seq_info, ctx.tile);
+    if (ctx.lane == 0) {
         cp_async_bulk_wait_group_read();
-        mbarrier_arrive(of.at.kv_free);
+        mbarrier_arrive(ctx.smem.kv_empty);
     }
 }
 
@@ -387,65 +387,65 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
                        const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap dk_map,
                        const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared at = layout(shared_address(memory));
+    const SharedStorage smem = shared_layout(shared_address(memory));
     const uint rank = cluster_cta_rank();
     if (threadIdx.x == 0) {
-        mbarrier_init(at.kv_full, 1);
-        mbarrier_init(at.kv_free, WARPS);
+        mbarrier_init(smem.kv_full, 1);
+        mbarrier_init(smem.kv_empty, WARPS);
         for (int n = 0; n < D_O_STAGES; n++) {
-            mbarrier_init(at.d_o_full + 8 * n, 1);
-            mbarrier_init(at.d_o_free + 8 * n, 2 * WARPS);
+            mbarrier_init(smem.d_o_full + 8 * n, 1);
+            mbarrier_init(smem.d_o_empty + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < STAGES; n++) {
-            mbarrier_init(at.q_full + 8 * n, 1);
-            mbarrier_init(at.q_free + 8 * n, 2 * WARPS);
+            mbarrier_init(smem.q_full + 8 * n, 1);
+            mbarrier_init(smem.q_empty + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < 2; n++) {
-            mbarrier_init(at.told_full + 8 * n, 1);
-            mbarrier_init(at.told_free + 8 * n, TOLD_IN_PAIR);
-            mbarrier_init(at.d_s_full + 8 * n, WARPS / 2);
-            mbarrier_init(at.d_s_free + 8 * n, 2 * WARPS);
+            mbarrier_init(smem.tile_full + 8 * n, 1);
+            mbarrier_init(smem.tile_empty + 8 * n, TILE_CONSUMERS_2CTA);
+            mbarrier_init(smem.d_s_full + 8 * n, WARPS / 2);
+            mbarrier_init(smem.d_s_empty + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < WARPS / 2; n++) {
-            mbarrier_init(at.weights_full + 8 * n, 1);
-            mbarrier_init(at.weights_free + 8 * n, 1);
+            mbarrier_init(smem.p_full + 8 * n, 1);
+            mbarrier_init(smem.p_empty + 8 * n, 1);
         }
         fence_mbarrier_init();
     }
     cluster_sync();
     if (threadIdx.x < 128) {
-        setmaxnreg_dec<BRING_REGISTERS>();
-        if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at, rank);
-        if (threadIdx.x == 32) bring_others(d_o_map, p, at);
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) producer_loop(q_map, k_map, v_map, p, smem, rank);
+        if (threadIdx.x == 32) producer_loop_do(d_o_map, p, smem);
     } else {
-        setmaxnreg_inc<GROUP_REGISTERS>();
-        const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-        Turn turn;
-        Told told;
-        uint keys = 0;
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+        StepState step_state;
+        TilePipeline tile_pipeline;
+        uint kv_phase = 0;
         while (true) {
-            const int number = next_in_pair(told, at);
-            if (number >= p.last) break;
-            const Tile tile = tile_of(p, number);
-            if (is_none(p, tile)) continue;
-            const Span span = span_of(p, tile.batch);
-            const Reach reach = with_large(p, reach_of(p, span, tile.block));
-            const Walked of = {p, captured, at, tile, span, reach, group, warp, lane};
-            mbarrier_wait_parity(at.kv_full, keys);
-            keys ^= 1;
-            zero_keys(of);
-            if (group == 0) {
+            const int tile_index = tile_consume_2cta(tile_pipeline, smem);
+            if (tile_index >= p.last) break;
+            const Tile tile = tile_at(p, tile_index);
+            if (is_empty(p, tile)) continue;
+            const SeqInfo seq_info = seq_info_of(p, tile.batch);
+            const BlockRange range = without_full_blocks(p, block_range_of(p, seq_info, tile.block));
+            const WarpgroupContext ctx = {p, captured, smem, tile, seq_info, range, warpgroup, warp, lane};
+            mbarrier_wait_parity(smem.kv_full, kv_phase);
+            kv_phase ^= 1;
+            zero_k_padding(ctx);
+            if (warpgroup == 0) {
                 float dv[DV];
 #pragma unroll
                 for (int n = 0; n < DV; n++) dv[n] = 0.0f;
-                walk_for_values(dv, turn, of);
-                gradients_out<0>(dv, 1.0f, at.v, dv_map, V_THERE, of);
+                consumer_dv(dv, step_state, ctx);
+                store_gradient_2cta<0>(dv, 1.0f, smem.v, dv_map, V_TENSOR_PANELS, ctx);
             } else {
                 float dk[DK];
 #pragma unroll
                 for (int n = 0; n < DK; n++) dk[n] = 0.0f;
-                walk_for_keys(dk, gradients, turn, of);
-                gradients_out<1>(dk, p.scale, at.k, dk_map, QK_THERE, of);
+                consumer_dk(dk, gradients, step_state, ctx);
+                store_gradient_2cta<1>(dk, p.scale, smem.k, dk_map, QK_TENSOR_PANELS, ctx);
             }
         }
         if (lane == 0) cp_async_bulk_wait_group_read();

@@ -1,7 +1,7 @@
 // Gradients, taken out of the registers of a group.
 
 // A group adds its slice of sums of gradients of queries, four numbers at once. One address, told to the compiler, and distances from it.
-inline void add_slice(const float (&sums)[DQ], float* to) {
+inline void red_add_dq(const float (&sums)[DQ], float* to) {
     to = opaque_address(to + (threadIdx.x & 127) * 4);
 #pragma unroll
     for (int n = 0; n < DQ; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
@@ -9,8 +9,8 @@ inline void add_slice(const float (&sums)[DQ], float* to) {
 
 // The rows of a warp to shared memory, panels of so many bytes, and from there to their tensor.
 template <uint panel_bytes, int count>
-inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
-                     const Span& span, const Tile& tile) {
+inline void store_gradient(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
+                           const SeqInfo& seq_info, const Tile& tile) {
     const int lane = threadIdx.x & 31, in_warp = lane / 4;
 #pragma unroll
     for (int n = 0; n < count; n += 2) {
@@ -22,22 +22,22 @@ inline void take_out(const float (&sums)[count], float scale, uint rows_at, cons
     __syncwarp();
     if (lane == 0) {
         for (int panel = 0; panel < count * 2 / PANEL; panel++) {
-            rows_out<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row, span.begin_kv, span.len_kv, tile.head, tile.batch);
+            tma_store_rows<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row, seq_info.begin_kv, seq_info.len_kv, tile.head, tile.batch);
         }
         cp_async_bulk_commit_group();
     }
 }
 
-#if WITH_SHARES
+#if WITH_HEAD_SPLITS
 // Sums of a thread, four in a row, as many threads apart as a group has.
 template <int count>
-inline void add_share(float* to, const float (&sums)[count]) {
+inline void red_add_split(float* to, const float (&sums)[count]) {
 #pragma unroll
     for (int n = 0; n < count; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
 }
 
 template <int count>
-inline void whole_of(float (&sums)[count], const float* from) {
+inline void load_split_sum(float (&sums)[count], const float* from) {
 #pragma unroll
     for (int n = 0; n < count; n += 4) {
         const float4 four = __ldcg((const float4*)(from + n * 128));
@@ -46,13 +46,13 @@ inline void whole_of(float (&sums)[count], const float* from) {
 }
 
 // Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups, which meet twice, are done with what lies in shared memory.
-template <class Meet>
-inline bool is_last(const Params& p, const Shared& at, const Tile& tile, const Meet& groups_meet) {
+template <class Sync>
+inline bool is_last_split(const Params& p, const SharedStorage& smem, const Tile& tile, const Sync& warpgroups_sync) {
     __threadfence();
-    groups_meet(0);
-    if (threadIdx.x == 128) st_shared(at.last, atomicAdd(p.shares_done + tile.number, 1) + 1 == p.shares);
-    groups_meet(1);
-    const bool last = ld_shared(at.last) != 0;
+    warpgroups_sync(0);
+    if (threadIdx.x == 128) st_shared(smem.last, atomicAdd(p.shares_done + tile.tile_index, 1) + 1 == p.shares);
+    warpgroups_sync(1);
+    const bool last = ld_shared(smem.last) != 0;
     __threadfence();
     return last;
 }

@@ -2,48 +2,48 @@
 
 // Where a ring of barriers stands: which of them, and which of its phases.
 template <int stages>
-struct Ring {
+struct PipelineState {
     int stage = 0, phase = 0;
-    inline void on() {
+    inline void advance() {
         stage = stage + 1 == stages ? 0 : stage + 1;
         phase ^= stage == 0;
     }
 };
 
 // So many panels of columns, from one on.
-template <bool once>
-inline void panels_in(uint to, uint panel_bytes, int first, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
-    for (int panel = 0; panel < panels; panel++) tma_load<once>(to + panel * panel_bytes, map, barrier, (first + panel) * PANEL, row, head, batch);
+template <bool evict_first>
+inline void tma_load_panels(uint to, uint panel_bytes, int first, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
+    for (int panel = 0; panel < panels; panel++) tma_load<evict_first>(to + panel * panel_bytes, map, barrier, (first + panel) * PANEL, row, head, batch);
 }
 
 #if WITH_PACKED_Q || WITH_PACKED_KV
-template <bool once>
-inline void packed_panels_in(uint to, uint panel_bytes, int first, int panels, int of_tensor, const TensorMap& map, uint barrier,
-                             const Clipped& rows, int head) {
+template <bool evict_first>
+inline void tma_load_panels_varlen(uint to, uint panel_bytes, int first, int panels, int tensor_panels, const TensorMap& map, uint barrier,
+                                   const VarlenBox& rows, int head) {
     for (int panel = first; panel < first + panels; panel++)
-        panel_in<once>(to + (panel - first) * panel_bytes, panel_bytes, map, barrier, panel * PANEL, panel < of_tensor, rows, head);
+        tma_load_panel<evict_first>(to + (panel - first) * panel_bytes, panel_bytes, map, barrier, panel * PANEL, panel < tensor_panels, rows, head);
 }
 #endif
 
 // Brings rows of queries, of keys too, as many as a tile or block has; so many of the panels are the tensor's.
-template <int rows, int panels, int of_tensor>
-inline void queries_in(uint to, const TensorMap& map, uint barrier, const Span& span, int tile, int head, int batch) {
+template <int rows, int panels, int tensor_panels>
+inline void load_q_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int tile, int head, int batch) {
 #if WITH_PACKED_Q
-    const Clipped cut = clipped<rows>(span.begin_q, span.len_q, tile * rows);
-    packed_panels_in<false>(to, rows * ROW_BYTES, 0, panels, of_tensor, map, barrier, cut, head);
+    const VarlenBox box = varlen_box<rows>(seq_info.begin_q, seq_info.len_q, tile * rows);
+    tma_load_panels_varlen<false>(to, rows * ROW_BYTES, 0, panels, tensor_panels, map, barrier, box, head);
 #else
-    panels_in<false>(to, rows * ROW_BYTES, 0, panels, map, barrier, tile * rows, head, batch);
+    tma_load_panels<false>(to, rows * ROW_BYTES, 0, panels, map, barrier, tile * rows, head, batch);
 #endif
 }
 
-template <int rows, int panels, int of_tensor>
-inline void keys_in(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int head, int batch, int first = 0) {
+template <int rows, int panels, int tensor_panels>
+inline void load_kv_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, int head, int batch, int first = 0) {
 #if WITH_PACKED_KV
-    const Clipped cut = clipped<rows>(span.begin_kv, span.len_kv, block * rows);
+    const VarlenBox box = varlen_box<rows>(seq_info.begin_kv, seq_info.len_kv, block * rows);
     // A document may end within the keys of the other of a pair.
-    const int there = PAIR && block * rows >= span.len_kv ? 0 : of_tensor;
-    packed_panels_in<ONCE>(to, rows * ROW_BYTES, first, panels, there, map, barrier, cut, head);
+    const int there = TWO_CTA && block * rows >= seq_info.len_kv ? 0 : tensor_panels;
+    tma_load_panels_varlen<KV_EVICT_FIRST>(to, rows * ROW_BYTES, first, panels, there, map, barrier, box, head);
 #else
-    panels_in<ONCE>(to, rows * ROW_BYTES, first, panels, map, barrier, block * rows, head, batch);
+    tma_load_panels<KV_EVICT_FIRST>(to, rows * ROW_BYTES, first, panels, map, barrier, block * rows, head, batch);
 #endif
 }

@@ -1,18 +1,18 @@
 // Lists of blocks, made at each call of a rule that reads tensors.
 
 // Whether the rule keeps any pair of a tile and a block, and every pair. A warp asks it for each, until both are known.
-inline uint judged(const Params& p, const Captured& captured, int batch, int head, int first_q, int first_k) {
+inline uint classify_block(const Params& p, const Captured& captured, int batch, int head, int first_q, int first_k) {
     const int lane = threadIdx.x & 31, past_q = min(first_q + TILE_M, p.seq_q), past_k = min(first_k + TILE_N, p.seq_kv);
     bool any = false, all = true;
     for (int q = first_q; q < past_q; q++) {
-        bool kept = false, dropped = false;
+        bool attended = false, masked_out = false;
         for (int k = first_k + lane; k < past_k; k += 32) {
             const bool keeps = keep(Place{batch, head, q, k}, captured);
-            kept |= keeps;
-            dropped |= !keeps;
+            attended |= keeps;
+            masked_out |= !keeps;
         }
-        any |= __any_sync(~0u, kept);
-        all &= !__any_sync(~0u, dropped);
+        any |= __any_sync(~0u, attended);
+        all &= !__any_sync(~0u, masked_out);
         if (any && !all) break;
     }
     return any ? all ? 1u : 2u : 0u;
@@ -23,31 +23,31 @@ extern "C" __global__ void __launch_bounds__(1024, 1) attention_map(const __grid
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint states = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
-    const int outer = row % OUTERS(p), heads = p.map_head ? p.heads_q : 1;
-    const int head = row / OUTERS(p) % heads, batch = row / OUTERS(p) / heads;
+    const int outer = row % OUTER_BLOCKS(p), heads = p.map_head ? p.heads_q : 1;
+    const int head = row / OUTER_BLOCKS(p) % heads, batch = row / OUTER_BLOCKS(p) / heads;
     // Lengths are each entry's own: what they leave out, the walk leaves out.
-    const Reach reach = reach_of(p, Span{p.lower, p.upper, p.seq_q, p.seq_kv}, outer);
-    uint* const items = const_cast<uint*>(p.map_blocks) + long(row) * INNERS(p);
+    const BlockRange range = block_range_of(p, SeqInfo{p.lower, p.upper, p.seq_q, p.seq_kv}, outer);
+    uint* const items = const_cast<uint*>(p.map_blocks) + long(row) * INNER_BLOCKS(p);
     uint count = 0;
-    for (int from = 0; from < reach.high - reach.low; from += 32) {
+    for (int from = 0; from < range.end - range.begin; from += 32) {
         // In the order of the walk.
-        const int mine = LAST_FIRST ? reach.high - 1 - from - warp : reach.low + from + warp;
+        const int mine = DESCENDING ? range.end - 1 - from - warp : range.begin + from + warp;
         uint state = 0;
-        if (from + warp < reach.high - reach.low)
-            state = judged(p, captured, batch, head, (LAST_FIRST ? outer : mine) * TILE_M, (LAST_FIRST ? mine : outer) * TILE_N);
+        if (from + warp < range.end - range.begin)
+            state = classify_block(p, captured, batch, head, (DESCENDING ? outer : mine) * TILE_M, (DESCENDING ? mine : outer) * TILE_N);
         if (lane == 0) st_shared(states + 4 * warp, state);
         __syncthreads();
         if (warp == 0) {
-            const uint of = ld_shared(states + 4 * lane);
-            const uint listed = __ballot_sync(~0u, of != 0);
-            const int item = LAST_FIRST ? reach.high - 1 - from - lane : reach.low + from + lane;
-            if (of != 0) items[count + __popc(listed & ((1u << lane) - 1))] = uint(item) | (of == 2 ? PARTLY : 0u);
+            const uint lane_state = ld_shared(states + 4 * lane);
+            const uint listed = __ballot_sync(~0u, lane_state != 0);
+            const int item = DESCENDING ? range.end - 1 - from - lane : range.begin + from + lane;
+            if (lane_state != 0) items[count + __popc(listed & ((1u << lane) - 1))] = uint(item) | (lane_state == 2 ? PARTIAL_BLOCK : 0u);
             count += __popc(listed);
         }
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        const_cast<uint*>(p.map_begin)[row] = uint(row) * uint(INNERS(p));
-        const_cast<uint*>(p.map_end)[row] = uint(row) * uint(INNERS(p)) + count;
+        const_cast<uint*>(p.map_begin)[row] = uint(row) * uint(INNER_BLOCKS(p));
+        const_cast<uint*>(p.map_end)[row] = uint(row) * uint(INNER_BLOCKS(p)) + count;
     }
 }

@@ -1,112 +1,112 @@
 // Gradients of scores, where a warp has 16 rows of its own side: queries beside keys, or keys beside queries (`BY_KEYS`).
 
 constexpr int SCORES = STEP / 2;
-constexpr int RAW = WITH_ALONG || WITH_SCORE_MOD ? SCORES : 1;
+constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS || WITH_SCORE_MOD ? SCORES : 1;
 
 // Where a thread's scores stand: its first query and its first key.
-struct Corner {
+struct FragmentOrigin {
     int batch, head, q, k;
 };
 
-inline Place place_of(const Params& p, const Corner& corner, int n) {
+inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n) {
     const int row = n & 2 ? 8 : 0, column = n / 4 * 8 + (n & 1);
-    return place_behind(p, corner.batch, corner.head, corner.q, corner.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
+    return place_at(p, origin.batch, origin.head, origin.q, origin.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
 }
 
 // Of queries, the log-sum-exp in units of the exponent of 2, and the sum of `o` times `d_o`: of the thread's two rows, or where those of its columns are.
 #if BY_KEYS
-struct Known {
+struct RowStatistics {
     uint lse, delta;
 };
-inline float2 lse_of(const Known& known, int n) { return ld_shared_v2_f32(known.lse + n / 4 * 32); }
-inline float2 delta_of(const Known& known, int n) { return ld_shared_v2_f32(known.delta + n / 4 * 32); }
+inline float2 lse_of(const RowStatistics& row_statistics, int n) { return ld_shared_v2_f32(row_statistics.lse + n / 4 * 32); }
+inline float2 delta_of(const RowStatistics& row_statistics, int n) { return ld_shared_v2_f32(row_statistics.delta + n / 4 * 32); }
 #else
-struct Known {
+struct RowStatistics {
     float lse[2], delta[2];
 };
-inline float2 lse_of(const Known& known, int n) { return float2{known.lse[n >> 1 & 1], known.lse[n >> 1 & 1]}; }
-inline float2 delta_of(const Known& known, int n) { return float2{known.delta[n >> 1 & 1], known.delta[n >> 1 & 1]}; }
+inline float2 lse_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.lse[n >> 1 & 1], row_statistics.lse[n >> 1 & 1]}; }
+inline float2 delta_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.delta[n >> 1 & 1], row_statistics.delta[n >> 1 & 1]}; }
 #endif
 
 // The exact log-sum-exp of the query of a score.
-inline Exact exact_at(const Params& p, const Corner& corner, int q) {
-    const float2 both = p.exact[stats_place(p, span_of(p, corner.batch), corner.batch, corner.head, q)];
-    return Exact{both.x, both.y};
+inline ExactLse exact_at(const Params& p, const FragmentOrigin& origin, int q) {
+    const float2 both = p.exact[stats_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q)];
+    return ExactLse{both.x, both.y};
 }
 
 // P in place of scores, and in `raw` the scores before the score_mod. `large`: some log-sum-exps are.
 template <bool masked>
-inline void weights(float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured, const Corner& corner, const Known& known, bool large) {
+inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin, const RowStatistics& row_statistics, bool large) {
     const bool natural = WITH_SCORE_MOD || p.natural != 0;
-    Range kept[2];
+    Range bounds[2];
     if (masked) {
-        const Span span = span_of(p, corner.batch);
+        const SeqInfo seq_info = seq_info_of(p, origin.batch);
 #pragma unroll
-        for (int half = 0; half < 2; half++) kept[half] = BY_KEYS ? kept_by(p, span, corner.k + 8 * half) : kept_of(p, span, corner.q + 8 * half);
+        for (int half = 0; half < 2; half++) bounds[half] = BY_KEYS ? attending_queries(p, seq_info, origin.k + 8 * half) : attended_keys(p, seq_info, origin.q + 8 * half);
     }
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n += 2) {
-        const float2 lse = lse_of(known, n);
+        const float2 lse = lse_of(row_statistics, n);
 UNROLL_TRACES
         for (int other = 0; other < 2; other++) {
             float x = natural ? s[n + other] * p.scale : s[n + other];
-            if (RAW > 1) raw[RAW > 1 ? n + other : 0] = x;
+            if (RAW_SCORES > 1) raw[RAW_SCORES > 1 ? n + other : 0] = x;
 #if WITH_SCORE_MOD
-            x = score_mod(x, place_of(p, corner, n + other), captured);
+            x = score_mod(x, place_of_score(p, origin, n + other), captured);
 #endif
 #if WITH_KEEP
-            if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
+            if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
 #endif
-            if (masked && !kept[n >> 1 & 1].holds((BY_KEYS ? corner.q : corner.k) + n / 4 * 8 + other)) x = -INFINITE;
+            if (masked && !bounds[n >> 1 & 1].contains((BY_KEYS ? origin.q : origin.k) + n / 4 * 8 + other)) x = -INFINITE;
             float exponent = x * p.unit - (other ? lse.y : lse.x);
             if (large) {
-                const int q = corner.q + (BY_KEYS ? n / 4 * 8 + other : n & 2 ? 8 : 0);
-                if (q < rows_q(p, span_of(p, corner.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, corner, q));
+                const int q = origin.q + (BY_KEYS ? n / 4 * 8 + other : n & 2 ? 8 : 0);
+                if (q < rows_q(p, seq_info_of(p, origin.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, origin, q));
             }
             s[n + other] = ex2_approx(exponent);
         }
     }
 }
 
-inline void weights_either(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured,
-                           const Corner& corner, const Known& known) {
-    if (MASKED_ANYWHERE || masked || large) weights<true>(s, raw, p, captured, corner, known, large);
-    else weights<false>(s, raw, p, captured, corner, known, false);
+inline void recompute_p_step(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured,
+                             const FragmentOrigin& origin, const RowStatistics& row_statistics) {
+    if (ALWAYS_MASKED || masked || large) recompute_p<true>(s, raw, p, captured, origin, row_statistics, large);
+    else recompute_p<false>(s, raw, p, captured, origin, row_statistics, false);
 }
 
 #if WITH_DROPOUT
 // Which weights of a thread stay, a bit for each.
-inline uint stay_of(const Params& p, const Corner& corner) {
+inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
     uint bits = 0;
-    const auto note = [&](int n, bool stays) { bits |= uint(stays) << n; };
-    if (BY_KEYS) each_of_keys<SCORES>(p, corner.batch, corner.head, corner.q, corner.k, note);
-    else each_of_queries<SCORES>(p, corner.batch, corner.head, corner.q, corner.k, note);
+    const auto note = [&](int n, bool survives) { bits |= uint(survives) << n; };
+    if (BY_KEYS) dropout_of_keys<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, note);
+    else dropout_of_queries<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, note);
     return bits;
 }
 
 // Gradients of weights before dropout.
-inline void through_dropout(float (&d_p)[SCORES], const Params& p, uint stay) {
+inline void dropout_backward(float (&d_p)[SCORES], const Params& p, uint dropout_mask) {
 #pragma unroll
-    for (int n = 0; n < SCORES; n++) d_p[n] = stay >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f;
+    for (int n = 0; n < SCORES; n++) d_p[n] = dropout_mask >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f;
 }
 #endif
 
 // Gradients of scores, after the score_mod, in place of weights; what has no weight has none.
-inline void slopes(float (&s)[SCORES], const float (&d_p)[SCORES], const Known& known) {
+inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const RowStatistics& row_statistics) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
-        const float2 delta = delta_of(known, n);
+        const float2 delta = delta_of(row_statistics, n);
         s[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - delta.x);
         s[n + 1] = s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - delta.y);
     }
 }
 
 // The same before the score_mod.
-inline void through_score_mod(float (&s)[SCORES], const float (&raw)[RAW], const Params& p, const Captured& captured, const Corner& corner) {
+inline void score_mod_backward(float (&s)[SCORES], const float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin) {
 #if WITH_SCORE_MOD
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
-        if (s[n] != 0.0f) s[n] = score_mod_gradient(raw[n], s[n], place_of(p, corner, n), captured);
+        if (s[n] != 0.0f) s[n] = score_mod_gradient(raw[n], s[n], place_of_score(p, origin, n), captured);
     }
 #endif
 }

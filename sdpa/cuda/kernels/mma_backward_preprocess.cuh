@@ -7,8 +7,8 @@ constexpr int ROWS_OF_WARP = 4;
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
     const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
-    const Span span = span_of(p, batch);
-    const int first = (block * 8 + warp) * ROWS_OF_WARP, rows = rows_q(p, span);
+    const SeqInfo seq_info = seq_info_of(p, batch);
+    const int first = (block * 8 + warp) * ROWS_OF_WARP, rows = rows_q(p, seq_info);
     // Blocks are as many as the longest document may have.
     if (first >= rows) return;
     const Element *o[ROWS_OF_WARP], *d_o[ROWS_OF_WARP];
@@ -17,9 +17,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
     for (int n = 0; n < ROWS_OF_WARP; n++) {
         // Behind the last row it is read once more.
         const int row = min(first + n, rows - 1);
-        stats[n] = p.stats[stats_place(p, span, batch, head, row)];
-        o[n] = row_of(p.o, batch, head, span.begin_q + row);
-        d_o[n] = row_of(p.d_o, batch, head, span.begin_q + row);
+        stats[n] = p.stats[stats_index(p, seq_info, batch, head, row)];
+        o[n] = row_of(p.o, batch, head, seq_info.begin_q + row);
+        d_o[n] = row_of(p.d_o, batch, head, seq_info.begin_q + row);
         sums[n] = 0.0f;
     }
     for (int dim = lane; dim < p.dim_v; dim += 32) {
@@ -32,23 +32,23 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
         const int row = first + n;
         const float stat = stats[n];
         // Where there are no weights, `o` may hold anything.
-        const bool any = stat != -INFINITE && row < span.len_q;
+        const bool any = stat != -INFINITE && row < seq_info.len_q;
         if (lane == 0 && row < rows) {
-            const long at = stats_place(p, span, batch, head, row);
+            const long at = stats_index(p, seq_info, batch, head, row);
             p.lse[at] = any ? lse_of_stat(stat) : INFINITE;
             p.delta[at] = any ? sums[n] : 0.0f;
         }
     }
     const auto score_at = [&](int q, int k, float& x) {
         x = 0.0f;
-        const Element* const key = row_of(p.k, batch, head / p.group, span.begin_kv + k);
-        const Element* const query = row_of(p.q, batch, head, span.begin_q + q);
+        const Element* const key = row_of(p.k, batch, head / p.group, seq_info.begin_kv + k);
+        const Element* const query = row_of(p.q, batch, head, seq_info.begin_q + q);
         for (int dim = 0; dim < p.dim_qk; dim++) x += float(query[dim * p.q.dim]) * float(key[dim * p.k.dim]);
         if (WITH_SCORE_MOD || p.natural) x *= p.scale;
         return traced_score(p, captured, batch, head, q, k, x);
     };
     const long row_apart = WITH_PACKED_Q ? p.heads_q : 1;
-    exact_rows(p, span, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_place(p, span, batch, head, first), row_apart, nullptr, score_at);
+    recompute_large_lse(p, seq_info, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_index(p, seq_info, batch, head, first), row_apart, nullptr, score_at);
 }
 
 // The gradient of a head's sink: a block has a head, and adds in one order.
@@ -60,12 +60,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
     float sum = 0.0f;
     for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
         const int batch = int(n / p.seq_q), row = int(n % p.seq_q);
-        const Span span = span_of(p, batch);
+        const SeqInfo seq_info = seq_info_of(p, batch);
         // Between documents nothing is told.
-        if (row >= rows_q(p, span)) continue;
-        const long at = stats_place(p, span, batch, head, row);
+        if (row >= rows_q(p, seq_info)) continue;
+        const long at = stats_index(p, seq_info, batch, head, row);
         const float2 exact = p.exact[at];
-        if (p.lse[at] != INFINITE) sum -= weight_of_sink(Exact{exact.x, exact.y}, natural_of(p.unit), p.stats[at], sink) * p.delta[at];
+        if (p.lse[at] != INFINITE) sum -= sink_probability(ExactLse{exact.x, exact.y}, natural_of(p.unit), p.stats[at], sink) * p.delta[at];
     }
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     if (lane == 0) st_shared(sums + 4 * warp, __float_as_uint(sum));
@@ -87,16 +87,16 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const flo
 // parameter spans (`spans`: 1 batch entries, 2 heads). So many lanes, 1 or 32, share an element.
 extern "C" __global__ void __launch_bounds__(256, 1)
     attention_summed(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
-    const long number = long(blockIdx.x) * 256 + threadIdx.x, element = number / lanes;
+    const long thread = long(blockIdx.x) * 256 + threadIdx.x, element = thread / lanes;
     const long own_batch = spans & 1 ? batch : 1, own_heads = spans & 2 ? heads : 1;
     if (element >= own_batch * own_heads * inner) return;
     const long of_row = element / inner, of_batch = of_row / own_heads, of_head = of_row % own_heads;
     const long more_heads = heads / own_heads, terms = batch / own_batch * more_heads * slots;
     float sum = 0.0f;
-    for (long term = number % lanes; term < terms; term += lanes) {
+    for (long term = thread % lanes; term < terms; term += lanes) {
         const long row = (of_batch + term / slots / more_heads) * heads + of_head + term / slots % more_heads;
         sum += from[(row * slots + term % slots) * inner + element % inner];
     }
     for (int apart = int(lanes) / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    if (number % lanes == 0) to[element] = sum;
+    if (thread % lanes == 0) to[element] = sum;
 }

@@ -14,8 +14,8 @@ inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
 }
 
 // The zeros of all threads of a warpgroup are visible to its WGMMAs. Each warpgroup has a named barrier of its own.
-constexpr uint ZEROED = 12;
-inline void rows_are_zero() {
+constexpr uint BARRIER_ZEROED = 12;
+inline void sync_zeroed_rows() {
     fence_proxy_async();
-    named_barrier_sync(ZEROED + alike(int(threadIdx.x >> 7)), 128);
+    named_barrier_sync(BARRIER_ZEROED + warp_uniform(int(threadIdx.x >> 7)), 128);
 }

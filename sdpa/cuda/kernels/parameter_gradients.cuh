@@ -2,8 +2,8 @@
 
 // Lanes for which it holds do something, one after the other.
 template <class Do>
-inline void one_by_one(bool holds, Do something) {
-    for (uint left = __ballot_sync(~0u, holds); left != 0; left &= left - 1) {
+inline void lane_by_lane(bool contains, Do something) {
+    for (uint left = __ballot_sync(~0u, contains); left != 0; left &= left - 1) {
         if ((left & -left) >> (threadIdx.x & 31) == 1) something();
         __syncwarp();
     }
@@ -11,12 +11,12 @@ inline void one_by_one(bool holds, Do something) {
 
 // `x` at each score of this thread; `to` says where an element of the gradient is. The parameter spans queries, keys, both or neither.
 template <bool by_q, bool by_k, class To>
-inline void add_along(const float (&x)[SCORES], const Params& p, const Corner& corner, To to) {
+inline void add_parameter_gradient(const float (&x)[SCORES], const Params& p, const FragmentOrigin& origin, To to) {
     const int lane = threadIdx.x & 31;
     if (by_q && by_k) {
 #pragma unroll
         for (int n = 0; n < SCORES; n++) {
-            if (x[n] != 0.0f) atomicAdd(to(place_of(p, corner, n)), x[n]);
+            if (x[n] != 0.0f) atomicAdd(to(place_of_score(p, origin, n)), x[n]);
         }
         return;
     }
@@ -31,6 +31,6 @@ inline void add_along(const float (&x)[SCORES], const Params& p, const Corner& c
     for (int m = 0; m < count; m++) {
         for (int apart = by_q ? 4 : 1; apart < (by_k ? 4 : 32); apart *= 2) sum[m] += __shfl_xor_sync(~0u, sum[m], apart);
         const bool first = by_q ? lane < 4 : by_k ? (lane & 3) == 0 : lane == 0;
-        if (first && sum[m] != 0.0f) atomicAdd(to(place_of(p, corner, by_q ? m / 2 * 4 + (m & 1) : 2 * m)), sum[m]);
+        if (first && sum[m] != 0.0f) atomicAdd(to(place_of_score(p, origin, by_q ? m / 2 * 4 + (m & 1) : 2 * m)), sum[m]);
     }
 }

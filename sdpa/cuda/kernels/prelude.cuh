@@ -40,13 +40,13 @@ inline uint pack_pair(Half, float low, float high) { return cvt_rn_f16x2(low, hi
 inline uint pack_pair(BFloat, float low, float high) { return cvt_rn_bf16x2(low, high); }
 
 // Before a loop over scores in which traces are computed.
-#if AT_ONCE == 0
+#if TRACE_UNROLL == 0
 #define UNROLL_TRACES _Pragma("unroll")
 #else
-#define UNROLL_TRACES _Pragma("unroll AT_ONCE")
+#define UNROLL_TRACES _Pragma("unroll TRACE_UNROLL")
 #endif
 
 // A number that is the same in the whole warp, told to the compiler: it is kept once, not in every thread.
-inline int alike(int x) {
+inline int warp_uniform(int x) {
     return __shfl_sync(~0u, x, 0);
 }

@@ -40,9 +40,9 @@ inline ulong64 createpolicy_evict_first() {
 }
 
 // Brings a box to shared memory. Rows are 128 bytes, swizzled: what lies outside of the tensor is zero.
-template <bool once = false>
+template <bool evict_first = false>
 inline void tma_load(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
-    if constexpr (once) {
+    if constexpr (evict_first) {
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
             "l"(&map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch), "l"(createpolicy_evict_first())
@@ -71,9 +71,9 @@ inline void cp_async_bulk_load_zeros(uint to, uint bytes, uint barrier) {
 }
 
 // Takes a box out of shared memory. What lies outside of the tensor is not written.
-template <bool once = false>
+template <bool evict_first = false>
 inline void tma_store(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
-    if constexpr (once) {
+    if constexpr (evict_first) {
         asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%1, {%2, %3, %4, %5}], [%0], %6;" ::"r"(from),
                      "l"(&map), "r"(dim), "r"(row), "r"(head), "r"(batch), "l"(createpolicy_evict_first())
                      : "memory");

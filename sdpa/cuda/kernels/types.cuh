@@ -9,8 +9,8 @@ struct alignas(64) TensorMap {
 };
 
 // A tile of queries of a batch entry, in a list of them, and which of so many parts of its keys.
-struct alignas(16) Item {
-    int batch, tile, part, parts;
+struct alignas(16) TileItem {
+    int batch, tile, split, splits;
 };
 
 // Where a score stands.

@@ -13,38 +13,38 @@ constexpr float LN_2 = 0.69314718055994530942f;
 #if SINGLE
 
 // A number as the sum of two of 11 digits.
-inline void split(float x, uint& high, uint& low) {
+inline void split_tf32(float x, uint& high, uint& low) {
     high = cvt_rna_tf32(x);
     low = cvt_rna_tf32(x - __uint_as_float(high));
 }
 
 // Terms of a product may come in any order: a thread's are neighbours, in both operands.
-inline void load_rows(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes) {
+inline void load_a_3xtf32(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes) {
     const int lane = threadIdx.x & 31;
     const uint from = at + (lane >> 2) * row_bytes + (lane & 3) * 8;
     const float2 first = ld_shared_v2_f32(from), second = ld_shared_v2_f32(from + 8 * row_bytes);
-    split(first.x, x[0], low[0]);
-    split(second.x, x[1], low[1]);
-    split(first.y, x[2], low[2]);
-    split(second.y, x[3], low[3]);
+    split_tf32(first.x, x[0], low[0]);
+    split_tf32(second.x, x[1], low[1]);
+    split_tf32(first.y, x[2], low[2]);
+    split_tf32(second.y, x[3], low[3]);
 }
 
 // Scores of 16 rows at `a` beside rows at `b`, over all columns of both.
 template <int columns, int count>
-inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
+inline void warp_gemm_abt(float (&s)[count], uint a, uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < count; n++) s[n] = 0.0f;
 #pragma unroll 2
     for (int step = 0; step < columns / 8; step++) {
         uint x[4], x_low[4];
-        load_rows(x, x_low, a + step * 32, row_bytes);
+        load_a_3xtf32(x, x_low, a + step * 32, row_bytes);
 #pragma unroll
         for (int n = 0; n < count; n += 4) {
-            const float2 of = ld_shared_v2_f32(b + (2 * n + (lane >> 2)) * row_bytes + step * 32 + (lane & 3) * 8);
+            const float2 pair = ld_shared_v2_f32(b + (2 * n + (lane >> 2)) * row_bytes + step * 32 + (lane & 3) * 8);
             uint y[2], y_low[2];
-            split(of.x, y[0], y_low[0]);
-            split(of.y, y[1], y_low[1]);
+            split_tf32(pair.x, y[0], y_low[0]);
+            split_tf32(pair.y, y[1], y_low[1]);
             float d[4] = {s[n], s[n + 1], s[n + 2], s[n + 3]};
             mma_m16n8k8_3xtf32(d, x, x_low, y, y_low);
 #pragma unroll
@@ -54,22 +54,22 @@ inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
 }
 
 // Adds weights times the rows at `b`, as many as there are weights in a row.
-template <int weights, int count>
-inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint row_bytes) {
+template <int a_values, int count>
+inline void warp_gemm_ab(float (&sums)[count], const float (&a_fragments)[a_values], uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int step = 0; step < weights; step += 4) {
+    for (int step = 0; step < a_values; step += 4) {
         uint x[4], x_low[4];
-        split(w[step], x[0], x_low[0]);
-        split(w[step + 2], x[1], x_low[1]);
-        split(w[step + 1], x[2], x_low[2]);
-        split(w[step + 3], x[3], x_low[3]);
+        split_tf32(a_fragments[step], x[0], x_low[0]);
+        split_tf32(a_fragments[step + 2], x[1], x_low[1]);
+        split_tf32(a_fragments[step + 1], x[2], x_low[2]);
+        split_tf32(a_fragments[step + 3], x[3], x_low[3]);
         const uint from = b + (2 * step + 2 * (lane & 3)) * row_bytes + (lane >> 2) * 4;
 #pragma unroll
         for (int n = 0; n < count; n += 4) {
             uint y[2], y_low[2];
-            split(__uint_as_float(ld_shared(from + n * 8)), y[0], y_low[0]);
-            split(__uint_as_float(ld_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
+            split_tf32(__uint_as_float(ld_shared(from + n * 8)), y[0], y_low[0]);
+            split_tf32(__uint_as_float(ld_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
             // The units cut what they add to: sums of many blocks are added to here, rounded.
             float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             mma_m16n8k8_3xtf32(d, x, x_low, y, y_low);
@@ -82,7 +82,7 @@ inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint 
 #else
 
 template <int columns, int count>
-inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
+inline void warp_gemm_abt(float (&s)[count], uint a, uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
     const uint from_a = a + (lane & 15) * row_bytes + (lane >> 4) * 16;
     const uint from_b = b + ((lane & 7) + (lane >> 4) * 8) * row_bytes + (lane >> 3 & 1) * 16;
@@ -107,15 +107,15 @@ inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
     }
 }
 
-template <int weights, int count>
-inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint row_bytes) {
+template <int a_values, int count>
+inline void warp_gemm_ab(float (&sums)[count], const float (&a_fragments)[a_values], uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
     const uint from = b + (lane & 15) * row_bytes + (lane >> 4) * 16;
 #pragma unroll
-    for (int step = 0; step < weights; step += 8) {
+    for (int step = 0; step < a_values; step += 8) {
         uint x[4];
 #pragma unroll
-        for (int m = 0; m < 4; m++) x[m] = pack_pair(Element{}, w[step + 2 * m], w[step + 2 * m + 1]);
+        for (int m = 0; m < 4; m++) x[m] = pack_pair(Element{}, a_fragments[step + 2 * m], a_fragments[step + 2 * m + 1]);
 #pragma unroll
         for (int n = 0; n < count; n += 8) {
             uint y[4];

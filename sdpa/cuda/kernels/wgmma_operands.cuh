@@ -20,7 +20,7 @@ inline ulong64 descriptor_advance(ulong64 operand, uint bytes) {
 
 // Of 64 rows of a group, the first so many times 16 columns, in panels so many bytes apart: operands in registers for a whole walk, which products then do not read from shared memory.
 template <int count>
-inline void hold_rows(uint (&held)[count], uint rows, uint panel_bytes) {
+inline void load_a_fragments(uint (&a_registers)[count], uint rows, uint panel_bytes) {
     const int lane = threadIdx.x & 31;
     const uint at = rows + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * 128 + ((lane >> 4 ^ (lane & 7)) << 4);
 #pragma unroll
@@ -28,6 +28,6 @@ inline void hold_rows(uint (&held)[count], uint rows, uint panel_bytes) {
         uint of_step[4];
         ldmatrix_x4(of_step, (at ^ (step & 3) << 5) + step / 4 * panel_bytes);
 #pragma unroll
-        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
+        for (int n = 0; n < 4; n++) a_registers[4 * step + n] = of_step[n];
     }
 }

@@ -125,7 +125,7 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
         ("WITH_DROPOUT", problem.dropout.is_some().into()),
         ("WITH_ENDS", (!problem.ends.is_full()).into()),
         ("WITH_PREFIX", problem.region.prefix.is_some().into()),
-        ("WITH_MAP", problem.keep.is_some().into()),
+        ("WITH_BLOCK_LISTS", problem.keep.is_some().into()),
         ("WITH_KEEP", problem.keep.is_some().into()),
         ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
         ("CLAMPS_QUERIES", clamps(problem, Axis::Q).into()),
@@ -150,7 +150,7 @@ pub(crate) fn begin(
     engines: &[(&str, &str)],
 ) -> String {
     let mut text = String::new();
-    for (name, value) in own.iter().chain(&constants(problem)).chain(&[("AT_ONCE", at_once(weight))]) {
+    for (name, value) in own.iter().chain(&constants(problem)).chain(&[("TRACE_UNROLL", at_once(weight))]) {
         let _ = writeln!(text, "#define {name} {value}");
     }
     PRELUDE.into_iter().for_each(|piece| add(&mut text, piece));
@@ -173,7 +173,7 @@ const GENERATED: &str = "\n#line 1 \"generated\"\n";
 /// The type of boundaries of documents.
 pub(crate) fn boundary(problem: &Forward) -> String {
     let of = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
-    format!("typedef {of} Boundary;\n")
+    format!("typedef {of} CuSeqlen;\n")
 }
 
 /// Columns that a product of the matrix units sums over.
@@ -195,30 +195,30 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
-        ("QK_THERE", panels(problem.tensors[0].dims[3])),
-        ("V_THERE", panels(problem.tensors[2].dims[3])),
+        ("QK_TENSOR_PANELS", panels(problem.tensors[0].dims[3])),
+        ("V_TENSOR_PANELS", panels(problem.tensors[2].dims[3])),
         ("QK_STEPS", steps(problem.tensors[0].dims[3], COLUMNS) as u32),
-        ("GROUPS", tile.groups),
+        ("CONSUMER_WARPGROUPS", tile.groups),
         ("TILE_M", tile.queries()),
         ("TILE_N", tile.keys),
-        ("HEADS", tile.heads()),
-        ("FEW", tile.few.is_some().into()),
+        ("PACKED_HEADS", tile.heads()),
+        ("PACK_GQA", tile.few.is_some().into()),
         ("STAGES", tile.stages),
-        ("TURNS", tile.turns.into()),
-        ("O_APART", tile.output_apart.into()),
-        ("HELD", held(tile.held, problem.tensors[0].dims[3])),
-        ("GROUP_REGISTERS", tile.group_registers),
-        ("BRING_REGISTERS", tile.bring_registers),
-        ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
+        ("PING_PONG", tile.turns.into()),
+        ("O_HAS_SMEM", tile.output_apart.into()),
+        ("Q_REGISTERS", held(tile.held, problem.tensors[0].dims[3])),
+        ("CONSUMER_REGISTERS", tile.group_registers),
+        ("PRODUCER_REGISTERS", tile.bring_registers),
+        ("ALWAYS_MASKED", u32::from(problem.weight() > HEAVY)),
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
         ("WITH_PAGES", problem.paged.is_some().into()),
-        ("PIECE", problem.piece(tile)),
-        ("WITH_LIST", problem.lists_tiles(tile).into()),
-        ("WITH_PARTS", tile.split.into()),
-        ("LEAST_BLOCKS", problem.least_blocks(tile)),
-        ("WITH_LARGEST", (tile.split && problem.leaves_largest()).into()),
+        ("PAGE_SLICE", problem.piece(tile)),
+        ("WITH_TILE_LIST", problem.lists_tiles(tile).into()),
+        ("WITH_SPLIT_KV", tile.split.into()),
+        ("MIN_BLOCKS_PER_SPLIT", problem.least_blocks(tile)),
+        ("WITH_SPLIT_MAX", (tile.split && problem.leaves_largest()).into()),
     ];
     let own: Vec<(&str, u32)> = own.into_iter().chain(statistics(problem)).collect();
     let params = format!("{}{}", boundary(problem), Params::cuda());
@@ -246,26 +246,26 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
-        ("QK_THERE", panels(forward.tensors[0].dims[3])),
-        ("V_THERE", panels(forward.tensors[2].dims[3])),
+        ("QK_TENSOR_PANELS", panels(forward.tensors[0].dims[3])),
+        ("V_TENSOR_PANELS", panels(forward.tensors[2].dims[3])),
         ("QK_STEPS", steps(forward.tensors[0].dims[3], COLUMNS) as u32),
         ("V_STEPS", steps(forward.tensors[2].dims[3], COLUMNS) as u32),
         ("TILE_M", tile.queries),
         ("TILE_N", BackwardTile::KEYS),
-        ("PARTS", tile.parts),
-        ("PAIR", tile.pair.into()),
+        ("COLUMN_PARTS", tile.parts),
+        ("TWO_CTA", tile.pair.into()),
         ("STAGES", tile.stages),
         ("D_O_STAGES", tile.output_stages),
-        ("HELD_QK", held(held_rows[0], forward.tensors[0].dims[3])),
-        ("TIGHT", tight.into()),
-        ("HELD_V", held(held_rows[1], forward.tensors[2].dims[3])),
-        ("GROUP_REGISTERS", tile.group_registers),
-        ("BRING_REGISTERS", tile.bring_registers),
-        ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("K_REGISTERS", held(held_rows[0], forward.tensors[0].dims[3])),
+        ("LOW_REGISTERS", tight.into()),
+        ("V_REGISTERS", held(held_rows[1], forward.tensors[2].dims[3])),
+        ("CONSUMER_REGISTERS", tile.group_registers),
+        ("PRODUCER_REGISTERS", tile.bring_registers),
+        ("ALWAYS_MASKED", u32::from(forward.weight() > HEAVY)),
         ("APPROXIMATE", (forward.dtype == DType::BF16).into()),
-        ("SUMS_BY_COPY", (tile.sums_bytes() > 0).into()),
-        ("WITH_SHARES", (tile.shares > 1).into()),
-        ("WITH_ALONG", (!problem.along.is_empty()).into()),
+        ("DQ_BY_TMA", (tile.sums_bytes() > 0).into()),
+        ("WITH_HEAD_SPLITS", (tile.shares > 1).into()),
+        ("WITH_PARAMETER_GRADIENTS", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
         ("WITH_PACKED_Q", forward.packed.is_some().into()),
         ("WITH_PACKED_KV", forward.packs(Side::Keys).into()),
@@ -317,8 +317,10 @@ pub(crate) fn keep_function(forward: &Forward) -> Option<String> {
 /// The functions that say what a score gives to the gradient of each parameter.
 pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
     let captured = &problem.forward.captured;
-    let of_axes =
-        |trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("along_{n}"), "float"));
+    let of_axes = |trace| {
+        (0..problem.along.len())
+            .map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("parameter_gradient_{n}"), "float"))
+    };
     let of_reads = |trace| {
         problem.along.iter().flat_map(|along| &along.reads).flat_map(move |&[value, place]| {
             [(value, "float"), (place, "int")].map(|(root, ty)| along_function(captured, trace, root, &format!("read_{root}"), ty))
@@ -340,8 +342,8 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
 
 /// The function that adds what each score gives to the gradients of parameters: to their elements, or where `left` says so to a warp's own place.
 pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Option<Left>]) -> String {
-    let mut text = "inline void along_parameters(const float (&raw)[RAW], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
-                    const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
+    let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
+                    const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"
         .to_owned();
     for (n, along) in along.iter().enumerate() {
         let left = left.get(n).copied().flatten();
@@ -361,8 +363,8 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Optio
         }
         let _ = writeln!(
             text,
-            "    for (int n = 0; n < SCORES; n++) x[n] = upstream[n] == 0.0f ? 0.0f : along_{n}(raw[n], upstream[n], place_of(p, corner, n), captured);\n    \
-             add_along<{}, {}>(x, p, corner, [&](const Place& at) {{ return gradients.to_{n} + ({at}); }});",
+            "    for (int n = 0; n < SCORES; n++) x[n] = upstream[n] == 0.0f ? 0.0f : parameter_gradient_{n}(raw[n], upstream[n], place_of_score(p, origin, n), captured);\n    \
+             add_parameter_gradient<{}, {}>(x, p, origin, [&](const Place& at) {{ return gradients.to_{n} + ({at}); }});",
             spans(Axis::Q),
             spans(Axis::K)
         );
@@ -373,8 +375,8 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Optio
 
 /// Which of all slots of all rows is this warp's.
 fn place_of_warp(left: Left) -> String {
-    let slot = if left.slots == 1 { "0" } else { "corner.k / 16" };
-    format!("(long(corner.batch) * {}L + corner.head) * {}L + {slot}", left.rows[1], left.slots)
+    let slot = if left.slots == 1 { "0" } else { "origin.k / 16" };
+    format!("(long(origin.batch) * {}L + origin.head) * {}L + {slot}", left.rows[1], left.slots)
 }
 
 /// What adds to the gradient of a table at the place that is read.
@@ -384,11 +386,11 @@ fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], left: Option<
     let more = format!("read_{value}(raw[n], upstream[n], at, captured)");
     let add = format!("atomicAdd(gradients.to_{n}{to} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);");
     let each = if left.is_some() {
-        format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        one_by_one(more != 0.0f, [&] {{ {add} }});\n")
+        format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        lane_by_lane(more != 0.0f, [&] {{ {add} }});\n")
     } else {
         format!("        if (upstream[n] == 0.0f) continue;\n        const float more = {more};\n        if (more != 0.0f) {add}\n")
     };
-    format!("    for (int n = 0; n < SCORES; n++) {{\n        const Place at = place_of(p, corner, n);\n{each}    }}\n")
+    format!("    for (int n = 0; n < SCORES; n++) {{\n        const Place at = place_of_score(p, origin, n);\n{each}    }}\n")
 }
 
 pub(crate) fn add(text: &mut String, (name, piece): (&str, &str)) {

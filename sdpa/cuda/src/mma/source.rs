@@ -65,7 +65,7 @@ fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
         ("Q_WIDE", wide(&q, bytes.into())),
         ("K_WIDE", wide(&k, bytes.into())),
         ("V_WIDE", wide(&v, bytes.into())),
-        ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("ALWAYS_MASKED", u32::from(forward.weight() > HEAVY)),
         ("WITH_PACKED_Q", forward.packed.is_some().into()),
         ("WITH_PACKED_KV", forward.packs(Side::Keys).into()),
     ];
@@ -113,7 +113,7 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
         ("APPROXIMATE", 0),
         ("OWN", cut.own),
         ("STEP", cut.step),
-        ("PARTS", cut.parts),
+        ("COLUMN_PARTS", cut.parts),
         ("TILE_M", tile_m),
         ("TILE_N", tile_n),
         ("BY_KEYS", by_keys.into()),
@@ -121,7 +121,7 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
         ("DQ_PAIRS", dq),
         ("DK_PAIRS", dk),
         ("DV_PAIRS", dv),
-        ("WITH_ALONG", (by_keys && !backward.along.is_empty()).into()),
+        ("WITH_PARAMETER_GRADIENTS", (by_keys && !backward.along.is_empty()).into()),
     ]);
     own
 }
