@@ -39,7 +39,7 @@ row_max = true
 "#;
 
 const FAULTS: [Fault; 16] = [
-    ("sums of the second row weigh as the first's", Forward, ["o[m] *= rescale[m >> 1 & 1];", "o[m] *= rescale[0];"], GROWING),
+    ("sums of the second row weigh as the first's", Forward, ["o[m] *= rescale[fragment_half(m)];", "o[m] *= rescale[0];"], GROWING),
     ("sums stay as they are where scores grow", Forward, ["__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)", "false"], GROWING),
     ("sums of weights stay as they are", Forward, ["state.row_sum[half] * rescale[half] + sum", "state.row_sum[half] + sum"], GROWING),
     (
@@ -58,7 +58,7 @@ const FAULTS: [Fault; 16] = [
     (
         "queries in registers are of another warp",
         Forward,
-        ["rows + ((threadIdx.x >> 5 & 3) * 16", "rows + ((threadIdx.x >> 5 & 2) * 16"],
+        ["(rows, (threadIdx.x >> 5 & 3) * 16", "(rows, (threadIdx.x >> 5 & 2) * 16"],
         LONGER,
     ),
     ("a column of queries in registers is another", Forward, ["(at ^ (step & 3) << 5)", "(at ^ (step & 1) << 5)"], LONGER),
@@ -90,12 +90,7 @@ const FAULTS: [Fault; 16] = [
         ],
         LONG,
     ),
-    (
-        "rows in registers are of another warp",
-        Backward,
-        ["rows + ((threadIdx.x >> 5 & 3) * 16", "rows + ((threadIdx.x >> 5 & 2) * 16"],
-        LONG,
-    ),
+    ("rows in registers are of another warp", Backward, ["(rows, (threadIdx.x >> 5 & 3) * 16", "(rows, (threadIdx.x >> 5 & 2) * 16"], LONG),
     ("a column in registers is another", Backward, ["(at ^ (step & 3) << 5)", "(at ^ (step & 1) << 5)"], LONG),
     (
         "sums of wide heads go to this step's place",

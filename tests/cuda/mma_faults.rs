@@ -195,7 +195,7 @@ const FAULTS: [Fault; 60] = [
     ),
     ("both stages are one", Forward, ["load_k(k_at + next * K_BYTES", "load_k(k_at + stage * K_BYTES"], LONG),
     ("a stage is walked over twice", Forward, ["stage = next;", ""], LONG),
-    ("sums of the second row weigh as the first's", Forward, ["o[n] *= rescale[n >> 1 & 1];", "o[n] *= rescale[0];"], LONG),
+    ("sums of the second row weigh as the first's", Forward, ["o[n] *= rescale[fragment_half(n)];", "o[n] *= rescale[0];"], LONG),
     (
         "half of the lanes have another largest score",
         Forward,
@@ -247,7 +247,10 @@ const FAULTS: [Fault; 60] = [
     (
         "the second row has the first's stats",
         Backward,
-        ["float2{row_statistics.lse[n >> 1 & 1], row_statistics.lse[n >> 1 & 1]}", "float2{row_statistics.lse[0], row_statistics.lse[0]}"],
+        [
+            "float2{row_statistics.lse[fragment_half(n)], row_statistics.lse[fragment_half(n)]}",
+            "float2{row_statistics.lse[0], row_statistics.lse[0]}",
+        ],
         LONG,
     ),
     ("both parts are the first", Backward, ["part * (DIM_V / COLUMN_PARTS) * ELEMENT_BYTES", "0"], WIDE),

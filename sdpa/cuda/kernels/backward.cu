@@ -274,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (!PREFETCH_S) mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
 #pragma unroll
                 for (int sub = 0; sub < Q_SUBTILES; sub++) {
-                    const FragmentOrigin origin = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + 2 * (lane & 3),
-                                           tile.block * TILE_N + warpgroup * 64 + warp * 16 + lane / 4};
+                    const FragmentOrigin origin = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + thread_column(lane),
+                                           tile.block * TILE_N + warpgroup * 64 + warp * 16 + thread_row(lane)};
                     const uint sub_rows = sub * 64 * ROW_BYTES, row_bytes_at = step_state.operand_stage() * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
                     const uint q_columns = q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES, d_o_columns = d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES;
                     float d_p[SCORES], raw[RAW_SCORES];
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     // Both groups have read what was there two steps ago.
                     if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
                     // Keys are rows there, 64 queries a panel: four matrices of 8 by 8 at once, each eighth of the warp tells where the rows of one are.
-                    const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
+                    const uint d_s_at = swizzled_matrix_row(d_s + sub * KV_PANEL_BYTES + own_rows, warp * 16 + (lane & 15), lane);
 #pragma unroll
                     for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(d_s_at ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
                     // Behind the product, which needs none of it: the group waits here until what it stored has arrived.

@@ -141,7 +141,7 @@ struct WarpgroupContext {
     int warpgroup, warp, lane;
 
     inline FragmentOrigin origin(const Step& step) const {
-        return FragmentOrigin{tile.batch, step.head, step.queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + tile.part * KEYS + warp * 16 + lane / 4};
+        return FragmentOrigin{tile.batch, step.head, step.queries * TILE_M + thread_column(lane), tile.block * TILE_N + tile.part * KEYS + warp * 16 + thread_row(lane)};
     }
     inline float* sums(const Step& step) const { return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup); }
     // Where a warp's gradients of scores are, of a step.
@@ -280,7 +280,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
 // Gradients of scores go to both blocks: where both have read what was there two steps ago.
 inline void store_ds(const uint (&ds_packed)[SCORES / 2], const StepState& step_state, const WarpgroupContext& ctx) {
     mbarrier_wait_parity(ctx.smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
-    const uint rows = ctx.own_ds(step_state) + (ctx.lane & 15) * ROW_BYTES + ((ctx.lane >> 4 ^ (ctx.lane & 7)) << 4);
+    const uint rows = swizzled_matrix_row(ctx.own_ds(step_state), ctx.lane & 15, ctx.lane);
 #pragma unroll
     for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(rows ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
 }

@@ -11,10 +11,10 @@ inline void red_add_dq(const float (&sums)[DQ], float* to) {
 template <uint panel_bytes, int count>
 inline void store_gradient(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
                            const SeqInfo& seq_info, const Tile& tile) {
-    const int lane = threadIdx.x & 31, in_warp = lane / 4;
+    const int lane = threadIdx.x & 31, in_warp = thread_row(lane);
 #pragma unroll
     for (int n = 0; n < count; n += 2) {
-        const int half = n >> 1 & 1, chunk = n / 4;
+        const int half = fragment_half(n), chunk = n / 4;
         const uint to = rows_at + chunk / 8 * panel_bytes + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
         st_shared(to, pack_pair(Element{}, sums[n] * scale, sums[n + 1] * scale));
     }

@@ -78,7 +78,7 @@ struct FragmentOrigin {
 };
 
 inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n) {
-    return place_at(p, origin.batch, origin.head, origin.q, origin.k, 8 * (n / 4) + (n & 1), n & 2 ? 8 : 0);
+    return place_at(p, origin.batch, origin.head, origin.q, origin.k, fragment_column(n), fragment_row(n));
 }
 
 // Where things lie in shared memory: operands, gradients of scores of two steps, weights of a pair's groups, sums that leave and pieces that settle, zeros, numbers of rows,

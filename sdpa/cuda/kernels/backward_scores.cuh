@@ -113,7 +113,7 @@ UNROLL_TRACES
             if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
 #endif
             // Made again for each, so that registers are not held.
-            if (masked && !attending_queries(p, seq_info_of(p, origin.batch), origin.k + (n & 2 ? 8 : 0)).contains(origin.q + 8 * (n / 4) + other)) x = -INFINITE;
+            if (masked && !attending_queries(p, seq_info_of(p, origin.batch), origin.k + fragment_row(n)).contains(fragment_column(origin.q, n) + other)) x = -INFINITE;
             prob[other] = ex2_approx(x);
         }
         p_packed[n / 2] = pack_pair(Element{}, dropout_p(prob[0], dropout_mask, n), dropout_p(prob[1], dropout_mask, n + 1));

@@ -6,8 +6,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_queries(const __g
     const int extent = rows_q(p, seq_info);
     if (tile * TILE_M >= extent) return;
     const float4* from = reinterpret_cast<const float4*>(p.sums) + (q_tile_index(p, seq_info, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
-    const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + lane / 4;
-    const int column = (TILE_M == 128 ? 0 : slice * PANEL) + 2 * (lane & 3);
+    const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + thread_row(lane);
+    const int column = (TILE_M == 128 ? 0 : slice * PANEL) + thread_column(lane);
     // All are asked for before the first is written.
     float4 sums[8];
 #pragma unroll

@@ -68,7 +68,7 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
     const int lane = threadIdx.x & 31;
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
     const int q[2] = {query_of_row(tile, row), query_of_row(tile, row + 8)};
-    const int column = first_k + 2 * (lane & 3);
+    const int column = first_k + thread_column(lane);
 #if WITH_SCORE_MOD
     constexpr bool natural = true;
 #else
@@ -82,7 +82,7 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
     const int heads[2] = {min(head_of_row(tile, row), p.heads_q - 1), min(head_of_row(tile, row + 8), p.heads_q - 1)};
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
-        const int half = n >> 1 & 1;
+        const int half = fragment_half(n);
         const Place at = place_at<!masked>(p, tile.batch, heads[half], PACK_GQA ? q[half] : q[0], column, PACK_GQA ? 0 : 8 * half, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
@@ -99,8 +99,8 @@ UNROLL_TRACES
         for (int half = 0; half < 2; half++) {
             const Range bounds = attended_keys(p, seq_info, q[half]);
 #pragma unroll
-            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
-                if (!bounds.contains(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
+            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
+                if (!bounds.contains(fragment_column(column, n))) s[n] = -INFINITE;
             }
         }
     }
@@ -126,7 +126,7 @@ UNROLL_TRACES
             const float large = is_large(base) ? from : 0.0f;
             if (large != 0.0f) base = 0.0f;
 #pragma unroll
-            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= large;
+            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) s[n] -= large;
         }
         float sum = 0.0f;
 #pragma unroll
@@ -402,7 +402,7 @@ inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, c
     const Tile tile = before;
 #endif
     const SeqInfo seq_info = seq_info_of_tile(p, tile);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = thread_row(lane);
     float inverse_sum[2], natural_max[2];
 #if WITH_SPLIT_KV
     LogSumExp lse[2];
@@ -457,7 +457,7 @@ inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, c
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < OUTPUTS; n += 2) {
-        const int half = n >> 1 & 1, chunk = n / 4;
+        const int half = fragment_half(n), chunk = n / 4;
         const float scale = inverse_sum[half];
         const uint both = scale == 0.0f ? 0u : pack_pair(Element{}, o[n] * scale, o[n + 1] * scale);
         const uint to = rows_at + chunk / 8 * Q_PANEL_BYTES + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
@@ -574,7 +574,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
                 convert_fragment(p_packed, s);
                 if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
-                    for (int m = 0; m < OUTPUTS; m++) o[m] *= rescale[m >> 1 & 1];
+                    for (int m = 0; m < OUTPUTS; m++) o[m] *= rescale[fragment_half(m)];
                 }
             }
             if (O_HAS_SMEM && lane == 0) mbarrier_arrive(smem.q_empty);

@@ -9,7 +9,7 @@ struct FragmentOrigin {
 };
 
 inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n) {
-    const int row = n & 2 ? 8 : 0, column = n / 4 * 8 + (n & 1);
+    const int row = fragment_row(n), column = fragment_column(n);
     return place_at(p, origin.batch, origin.head, origin.q, origin.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
 }
 
@@ -24,8 +24,8 @@ inline float2 delta_of(const RowStatistics& row_statistics, int n) { return ld_s
 struct RowStatistics {
     float lse[2], delta[2];
 };
-inline float2 lse_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.lse[n >> 1 & 1], row_statistics.lse[n >> 1 & 1]}; }
-inline float2 delta_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.delta[n >> 1 & 1], row_statistics.delta[n >> 1 & 1]}; }
+inline float2 lse_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.lse[fragment_half(n)], row_statistics.lse[fragment_half(n)]}; }
+inline float2 delta_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.delta[fragment_half(n)], row_statistics.delta[fragment_half(n)]}; }
 #endif
 
 // The exact log-sum-exp of the query of a score.
@@ -57,10 +57,10 @@ UNROLL_TRACES
 #if WITH_KEEP
             if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
 #endif
-            if (masked && !bounds[n >> 1 & 1].contains((BY_KEYS ? origin.q : origin.k) + n / 4 * 8 + other)) x = -INFINITE;
+            if (masked && !bounds[fragment_half(n)].contains(fragment_column(BY_KEYS ? origin.q : origin.k, n) + other)) x = -INFINITE;
             float exponent = x * p.unit - (other ? lse.y : lse.x);
             if (large) {
-                const int q = origin.q + (BY_KEYS ? n / 4 * 8 + other : n & 2 ? 8 : 0);
+                const int q = origin.q + (BY_KEYS ? fragment_column(n) + other : fragment_row(n));
                 if (q < rows_q(p, seq_info_of(p, origin.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, origin, q));
             }
             s[n + other] = ex2_approx(exponent);

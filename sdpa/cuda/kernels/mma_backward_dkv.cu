@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const SeqInfo seq_info = seq_info_of(p, batch);
     const Extent own = {seq_info.begin_kv, block * OWN, rows_kv(p, seq_info)};
     const BlockRange range = block_range_of(p, seq_info, block);
-    const int k = block * OWN + warp * 16 + lane / 4;
+    const int k = block * OWN + warp * 16 + thread_row(lane);
     float dk[DK], dv[DV];
 #pragma unroll
     for (int n = 0; n < DK; n++) dk[n] = 0.0f;
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     }
     int stage = 0;
     while (any) {
-        const FragmentOrigin origin = {batch, heads.head, tile * STEP + 2 * (lane & 3), k};
+        const FragmentOrigin origin = {batch, heads.head, tile * STEP + thread_column(lane), k};
         const bool masked = partial;
         any = next_head_block(heads, p, range, batch, kv_head, block, tile, partial);
         const int next = STAGES == 1 ? 0 : stage ^ 1;

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const SeqInfo seq_info = seq_info_of(p, batch);
     const Extent own = {seq_info.begin_q, tile * OWN, rows_q(p, seq_info)};
     const BlockRange range = block_range_of(p, seq_info, tile);
-    const int q = tile * OWN + warp * 16 + lane / 4;
+    const int q = tile * OWN + warp * 16 + thread_row(lane);
     RowStatistics row_statistics;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     }
     int stage = 0;
     while (any) {
-        const FragmentOrigin origin = {batch, head, q, block * STEP + 2 * (lane & 3)};
+        const FragmentOrigin origin = {batch, head, q, block * STEP + thread_column(lane)};
         const bool masked = partial;
         any = next_block(iterator, p, range, block, partial);
         const int next = STAGES == 1 ? 0 : stage ^ 1;

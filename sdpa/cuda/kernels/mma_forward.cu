@@ -24,7 +24,7 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
 #if WITH_SCORE_MOD || WITH_KEEP
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
-        const Place at = place_at(p, tile.batch, tile.head, q, column, n & 2 ? 8 : 0, 8 * (n / 4) + (n & 1));
+        const Place at = place_at(p, tile.batch, tile.head, q, column, fragment_row(n), fragment_column(n));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
 #endif
@@ -39,8 +39,8 @@ UNROLL_TRACES
         for (int half = 0; half < 2; half++) {
             const Range bounds = attended_keys(p, seq_info, q + 8 * half);
 #pragma unroll
-            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
-                if (!bounds.contains(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
+            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
+                if (!bounds.contains(fragment_column(column, n))) s[n] = -INFINITE;
             }
         }
     }
@@ -59,11 +59,11 @@ UNROLL_TRACES
             const float large = is_large(from) ? row_max : 0.0f;
             if (large != 0.0f) from = 0.0f;
 #pragma unroll
-            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= large;
+            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) s[n] -= large;
         }
         float sum = 0.0f;
 #pragma unroll
-        for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
+        for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
             s[n] = ex2_approx(s[n] * p.unit - from);
             sum += s[n];
         }
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
     const Extent own = {seq_info.begin_q, tile.tile * TILE_M, rows_q(p, seq_info)};
     const BlockRange range = block_range_of(p, seq_info, tile.tile);
-    const int q = tile.tile * TILE_M + warp * 16 + lane / 4;
+    const int q = tile.tile * TILE_M + warp * 16 + thread_row(lane);
     SoftmaxState state = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
     float o[OUTPUTS];
 #pragma unroll
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             if (any) load_k(k_at, p, tile, block);
             cp_async_commit_group();
         }
-        const int column = first_k + 2 * (lane & 3);
+        const int column = first_k + thread_column(lane);
         if (ALWAYS_MASKED || masked) online_softmax<true>(s, state, rescale, p, captured, tile, q, column);
         else online_softmax<false>(s, state, rescale, p, captured, tile, q, column);
 #if WITH_DROPOUT
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         dropout_of_queries<SCORES>(p, tile.batch, tile.head, q, column, [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; });
 #endif
 #pragma unroll
-        for (int n = 0; n < OUTPUTS; n++) o[n] *= rescale[n >> 1 & 1];
+        for (int n = 0; n < OUTPUTS; n++) o[n] *= rescale[fragment_half(n)];
         cp_async_wait_group<1>();
         __syncthreads();
         if (STAGES == 2) {

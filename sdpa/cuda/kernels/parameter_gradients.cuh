@@ -26,7 +26,7 @@ inline void add_parameter_gradient(const float (&x)[SCORES], const Params& p, co
 #pragma unroll
     for (int m = 0; m < count; m++) sum[m] = 0.0f;
 #pragma unroll
-    for (int n = 0; n < SCORES; n++) sum[by_q ? n / 4 * 2 + (n & 1) : by_k ? n >> 1 & 1 : 0] += x[n];
+    for (int n = 0; n < SCORES; n++) sum[by_q ? n / 4 * 2 + (n & 1) : by_k ? fragment_half(n) : 0] += x[n];
 #pragma unroll
     for (int m = 0; m < count; m++) {
         for (int apart = by_q ? 4 : 1; apart < (by_k ? 4 : 32); apart *= 2) sum[m] += __shfl_xor_sync(~0u, sum[m], apart);

@@ -65,7 +65,7 @@ inline void store_rows(const Strided& to, const float (&x)[count], const float (
         const float by = times[half];
 #pragma unroll
         for (int n = 2 * half; n < count; n += 4) {
-            const int column = first_column + n / 4 * 8 + 2 * (lane & 3);
+            const int column = first_column + n / 4 * 8 + thread_column(lane);
             // What has no weight is 0, whatever was added up.
             const float first = by == 0.0f ? 0.0f : x[n] * by, second = by == 0.0f ? 0.0f : x[n + 1] * by;
             if (pairs) {

@@ -22,7 +22,7 @@ inline ulong64 descriptor_advance(ulong64 operand, uint bytes) {
 template <int count>
 inline void load_a_fragments(uint (&a_registers)[count], uint rows, uint panel_bytes) {
     const int lane = threadIdx.x & 31;
-    const uint at = rows + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * 128 + ((lane >> 4 ^ (lane & 7)) << 4);
+    const uint at = swizzled_matrix_row(rows, (threadIdx.x >> 5 & 3) * 16 + (lane & 15), lane);
 #pragma unroll
     for (int step = 0; step < count / 4; step++) {
         uint of_step[4];

@@ -21,7 +21,7 @@ macro_rules! piece {
 pub(crate) use piece;
 
 /// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
-const PRELUDE: [(&str, &str); 3] = [piece!("types.cuh"), piece!("ptx.cuh"), piece!("prelude.cuh")];
+const PRELUDE: [(&str, &str); 4] = [piece!("types.cuh"), piece!("ptx.cuh"), piece!("prelude.cuh"), piece!("fragments.cuh")];
 /// What traced expressions call.
 const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
 const HOPPER: [(&str, &str); 3] = [piece!("tma.cuh"), piece!("wgmma_operands.cuh"), piece!("wgmma.cuh")];
