@@ -35,11 +35,11 @@ pub const RULES: [Rule; 14] = [
 ];
 
 /// Words of calls that synchronise.
-const SYNCHRONISES: [&str; 11] =
-    ["sync", "barrier", "arrive", "wait", "commit", "fence", "turn_", "rows_are_zero", "setmaxnreg", "expect", "asm"];
+const SYNCHRONISES: [&str; 10] =
+    ["sync", "barrier", "arrive", "wait", "commit", "fence", "ping_pong", "setmaxnreg", "expect", "asm"];
 
 /// Numbers of threads, and of what threads share.
-const THREADS: [&str; 8] = ["lane", "warp", "part", "half", "stage", "group", "slice", "slot"];
+const THREADS: [&str; 10] = ["lane", "warp", "warpgroup", "part", "split", "half", "stage", "group", "slice", "slot"];
 
 /// Whether nothing of a line says what is computed.
 fn is_declaration(line: &str) -> bool {

@@ -19,7 +19,7 @@ inline float dot_pairs(float a, float b) {
 
 // Of each row of each head, tiles filled up: the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of
 // `o` times `d_o`. A block of threads has a tile, and asks for all of it before it writes.
-extern "C" __global__ void __launch_bounds__(256, 4) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = rows_q(p, seq_info);
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_rows(const __grid
 }
 
 // Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const float* from, unsigned short* to, long count, long half) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(const float* from, unsigned short* to, long count, long half) {
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
     if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }

@@ -19,7 +19,7 @@ inline uint classify_block(const Params& p, const Captured& captured, int batch,
 }
 
 // A block of threads makes one list, its warps judge 32 items at once.
-extern "C" __global__ void __launch_bounds__(1024, 1) attention_map(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+extern "C" __global__ void __launch_bounds__(1024, 1) attention_block_lists(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint states = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;

@@ -15,7 +15,7 @@ inline float warp_sum(float x) {
 // The log-sum-exp of a split in base 2, relative to the origin of all.
 inline float split_log2(const LogSumExp& split, const LogSumExp& all) { return log2_from(all, split.origin) + split.log; }
 
-extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __grid_constant__ Params p) {
     constexpr int EACH = (TILE_ROWS + 3) / 4;
     const int lane = threadIdx.x & 31, row = int(blockIdx.x) % EACH * 4 + int(threadIdx.x >> 5), whose = int(blockIdx.x) / EACH;
     const int unit = whose % p.units, tile_number = whose / p.units % p.tiles, batch = whose / p.units / p.tiles;

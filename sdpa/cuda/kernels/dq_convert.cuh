@@ -1,5 +1,5 @@
 // Sums of gradients of queries, as the threads of a group had them, to their places.
-extern "C" __global__ void __launch_bounds__(128, 1) attention_queries(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = blockIdx.x % SLICES;
     const int index = blockIdx.x / SLICES, tile = index % p.tiles, head = index / p.tiles % p.heads_q, batch = index / p.tiles / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);

@@ -37,7 +37,7 @@ inline bool next_head_block(HeadRange& heads, const Params& p, const BlockRange&
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-    attention_keys(const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
+    attention_backward_dkv(const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint k_at = shared_address(memory), v_at = k_at + OWN * QK_ROW, steps_at = k_at + OWN_BYTES;
     const int lane = threadIdx.x & 31, warp = warp_uniform(int(threadIdx.x >> 5));

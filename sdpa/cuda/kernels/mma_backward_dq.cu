@@ -12,7 +12,7 @@ inline void load_step(uint to, const Params& p, int batch, int kv_head, int bloc
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-    attention_queries(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+    attention_backward_dq(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint q_at = shared_address(memory), d_o_at = q_at + OWN * QK_ROW, steps_at = q_at + OWN_BYTES;
     const int lane = threadIdx.x & 31, warp = warp_uniform(int(threadIdx.x >> 5));

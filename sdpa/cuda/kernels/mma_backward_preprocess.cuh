@@ -4,7 +4,7 @@ constexpr int ROWS_OF_WARP = 4;
 
 // Of each row, the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of `o` times `d_o`. A block of threads has 32 rows
 // of a head, and a warp asks for four at once.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
     const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
 }
 
 // The gradient of a head's sink: a block has a head, and adds in one order.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint sums = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
 }
 
 // Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const float* from, unsigned short* to, long count, long half) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(const float* from, unsigned short* to, long count, long half) {
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
     if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const flo
 // What warps left of the gradient of a parameter, added up in one order: (batch, heads, slots, inner) numbers, to elements of the heads and batch entries that the
 // parameter spans (`spans`: 1 batch entries, 2 heads). So many lanes, 1 or 32, share an element.
 extern "C" __global__ void __launch_bounds__(256, 1)
-    attention_summed(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
+    attention_reduce_gradient(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
     const long thread = long(blockIdx.x) * 256 + threadIdx.x, element = thread / lanes;
     const long own_batch = spans & 1 ? batch : 1, own_heads = spans & 2 ? heads : 1;
     if (element >= own_batch * own_heads * inner) return;

@@ -64,7 +64,7 @@ inline int max_blocks_per_split(const Params& p, int lane) {
 }
 
 // Lists the tiles of each batch entry: the longest entry first, of each the tiles with the most keys of causal masks first. A warp has an entry.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_tiles(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, mine = int(blockIdx.x) * 8 + int(threadIdx.x >> 5);
     if (mine >= p.batch) return;
     const int max_blocks = max_blocks_per_split(p, lane), own_key = sort_key_of(p, mine);

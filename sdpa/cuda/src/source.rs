@@ -65,19 +65,19 @@ pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-sp
 pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 
 /// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of parameters go that are rounded.
-pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_rows", c"attention_rounded"];
+pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_backward_preprocess", c"attention_convert_gradient"];
 
 /// The name of the kernel that rounds sums of gradients of queries, where the one that computes does not.
-pub const QUERIES_ENTRY: &CStr = c"attention_queries";
+pub const QUERIES_ENTRY: &CStr = c"attention_convert_dq";
 
 /// The name of the kernel behind the forward one that merges parts of keys.
-pub const MERGE_ENTRY: &CStr = c"attention_merged";
+pub const MERGE_ENTRY: &CStr = c"attention_combine";
 
 /// The name of the kernel before the forward one that lists tiles, where documents have any number of them, or keys are split.
-pub const TILES_ENTRY: &CStr = c"attention_tiles";
+pub const TILES_ENTRY: &CStr = c"attention_tile_list";
 
 /// The name of the kernel before either that lists blocks, where a rule reads tensors.
-pub const MAP_ENTRY: &CStr = c"attention_map";
+pub const MAP_ENTRY: &CStr = c"attention_block_lists";
 
 /// Bytes of shared memory of the kernel [`MAP_ENTRY`], in which its 32 warps tell of an item each.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
