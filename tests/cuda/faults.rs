@@ -162,7 +162,7 @@ const FAULTS: [Fault; 103] = [
     (
         "results are written over gradients of scores that are read",
         Backward,
-        ["and with gradients of scores.\n        named_barrier_sync(BARRIER_CONSUMERS, 256);", "and with gradients of scores."],
+        ["are done with K, V and dS.\n        named_barrier_sync(BARRIER_CONSUMERS, 256);", "are done with K, V and dS."],
         WIDE,
     ),
     (

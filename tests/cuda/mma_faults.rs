@@ -241,8 +241,24 @@ const FAULTS: [Fault; 60] = [
     ("rows of the map of another head's", Forward, ["head * p.map_head) * p.tiles", "0 * p.map_head) * p.tiles"], MAPPED),
     ("steps are not waited for", Backward, ["cp_async_wait_group<1>();", ""], LONG),
     ("both stages are one", Backward, ["steps_at + next * STEP_BYTES", "steps_at + stage * STEP_BYTES"], LONG),
-    ("keys come before others are done with", Backward, ["// Its keys are done with.\n        __syncthreads();", ""], WIDE),
-    ("queries come before others are done with", Backward, ["// Its queries are done with.\n        __syncthreads();", ""], WIDE),
+    (
+        "keys come before others are done with",
+        Backward,
+        [
+            "warp_gemm_ab(dq, s, k_at, QK_ROW);\n        // All warps are done with this stage.\n        __syncthreads();",
+            "warp_gemm_ab(dq, s, k_at, QK_ROW);",
+        ],
+        WIDE,
+    ),
+    (
+        "queries come before others are done with",
+        Backward,
+        [
+            "// All warps are done with this stage.\n        __syncthreads();\n        if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head",
+            "if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head",
+        ],
+        WIDE,
+    ),
     ("the second query of two has the first's sum", Backward, ["d_p[n + 1] - delta.y", "d_p[n + 1] - delta.x"], LONG),
     (
         "the second row has the first's stats",

@@ -218,7 +218,7 @@ const FAULTS: [Fault; 28] = [
     (
         "gradients leave from keys that are read",
         Backward,
-        ["// Both groups are done with the keys.\n    warpgroups_sync<warpgroup>(0);", ""],
+        ["// Both consumers are done with K and V.\n    warpgroups_sync<warpgroup>(0);", ""],
         PAIRS,
     ),
     ("a barrier is come to again before all have left it", Backward, ["warpgroups_sync(1);", "warpgroups_sync(0);"], SHARES),
@@ -240,7 +240,12 @@ const FAULTS: [Fault; 28] = [
         ],
         SHARES,
     ),
-    ("a block ends while the other arrives at its barriers", Backward, ["arrives at, is there until then.\n    cluster_sync();", ""], MANY),
+    (
+        "a block ends while the other arrives at its barriers",
+        Backward,
+        ["copies and arrivals to it are done.\n    cluster_sync();", ""],
+        MANY,
+    ),
     ("groups add their shares to one place", Backward, ["128 * (DK + DV) + warpgroup * 128 * DV", "128 * (DK + DV)"], SHARES),
     (
         "keys behind a document's end are asked for",

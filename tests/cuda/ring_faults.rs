@@ -63,7 +63,7 @@ const FAULTS: [Fault; 19] = [
     (
         "gradients leave from where the last block's still are",
         Backward,
-        ["if (lane == 0) cp_async_bulk_wait_group_read();\n        __syncwarp();\n        // Of gradients", "// Of gradients"],
+        ["if (lane == 0) cp_async_bulk_wait_group_read();\n        __syncwarp();\n        // Each consumer", "// Each consumer"],
         RINGS,
     ),
     (

@@ -35,8 +35,7 @@ pub const RULES: [Rule; 14] = [
 ];
 
 /// Words of calls that synchronise.
-const SYNCHRONISES: [&str; 10] =
-    ["sync", "barrier", "arrive", "wait", "commit", "fence", "ping_pong", "setmaxnreg", "expect", "asm"];
+const SYNCHRONISES: [&str; 10] = ["sync", "barrier", "arrive", "wait", "commit", "fence", "ping_pong", "setmaxnreg", "expect", "asm"];
 
 /// Numbers of threads, and of what threads share.
 const THREADS: [&str; 10] = ["lane", "warp", "warpgroup", "part", "split", "half", "stage", "group", "slice", "slot"];

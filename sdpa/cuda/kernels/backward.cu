@@ -1,7 +1,8 @@
-// Attention backward on compute capability 9.0: one group of threads brings operands, takes sums out and rounds them, two others have 64 keys of a block each, and
-// walk over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
+// attention_backward for sm_90: persistent and warp-specialised. Warpgroup 0 has the TMA producer and the warps that reduce and convert dQ; two consumer
+// warpgroups have 64 keys of a KV block each and iterate over query tiles.
+// S and P are transposed, keys by queries, so that P and dS are A operands in registers for dV and dK.
 
-// Zeroes keys past the length of the batch entry: dS is 0 there, and dQ reads them.
+// Zeroes K past the sequence's length: dS is 0 there, and dQ reads K.
 inline void zero_k_padding(const SeqInfo& seq_info, const Tile& tile, const SharedStorage& smem) {
 #if WITH_SEQ_LEN_KV
     const int rows = seq_info.len_kv - tile.block * TILE_N;
@@ -12,12 +13,12 @@ inline void zero_k_padding(const SeqInfo& seq_info, const Tile& tile, const Shar
 #endif
 }
 
-// Zeroes queries and rows of dO past the length of the batch entry: dK and dV read them.
+// Zeroes Q and dO past the sequence's length: dK and dV read them.
 inline void zero_q_padding(const SeqInfo& seq_info, int tile, uint q, uint d_o) {
 #if WITH_SEQ_LEN_Q
     const int queries = seq_info.len_q - tile * TILE_M;
     if (queries >= TILE_M) return;
-    // Both warpgroups have read what they multiply before, and find zeros after.
+    // Both consumers have read the rows before, and see zeros after.
     named_barrier_sync(BARRIER_ZEROED, 256);
     zero_rows<QK_PANELS>(q, Q_PANEL_BYTES, queries, TILE_M);
     zero_rows<V_PANELS>(d_o, Q_PANEL_BYTES, queries, TILE_M);
@@ -26,7 +27,7 @@ inline void zero_q_padding(const SeqInfo& seq_info, int tile, uint q, uint d_o) 
 #endif
 }
 
-// Gradients of values are there, with so many products under way, and what they were made of is let go.
+// Waits for dV with `under_way` WGMMA groups in flight, and releases dO.
 template <int under_way>
 inline void wait_dv(float (&dv)[DV], uint d_o_empty) {
     wgmma_wait_group<under_way>();
@@ -35,15 +36,15 @@ inline void wait_dv(float (&dv)[DV], uint d_o_empty) {
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(d_o_empty);
 }
 
-// Which step a group is at: gradients of scores have two places, and operands as many as there are stages.
+// The consumers' position: dS has two stages, Q and dO have STAGES.
 struct StepState : PipelineState<2> {
     static_assert(STAGES <= 2, "places of operands follow from those of gradients of scores");
     inline int operand_stage() const { return STAGES == 1 ? 0 : stage; }
     inline int operand_phase() const { return STAGES == 1 ? stage : phase; }
 };
 
-// Brings a block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head. The first of these come while
-// the block before still has its keys.
+// Loads K, V and, for each query tile of all heads of the GQA group, dO and Q. The first tiles are loaded while the previous KV block's K is still in
+// use.
 inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
                       const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
@@ -57,7 +58,7 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
         bool partial;
         while (next_block(iterator, p, range, queries, partial)) {
             const long rows = q_tile_index(p, seq_info, tile.batch, head, queries) * TILE_M;
-            // Done with first, so asked for first.
+            // Consumers release dO first.
             mbarrier_wait_parity(smem.d_o_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(smem.d_o_full + 8 * pipeline.stage, D_O_BYTES + ROWS_BYTES);
             cp_async_bulk_load(smem.delta + pipeline.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, smem.d_o_full + 8 * pipeline.stage);
@@ -79,7 +80,7 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
             }
         }
     }
-    // Zeros leave from where keys would be: no others come before that.
+    // No query attends to this block: its dK and dV of zeros are staged where K and V would be, so the producer must not load others before.
     if (!DQ_BY_TMA && first) {
         mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
         mbarrier_arrive(smem.kv_full);
@@ -87,7 +88,7 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
     }
 }
 
-// Takes block after block of keys.
+// Producer: pulls KV blocks from the counter.
 inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
                           const SharedStorage& smem) {
     PipelineState<STAGES> pipeline;
@@ -103,18 +104,18 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
 }
 
 #if DQ_BY_TMA
-// What each group has left in shared memory of a block's steps is added by the copy engine, beside what the group does next.
+// Adds each step's dQ slices, which the consumers store in shared memory, to the f32 accumulator by bulk reduction while the consumers go on.
 inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
     const BlockRange range = block_range_of(p, seq_info, tile.block);
     StepIterator steps = step_iterator(p, range, tile);
     Step step;
     const bool first = threadIdx.x == 32;
-    // What was summed up in its place before has left.
+    // The section that had these slices of the ring before has been converted.
     if (first && p.ring > 0 && tile.section >= p.ring) counter_acquire_wait(p.settled + tile.section - p.ring, section_slices(p, tile.section - p.ring));
     while (true) {
         const bool has_next = next_step(steps, p, range, tile, step);
-        // The first group's has been read, then the second's.
+        // Warpgroup 0's slice has been read, then warpgroup 1's.
         if (first) cp_async_bulk_wait_group_read<1>();
         __syncwarp();
         named_barrier_arrive(BARRIER_DQ_EMPTY, 160);
@@ -132,7 +133,7 @@ inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const 
     }
 }
 
-// A warp of its own asks for that, of block after block, and counts which are done.
+// One warp: reduces dQ of KV block after KV block, and counts the finished ones of each L2 section.
 inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
     TilePipeline tile_pipeline;
     while (true) {
@@ -146,13 +147,13 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
             cp_async_bulk_wait_group();
             counter_release_add(p.done + tile.section, 1);
         }
-        // Gradients of values have been where sums were: what comes next is not told before.
+        // dV was staged where the dQ slices are: no next block before that is stored.
         for (int warpgroup = 0; warpgroup < 2 && !none; warpgroup++) named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);
     }
 }
 
-// A group leaves its slice for that warp, a warp's piece after the other, in the order in which its threads have it. Its number is asked for once more: as it is, it would take a place that
-// the operands of products need.
+// Stores a consumer's dQ slice for that warp, each warp's piece in register order: the accumulator is not row-major. The warpgroup index is recomputed:
+// keeping it live costs a register that WGMMA operands need.
 inline void store_dq(const float (&sums)[DQ], float*, uint at) {
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
     named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
@@ -168,14 +169,14 @@ inline void store_dq(const float (&sums)[DQ], float* to, uint) {
 }
 #endif
 
-// Gradients of the queries of the step before, from what both groups have left of it: neither waits for the other's step. Nothing waits but for that.
+// dQ of the previous step, from dS of both consumers: issued a step late, neither waits for the other within a step.
 inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const SharedStorage& smem, uint own_d_s, uint own_k) {
     const int before = step_state.stage ^ 1;
     mbarrier_wait_parity(smem.d_s_full + 8 * before, step_state.phase ^ before);
     gemm_dq(dq, smem.d_s + before * D_S_BYTES + own_d_s, smem.k + own_k);
 }
 
-// They are there, and leave.
+// Waits for nothing: its WGMMAs are done. Releases dS, stores dQ.
 inline void finish_dq_previous(float (&dq)[DQ], float* to, const StepState& step_state, const SharedStorage& smem) {
     wgmma_fence_operand(dq);
     __syncwarp();
@@ -186,7 +187,8 @@ inline void finish_dq_previous(float (&dq)[DQ], float* to, const StepState& step
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                        const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap dk_map,
-                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
+                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured,
+                       const __grid_constant__ Gradients gradients) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const SharedStorage smem = shared_layout(shared_address(memory));
     if (threadIdx.x == 0) {
@@ -236,10 +238,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (tile_index >= p.numbers) continue;
         const Tile tile = tile_at(p, tile_index);
         if (is_empty(p, tile)) continue;
-        // What the block before left in shared memory has been read.
+        // The previous block's gradients have been read from shared memory.
         if (lane == 0) cp_async_bulk_wait_group_read();
         __syncwarp();
-        // Of gradients of queries, a group has its half of the rows or its panel of the columns.
+        // Each consumer computes 64 query rows of dQ, or one panel of its columns.
         const uint own_d_s = TILE_M == 128 ? warpgroup * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + warpgroup) * KV_PANEL_BYTES;
         // Wide heads without a 2-CTA cluster: both CTAs of a tile recompute the same scores, each for its own columns of dK and dV.
         const bool owns_scores = COLUMN_PARTS == 1 || tile.part == 0;
@@ -262,14 +264,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             uint k_registers[K_REGISTERS], v_registers[V_REGISTERS];
             load_a_fragments(k_registers, smem.k + own_rows, KV_PANEL_BYTES);
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
-            // Where sums of the step before go.
+            // The accumulator slice of the previous step.
             float* to = nullptr;
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                 gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
             }
             do {
-                const uint q = smem.q + step_state.operand_stage() * Q_BYTES, d_o = smem.d_o + step_state.operand_stage() * D_O_BYTES, d_s = smem.d_s + step_state.stage * D_S_BYTES;
+                const uint q = smem.q + step_state.operand_stage() * Q_BYTES, d_o = smem.d_o + step_state.operand_stage() * D_O_BYTES;
+                const uint d_s = smem.d_s + step_state.stage * D_S_BYTES;
                 if (!NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
                 if (!PREFETCH_S) mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
 #pragma unroll
@@ -281,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     float d_p[SCORES], raw[RAW_SCORES];
                     float2 lse[QUERY_PAIRS], delta[QUERY_PAIRS];
                     uint p_packed[SCORES / 2], ds_packed[SCORES / 2];
-                    // Before there are scores in registers.
+                    // Before S is in registers.
                     const uint dropout_mask = dropout_bits(p, origin);
                     if (LSE_FIRST) load_query_pairs(lse, smem.lse + row_bytes_at);
                     if (!PREFETCH_S || sub > 0) gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, q + sub_rows);
@@ -291,22 +294,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     wgmma_wait_group<1>();
                     wgmma_fence_operand(s);
                     recompute_p_step(step.partial, s, raw, p_packed, p, captured, origin, lse, dropout_mask);
-                    // Before their products are waited for, but where registers are short.
+                    // Before dP is waited for, unless registers are short.
                     if (!LOW_REGISTERS) load_query_pairs(delta, smem.delta + row_bytes_at);
                     wgmma_wait_group<0>();
                     wgmma_fence_operand(d_p);
                     if (sub == 0) zero_q_padding(seq_info, step.queries, q, d_o);
                     if (LOW_REGISTERS) load_query_pairs(delta, smem.delta + row_bytes_at);
-                    if (ALWAYS_MASKED || WITH_SCORE_MOD || step.partial) compute_ds<true>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask, owns_scores);
+                    if (ALWAYS_MASKED || WITH_SCORE_MOD || step.partial) compute_ds<true>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask,
+                                                                                          owns_scores);
                     else compute_ds<false>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask, owns_scores);
                     convert_fragment(ds_packed, d_p);
-                    // Both groups have read what was there two steps ago.
+                    // Both consumers have read the dS of two steps ago.
                     if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
-                    // Keys are rows there, 64 queries a panel: four matrices of 8 by 8 at once, each eighth of the warp tells where the rows of one are.
+                    // dS transposed: keys are rows, 64 queries a panel.
                     const uint d_s_at = swizzled_matrix_row(d_s + sub * KV_PANEL_BYTES + own_rows, warp * 16 + (lane & 15), lane);
 #pragma unroll
                     for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(d_s_at ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
-                    // Behind the product, which needs none of it: the group waits here until what it stored has arrived.
+                    // After the WGMMAs of dV are issued, which do not read dS: the fence waits for this thread's stores.
                     const auto values = [&] {
                         gemm_dk_dv(dv, p_packed, d_o_columns);
                         if (sub + 1 < Q_SUBTILES) return;
@@ -341,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 step_state.advance();
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
                 has_previous = true;
-                // The next scores are under way while the step ends. Last, so that nothing between them and their wait touches registers of theirs.
+                // Prefetch: the next S is computed while this step ends. Issued last, so that nothing before its wait touches its accumulator.
                 if (PREFETCH_S && has_next) {
                     mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                     gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
@@ -352,14 +356,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
             wgmma_wait_group<0>();
             finish_dq_previous(dq, to, step_state, smem);
-            // The next keys come while gradients leave, from where gradients of scores and sums were.
+            // The next K and V are loaded while dK and dV are stored from the memory of dS and of the dQ slices.
             if (DQ_BY_TMA && lane == 0) mbarrier_arrive(smem.kv_empty);
         } else if (!DQ_BY_TMA) {
             mbarrier_wait_parity(smem.kv_full, kv_phase);
             kv_phase ^= 1;
         }
 #if LOW_REGISTERS || WITH_PACKED_KV
-        // Not kept over the walk, but made again.
+        // Recompute: keeping the tile live across the loop costs registers.
         const Tile done = tile_at(p, opaque_int(tile_index));
 #else
         const Tile& done = tile;
@@ -375,19 +379,22 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             load_split_sum(dv, split_sum + 128 * DK);
         }
 #else
-        // Both groups are done with the keys, and with gradients of scores.
+        // Both consumers are done with K, V and dS.
         named_barrier_sync(BARRIER_CONSUMERS, 256);
 #endif
         const uint in_group = warp * 16 * ROW_BYTES;
         const int first_row = done.block * TILE_N + warpgroup * 64 + warp * 16;
         const float dv_scale = WITH_DROPOUT ? p.dropout_scale : 1.0f;
-        if (complete) store_gradient<KV_PANEL_BYTES>(dk, p.scale, smem.d_s + own_rows + in_group, dk_map, QK_TENSOR_PANELS, done.part * DK_PANELS, first_row, seq_info, done);
+        if (complete) store_gradient<KV_PANEL_BYTES>(dk, p.scale, smem.d_s + own_rows + in_group, dk_map, QK_TENSOR_PANELS, done.part * DK_PANELS, first_row,
+                                                     seq_info, done);
 #if DQ_BY_TMA
         named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
-        if (complete) store_gradient<64 * ROW_BYTES>(dv, dv_scale, smem.dq_slices + warpgroup * DQ_SLICE_BYTES + in_group, dv_map, V_TENSOR_PANELS, 0, first_row, seq_info, done);
+        if (complete) store_gradient<64 * ROW_BYTES>(dv, dv_scale, smem.dq_slices + warpgroup * DQ_SLICE_BYTES + in_group, dv_map, V_TENSOR_PANELS, 0,
+                                                     first_row, seq_info, done);
         named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);
 #else
-        if (complete) store_gradient<KV_PANEL_BYTES>(dv, dv_scale, smem.k + own_rows + in_group, dv_map, V_TENSOR_PANELS, done.part * DV_PANELS, first_row, seq_info, done);
+        if (complete) store_gradient<KV_PANEL_BYTES>(dv, dv_scale, smem.k + own_rows + in_group, dv_map, V_TENSOR_PANELS, done.part * DV_PANELS, first_row,
+                                                     seq_info, done);
         if (lane == 0) {
             cp_async_bulk_wait_group_read();
             mbarrier_arrive(smem.kv_empty);

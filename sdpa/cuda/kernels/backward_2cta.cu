@@ -1,8 +1,9 @@
-// Attention backward of wide heads on compute capability 9.0: a pair of blocks of threads has a block of keys, each of them a half. Of these a block has scores and all columns
-// of gradients of keys and values; of those of queries it has a half of the columns, over the keys of both, so that blocks exchange gradients of scores. Of its groups
-// one has scores, weights and gradients of values, the other gradients of weights and of keys; a third brings operands.
+// attention_backward for sm_90 and head dims above 128: a 2-CTA cluster per KV block, 64 keys per CTA. A CTA computes S, P and all columns of dK and dV
+// for its keys, and half of the columns of dQ over the keys of both, so the CTAs exchange dS through DSMEM.
+// Consumer warpgroup 0 computes S, P and dV and passes P to warpgroup 1, which computes dP, dS and dK. Both compute a panel of dQ. Warpgroup 0 of the
+// CTA is the producer.
 
-// The next number, for a thread that stands for its warp.
+// The next tile, for a thread that stands for its warp.
 inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = int(ld_shared(tile_pipeline.slot(smem)));
@@ -11,19 +12,20 @@ inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedSto
     return tile_index;
 }
 
-// The next block of keys, taken by one thread for the pair: each of its blocks is told its own number.
+// CTA 0's producer pulls an index for the cluster and passes each CTA its own.
 inline int tile_produce_2cta(TilePipeline& tile_pipeline, const Params& p, const SharedStorage& smem, uint rank) {
     if (rank == 0) {
         mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);
         const int taken = atomicAdd(p.taken, 1), shares = head_splits_of(p), first = taken / shares * COLUMN_PARTS * shares + taken % shares;
-        for (uint other = 0; other < 2; other++) st_mbarrier_arrive_release_cluster(tile_pipeline.slot(smem), uint(first + int(other) * shares), tile_pipeline.full(smem), other);
+        for (uint other = 0; other < 2; other++) st_mbarrier_arrive_release_cluster(tile_pipeline.slot(smem), uint(first + int(other) * shares),
+                                                                                    tile_pipeline.full(smem), other);
         tile_pipeline.count++;
         return first;
     }
     return tile_consume_thread_2cta(tile_pipeline, smem);
 }
 
-// That number, for a warp.
+// The next tile, for a consumer warp.
 inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = warp_uniform(int(ld_shared(tile_pipeline.slot(smem))));
@@ -33,7 +35,7 @@ inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& s
     return tile_index;
 }
 
-// Keys and values of a block, and of the other's keys those columns along which this one has gradients of queries.
+// Loads K and V of this CTA's keys, and of the peer's K the columns along which this CTA computes dQ.
 inline void load_kv_2cta(const TensorMap& k_map, const TensorMap& v_map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     const int own = tile.block * 2 + tile.part, other = own ^ 1;
     mbarrier_arrive_expect_tx(smem.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
@@ -42,7 +44,8 @@ inline void load_kv_2cta(const TensorMap& k_map, const TensorMap& v_map, const S
     load_kv_rows<KEYS, QK_PANELS / 2, QK_TENSOR_PANELS>(smem.k_other, k_map, smem.kv_full, seq_info, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
 }
 
-// Brings rows of a step's queries, of which each block brings a half of the panels to both. Of documents each brings its own, as some of these are zeros from elsewhere.
+// Loads rows of Q or dO: each CTA multicasts half of the panels to both. With packed sequences each loads all of its own, since some panels are bulk-
+// copied zeros.
 template <int panels, int tensor_panels>
 inline void load_q_rows_2cta(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, const Step& step, const Tile& tile) {
 #if WITH_PACKED_Q
@@ -54,7 +57,7 @@ inline void load_q_rows_2cta(uint to, const TensorMap& map, uint barrier, const 
 #endif
 }
 
-// Brings a block's keys and values, and tile after tile of queries, of all heads that share the key head.
+// Producer thread of Q: loads Q for each query tile of the GQA group, and K and V after the first.
 inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p,
                          const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
@@ -76,7 +79,7 @@ inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const 
             first = false;
         }
     }
-    // Zeros leave from where keys would be: no others come before that.
+    // No query attends to this block: its dK and dV of zeros are staged where K and V would be, so the producer must not load others before.
     if (first) {
         mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
         mbarrier_arrive(smem.kv_full);
@@ -84,7 +87,7 @@ inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const 
     }
 }
 
-// Another warp brings gradients of outputs.
+// Producer thread of dO, in another warp.
 inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& d_o_map, const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
     const BlockRange range = block_range_of(p, seq_info, tile.block);
@@ -95,12 +98,13 @@ inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& 
         mbarrier_wait_parity(smem.d_o_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
         mbarrier_arrive_expect_tx(full, D_O_BYTES + ROWS_BYTES);
         load_q_rows_2cta<V_PANELS, V_TENSOR_PANELS>(smem.d_o + pipeline.stage * D_O_BYTES, d_o_map, full, seq_info, step, tile);
-        cp_async_bulk_load(smem.delta + pipeline.stage * ROWS_BYTES, p.delta + q_tile_index(p, seq_info, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
+        cp_async_bulk_load(smem.delta + pipeline.stage * ROWS_BYTES, p.delta + q_tile_index(p, seq_info, tile.batch, step.head, step.queries) * TILE_M,
+                           ROWS_BYTES, full);
         pipeline.advance();
     }
 }
 
-// They do so for block after block of keys.
+// Both iterate over KV blocks.
 inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const SharedStorage& smem, uint rank) {
     PipelineState<STAGES> pipeline;
     TilePipeline tile_pipeline;
@@ -124,13 +128,13 @@ inline void producer_loop_do(const TensorMap& d_o_map, const Params& p, const Sh
     }
 }
 
-// Which step a group is at: queries and gradients of scores have two places, gradients of outputs as many as there is room for.
+// A consumer's position: Q and dS have two stages, dO has D_O_STAGES.
 struct StepState : PipelineState<2> {
     inline int d_o_stage() const { return D_O_STAGES == 1 ? 0 : stage; }
     inline int d_o_phase() const { return D_O_STAGES == 1 ? stage : phase; }
 };
 
-// What a group walks over: a block of keys, its steps, and where its warps are in shared memory.
+// What the consumer functions share: the KV block, the call, and the thread's place in its warpgroup.
 struct WarpgroupContext {
     const Params& p;
     const Captured& captured;
@@ -141,14 +145,15 @@ struct WarpgroupContext {
     int warpgroup, warp, lane;
 
     inline FragmentOrigin origin(const Step& step) const {
-        return FragmentOrigin{tile.batch, step.head, step.queries * TILE_M + thread_column(lane), tile.block * TILE_N + tile.part * KEYS + warp * 16 + thread_row(lane)};
+        return FragmentOrigin{tile.batch, step.head, step.queries * TILE_M + thread_column(lane),
+                              tile.block * TILE_N + tile.part * KEYS + warp * 16 + thread_row(lane)};
     }
     inline float* sums(const Step& step) const { return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup); }
-    // Where a warp's gradients of scores are, of a step.
+    // This warp's rows of dS of a step.
     inline uint own_ds(const StepState& step_state) const { return smem.d_s + step_state.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
-    // Where a thread's weights are.
+    // This thread's slot for P.
     inline uint p_slot() const { return smem.p + (threadIdx.x & 127) * 16; }
-    // A warp is done with something; of what comes to both blocks at once both are told.
+    // Releases a buffer of this CTA, or one that TMA multicast fills in both.
     inline void release(uint barrier) const {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier);
@@ -161,7 +166,7 @@ struct WarpgroupContext {
     }
 };
 
-// Zeroes keys past the length of the batch entry: dS is 0 there, and dQ reads them, those of the other thread block too.
+// Zeroes K past the sequence's length: dS is 0 there, and dQ reads K, the peer's too.
 inline void zero_k_padding(const WarpgroupContext& ctx) {
 #if WITH_SEQ_LEN_KV
     if ((ctx.tile.block + 1) * TILE_N <= ctx.seq_info.len_kv) return;
@@ -172,7 +177,7 @@ inline void zero_k_padding(const WarpgroupContext& ctx) {
 #endif
 }
 
-// Zeroes rows of queries or of dO past the length of the batch entry: dK and dV read them.
+// Zeroes Q or dO past the sequence's length: dK and dV read them.
 template <int panels>
 inline void zero_q_padding(const WarpgroupContext& ctx, const Step& step, uint smem_address) {
 #if WITH_SEQ_LEN_Q
@@ -183,7 +188,7 @@ inline void zero_q_padding(const WarpgroupContext& ctx, const Step& step, uint s
 #endif
 }
 
-// Gradients of the queries of the step before along a panel of columns, from gradients of scores of both blocks, this one's first. Nothing waits but for these.
+// dQ of the previous step along one panel of columns, from dS of both CTAs, this one's first. Asynchronous.
 inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const WarpgroupContext& ctx) {
     const int before = step_state.stage ^ 1;
     mbarrier_wait_parity(ctx.smem.d_s_full + 8 * before, step_state.phase ^ before);
@@ -194,19 +199,21 @@ inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const
     const ulong64 k_other = descriptor_mn_major(ctx.smem.k_other + ctx.warpgroup * KV_PANEL_BYTES, KV_PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) wgmma_mn_major(dq, descriptor_advance(own, step * 16 * ROW_BYTES), descriptor_advance(k_own, step * 16 * ROW_BYTES), step > 0);
+    for (int step = 0; step < KEYS / 16; step++)
+        wgmma_mn_major(dq, descriptor_advance(own, step * 16 * ROW_BYTES), descriptor_advance(k_own, step * 16 * ROW_BYTES), step > 0);
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) wgmma_mn_major(dq, descriptor_advance(other, step * 16 * ROW_BYTES), descriptor_advance(k_other, step * 16 * ROW_BYTES), true);
+    for (int step = 0; step < KEYS / 16; step++)
+        wgmma_mn_major(dq, descriptor_advance(other, step * 16 * ROW_BYTES), descriptor_advance(k_other, step * 16 * ROW_BYTES), true);
     wgmma_commit_group();
 }
 
-// They are there: what they were made of may be written anew, here and by the other block.
+// dQ is done: releases dS here and in the peer.
 inline void release_ds(float (&dq)[DQ], const StepState& step_state, const WarpgroupContext& ctx) {
     wgmma_fence_operand(dq);
     ctx.release_both_ctas(ctx.smem.d_s_empty + 8 * (step_state.stage ^ 1));
 }
 
-// Those of the last step of a walk.
+// dQ of the last step.
 inline void gemm_dq_last(const StepState& step_state, const WarpgroupContext& ctx, float* to) {
     float dq[DQ];
     gemm_dq_previous(dq, step_state, ctx);
@@ -221,7 +228,7 @@ inline void gemm_s_next(float (&s)[SCORES], const StepState& step_state, const W
     gemm_s_dp<QK_STEPS>(s, ctx.smem.k, none, ctx.smem.q + step_state.stage * Q_BYTES);
 }
 
-// The group that has scores: weights, which the other group is told of, and gradients of values. The next scores are asked for at the end of a step.
+// Consumer warpgroup 0: S, P, dV. The next S is issued at the end of a step.
 inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupContext& ctx) {
     const SharedStorage& smem = ctx.smem;
     StepIterator steps = step_iterator(ctx.p, ctx.range, ctx.tile);
@@ -230,7 +237,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
     if (!has_next) return;
     float s[SCORES];
     gemm_s_next(s, step_state, ctx);
-    // Where sums of the step before go.
+    // The accumulator slice of the previous step.
     float* to = nullptr;
     do {
         has_next = next_step(steps, ctx.p, ctx.range, ctx.tile, next);
@@ -243,7 +250,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
         wgmma_fence_operand(s);
         ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
         recompute_p_step(step.partial, s, raw, p_packed, ctx.p, ctx.captured, origin, lse, 0);
-        // The warp that has the same keys has read what was there.
+        // The warp with the same keys has read the previous P.
         mbarrier_wait_parity(smem.p_empty + 8 * ctx.warp, step_state.stage ^ 1);
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) st_shared_v4_f32(ctx.p_slot() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
@@ -270,14 +277,14 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
         to = ctx.sums(step);
         has_previous = true;
         step_state.advance();
-        // Last, so that nothing between them and their wait touches registers of theirs.
+        // Issued last, so that nothing before its wait touches its accumulator.
         if (has_next) gemm_s_next(s, step_state, ctx);
         step = next;
     } while (has_next);
     gemm_dq_last(step_state, ctx, to);
 }
 
-// Gradients of scores go to both blocks: where both have read what was there two steps ago.
+// Stores dS, once both CTAs have read the dS of two steps ago.
 inline void store_ds(const uint (&ds_packed)[SCORES / 2], const StepState& step_state, const WarpgroupContext& ctx) {
     mbarrier_wait_parity(ctx.smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
     const uint rows = swizzled_matrix_row(ctx.own_ds(step_state), ctx.lane & 15, ctx.lane);
@@ -285,7 +292,7 @@ inline void store_ds(const uint (&ds_packed)[SCORES / 2], const StepState& step_
     for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(rows ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
 }
 
-// A warp's rows are in a row: the other block's come as they go.
+// A warp's rows are contiguous: one bulk copy sends them to the peer.
 inline void send_ds_to_peer(const StepState& step_state, const WarpgroupContext& ctx) {
     fence_proxy_async();
     __syncwarp();
@@ -295,7 +302,7 @@ inline void send_ds_to_peer(const StepState& step_state, const WarpgroupContext&
     cp_async_bulk_to_peer(ctx.own_ds(step_state), 16 * ROW_BYTES, full, ctx.tile.part ^ 1);
 }
 
-// The other group: gradients of weights, of scores, and of keys.
+// Consumer warpgroup 1: dP, dS, dK.
 inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& step_state, const WarpgroupContext& ctx) {
     const SharedStorage& smem = ctx.smem;
     StepIterator steps = step_iterator(ctx.p, ctx.range, ctx.tile);
@@ -353,15 +360,15 @@ inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& 
     if (has_previous) gemm_dq_last(step_state, ctx, to);
 }
 
-// Both groups come here, from two places of the text: each waits at a barrier of its own, at which the other arrives. The second time at others, as threads may still be on
-// their way to the first; before the next block of keys all have passed both.
+// The consumers meet from two places of the code: each syncs on a named barrier of its own, on which the other arrives. A second meeting needs other
+// barriers, as threads may still be in the first; all have left both before the next KV block.
 template <int warpgroup>
 inline void warpgroups_sync(int time) {
     named_barrier_arrive(BARRIER_WARPGROUPS + 2 * time + (warpgroup ^ 1), 256);
     named_barrier_sync(BARRIER_WARPGROUPS + 2 * time + warpgroup, 256);
 }
 
-// Gradients of a block's keys or values leave from where these were, of shares once whoever comes last has the whole.
+// Stores dK or dV through the memory of K or V. With head splits the last CTA of the block stores the sum of all.
 template <int warpgroup, int count>
 inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const WarpgroupContext& ctx) {
     bool complete = true;
@@ -371,7 +378,7 @@ inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, co
     complete = is_last_split(ctx.p, ctx.smem, ctx.tile, warpgroups_sync<warpgroup>);
     if (complete) load_split_sum(sums, split_sum);
 #else
-    // Both groups are done with the keys.
+    // Both consumers are done with K and V.
     warpgroups_sync<warpgroup>(0);
 #endif
     const int first_row = ctx.tile.block * TILE_N + ctx.tile.part * KEYS + ctx.warp * 16;
@@ -385,7 +392,8 @@ inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, co
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                        const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap dk_map,
-                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
+                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured,
+                       const __grid_constant__ Gradients gradients) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const SharedStorage smem = shared_layout(shared_address(memory));
     const uint rank = cluster_cta_rank();
@@ -450,6 +458,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
         }
         if (lane == 0) cp_async_bulk_wait_group_read();
     }
-    // What the other block copies here, and arrives at, is there until then.
+    // A CTA must not exit before the peer's copies and arrivals to it are done.
     cluster_sync();
 }

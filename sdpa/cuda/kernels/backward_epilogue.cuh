@@ -1,13 +1,13 @@
-// Gradients, taken out of the registers of a group.
+// Gradients from accumulator registers to memory: dQ reductions, dK and dV stores, and sums over head splits. Called by the sm_90 backward kernels.
 
-// A group adds its slice of sums of gradients of queries, four numbers at once. One address, told to the compiler, and distances from it.
+// Adds a dQ slice to the accumulator, four f32 per red. One opaque base address and immediate offsets.
 inline void red_add_dq(const float (&sums)[DQ], float* to) {
     to = opaque_address(to + (threadIdx.x & 127) * 4);
 #pragma unroll
     for (int n = 0; n < DQ; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
 }
 
-// The rows of a warp to shared memory, panels of so many bytes, and from there to their tensor.
+// Stores a warp's 16 rows of dK or dV: to shared memory in panels, then by TMA.
 template <uint panel_bytes, int count>
 inline void store_gradient(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
                            const SeqInfo& seq_info, const Tile& tile) {
@@ -22,14 +22,15 @@ inline void store_gradient(const float (&sums)[count], float scale, uint rows_at
     __syncwarp();
     if (lane == 0) {
         for (int panel = 0; panel < count * 2 / PANEL; panel++) {
-            tma_store_rows<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row, seq_info.begin_kv, seq_info.len_kv, tile.head, tile.batch);
+            tma_store_rows<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row,
+                                           seq_info.begin_kv, seq_info.len_kv, tile.head, tile.batch);
         }
         cp_async_bulk_commit_group();
     }
 }
 
 #if WITH_HEAD_SPLITS
-// Sums of a thread, four in a row, as many threads apart as a group has.
+// Adds this CTA's dK or dV to the sum over head splits, in register order.
 template <int count>
 inline void red_add_split(float* to, const float (&sums)[count]) {
 #pragma unroll
@@ -45,7 +46,7 @@ inline void load_split_sum(float (&sums)[count], const float* from) {
     }
 }
 
-// Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups, which meet twice, are done with what lies in shared memory.
+// Returns whether this CTA is the last of the splits, and so reads the complete sum. Both consumers sync twice, and are done with shared memory.
 template <class Sync>
 inline bool is_last_split(const Params& p, const SharedStorage& smem, const Tile& tile, const Sync& warpgroups_sync) {
     __threadfence();

@@ -1,4 +1,4 @@
-// How the backward kernel is cut, and where scores stand in it.
+// Tile shape, shared-memory layout and named barriers of the sm_90 backward kernels. Included by both.
 
 constexpr int WARPS = 8;
 constexpr int PANEL = 64;
@@ -6,22 +6,22 @@ constexpr int QK_PANELS = DIM_QK / PANEL;
 constexpr int V_PANELS = DIM_V / PANEL;
 constexpr int ROW_BYTES = 128;
 constexpr uint Q_PANEL_BYTES = TILE_M * ROW_BYTES;
-// Keys of a block of threads: of a pair, each has a half of a block of keys.
+// Keys per CTA: a 2-CTA cluster splits a KV block.
 constexpr int KEYS = TWO_CTA ? TILE_N / 2 : TILE_N;
 constexpr uint KV_PANEL_BYTES = KEYS * ROW_BYTES;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * QK_PANELS;
 constexpr uint D_O_BYTES = Q_PANEL_BYTES * V_PANELS;
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
-// Of a pair, the other's keys along the columns of gradients of queries that a block of threads has.
+// 2-CTA: the peer's K, along the columns of dQ that this CTA computes.
 constexpr uint K_OTHER_BYTES = TWO_CTA ? KV_PANEL_BYTES * QK_PANELS / 2 : 0;
 constexpr uint ROWS_BYTES = TILE_M * 4;
 constexpr uint D_S_BYTES = TILE_N * TILE_M * 2;
-// Of gradients of keys and values, a block of threads has a part of the columns, but one of a pair all that there are; of those of queries, a group a half of its part.
+// A CTA computes 1 / COLUMN_PARTS of the columns of dK and dV, with 2 CTAs all of the tensor's. Of dQ a consumer has half of the CTA's columns.
 constexpr int DK_PANELS = TWO_CTA ? QK_TENSOR_PANELS : QK_PANELS / COLUMN_PARTS;
 constexpr int DV_PANELS = TWO_CTA ? V_TENSOR_PANELS : V_PANELS / COLUMN_PARTS;
 constexpr int SLICES = 2 * COLUMN_PARTS;
-// Queries of a tile go by 64 at a time.
+// A query tile is processed 64 rows at a time.
 constexpr int Q_SUBTILES = TILE_M / 64;
 constexpr int SCORES = 32;
 constexpr int QUERY_PAIRS = SCORES / 4;
@@ -29,41 +29,40 @@ constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS ? SCORES : 1;
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
 constexpr int DQ = PANEL / 2;
-// What a group has of the gradients of a step's queries: 64 by 64 numbers, which leave by way of shared memory where there is room.
+// dQ of a consumer and step: 64 x 64 f32, reduced through shared memory where there is room.
 constexpr int DQ_SLICE = 64 * 64;
 constexpr uint DQ_SLICE_BYTES = DQ_BY_TMA ? DQ_SLICE * 4 : 0;
-// What a warp has of it; and what a warp that rounds has at once: two pieces, and two of rounded rows.
+// A warp's share of a slice; a converting warp holds two of them and two of converted rows.
 constexpr int DQ_PIECE = DQ_SLICE / 4;
 constexpr uint DQ_PIECE_BYTES = DQ_BY_TMA ? DQ_PIECE * 4 : 0, DQ_CONVERT_BYTES = 3 * DQ_PIECE_BYTES;
-// Keys and values are read once, but where blocks of threads share them.
+// K and V are read once, unless several CTAs read them.
 constexpr bool KV_EVICT_FIRST = !WITH_HEAD_SPLITS && COLUMN_PARTS == 1;
-// Weights, f32, on their way from the group of a pair that makes them to the other.
+// 2-CTA: P in f32, from consumer 0 to consumer 1.
 constexpr uint P_BYTES = TWO_CTA ? 64 * 64 * 4 : 0;
-// A step's scores are asked for at the end of the step before, where its queries are there by then.
+// The next step's S is issued at the end of a step, if its Q can be there by then.
 constexpr bool PREFETCH_S = STAGES > 1;
-// Numbers of rows are asked for before scores, where nothing else needs their registers: no products of the half before, no random numbers, no long traces.
+// Log-sum-exps are loaded before S is waited for, where nothing else needs the registers: no second subtile, no dropout, no long trace.
 constexpr bool LSE_FIRST = Q_SUBTILES == 1 && !LOW_REGISTERS;
-// Of documents the next step is found behind a step, not beside it: their boundaries take registers too.
+// Packed sequences look for the next step at the end of a step: their offsets take registers too.
 constexpr bool NEXT_STEP_LAST = WITH_PACKED_Q;
-// Numbers of barriers: of the groups that compute; of each group and the warp that takes its sums; of each group of a pair and the other, twice.
+// Named barriers: of both consumers; of each consumer and the dQ reduce warp, empty and full; of each 2-CTA consumer with the other, twice.
 constexpr uint BARRIER_CONSUMERS = 1, BARRIER_DQ_EMPTY = 2, BARRIER_DQ_FULL = 4, BARRIER_WARPGROUPS = 6;
-// Warps that are told which block of keys is next: those that compute; where the copy engine adds sums, who asks it, and two that round what is summed up.
+// Warps that read tile indices: the consumers, and with TMA reductions the dQ reduce warp and two converting warps.
 constexpr uint TILE_CONSUMER_WARPS = WARPS + (DQ_BY_TMA ? 3 : 0);
-// In a pair, of both blocks, those that compute and the one that brings gradients of outputs; and who brings queries in the block that takes none.
+// 2-CTA: the consumers and the dO producer of both CTAs, and CTA 1's Q producer.
 constexpr uint TILE_CONSUMERS_2CTA = 2 * (WARPS + 1) + 1;
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A block of keys of one key head, a part of the columns, and of the heads that share the keys; which of all blocks it is, and which of its section's key heads
-// in the ring of sums.
+// A KV block of one KV head, a part of the columns, and a split of the GQA group's heads; its index, its L2 section, and its KV head's slot in the ring
+// of dQ accumulators.
 struct Tile {
     int block, batch, head, part, head_split;
     int tile_index, section, slot;
 };
 
-// Which of all tiles of queries one is, of all heads. Of packed documents a head has those that begin before them, and one more for each document: as many as tokens fill,
-// and one each that is not full.
+// Index of a query tile among all heads. With packed sequences a head has as many tiles as its tokens fill, plus one partial tile per sequence.
 inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head, int tile) {
 #if WITH_PACKED_Q
     return long(head) * p.head_tiles + s.begin_q / TILE_M + batch + tile;
@@ -72,7 +71,7 @@ inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head,
 #endif
 }
 
-// Where a thread's scores stand: its first key, of two that are 8 apart, and its first query.
+// Position of the thread's first element: S is transposed, so its rows are keys.
 struct FragmentOrigin {
     int batch, head, q, k;
 };
@@ -81,12 +80,12 @@ inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n
     return place_at(p, origin.batch, origin.head, origin.q, origin.k, fragment_column(n), fragment_row(n));
 }
 
-// Where things lie in shared memory: operands, gradients of scores of two steps, weights of a pair's groups, sums that leave and pieces that settle, zeros, numbers of rows,
-// barriers, numbers that are told.
+// Shared memory in this order: operands, dS of two steps, P of the 2-CTA consumers, dQ slices, pieces to convert, zeros, row statistics, mbarriers, tile
+// indices.
 struct SharedStorage {
     uint k, v, k_other, q, d_o, d_s, p, dq_slices, dq_pieces, zeros, lse, delta;
     uint kv_full, kv_empty, q_full, q_empty, d_o_full, d_o_empty, tile_full, tile_empty, dq_pieces_full, d_s_full, d_s_empty, tile_slots, last;
-    // Of a pair, for each warp of a group and the one of the other that has its keys.
+    // 2-CTA: one per warp of consumer 0 and the warp of consumer 1 with the same keys.
     uint p_full, p_empty;
 };
 

@@ -1,6 +1,6 @@
-// Operands of the backward kernels, brought to rings of places in shared memory.
+// TMA loads of Q, dO, K and V. Called by the producers of the sm_90 backward kernels.
 
-// Where a ring of barriers stands: which of them, and which of its phases.
+// Stage and phase bit of a ring of mbarriers.
 template <int stages>
 struct PipelineState {
     int stage = 0, phase = 0;
@@ -10,7 +10,7 @@ struct PipelineState {
     }
 };
 
-// So many panels of columns, from one on.
+// Loads `panels` panels from panel `first` on.
 template <bool evict_first>
 inline void tma_load_panels(uint to, uint panel_bytes, int first, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
     for (int panel = 0; panel < panels; panel++) tma_load<evict_first>(to + panel * panel_bytes, map, barrier, (first + panel) * PANEL, row, head, batch);
@@ -25,7 +25,7 @@ inline void tma_load_panels_varlen(uint to, uint panel_bytes, int first, int pan
 }
 #endif
 
-// Brings rows of queries, of keys too, as many as a tile or block has; so many of the panels are the tensor's.
+// Loads a tile's rows of Q or dO; `tensor_panels` panels have columns of the tensor.
 template <int rows, int panels, int tensor_panels>
 inline void load_q_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int tile, int head, int batch) {
 #if WITH_PACKED_Q
@@ -40,7 +40,7 @@ template <int rows, int panels, int tensor_panels>
 inline void load_kv_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, int head, int batch, int first = 0) {
 #if WITH_PACKED_KV
     const VarlenBox box = varlen_box<rows>(seq_info.begin_kv, seq_info.len_kv, block * rows);
-    // A document may end within the keys of the other of a pair.
+    // A sequence may end before the second CTA's keys begin.
     const int there = TWO_CTA && block * rows >= seq_info.len_kv ? 0 : tensor_panels;
     tma_load_panels_varlen<KV_EVICT_FIRST>(to, rows * ROW_BYTES, first, panels, there, map, barrier, box, head);
 #else

@@ -1,4 +1,4 @@
-// Around the backward kernel: what it reads of each row, and what becomes of its sums.
+// Small kernels around the sm_90 backward pass: preprocess (log-sum-exp, delta, sink gradient) before it, conversion of parameter gradients after it.
 
 // A row of a tensor of queries.
 inline const Element* row_of(const void* at, long batch_stride, long head_stride, long row_stride, const SeqInfo& s, int batch, int head, int row) {
@@ -6,24 +6,24 @@ inline const Element* row_of(const void* at, long batch_stride, long head_stride
     return static_cast<const Element*>(at) + of_batch + head * head_stride + row * row_stride;
 }
 
-// Threads that share a row: each has eight elements of it.
+// Lanes that share a row: each reads eight elements.
 constexpr int ROW_LANES = 8 * V_PANELS;
 constexpr int ROWS_AT_ONCE = 256 / ROW_LANES, ROUNDS = TILE_M / ROWS_AT_ONCE;
 
-// Two elements times two others, added up.
+// Dot product of two packed pairs.
 inline float dot_pairs(float a, float b) {
     const uint x = __float_as_uint(a), y = __float_as_uint(b);
     const auto low = [](uint pair) { return float(Element{(unsigned short)(pair & 0xffffu)}); };
     return low(x) * low(y) + low(x >> 16) * low(y >> 16);
 }
 
-// Of each row of each head, tiles filled up: the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of
-// `o` times `d_o`. A block of threads has a tile, and asks for all of it before it writes.
+// Per row: the log-sum-exp in base 2, infinity for a row without keys, and delta = sum of o * d_o, stored by query tiles. A CTA has a tile and issues
+// all loads before the first use.
 extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = rows_q(p, seq_info);
-    // Tiles are as many as the longest document may have.
+    // The grid covers the longest sequence.
     if (tile * TILE_M >= extent) return;
     float stats[ROUNDS], sums[ROUNDS];
 #pragma unroll
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
             }
         }
     } else {
-        // Rows lie at multiples of 16 bytes.
+        // Rows are 16-byte aligned.
         const bool full_vector = 8 * lane + 8 <= p.dim_v;
         float4 o[ROUNDS], d_o[ROUNDS];
 #pragma unroll
@@ -72,14 +72,14 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
         for (int apart = ROW_LANES / 2; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
-        // Where there are no weights, `o` may hold anything.
+        // `o` of a row without keys may hold anything.
         const float stat = stats[n];
         const bool any = stat != -INFINITE && row < seq_info.len_q;
         const float sum = any ? sums[n] : 0.0f;
         if (lane == 0) {
             const long to = q_tile_index(p, seq_info, batch, head, tile) * TILE_M + row % TILE_M;
             const float lse = any ? lse_of_stat(stat) : INFINITE;
-            // Large ones are written below.
+            // Large ones are written by recompute_large_lse.
             if (!is_large(lse)) p.lse[to] = lse;
             p.delta[to] = sum;
         }
@@ -96,11 +96,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     constexpr int OF_WARP = TILE_M / 8;
     const int own = threadIdx.x / 32 * OF_WARP;
     const long to = q_tile_index(p, seq_info, batch, head, tile) * TILE_M + own;
-    // In the units of `weights`.
+    // The factor of recompute_p.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
-    if (recompute_large_lse(p, seq_info, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact + to, 1, p.lse + to, score_at) && (threadIdx.x & 31) == 0) *p.large = 1;
+    const bool large = recompute_large_lse(p, seq_info, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact + to, 1, p.lse + to, score_at);
+    if (large && (threadIdx.x & 31) == 0) *p.large = 1;
 #if WITH_SINK_GRADIENT
-    // Every row's delta is there.
+    // All deltas of the tile are written.
     __syncthreads();
     float of_sink = 0.0f;
     const int lane_of_warp = threadIdx.x & 31, row = tile * TILE_M + own + lane_of_warp;
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
 #endif
 }
 
-// Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
+// Converts a summed parameter gradient to f16 if `half` is 1, else to bf16.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(const float* from, unsigned short* to, long count, long half) {
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
     if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);

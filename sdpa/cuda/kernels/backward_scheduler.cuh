@@ -1,7 +1,7 @@
-// Which blocks of keys there are, in which order they are taken, and where sums of gradients of queries lie meanwhile. Key heads are taken in sections, so that what one
-// sums up is in the cache from its zeros on until it leaves; its place is then another section's.
+// Tile scheduler of the sm_90 backward kernels: order of KV blocks, and the ring of dQ accumulators. KV heads form L2 sections: a section's dQ
+// accumulator stays in L2 from its zeros to its conversion, and is then reused by another section.
 
-// Blocks of threads that a block of keys has.
+// CTAs that share a KV block, each with some heads of the GQA group.
 inline int head_splits_of(const Params& p) {
     return WITH_HEAD_SPLITS ? p.shares : 1;
 }
@@ -10,22 +10,22 @@ inline int kv_head_count(const Params& p) {
     return p.batch * (p.heads_q / p.group);
 }
 
-// Key heads of a section.
+// KV heads of a section.
 inline int section_heads(const Params& p, int section) {
     return min(p.section, kv_head_count(p) - section * p.section);
 }
 
-// Numbers that stand for a section's blocks of keys.
+// Tile indices of a section.
 inline int section_tiles(const Params& p, int section) {
     return section_heads(p, section) * p.blocks * head_splits_of(p);
 }
 
-// Slices of the sums of a section.
+// dQ slices of a section.
 inline int section_slices(const Params& p, int section) {
     return section_heads(p, section) * p.group * p.tiles * SLICES;
 }
 
-// A number of all that are counted. Of a section, blocks of the first keys come first: causal masks leave them the most.
+// Within a section, first blocks first: under a causal mask they have the most queries.
 inline Tile tile_at(const Params& p, int tile_index) {
     const int shares = head_splits_of(p), kv_part = tile_index / shares, block = kv_part / COLUMN_PARTS;
     const int section = block / (p.section * p.blocks), together = section_heads(p, section);
@@ -34,19 +34,19 @@ inline Tile tile_at(const Params& p, int tile_index) {
     return Tile{in_section / together, kv_head / heads_kv, kv_head % heads_kv, kv_part % COLUMN_PARTS, tile_index - kv_part * shares, kv_part, section, slot};
 }
 
-// Whether a document has no such block: they are as many as the longest may have.
+// Whether a packed sequence has no such block: the grid covers the longest.
 inline bool is_empty(const Params& p, const Tile& tile) {
     return WITH_PACKED_KV && tile.block * TILE_N >= seq_info_of(p, tile.batch).len_kv;
 }
 
-// Where a slice of the sums of a tile of queries lies: in the ring of sections, or where each tile of every head has a place.
+// The accumulator slice of a query tile: in the ring of sections, or, without a ring, in an accumulator of all tiles.
 inline float* dq_slice(const Params& p, const SeqInfo& seq_info, const Tile& tile, int head, int queries, int slice) {
     const long index = p.ring > 0 ? (long(tile.slot) * p.group + head - tile.head * p.group) * p.tiles + queries
                                   : q_tile_index(p, seq_info, tile.batch, head, queries);
     return p.sums + (index * SLICES + slice) * DQ_SLICE;
 }
 
-// Takes 16 rows of a panel of columns out of shared memory: of a document as far as it has rows, and of a tensor as far as it has panels.
+// TMA store of 16 rows of a panel, as far as the packed sequence has rows and the tensor has panels.
 template <bool packed>
 inline void tma_store_rows(uint from, const TensorMap& map, int panel, int panels, int row, int begin, int length, int head, int batch) {
 #if WITH_PACKED_Q || WITH_PACKED_KV
@@ -59,7 +59,7 @@ inline void tma_store_rows(uint from, const TensorMap& map, int panel, int panel
     tma_store<true>(from, map, panel * PANEL, row, head, batch);
 }
 
-// Numbers that the threads of a block are told of, one after the other: two at once.
+// Position in a ring of two slots through which the producer passes tile indices.
 struct TilePipeline {
     int count = 0;
     inline uint slot(const SharedStorage& smem) const { return smem.tile_slots + 4 * (count & 1); }
@@ -68,7 +68,7 @@ struct TilePipeline {
     inline uint phase() const { return count >> 1 & 1; }
 };
 
-// The next number, for a warp.
+// The next tile index, for a warp.
 inline int tile_consume(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = warp_uniform(int(ld_shared(tile_pipeline.slot(smem))));
@@ -78,7 +78,7 @@ inline int tile_consume(TilePipeline& tile_pipeline, const SharedStorage& smem) 
     return tile_index;
 }
 
-// The next number, taken by one thread for all.
+// The producer thread pulls the next index from the counter and passes it on.
 inline int tile_produce(TilePipeline& tile_pipeline, const Params& p, const SharedStorage& smem) {
     mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);
     const int tile_index = atomicAdd(p.taken, 1);

@@ -1,6 +1,6 @@
-// What the backward kernel makes of scores: products of a group, weights, and gradients of scores.
+// The GEMMs of the sm_90 backward kernels, P recomputed from S, and dS. Called by the consumers.
 
-// Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both, the first of which are held. Nothing waits.
+// S^T = K Q^T or dP^T = V dO^T of a warpgroup, 64 rows by 64 queries. Asynchronous; the first k16 steps of A may be in registers.
 template <int steps, int count>
 inline void gemm_s_dp(float (&s)[SCORES], uint rows, const uint (&a_registers)[count], uint tile) {
     const ulong64 a = descriptor_k_major(rows), b = descriptor_k_major(tile);
@@ -8,25 +8,27 @@ inline void gemm_s_dp(float (&s)[SCORES], uint rows, const uint (&a_registers)[c
 #pragma unroll
     for (int step = 0; step < steps; step++) {
         const ulong64 of_tile = descriptor_advance(b, step / 4 * Q_PANEL_BYTES + step % 4 * 32);
-        if (4 * step + 3 < count) wgmma_k_major(s, a_registers[4 * step], a_registers[4 * step + 1], a_registers[4 * step + 2], a_registers[4 * step + 3], of_tile, step > 0);
+        if (4 * step + 3 < count) wgmma_k_major(s, a_registers[4 * step], a_registers[4 * step + 1], a_registers[4 * step + 2], a_registers[4 * step + 3],
+                                                of_tile, step > 0);
         else wgmma_k_major(s, descriptor_advance(a, step / 4 * KV_PANEL_BYTES + step % 4 * 32), of_tile, step > 0);
     }
     wgmma_commit_group();
 }
 
-// Adds weights times 64 rows of a tile of queries. Nothing waits: weights are untouchable until then.
+// dV += P^T dO or dK += dS^T Q over 64 queries. Asynchronous: the A registers must not be written until it is done.
 template <int count>
 inline void gemm_dk_dv(float (&sums)[count], const uint (&p_packed)[SCORES / 2], uint tile) {
     const ulong64 b = descriptor_mn_major(tile, Q_PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-        wgmma_b_mn_major(sums, p_packed[4 * step], p_packed[4 * step + 1], p_packed[4 * step + 2], p_packed[4 * step + 3], descriptor_advance(b, step * 16 * ROW_BYTES), true);
+        wgmma_b_mn_major(sums, p_packed[4 * step], p_packed[4 * step + 1], p_packed[4 * step + 2], p_packed[4 * step + 3],
+                         descriptor_advance(b, step * 16 * ROW_BYTES), true);
     }
     wgmma_commit_group();
 }
 
-// Gradients of 64 queries along a panel of columns, from gradients of the block's scores. Nothing waits.
+// dQ of 64 queries along one panel of columns, from dS of the KV block. Asynchronous.
 inline void gemm_dq(float (&sums)[DQ], uint d_s, uint k) {
     const ulong64 a = descriptor_mn_major(d_s, KV_PANEL_BYTES), b = descriptor_mn_major(k, KV_PANEL_BYTES);
     wgmma_fence();
@@ -42,13 +44,13 @@ inline void convert_fragment(uint (&p_packed)[SCORES / 2], const float (&s)[SCOR
     for (int n = 0; n < SCORES / 2; n++) p_packed[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
-// The two numbers of each pair of queries that a thread has scores of.
+// Log-sum-exps or deltas of the thread's queries.
 inline void load_query_pairs(float2 (&x)[QUERY_PAIRS], uint at) {
 #pragma unroll
     for (int n = 0; n < QUERY_PAIRS; n++) x[n] = ld_shared_v2_f32(at + n * 32);
 }
 
-// Which weights of a thread stay, a bit for each.
+// One bit per register: whether dropout keeps the entry of P.
 inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
     uint bits = 0;
 #if WITH_DROPOUT
@@ -57,7 +59,7 @@ inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
     return bits;
 }
 
-// A weight as dropout leaves it, without its scale, and its gradient before dropout.
+// P as dropout leaves it, unscaled, and dP before dropout.
 inline float dropout_p(float prob, uint dropout_mask, int n) {
     return !WITH_DROPOUT || (dropout_mask >> n & 1) ? prob : 0.0f;
 }
@@ -70,29 +72,28 @@ inline float dropout_backward(const Params& p, float d_p, uint dropout_mask, int
 #endif
 }
 
-// The exact log-sum-exps of a thread's queries, those of two neighbours in each four numbers: their first is a row maximum that scores are relative to, 0 but of rows
-// whose log-sum-exp is large.
+// The exact log-sum-exps of the thread's queries, two queries per float4. Their row maximum is 0 unless the log-sum-exp is large.
 inline const float4* exact_lse_of(const Params& p, const FragmentOrigin& origin) {
-    // Made anew for each score: an address that is kept would take registers from launches without such rows.
+    // Recompute for each score: a live address would cost registers in launches without such rows.
     const int q = opaque_int(origin.q);
     return (const float4*)(p.exact + q_tile_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q / TILE_M) * TILE_M + q % TILE_M);
 }
 
-// Weights of scores, rounded in `w`, as dropout leaves them. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
-// are asked for, weights as they are, and scores before the score_mod in `raw`.
+// Recomputes P from S: packed in `p_packed`, as dropout leaves it. `s` becomes P times the derivative of the score_mod, which dS is a multiple of. With
+// parameter gradients `s` is P, and `raw` has the scores before the score_mod.
 template <bool masked, bool looks_for_large>
-inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p, const Captured& captured, const FragmentOrigin& origin,
-                        const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
+inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p, const Captured& captured,
+                        const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
     const bool large = looks_for_large && *p.large != 0;
 #if !WITH_SCORE_MOD
-    // One score at a time, so that the rare case takes no registers from the other.
+    // One score at a time, so that the rare case costs the other no registers.
     if (__builtin_expect(large, 0)) {
         const float4* const row_max = exact_lse_of(p, origin);
 #pragma unroll
         for (int n = 0; n < SCORES; n++) s[n] -= n & 1 ? ((const volatile float*)(row_max + 4 * (n / 4)))[2] : ((const volatile float*)(row_max + 4 * (n / 4)))[0];
     }
 #endif
-    // Without a score_mod the scale is a part of the unit.
+    // Without a score_mod, `factor` includes the scale.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n += 2) {
@@ -112,7 +113,7 @@ UNROLL_TRACES
 #if WITH_KEEP
             if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
 #endif
-            // Made again for each, so that registers are not held.
+            // Recompute for each: keeping the bounds live costs registers.
             if (masked && !attending_queries(p, seq_info_of(p, origin.batch), origin.k + fragment_row(n)).contains(fragment_column(origin.q, n) + other)) x = -INFINITE;
             prob[other] = ex2_approx(x);
         }
@@ -122,7 +123,7 @@ UNROLL_TRACES
 #if WITH_PARAMETER_GRADIENTS
             raw[n + other] = before[other];
 #elif WITH_SCORE_MOD
-            // What has no weight has no gradient, however steep the score_mod is. Computed all the same: scores that branch apart wait for one another.
+            // P of 0 has no gradient, however steep the score_mod. Evaluated all the same: diverging lanes would serialise.
             const float derivative = score_mod_gradient(before[other], prob[other], place_of_score(p, origin, n + other), captured);
             prob[other] = prob[other] == 0.0f ? 0.0f : derivative;
 #endif
@@ -131,7 +132,7 @@ UNROLL_TRACES
     }
 }
 
-// The tiles of a launch in which some log-sum-exps are large: all of them are partial ones, whose code looks for these.
+// If any log-sum-exp of the launch is large, all blocks are partial: only the masked path looks for it.
 inline BlockRange without_full_blocks(const Params& p, BlockRange range) {
     if (*p.large != 0) range.full_end = 0;
     return range;
@@ -139,7 +140,7 @@ inline BlockRange without_full_blocks(const Params& p, BlockRange range) {
 
 inline void recompute_p_step(bool masked, float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p,
                              const Captured& captured, const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
-    // A text of its own where a score_mod is between scores and maxima: a branch for each score would take registers from ordinary ones.
+    // With a score_mod the large case is a path of its own: a branch per score would cost the ordinary path registers.
     if (ALWAYS_MASKED) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!masked) recompute_p<false, false>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!WITH_SCORE_MOD || __builtin_expect(*p.large != 0, 0)) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);

@@ -1,6 +1,6 @@
-// The steps of a block of threads of the backward kernel: tiles of queries of one head after the other, of those that share its keys.
+// Steps of a backward CTA: the query tiles of a KV block, head after head of the GQA group. Producers and consumers iterate alike.
 
-// The query heads that a block of threads has of those that share its key head, first <= of < past.
+// The CTA's heads of the GQA group: all, or one head split.
 struct HeadRange {
     int begin, end;
 };
@@ -13,7 +13,7 @@ inline HeadRange head_range_of(const Params& p, const Tile& tile) {
 #endif
 }
 
-// A tile of queries of a head, and whether the mask is needed.
+// A query tile of a head; `partial` if it needs the mask.
 struct Step {
     int head, queries;
     bool partial;
@@ -29,7 +29,7 @@ inline StepIterator step_iterator(const Params& p, const BlockRange& range, cons
     return StepIterator{heads.begin, heads.end, block_iterator(p, range, tile.batch, tile.head * p.group + heads.begin, tile.block)};
 }
 
-// The next step; false where there is none.
+// Advances to the next step; returns false after the last.
 inline bool next_step(StepIterator& steps, const Params& p, const BlockRange& range, const Tile& tile, Step& step) {
     while (true) {
         if (next_block(steps.iterator, p, range, step.queries, step.partial)) {

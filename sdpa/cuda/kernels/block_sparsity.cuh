@@ -1,6 +1,6 @@
-// Lists of blocks, made at each call of a rule that reads tensors.
+// attention_block_lists: block-sparse index lists of masks that read tensors, made before each call. kv_blocks.cuh and q_blocks.cuh read them.
 
-// Whether the rule keeps any pair of a tile and a block, and every pair. A warp asks it for each, until both are known.
+// Evaluates the mask over a block, a query at a time: 0 empty, 1 full, 2 partial. Stops once an attended and a masked-out pair have been seen.
 inline uint classify_block(const Params& p, const Captured& captured, int batch, int head, int first_q, int first_k) {
     const int lane = threadIdx.x & 31, past_q = min(first_q + TILE_M, p.seq_q), past_k = min(first_k + TILE_N, p.seq_kv);
     bool any = false, all = true;
@@ -18,19 +18,19 @@ inline uint classify_block(const Params& p, const Captured& captured, int batch,
     return any ? all ? 1u : 2u : 0u;
 }
 
-// A block of threads makes one list, its warps judge 32 items at once.
+// A CTA makes one list; its 32 warps classify a block each.
 extern "C" __global__ void __launch_bounds__(1024, 1) attention_block_lists(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint states = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
     const int outer = row % OUTER_BLOCKS(p), heads = p.map_head ? p.heads_q : 1;
     const int head = row / OUTER_BLOCKS(p) % heads, batch = row / OUTER_BLOCKS(p) / heads;
-    // Lengths are each entry's own: what they leave out, the walk leaves out.
+    // Per-sequence lengths are left to the iteration, so that sequences can share a list.
     const BlockRange range = block_range_of(p, SeqInfo{p.lower, p.upper, p.seq_q, p.seq_kv}, outer);
     uint* const items = const_cast<uint*>(p.map_blocks) + long(row) * INNER_BLOCKS(p);
     uint count = 0;
     for (int from = 0; from < range.end - range.begin; from += 32) {
-        // In the order of the walk.
+        // In the order of iteration.
         const int mine = DESCENDING ? range.end - 1 - from - warp : range.begin + from + warp;
         uint state = 0;
         if (from + warp < range.end - range.begin)

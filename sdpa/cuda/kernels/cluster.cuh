@@ -1,20 +1,21 @@
-// What two blocks of threads that run as a pair have of one another: addresses in the other's shared memory, barriers there, and the copy engine to it.
+// PTX wrappers for a cluster of two CTAs: DSMEM addresses, remote mbarrier arrivals, multicast. backward_2cta.cu calls them; the CPU emulation replaces
+// this file.
 
-// Which of the pair this block is.
+// This CTA's rank in the cluster.
 inline uint cluster_cta_rank() {
     uint rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// The address of a place in shared memory as it is in a block of the pair, for functions of this file alone.
+// Maps a shared-memory address to the same offset in CTA `rank` of the cluster. Only functions of this file use such addresses.
 inline uint mapa(uint at, uint rank) {
     uint there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
 
-// Stores a number in a block of the pair, and arrives at a barrier there.
+// Stores to CTA `rank` through DSMEM, then arrives on its mbarrier with release at cluster scope.
 inline void st_mbarrier_arrive_release_cluster(uint at, uint x, uint barrier, uint rank) {
     asm volatile(
         "st.shared::cluster.b32 [%0], %1;\n"
@@ -23,12 +24,15 @@ inline void st_mbarrier_arrive_release_cluster(uint at, uint x, uint barrier, ui
         : "memory");
 }
 
-// Arrives at a barrier of a block of the pair: what engines have read may be written anew. Not for what this thread has written, which would wait for all that it has added to memory.
+// Arrives on an mbarrier in CTA `rank`: TMA and WGMMA of this CTA are done reading a buffer, which may be refilled.
+//
+// Deliberately without `.release.cluster`: a release at cluster scope compiles to MEMBAR.GPU, which waits for this thread's outstanding dQ reductions
+// (red.global) and cost a third of the kernel's time. It does not publish this thread's own stores.
 inline void mbarrier_arrive_peer(uint barrier, uint rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(barrier, rank)) : "memory");
 }
 
-// Waits until this block is told something.
+// Waits for a phase with acquire at cluster scope: the peer's DSMEM stores are visible after it.
 inline void mbarrier_wait_parity_acquire_cluster(uint barrier, uint parity) {
     asm volatile(
         "{\n"
@@ -43,7 +47,7 @@ inline void mbarrier_wait_parity_acquire_cluster(uint barrier, uint parity) {
         : "memory");
 }
 
-// Brings a box of a tensor to the same place of both blocks, which barriers of both expect.
+// TMA load of a box to the same shared-memory offset of both CTAs. Each CTA's own mbarrier at `barrier` counts the bytes.
 inline void tma_load_multicast(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
@@ -51,14 +55,14 @@ inline void tma_load_multicast(uint to, const TensorMap& map, uint barrier, int 
         : "memory");
 }
 
-// Copies bytes in a row to the same place of the other block, whose barrier expects them.
+// Bulk copy to the same shared-memory offset of CTA `rank`, whose mbarrier counts the bytes.
 inline void cp_async_bulk_to_peer(uint at, uint bytes, uint barrier, uint rank) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(mapa(at, rank)), "r"(at),
                  "r"(bytes), "r"(mapa(barrier, rank))
                  : "memory");
 }
 
-// All threads of both blocks that have not ended come here, and wait for one another.
+// barrier.cluster arrive and wait: all threads of both CTAs that have not exited.
 inline void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release;\n"

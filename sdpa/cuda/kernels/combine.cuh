@@ -1,4 +1,4 @@
-// What the parts of a tile's keys come to together. A warp has a row.
+// attention_combine: merges the splits of the keys of each query tile (split-KV). One warp per row.
 
 inline float warp_max(float x) {
 #pragma unroll
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
     const int first = p.firsts[batch * p.tiles + tile_number];
     if (first >= p.most_items) return;
     const int splits = min(p.items[first].splits, p.most_items - first);
-    // What has one part is written as it is.
+    // The forward kernel has written tiles of one split itself.
     if (splits <= 1) return;
     const int q = query_of_row(tile, row), head = head_of_row(tile, row);
     const auto place = [&](int split) { return (long(first + split) * p.units + unit) * TILE_ROWS + row; };
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
         float low = 0.0f, high = 0.0f;
         for (int split = 0; split < splits && sum != 0.0f; split++) {
             const float weight = ex2_approx(split_log2(lse_of_split(split), row_max) - row_max.log) * inverse;
-            // What weighs nothing may hold anything.
+            // A split of weight 0 may hold NaN.
             if (weight == 0.0f) continue;
             const float* const from = p.part_sums + place(split) * DIM_V + column;
             low += weight * from[0];

@@ -1,4 +1,5 @@
-// Sums of gradients of queries, as the threads of a group had them, to their places.
+// attention_convert_dq: scales the dQ accumulator, which is in register order, and converts it. A kernel of its own for head dims above 128, where the
+// main kernel has no shared memory for it.
 extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = blockIdx.x % SLICES;
     const int index = blockIdx.x / SLICES, tile = index % p.tiles, head = index / p.tiles % p.heads_q, batch = index / p.tiles / p.heads_q;
@@ -8,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const 
     const float4* from = reinterpret_cast<const float4*>(p.sums) + (q_tile_index(p, seq_info, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
     const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + thread_row(lane);
     const int column = (TILE_M == 128 ? 0 : slice * PANEL) + thread_column(lane);
-    // All are asked for before the first is written.
+    // All loads are issued before the first store.
     float4 sums[8];
 #pragma unroll
     for (int n = 0; n < 8; n++) sums[n] = from[n * 128];

@@ -1,12 +1,13 @@
-// What becomes of sums of gradients of queries: two warps of each block of threads bring what a section before has summed up, round it, take it out, and leave zeros
-// for another section. Of the last sections numbers behind those of blocks of keys tell.
+// Converts the dQ accumulator within attention_backward: two warps per CTA load slices of a section that is done, scale and convert them, store dQ by
+// TMA, and leave zeros for the section that reuses the slices.
+// Tile indices past the last KV block stand for slices of the last sections.
 
-// Slices of a section, from <= slice < past.
+// Slices [begin, end) of a section.
 struct SliceRange {
     int section, begin, end;
 };
 
-// Those that a number stands for: of the section so many behind.
+// The slices that a tile index converts: a share of the section `p.behind` before its own.
 inline SliceRange slices_of(const Params& p, int tile_index) {
     const int beyond = tile_index - p.numbers, each = p.section * p.blocks * head_splits_of(p);
     const int own = beyond < 0 ? tile_index / each : p.sections + beyond / p.tail, section = own - p.behind;
@@ -16,7 +17,7 @@ inline SliceRange slices_of(const Params& p, int tile_index) {
     return SliceRange{section, min(index * each_slices, slices), min(index * each_slices + each_slices, slices)};
 }
 
-// Which head, tile of queries and part of it a slice is; with as much of its key head as says where it lies.
+// A slice: its head, query tile and part, and its accumulator.
 struct Slice {
     Tile keys;
     int head, queries, part;
@@ -30,7 +31,7 @@ inline Slice slice_of(const Params& p, int section, int n) {
     return Slice{keys, head, queries, part, dq_slice(p, seq_info_of(p, keys.batch), keys, head, queries, part)};
 }
 
-// The first slice from one on, of every other, that has any queries; `past` where none has.
+// The first slice from n on, of every other, that has queries; `end` if none has.
 inline int next_slice(const Params& p, const SliceRange& slices, int n, Slice& slice) {
     for (; n < slices.end; n += 2) {
         slice = slice_of(p, slices.section, n);
@@ -39,7 +40,7 @@ inline int next_slice(const Params& p, const SliceRange& slices, int n, Slice& s
     return slices.end;
 }
 
-// Rounds a piece: 16 rows by 64 columns, as the threads of a warp had them, to rows that the copy engine takes out.
+// Converts a piece, 16 rows by 64 columns in register order, to swizzled rows for TMA.
 inline void convert_piece(float scale, uint from, uint to) {
     const int lane = threadIdx.x & 31;
     const uint rows = to + (lane & 15) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
@@ -52,13 +53,13 @@ inline void convert_piece(float scale, uint from, uint to) {
     }
 }
 
-// Brings a piece: one of two places has it.
+// Loads a piece to one of two buffers.
 inline void load_piece(uint pieces, uint full, const float* sums, int n) {
     mbarrier_arrive_expect_tx(full + 8 * (n & 1), DQ_PIECE_BYTES);
     cp_async_bulk_load(pieces + (n & 1) * DQ_PIECE_BYTES, sums + n * DQ_PIECE, DQ_PIECE_BYTES, full + 8 * (n & 1));
 }
 
-// Settles the slices of a number that one of the two warps has. Of four pieces of a slice two are brought at once, the next slice's beside the last ones.
+// Converts a tile index's slices that this warp has. Two of a slice's four pieces are loaded ahead, also across slices.
 inline void convert_slices(const TensorMap& dq_map, const Params& p, const SharedStorage& smem, const SliceRange& slices, int mine) {
     const bool first = (threadIdx.x & 31) == 0, reused = p.ring > 0 && slices.section + p.ring < p.sections;
     const uint pieces = smem.dq_pieces + mine * DQ_CONVERT_BYTES, rounded = pieces + 2 * DQ_PIECE_BYTES, full = smem.dq_pieces_full + 16 * mine;
@@ -89,7 +90,7 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
         }
         slice = next;
     }
-    // Slices without queries count too.
+    // Slices without queries count as converted.
     if (first) {
         cp_async_bulk_wait_group();
         counter_release_add(p.settled + slices.section, (slices.end - slices.begin + 1 - mine) / 2);

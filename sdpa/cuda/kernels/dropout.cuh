@@ -1,10 +1,10 @@
-// Which weights dropout leaves: the generator of sdpa_core::DropoutMask, for all scores of a thread.
+// Dropout: the generator of sdpa_core::DropoutMask, evaluated for all scores of a thread. Both passes recompute the mask from seed and offset.
 
 struct RandomWords {
     uint word[4];
 };
 
-// Philox4x32 with seven rounds.
+// Philox4x32-7.
 inline RandomWords philox(RandomWords counter, uint key_low, uint key_high) {
 #pragma unroll
     for (int round = 0; round < 7; round++) {
@@ -16,8 +16,8 @@ inline RandomWords philox(RandomWords counter, uint key_low, uint key_high) {
     return counter;
 }
 
-// The words that have the numbers of a query and a key: those of both modulo 8, and of the query's neighbour. Which word: whether the key is one of the last 8 of 16, and
-// twice whether the query is. Its lower half is that of the even query.
+// The four random words that a query and a key draw from. They serve two queries and two keys that are 8 apart within 16: bit 0 of the word index is the
+// key's half, bit 1 the query's. Of two neighbouring queries the even one has the lower half of a word.
 inline RandomWords random_words(const Params& p, int batch, int head, uint q, uint k) {
     const ulong64 row = ulong64(batch) * p.heads_q + head, n = *p.dropout_offset + 4 * (row * 8 + k % 8) + q % 8 / 2, seed = *p.dropout_seed;
     const uint square = k / 16 * ((p.seq_q + 15) / 16) + q / 16;
@@ -28,7 +28,7 @@ inline bool survives(const Params& p, uint word, uint odd) {
     return (odd ? word >> 16 : word & 0xffffu) <= uint(p.dropout_most);
 }
 
-// Tells of each score whether its weight stays: of queries `q` and `q + 8`, the first of them in the first half of 16, beside keys from `k` on, two of each 8.
+// Forward: calls `each` for every score of queries q and q + 8. q % 16 is below 8; a thread has keys k and k + 1 of every 8.
 template <int scores, class Each>
 inline void dropout_of_queries(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll
@@ -42,7 +42,7 @@ inline void dropout_of_queries(const Params& p, int batch, int head, int q, int 
     }
 }
 
-// The same of keys `k` and `k + 8` beside queries from `q` on.
+// Backward, S transposed: keys k and k + 8, queries q and q + 1 of every 8.
 template <int scores, class Each>
 inline void dropout_of_keys(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll
@@ -53,7 +53,7 @@ inline void dropout_of_keys(const Params& p, int batch, int head, int q, int k, 
     }
 }
 
-// The same of one of the first 8 queries, that has every other pair of scores, the first or the second.
+// Packed GQA tiles of at most 8 queries: one query and every other pair of registers, which `half` selects.
 template <int scores, class Each>
 inline void dropout_of_query(const Params& p, int batch, int head, int q, int k, int half, Each each) {
 #pragma unroll

@@ -1,7 +1,7 @@
-// The log-sum-exp of rows with large scores. One f32 has no room for the logarithm of the number of keys next to a maximum of -1e9, which an additive mask gives to
-// whole rows: the sum is computed again, and kept as two f32.
+// Log-sum-exps of rows with large scores as two f32. One f32 has no room for the logarithm of the number of keys next to a maximum of -1e9, which an
+// additive mask gives to whole rows. The backward preprocess kernels recompute these rows.
 
-// Log-sum-exps in base 2 from this size on are computed again. Below, rounding them to f32 changes P by less than rounding P to its element type does.
+// Log-sum-exps in base 2 from this size on are recomputed. Below, rounding them to f32 changes P by less than rounding P to its element type does.
 constexpr float LARGE_LSE = sizeof(Element) == 4 ? 512.0f : 4096.0f;
 
 // Rows without P have a log-sum-exp of infinity.
@@ -10,7 +10,7 @@ inline bool is_large(float lse) { return fabsf(lse) >= LARGE_LSE && lse != INFIN
 // The log-sum-exp in base 2 of a row with this statistic, finite where that is.
 inline float lse_of_stat(float stat) { return stat == -INFINITE ? INFINITE : fminf(fmaxf(stat * LOG2_E, -3.402823466e38f), 3.402823466e38f); }
 
-// A log-sum-exp as the backward kernels need it: `most`, a score as they multiply it by `factor`, and `rest`, in base 2.
+// P = exp2((x - row_max) * factor - log2_sum) for a score x as the backward kernels multiply it by `factor`.
 struct ExactLse {
     float row_max, log2_sum;
 };
@@ -44,7 +44,8 @@ inline ExactLse log_sum_exp(const Range& keys, float factor, Score score_at) {
     return all == -INFINITE ? ExactLse{0.0f, -INFINITE} : ExactLse{all * sign, log2f(sum)};
 }
 
-// How far a sink is above `most`, in base 2; `natural` is what scores are multiplied by to be in the units of sinks. Not contracted: the same number each time.
+// How far a sink is above `row_max`, in base 2; `natural` converts scores to the units of sinks. Not contracted, so that every call gives the same
+// number.
 inline float sink_above(const ExactLse& row, float natural, float sink) {
     return __fmul_rn(__fsub_rn(sink, __fmul_rn(row.row_max, natural)), LOG2_E);
 }
@@ -60,7 +61,7 @@ inline float sink_probability(const ExactLse& row, float natural, float stat, fl
     return ex2_approx(row.row_max == 0.0f ? (sink - stat) * LOG2_E : __fsub_rn(sink_above(row, natural, sink), row.log2_sum));
 }
 
-// The sum of this pass if it rounds to the statistic of the caller, and else that: statistics merged over several parts of the keys are larger.
+// The recomputed sum if it rounds to the caller's statistic, else that statistic: one merged over several parts of the keys is larger.
 inline ExactLse nearest_to(float stat, float natural, const ExactLse& sum) {
     const float off = sum.row_max * natural + sum.log2_sum * LN_2 - stat;
     return fabsf(off) <= fabsf(stat) * 2.384185791015625e-7f ? sum : ExactLse{0.0f, stat * LOG2_E};
@@ -81,11 +82,11 @@ inline bool traced_score(const Params& p, const Captured& captured, int batch, i
 #endif
 }
 
-// Writes the exact log-sum-exps of so many rows from `first` on, `apart` from each other, by a warp: those that are large are computed again, and their rests go to
-// `rests` too, where there is such. Returns whether any is large.
+// A warp writes the exact log-sum-exps of `rows` rows from `first` on, `apart` from each other, and recomputes the large ones. Their log2 sums also go
+// to `log2_sums`, if given. Returns whether any is large.
 template <class Score>
-inline bool recompute_large_lse(const Params& p, const SeqInfo& seq_info, int batch, int head, int first, int rows, float factor, float2* to, long apart, float* log2_sums,
-                                Score score_at) {
+inline bool recompute_large_lse(const Params& p, const SeqInfo& seq_info, int batch, int head, int first, int rows, float factor, float2* to, long apart,
+                                float* log2_sums, Score score_at) {
     const int lane = threadIdx.x & 31, own = first + lane;
     const bool there = lane < rows && own < seq_info.len_q;
     const float stat = there ? p.stats[stats_index(p, seq_info, batch, head, own)] : -INFINITE;

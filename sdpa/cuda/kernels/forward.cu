@@ -1,4 +1,5 @@
-// Attention forward on compute capability 9.0: one group of threads brings operands, the others each have 64 queries.
+// attention_forward for sm_90, after FlashAttention-3: warp-specialised and persistent. Warpgroup 0 is the producer (TMA); each other warpgroup is a
+// consumer with 64 query rows.
 
 constexpr int WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int PANEL = 64;
@@ -8,17 +9,17 @@ constexpr int ROW_BYTES = 128;
 constexpr uint Q_PANEL_BYTES = CTA_ROWS * ROW_BYTES;
 constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-// Results of few queries go past shared memory.
+// Packed GQA stores its output from registers.
 constexpr uint O_BYTES = PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_HAS_SMEM || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
-// How much larger than what weights are next to, in units of the exponent, a score is before sums are scaled: weights are at most 2 to this.
+// O is rescaled only when a row maximum grows by more than this, in base 2. Exponentials are at most 2^8, which f16 holds.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
-// Zeroes values past the last key of a batch entry: in a block that has such keys.
+// Zeroes rows of V past the sequence's last key, in the block that has any.
 inline void zero_v_padding(const Params& p, const Tile& tile, int block, uint v) {
 #if WITH_SEQ_LEN_KV || WITH_PAGES
     const int keys = seq_info_of_tile(p, tile).len_kv - block * TILE_N;
@@ -28,14 +29,15 @@ inline void zero_v_padding(const Params& p, const Tile& tile, int block, uint v)
 #endif
 }
 
-// The state of the online softmax of a row: its largest score, the sum of exponentials, and the score that these are relative to. Scores before scaling.
+// Online softmax state of a thread's two rows, in unscaled scores: maximum, sum of exponentials, and the reference that they are relative to, which lags
+// behind the maximum (RESCALE_THRESHOLD).
 struct SoftmaxState {
     float row_max[2];
     float row_sum[2];
     float reference[2];
 };
 
-// Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
+// S = Q K^T of a warpgroup, 64 queries by one KV block. Asynchronous; the first k16 steps of Q may be in registers.
 inline void gemm_qk(float (&s)[SCORES], uint q, const uint (&q_registers)[Q_REGISTERS], uint k) {
     const ulong64 a = descriptor_k_major(q), b = descriptor_k_major(k);
     wgmma_fence();
@@ -43,13 +45,14 @@ inline void gemm_qk(float (&s)[SCORES], uint q, const uint (&q_registers)[Q_REGI
     for (int step = 0; step < QK_STEPS; step++) {
         const uint panel = step / 4, column = step % 4 * 32;
         const ulong64 keys = descriptor_advance(b, panel * KV_PANEL_BYTES + column);
-        if (4 * step + 3 < Q_REGISTERS) wgmma_k_major(s, q_registers[4 * step], q_registers[4 * step + 1], q_registers[4 * step + 2], q_registers[4 * step + 3], keys, step > 0);
+        if (4 * step + 3 < Q_REGISTERS) wgmma_k_major(s, q_registers[4 * step], q_registers[4 * step + 1], q_registers[4 * step + 2],
+                                                      q_registers[4 * step + 3], keys, step > 0);
         else wgmma_k_major(s, descriptor_advance(a, panel * Q_PANEL_BYTES + column), keys, step > 0);
     }
     wgmma_commit_group();
 }
 
-// Adds weights times values. Nothing waits: weights are untouchable until then.
+// O += P V. Asynchronous: P's registers must not be written until it is done.
 inline void gemm_pv(float (&o)[OUTPUTS], const uint (&p_packed)[SCORES / 2], uint v, bool add) {
     const ulong64 b = descriptor_mn_major(v, KV_PANEL_BYTES);
     wgmma_fence();
@@ -61,7 +64,7 @@ inline void gemm_pv(float (&o)[OUTPUTS], const uint (&p_packed)[SCORES / 2], uin
     wgmma_commit_group();
 }
 
-// One step of the online softmax: exponentials in place of scores, and the factor by which earlier sums of each row shrink.
+// One online softmax step: exponentials in place of scores, and the factor by which O and the sums of each row are rescaled.
 template <bool masked>
 inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile,
                            int first_k) {
@@ -83,6 +86,7 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
         const int half = fragment_half(n);
+        // Written out: behind fragment_column() the loop over a long trace compiles to other code.
         const Place at = place_at<!masked>(p, tile.batch, heads[half], PACK_GQA ? q[half] : q[0], column, PACK_GQA ? 0 : 8 * half, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
@@ -93,7 +97,7 @@ UNROLL_TRACES
     }
 #endif
     if (masked) {
-        // Made again, so that it is not kept from block to block.
+        // Recompute: keeping it live across the KV loop costs registers.
         const SeqInfo seq_info = seq_info_of_tile(p, tile);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -113,7 +117,7 @@ UNROLL_TRACES
         row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
         row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
         state.row_max[half] = fmaxf(state.row_max[half], row_max);
-        // Conditional rescale: sums shrink only where the maximum has grown much. NaN, of two maxima of -infinity, is not larger.
+        // Conditional rescale, as in FlashAttention-4. A growth of NaN, of two maxima of -infinity, is not larger.
         const float before = state.reference[half], growth = (row_max - before) * unit;
         const bool larger = growth > RESCALE_THRESHOLD;
         const float from = larger ? row_max : before;
@@ -142,13 +146,14 @@ UNROLL_TRACES
     }
 }
 
-// Weights that dropout leaves; the sums of rows have them all.
+// Zeroes dropped entries of P. The row sums have all of them.
 inline void apply_dropout(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
 #if WITH_DROPOUT
+    // Written out: behind functions, next to the same sums of online_softmax, it compiles to other code.
     const int lane = threadIdx.x & 31, k = first_k + 2 * (lane & 3);
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
     const auto leave = [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; };
-    // Where a tile has at most 8 queries, these are all that there are.
+    // In a tile of at most 8 queries, rows q and q + 8 are of different heads.
     if (!PACK_GQA || TILE_M > 8) {
         dropout_of_queries<SCORES>(p, tile.batch, head_of_row(tile, row), query_of_row(tile, row), k, leave);
     } else {
@@ -164,7 +169,7 @@ inline void convert_fragment(uint (&p_packed)[SCORES / 2], const float (&s)[SCOR
     for (int n = 0; n < SCORES / 2; n++) p_packed[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
-// Groups take turns at the matrix units, so that one computes weights while another's products run.
+// Ping-pong scheduling on named barriers: one consumer computes its softmax while another's WGMMAs run.
 inline void ping_pong_wait(int warpgroup) {
 #if PING_PONG
     named_barrier_sync(1 + warpgroup, 256);
@@ -199,7 +204,7 @@ inline SharedStorage shared_layout(uint base) {
     return smem;
 }
 
-// Where a ring of barriers stands: which of them, and which of its phases.
+// Stage and phase bit of a ring of mbarriers.
 template <int stages>
 struct PipelineState {
     int stage = 0, phase = 0;
@@ -209,7 +214,7 @@ struct PipelineState {
     }
 };
 
-// Brings the queries of a tile, of all its heads.
+// TMA load of the tile's queries, of all its heads.
 inline void load_q(const TensorMap& map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     for (int panel = 0; panel < QK_PANELS; panel++) {
         const uint to = smem.q + panel * Q_PANEL_BYTES;
@@ -222,14 +227,13 @@ inline void load_q(const TensorMap& map, const SharedStorage& smem, const SeqInf
     }
 }
 
-// Keys that a thread brings of a block, where they lie in pages: a page, and a token of it. Rows that both axes of a page and a block are whole
-// multiples of come at once, a thread for each.
+// Paged KV: each producer lane loads PAGE_SLICE rows, which do not cross a page.
 struct PageSlice {
     int page, token;
 };
 
-// Behind the last key of an entry the table is not looked at: there is no such page, and what is brought of it is zero. Before it, what is no page stands
-// for one that is.
+// Keys past the sequence's end have no page: row 0 of page -1 is outside of the tensor, and TMA fills in zeros. Invalid page numbers are clamped to the
+// pool.
 inline PageSlice page_slice_of(const Params& p, const SeqInfo& seq_info, int batch, int block) {
 #if WITH_PAGES
     const int key = block * TILE_N + int(threadIdx.x) * PAGE_SLICE;
@@ -241,7 +245,7 @@ inline PageSlice page_slice_of(const Params& p, const SeqInfo& seq_info, int bat
 #endif
 }
 
-// Brings a block of keys or values, so many panels of which are the tensor's.
+// Loads a block of K or V; `tensor_panels` panels have columns of the tensor.
 template <int panels, int tensor_panels>
 inline void load_kv_block(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, const PageSlice& page_slice, int kv_head, const Tile& tile) {
 #if WITH_PAGES
@@ -260,7 +264,7 @@ inline void load_kv_block(uint to, const TensorMap& map, uint barrier, const Seq
     }
 }
 
-// How many tiles were told of: which of two barriers and of the places is the next one's.
+// The consumers' or the producer's position in the ring of tile slots; two mbarriers alternate.
 struct TilePipeline {
     int tiles = 0;
     inline uint barrier(const SharedStorage& smem) const { return smem.tile_full + 8 * (tiles & 1); }
@@ -268,20 +272,20 @@ struct TilePipeline {
     inline uint slot(const SharedStorage& smem) const { return smem.tiles + TILE_SLOT_BYTES * (tiles % TILE_SLOTS); }
 };
 
-// Threads that bring operands: one, or of pages a warp, whose first thread does what is not for each.
+// The producer is one thread, or one warp for paged KV, whose lane 0 does what is needed once.
 constexpr int PRODUCER_THREADS = WITH_PAGES ? 32 : 1;
 
 inline bool is_elected_producer() {
     return PRODUCER_THREADS == 1 || threadIdx.x == 0;
 }
 
-// Tells a barrier how many bytes come, before any of the threads brings some.
+// Lane 0 arrives with the byte count before any lane issues a load.
 inline void producer_expect_tx(uint barrier, uint bytes) {
     if (is_elected_producer()) mbarrier_arrive_expect_tx(barrier, bytes);
     if (PRODUCER_THREADS > 1) __syncwarp();
 }
 
-// Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
+// Producer: pulls tile indices from the counter, passes them to the consumers, and loads Q and then K and V block by block.
 inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const SharedStorage& smem) {
     PipelineState<STAGES> kv_pipeline;
     TilePipeline tile_pipeline;
@@ -289,7 +293,7 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
     const int tiles = tiles_per_head(p), all = head_count(p) * tiles;
     int tile_index = blockIdx.x;
     while (true) {
-        // Of two places that of the tile before the last, whose queries were waited for; of four one whose results have left.
+        // With two slots, this one had the tile before the last, whose Q the consumers have waited for. With four, that tile's output has been stored.
         const uint to = tile_pipeline.slot(smem);
 #if WITH_TILE_LIST
         const Tile tile = tile_index < all ? tile_at(p, tiles, tile_index) : Tile{-1};
@@ -301,7 +305,7 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
         if (is_elected_producer()) mbarrier_arrive(tile_pipeline.barrier(smem));
         tile_pipeline.tiles++;
         if (tile_index >= all) return;
-        // Asked for early: the answer takes as long as a step.
+        // Issued early: the atomic's latency is about one KV block.
         int next = all;
         if (int(gridDim.x) < all && is_elected_producer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
 #if !WITH_TILE_LIST
@@ -315,12 +319,13 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
         bool partial, any = next_block(iterator, p, range, block, partial);
         bool first = true;
         do {
-            // Asked for before the place is free, too.
+            // The page table read overlaps the wait for an empty stage.
             const PageSlice page_slice = any ? page_slice_of(p, seq_info, tile.batch, block) : PageSlice{0, 0};
             if (any) {
                 mbarrier_wait_parity(smem.k_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);
                 producer_expect_tx(smem.k_full + 8 * kv_pipeline.stage, K_BYTES);
-                load_kv_block<QK_PANELS, QK_TENSOR_PANELS>(smem.k + kv_pipeline.stage * K_BYTES, k_map, smem.k_full + 8 * kv_pipeline.stage, seq_info, block, page_slice, kv_head, tile);
+                load_kv_block<QK_PANELS, QK_TENSOR_PANELS>(smem.k + kv_pipeline.stage * K_BYTES, k_map, smem.k_full + 8 * kv_pipeline.stage, seq_info, block,
+                                                           page_slice, kv_head, tile);
             }
             if (first) {
                 mbarrier_wait_parity(smem.q_empty, q_pipeline.phase ^ 1);
@@ -338,7 +343,8 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
             if (any) {
                 mbarrier_wait_parity(smem.v_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);
                 producer_expect_tx(smem.v_full + 8 * kv_pipeline.stage, V_BYTES);
-                load_kv_block<V_PANELS, V_TENSOR_PANELS>(smem.v + kv_pipeline.stage * V_BYTES, v_map, smem.v_full + 8 * kv_pipeline.stage, seq_info, block, page_slice, kv_head, tile);
+                load_kv_block<V_PANELS, V_TENSOR_PANELS>(smem.v + kv_pipeline.stage * V_BYTES, v_map, smem.v_full + 8 * kv_pipeline.stage, seq_info, block,
+                                                         page_slice, kv_head, tile);
                 kv_pipeline.advance();
             }
         } while (any && next_block(iterator, p, range, block, partial));
@@ -354,7 +360,7 @@ inline void softmax_step(bool masked, float (&s)[SCORES], SoftmaxState& state, f
 }
 
 #if WITH_SPLIT_KV
-// Stores the result of one split of the keys for the combine kernel: outputs in f32, log-sum-exps, the largest scores.
+// Stores the result of one split for attention_combine: O in f32, log-sum-exps, row maxima.
 inline void store_split(const float (&o)[OUTPUTS], const float (&inverse_sum)[2], const LogSumExp (&lse)[2], const float (&natural_max)[2], const Params& p,
                         const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
@@ -377,7 +383,7 @@ inline void store_split(const float (&o)[OUTPUTS], const float (&inverse_sum)[2]
 #endif
 
 #if PACK_GQA
-// Rows of few queries leave by themselves: next to what is read for them they are nothing.
+// Packed GQA: stores rows from registers. The output is small next to the K and V read for it.
 inline void store_packed_gqa(const float (&o)[OUTPUTS], const float (&inverse_sum)[2], const Params& p, const SeqInfo& seq_info, const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
@@ -392,11 +398,11 @@ inline void store_packed_gqa(const float (&o)[OUTPUTS], const float (&inverse_su
 }
 #endif
 
-// What becomes of the rows of a group, once they have met all of their keys.
+// Epilogue of a consumer warpgroup: normalises O, writes statistics, stores O.
 inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, const TensorMap& o_map, const Params& p, const SharedStorage& smem,
                      const Tile& before, int warpgroup) {
 #if WITH_TILE_LIST
-    // Read again, so that it is not kept from block to block.
+    // Reload: keeping it live across the KV loop costs registers.
     const Tile tile = load_tile(before.smem_address);
 #else
     const Tile tile = before;
@@ -413,13 +419,13 @@ inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, c
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         LogSumExp row_max = lse_of_max(p, state.reference[half]);
-        // From what exponentials are relative to up to the largest score.
+        // From the reference of the exponentials up to the maximum, in base 2.
         float above = (state.row_max[half] - state.reference[half]) * p.unit;
         natural_max[half] = natural_score(p, state.row_max[half]);
         inverse_sum[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = warpgroup * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_SPLIT_KV
-        // Without the sink, which parts have together.
+        // Without the sink, which attention_combine adds once.
         lse[half] = LogSumExp{row_max.origin, sum == 0.0f ? -INFINITE : row_max.log + log2f(sum)};
 #endif
 #if WITH_SINK
@@ -428,7 +434,7 @@ inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, c
         if (tile.splits == 1) {
             sum = sum * sink_update.scale + sink_update.sink;
             inverse_sum[half] = sum == 0.0f ? 0.0f : sink_update.scale / sum;
-            // Next to a sink that is above what exponentials were relative to, the largest score may still be above the sink.
+            // The sink replaced the reference; the maximum may still be above the sink.
             if (sink_update.scale < 1.0f) above = fmaxf(0.0f, above + log2f(sink_update.scale));
             row_max = sink_update.row_max;
             natural_max[half] = fmaxf(natural_max[half], sink);
@@ -451,7 +457,7 @@ inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, c
 #if PACK_GQA
     store_packed_gqa(o, inverse_sum, p, seq_info, tile, warpgroup * 64 + warp * 16 + in_warp);
 #else
-    // The rows of a warp leave by themselves, once those of the tile before have left.
+    // Each warp stores its 16 rows, once its previous store has been read from shared memory.
     const uint rows_at = smem.o + (warpgroup * 64 + warp * 16) * ROW_BYTES;
     if (lane == 0) cp_async_bulk_wait_group_read();
     __syncwarp();
@@ -506,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
         if (threadIdx.x < PRODUCER_THREADS) producer_loop(q_map, k_map, v_map, p, smem);
         return;
     }
-    // One group beside the one that brings has what a thread may have at most.
+    // With one consumer warpgroup a thread has the most registers there are anyway.
     if (CONSUMER_WARPGROUPS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = smem.q + warpgroup * 64 * ROW_BYTES;
@@ -546,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
             wgmma_wait_group<0>();
             wgmma_fence_operand(s);
             if (lane == 0) mbarrier_arrive(smem.k_empty + 8 * kv_pipeline.stage);
-            // The first block is at the edge of most masks: one text less to compile.
+            // The first block is partial under most masks: one softmax less to compile.
             online_softmax<true>(s, state, rescale, p, captured, tile, block * TILE_N);
             apply_dropout(s, p, tile, block * TILE_N);
             convert_fragment(p_packed, s);
@@ -588,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
         }
         epilogue(o, state, any, o_map, p, smem, tile, warpgroup);
         if (lane == 0) {
-            // Where results take the place of queries, these come when those have left.
+            // O shares Q's shared memory: the next Q may be loaded when the store has been read.
             if (!O_HAS_SMEM) cp_async_bulk_wait_group_read();
             if (!O_HAS_SMEM || !any) mbarrier_arrive(smem.q_empty);
         }

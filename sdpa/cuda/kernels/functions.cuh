@@ -1,12 +1,12 @@
-// Functions of traced expressions, by the names that they have in MSL.
+// Functions that traced score_mods and masks call, with the names that they have in MSL (sdpa/emit). Compiled in only if there is a trace.
 
 #define ERROR_FUNCTION
 inline float error_function(float x) {
     return erff(x);
 }
 
-// As CUDA's library has them: of what a jump hangs on, and beside f32. Within: of waves of at most 2^24, of powers of at most 64. Of: of
-// a positive number whose logarithm is known.
+// The CUDA library's functions: for f32 problems and for values that a comparison depends on. `_within` variants get arguments of at most 2^24 (sin,
+// cos) or 64 (pow); `pow_of` gets a positive base and its logarithm.
 namespace exact {
 inline float sqrt(float x) { return sqrtf(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
@@ -29,22 +29,23 @@ inline float max(float x, float y) { return fmaxf(x, y); }
 namespace precise = exact;
 #else
 
-// Without whole turns, of at most 2^24: at most 3.8, and off by less than the last digit of a number next to 2.
+// x minus whole turns, for |x| <= 2^24: at most 3.8, off by less than an ulp of 2.
 inline float reduce_range_small(float x) {
-    // The last digit of a float next to 1.5 * 2^23 counts whole numbers.
+    // Adding 1.5 * 2^23 rounds to an integer.
     const float turns = fmaf(x, 0.159154943f, 12582912.0f) - 12582912.0f;
     return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
 
-// 1 / (2 pi) in binary, from the digit before 1/2 on.
+// 1 / (2 pi) in binary, from the bit of weight 1/2 on.
 __constant__ const uint INVERSE_TWO_PI[6] = {0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410};
 
-// The same of any number past 2^24 by size: a whole number times a power of two, times as many digits of 1 / (2 pi) as do not come to whole turns.
+// The same for |x| > 2^24: x is an integer times a power of two, and is multiplied by those bits of 1 / (2 pi) that do not amount to whole turns.
 inline float reduce_range_large(float x) {
     const uint bits = __float_as_uint(x);
     const int power = int(bits >> 23 & 255) - 150, word = power >> 5, by = power & 31;
     const uint digits = bits & 0x7fffff | 0x800000;
-    const uint first = __funnelshift_l(INVERSE_TWO_PI[word + 1], INVERSE_TWO_PI[word], by), second = __funnelshift_l(INVERSE_TWO_PI[word + 2], INVERSE_TWO_PI[word + 1], by);
+    const uint first = __funnelshift_l(INVERSE_TWO_PI[word + 1], INVERSE_TWO_PI[word], by);
+    const uint second = __funnelshift_l(INVERSE_TWO_PI[word + 2], INVERSE_TWO_PI[word + 1], by);
     const float remainder = float(int(digits * first + __umulhi(digits, second))) * 1.46291808e-9f;
     return (int(bits) < 0 ? -remainder : remainder) + (x - x);
 }
@@ -53,12 +54,12 @@ inline float reduce_range(float x) {
     return fabsf(x) <= 16777216.0f ? reduce_range_small(x) : reduce_range_large(x);
 }
 
-// The unit is off by 5e-7 of 1: near 0, where that is more of it, the number itself.
+// sin.approx has an absolute error of 5e-7; near 0 the argument itself is closer.
 inline float sin_reduced(float angle) {
     return fabsf(angle) < 0.0144f ? angle : sin_approx(angle);
 }
 
-// Right to 1e-6 of the result where x is next to 1, too: what great powers hang on.
+// Relative error 1e-6 also next to 1, where large exponents of pow amplify it.
 inline float log2_accurate(float x) {
     const float y = x - 1.0f;
     float sum = fmaf(y, -0.246187665f, 0.293438937f);
@@ -69,7 +70,7 @@ inline float log2_accurate(float x) {
     return fabsf(y) < 0.125f ? y * sum : lg2_approx(x);
 }
 
-// e^(-2|x|).
+// exp(-2 |x|).
 inline float exp_minus_2abs(float x) {
     return ex2_approx(-2.88539008177792681472f * fabsf(x));
 }
@@ -97,8 +98,8 @@ inline float quotient(float x, float y) { return div_full(x, y); }
 inline float min(float x, float y) { return fminf(x, y); }
 inline float max(float x, float y) { return fmaxf(x, y); }
 
-// Beside bf16 as the unit for it has it, off by 1/2,048 of the result, in both passes alike. Otherwise of parts that the slope has too, off by 1.2e-7 at
-// most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
+// bf16: MUFU.TANH, relative error 2^-11, in both passes. Otherwise from the parts that the derivative uses too: absolute error 1.2e-7, and near 0 the
+// argument itself, which keeps the relative error below 2e-5.
 inline float tanh(float x) {
     if (APPROXIMATE) return tanh_approx(x);
     const float remainder = exp_minus_2abs(x);
@@ -106,9 +107,9 @@ inline float tanh(float x) {
     return fabsf(x) < 0.0071f ? x : copysignf(far, x);
 }
 
-// By the logarithm of |x|. Without a branch: scores that branch apart wait for one another.
+// pow from log2 |x|. Branch-free: diverging lanes would serialise.
 inline float power(float x, float y, float log) {
-    // Also where the other is infinite, or no number.
+    // 0 * infinity and 0 * NaN would be NaN: pow(x, 0) and pow(1, y) are 1.
     const float size = ex2_approx((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
     const bool negative = __float_as_int(x) < 0, integer = floorf(y) == y, odd = integer & floorf(0.5f * y) != 0.5f * y;
     const float result = negative & odd ? -size : size;

@@ -1,31 +1,31 @@
-// Which blocks of keys a tile of queries walks over, and which of them need the mask.
+// KV blocks of a query tile: which ones the tile iterates over, last block first, and which of them are partial. Called by the forward kernels and the
+// sm_80 dQ kernel.
 
-// A list is a tile's, and has blocks of keys.
+// block_sparsity.cuh makes a list of KV blocks for each query tile.
 #define OUTER_BLOCKS(p) ((p).tiles)
 #define INNER_BLOCKS(p) (((p).seq_kv + TILE_N - 1) / TILE_N)
 #define DESCENDING true
 
-// Blocks of keys of a tile: those that hold anything, low <= block < high, and of these those whose every pair is kept, as far as band, prefix and
-// lengths go.
+// Blocks [begin, end) with any attended pair, and of these the full ones [full_begin, full_end), by band, prefix and lengths.
 struct BlockRange {
     int begin, end;
     int full_begin, full_end;
 };
 
 inline BlockRange block_range_of(const Params& p, const SeqInfo& s, int tile) {
-    // The ends of what is kept grow with the query.
+    // Both ends of the attended range grow with the query: the first and the last query of the tile decide.
     const int first_q = tile * TILE_M, last_q = min(first_q + TILE_M, s.len_q) - 1;
     const Range first = attended_keys(p, s, first_q), last = attended_keys(p, s, last_q);
     BlockRange r;
     r.begin = first.begin / TILE_N;
     r.end = last_q < first_q || last.end <= first.begin ? r.begin : (last.end + TILE_N - 1) / TILE_N;
     r.full_begin = (last.begin + TILE_N - 1) / TILE_N;
-    // Of queries behind the last one nothing is kept: what their rows come to is dropped.
+    // Queries past the last one attend to nothing; their rows are not written.
     r.full_end = first.end / TILE_N;
     return r;
 }
 
-// The blocks, the last first.
+// Descending: `at` counts down to `end`. With block lists, indices into the list.
 struct BlockIterator {
     int at;
     int end;
@@ -40,7 +40,7 @@ inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int ba
 #endif
 }
 
-// The next block, and whether the mask is needed; false where there is none.
+// Advances to the next block; returns false after the last. `partial`: the block needs the mask.
 inline bool next_block(BlockIterator& iterator, const Params& p, const BlockRange& r, int& block, bool& partial) {
 #if WITH_BLOCK_LISTS
     while (iterator.at < iterator.end) {

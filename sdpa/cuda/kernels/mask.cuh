@@ -1,25 +1,26 @@
-// What band, prefix and lengths keep.
+// Masks known without evaluating a trace: diagonal band, prefix, per-sequence lengths, varlen offsets. Every kernel calls it for bounds of keys or
+// queries.
 
-// Bounds of `k - q` that are none.
+// A band without this bound.
 constexpr int UNBOUNDED = 1 << 30;
 
-// What band and lengths say of a batch entry.
+// Band and lengths of one sequence.
 struct SeqInfo {
-    int lower;   // kept: k - q > lower
-    int upper;   // kept: k - q <= upper
-    int len_q;   // kept: q < len_q
-    int len_kv;  // kept: k < len_kv
-    int begin_q;   // of a document: the token that its first query is
-    int begin_kv;  // the same of its first key
+    int lower;     // attended: k - q > lower
+    int upper;     // attended: k - q <= upper
+    int len_q;     // attended: q < len_q
+    int len_kv;    // attended: k < len_kv
+    int begin_q;   // packed: token of the first query
+    int begin_kv;  // packed: token of the first key
 };
 
 #if WITH_PACKED_Q || WITH_PACKED_KV
-// Tokens of a document.
+// Tokens of a packed sequence.
 struct Sequence {
     int begin, length;
 };
 
-// Boundaries are data that nobody has checked: whatever they hold, a document lies within the tokens of the call and is no longer than the longest.
+// cu_seqlens is unchecked device data: offsets are clamped to the call's tokens, lengths to the longest sequence of the plan.
 inline Sequence sequence_of(const void* boundaries, int document, int tokens, int longest) {
     const CuSeqlen* const at = (const CuSeqlen*)boundaries + document;
     const CuSeqlen begin = max(CuSeqlen(0), min(at[0], CuSeqlen(tokens)));
@@ -28,7 +29,7 @@ inline Sequence sequence_of(const void* boundaries, int document, int tokens, in
 }
 #endif
 
-// With what bands about the ends come to for these lengths.
+// Intersects the band with one that is bottom-right aligned for this sequence's lengths.
 inline SeqInfo align_to_ends(const Params& p, SeqInfo s) {
 #if WITH_ENDS
     const int shift = s.len_kv - s.len_q;
@@ -59,22 +60,22 @@ inline SeqInfo seq_info_of(const Params& p, int batch) {
     return align_to_ends(p, s);
 }
 
-// Rows that an entry has of its own: of a document its tokens.
+// Rows that the output has: of a packed sequence only its tokens.
 inline int rows_q(const Params& p, const SeqInfo& s) { return WITH_PACKED_Q ? s.len_q : p.seq_q; }
 inline int rows_kv(const Params& p, const SeqInfo& s) { return WITH_PACKED_KV ? s.len_kv : p.seq_kv; }
 
-// Where the statistics of a query are.
+// Index of a query in stats, row_max and sum_exp.
 inline long stats_index(const Params& p, const SeqInfo& s, int batch, int head, int q) {
     return WITH_PACKED_Q ? long(s.begin_q + q) * p.heads_q + head : (long(batch) * p.heads_q + head) * p.seq_q + q;
 }
 
-// Indices first <= index < past; none where `past` is not behind `first`.
+// Half-open range of indices; empty if `end` <= `begin`.
 struct Range {
     int begin, end;
     inline bool contains(int index) const { return uint(index - begin) < uint(max(0, end - begin)); }
 };
 
-// Keys that band, prefix and lengths keep of a query.
+// Keys that band, prefix and lengths let a query attend to.
 inline Range attended_keys(const Params& p, const SeqInfo& s, int q) {
     int end = min(s.len_kv, s.upper < UNBOUNDED ? q + s.upper + 1 : UNBOUNDED);
 #if WITH_PREFIX
@@ -84,7 +85,7 @@ inline Range attended_keys(const Params& p, const SeqInfo& s, int q) {
     return Range{begin, q < s.len_q ? end : begin};
 }
 
-// Queries that they keep of a key. Both ends grow with the key.
+// Queries that may attend to a key. Both ends grow with the key.
 inline Range attending_queries(const Params& p, const SeqInfo& s, int k) {
     int begin = s.upper < UNBOUNDED ? max(0, k - s.upper) : 0;
 #if WITH_PREFIX
@@ -94,8 +95,8 @@ inline Range attending_queries(const Params& p, const SeqInfo& s, int k) {
     return Range{begin, k < s.len_kv ? end : begin};
 }
 
-// The place so far behind a query and a key that scores of a thread have in common, as traces are asked for it. Tensors along queries or keys have elements at places of
-// the problem alone. Where traces read none, what they make of places behind it is dropped, and nobody asks where it ends.
+// The position at an offset from (q, k), for traces. It is clamped to the tensors' extents only if a trace reads tensors along that axis or is long:
+// otherwise values past the end are computed and dropped.
 template <bool key_inside = false>
 inline Place place_at(const Params& p, int batch, int head, int q, int k, int q_offset, int k_offset) {
     const bool clamps = CLAMPS_KEYS && !key_inside;
@@ -104,6 +105,6 @@ inline Place place_at(const Params& p, int batch, int head, int q, int k, int q_
 }
 
 #if WITH_BLOCK_LISTS
-// A map has the blocks of each tile that its rules leave, and in the highest bit whether they may drop a part of one.
+// Set in an entry of a block list if the mask drops some pairs of the block.
 constexpr uint PARTIAL_BLOCK = 1u << 31;
 #endif

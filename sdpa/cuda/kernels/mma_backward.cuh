@@ -1,9 +1,9 @@
-// Gradients of scores, where a warp has 16 rows of its own side: queries beside keys, or keys beside queries (`BY_KEYS`).
+// P, dP and dS of one warp, by rows of queries (dQ kernel) or of keys (`BY_KEYS`, dK/dV kernel). Called by mma_backward_dq.cu and mma_backward_dkv.cu.
 
 constexpr int SCORES = STEP / 2;
 constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS || WITH_SCORE_MOD ? SCORES : 1;
 
-// Where a thread's scores stand: its first query and its first key.
+// Position of the thread's first element.
 struct FragmentOrigin {
     int batch, head, q, k;
 };
@@ -13,7 +13,8 @@ inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n
     return place_at(p, origin.batch, origin.head, origin.q, origin.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
 }
 
-// Of queries, the log-sum-exp in units of the exponent of 2, and the sum of `o` times `d_o`: of the thread's two rows, or where those of its columns are.
+// Log-sum-exp in base 2 and delta = sum of o * d_o of each query: of the thread's two rows in registers, or by keys where those of its columns are in
+// shared memory.
 #if BY_KEYS
 struct RowStatistics {
     uint lse, delta;
@@ -34,15 +35,17 @@ inline ExactLse exact_at(const Params& p, const FragmentOrigin& origin, int q) {
     return ExactLse{both.x, both.y};
 }
 
-// P in place of scores, and in `raw` the scores before the score_mod. `large`: some log-sum-exps are.
+// P in place of scores, and in `raw` the scores before the score_mod. `large`: some rows need the exact log-sum-exp.
 template <bool masked>
-inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin, const RowStatistics& row_statistics, bool large) {
+inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin,
+                        const RowStatistics& row_statistics, bool large) {
     const bool natural = WITH_SCORE_MOD || p.natural != 0;
     Range bounds[2];
     if (masked) {
         const SeqInfo seq_info = seq_info_of(p, origin.batch);
 #pragma unroll
-        for (int half = 0; half < 2; half++) bounds[half] = BY_KEYS ? attending_queries(p, seq_info, origin.k + 8 * half) : attended_keys(p, seq_info, origin.q + 8 * half);
+        for (int half = 0; half < 2; half++)
+            bounds[half] = BY_KEYS ? attending_queries(p, seq_info, origin.k + 8 * half) : attended_keys(p, seq_info, origin.q + 8 * half);
     }
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n += 2) {
@@ -75,7 +78,7 @@ inline void recompute_p_step(bool masked, bool large, float (&s)[SCORES], float 
 }
 
 #if WITH_DROPOUT
-// Which weights of a thread stay, a bit for each.
+// One bit per register: whether dropout keeps the entry of P.
 inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
     uint bits = 0;
     const auto note = [&](int n, bool survives) { bits |= uint(survives) << n; };
@@ -84,14 +87,14 @@ inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
     return bits;
 }
 
-// Gradients of weights before dropout.
+// dP before dropout.
 inline void dropout_backward(float (&d_p)[SCORES], const Params& p, uint dropout_mask) {
 #pragma unroll
     for (int n = 0; n < SCORES; n++) d_p[n] = dropout_mask >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f;
 }
 #endif
 
-// Gradients of scores, after the score_mod, in place of weights; what has no weight has none.
+// dS after the score_mod, in place of P: 0 where P is 0, even if dP is NaN there.
 inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const RowStatistics& row_statistics) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
@@ -101,7 +104,7 @@ inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const Row
     }
 }
 
-// The same before the score_mod.
+// Multiplies dS by the derivative of the score_mod.
 inline void score_mod_backward(float (&s)[SCORES], const float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin) {
 #if WITH_SCORE_MOD
 UNROLL_TRACES
@@ -111,6 +114,6 @@ UNROLL_TRACES
 #endif
 }
 
-// The rows of a block's own side, and those of a step of the other side, each stage behind the one before.
+// Shared memory: rows of the CTA's own side, then a stage of the other side, or two.
 constexpr uint OWN_BYTES = OWN * (QK_ROW + V_ROW);
 constexpr uint STEP_BYTES = STEP * (QK_ROW + V_ROW + 8);

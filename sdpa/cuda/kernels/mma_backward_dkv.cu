@@ -1,10 +1,10 @@
-// Gradients of keys and values from compute capability 8.0 on: a warp has 16 keys, and walks over tiles of queries of all heads that share them with the others of its
-// block. Nothing is added to in memory, but gradients of parameters.
+// attention_backward_dkv for sm_80 and later: dK and dV, and parameter gradients. One CTA per KV block, one warp per 16 keys; iterates over the query
+// tiles of all heads of the GQA group. No atomics, except for parameter gradients.
 
 constexpr int DK = DIM_QK / COLUMN_PARTS / 2;
 constexpr int DV = DIM_V / COLUMN_PARTS / 2;
 
-// Queries of a step, gradients of their outputs, and what is known of each.
+// Loads a query tile: Q, dO, log-sum-exps and deltas.
 inline void load_step(uint to, const Params& p, int batch, int head, int tile) {
     const uint known_at = to + STEP * (QK_ROW + V_ROW);
     const SeqInfo seq_info = seq_info_of(p, batch);
@@ -21,7 +21,7 @@ inline void load_step(uint to, const Params& p, int batch, int head, int tile) {
     cp_async_commit_group();
 }
 
-// The tiles of the heads that share a key head, one head after the other.
+// Iterates over the query tiles of the GQA group, head after head.
 struct HeadRange {
     int head_in_group, head;
     BlockIterator iterator;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint k_at = shared_address(memory), v_at = k_at + OWN * QK_ROW, steps_at = k_at + OWN_BYTES;
     const int lane = threadIdx.x & 31, warp = warp_uniform(int(threadIdx.x >> 5));
-    // The first blocks first: causal masks leave them the most.
+    // First blocks first: under a causal mask they have the most queries.
     const int part = blockIdx.x % COLUMN_PARTS, index = blockIdx.x / COLUMN_PARTS, heads_kv = p.heads_q / p.group, all = p.batch * heads_kv;
     const int block = index / all, batch = index % all / heads_kv, kv_head = index % heads_kv;
     const SeqInfo seq_info = seq_info_of(p, batch);
@@ -98,12 +98,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #endif
         compute_ds(s, d_p, row_statistics);
 #if WITH_PARAMETER_GRADIENTS
-        // Parts compute the same scores.
+        // Column parts recompute the same scores; one adds the parameter gradients.
         if (part == 0) parameter_gradients(raw, s, p, captured, gradients, origin);
 #endif
         score_mod_backward(s, raw, p, captured, origin);
         warp_gemm_ab(dk, s, q_at + part * (DIM_QK / COLUMN_PARTS) * ELEMENT_BYTES, QK_ROW);
-        // Its queries are done with.
+        // All warps are done with this stage.
         __syncthreads();
         if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head, tile);
         stage = next;

@@ -1,4 +1,5 @@
-// Gradients of queries from compute capability 8.0 on: a warp has 16 queries, and walks over blocks of keys with the others of its block. Nothing is added to in memory.
+// attention_backward_dq for sm_80 and later: one CTA per query tile, one warp per 16 queries; iterates over KV blocks. No atomics, so the result is
+// deterministic.
 
 constexpr int DQ = DIM_QK / 2;
 
@@ -16,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint q_at = shared_address(memory), d_o_at = q_at + OWN * QK_ROW, steps_at = q_at + OWN_BYTES;
     const int lane = threadIdx.x & 31, warp = warp_uniform(int(threadIdx.x >> 5));
-    // The last tiles first: causal masks leave them the most.
+    // Last tiles first: under a causal mask they have the most keys.
     const int index = blockIdx.x, heads = p.batch * p.heads_q;
     const int tile = p.tiles - 1 - index / heads, batch = index % heads / p.heads_q, head = index % p.heads_q, kv_head = head / p.group;
     const SeqInfo seq_info = seq_info_of(p, batch);
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         compute_ds(s, d_p, row_statistics);
         score_mod_backward(s, raw, p, captured, origin);
         warp_gemm_ab(dq, s, k_at, QK_ROW);
-        // Its keys are done with.
+        // All warps are done with this stage.
         __syncthreads();
         if (STAGES == 1 && any) load_step(steps_at, p, batch, kv_head, block);
         stage = next;

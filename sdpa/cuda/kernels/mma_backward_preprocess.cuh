@@ -1,21 +1,20 @@
-// Around the kernels of gradients: what they read of each row, and gradients of sinks and of parameters.
+// Small kernels around the sm_80 backward pass: preprocess (log-sum-exp and delta), sink gradients, parameter gradients.
 
 constexpr int ROWS_OF_WARP = 4;
 
-// Of each row, the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of `o` times `d_o`. A block of threads has 32 rows
-// of a head, and a warp asks for four at once.
+// Per row: the log-sum-exp in base 2, infinity for a row without keys, and delta = sum of o * d_o. A CTA has 32 rows of a head, a warp four at once.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
     const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int first = (block * 8 + warp) * ROWS_OF_WARP, rows = rows_q(p, seq_info);
-    // Blocks are as many as the longest document may have.
+    // The grid covers the longest sequence.
     if (first >= rows) return;
     const Element *o[ROWS_OF_WARP], *d_o[ROWS_OF_WARP];
     float stats[ROWS_OF_WARP], sums[ROWS_OF_WARP];
 #pragma unroll
     for (int n = 0; n < ROWS_OF_WARP; n++) {
-        // Behind the last row it is read once more.
+        // Past the end the last row is read again.
         const int row = min(first + n, rows - 1);
         stats[n] = p.stats[stats_index(p, seq_info, batch, head, row)];
         o[n] = row_of(p.o, batch, head, seq_info.begin_q + row);
@@ -31,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preproce
         for (int apart = 16; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
         const int row = first + n;
         const float stat = stats[n];
-        // Where there are no weights, `o` may hold anything.
+        // `o` of a row without keys may hold anything.
         const bool any = stat != -INFINITE && row < seq_info.len_q;
         if (lane == 0 && row < rows) {
             const long at = stats_index(p, seq_info, batch, head, row);
@@ -48,10 +47,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preproce
         return traced_score(p, captured, batch, head, q, k, x);
     };
     const long row_apart = WITH_PACKED_Q ? p.heads_q : 1;
-    recompute_large_lse(p, seq_info, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_index(p, seq_info, batch, head, first), row_apart, nullptr, score_at);
+    recompute_large_lse(p, seq_info, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_index(p, seq_info, batch, head, first),
+                        row_apart, nullptr, score_at);
 }
 
-// The gradient of a head's sink: a block has a head, and adds in one order.
+// One CTA per head adds in a fixed order: deterministic.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint sums = shared_address(memory);
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(con
     for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
         const int batch = int(n / p.seq_q), row = int(n % p.seq_q);
         const SeqInfo seq_info = seq_info_of(p, batch);
-        // Between documents nothing is told.
+        // Tokens between packed sequences have no statistics.
         if (row >= rows_q(p, seq_info)) continue;
         const long at = stats_index(p, seq_info, batch, head, row);
         const float2 exact = p.exact[at];
@@ -77,14 +77,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(con
     }
 }
 
-// Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
+// Converts a summed parameter gradient to f16 if `half` is 1, else to bf16.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(const float* from, unsigned short* to, long count, long half) {
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
     if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }
 
-// What warps left of the gradient of a parameter, added up in one order: (batch, heads, slots, inner) numbers, to elements of the heads and batch entries that the
-// parameter spans (`spans`: 1 batch entries, 2 heads). So many lanes, 1 or 32, share an element.
+// Deterministic parameter gradients: adds what warps stored, (batch, heads, slots, inner) numbers, in a fixed order to elements of the batch entries
+// (`spans` bit 0) and heads (bit 1) that the parameter spans. 1 or 32 lanes share an element.
 extern "C" __global__ void __launch_bounds__(256, 1)
     attention_reduce_gradient(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
     const long thread = long(blockIdx.x) * 256 + threadIdx.x, element = thread / lanes;

@@ -1,4 +1,4 @@
-// Attention forward from compute capability 8.0 on: a warp has 16 queries, and walks over blocks of keys with the others of its block.
+// attention_forward for sm_80 and later: one CTA per query tile, one warp per 16 queries. K and V go through cp.async with one or two stages.
 
 constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
@@ -8,15 +8,16 @@ struct Tile {
     int tile, batch, head;
 };
 
-// The state of the online softmax of a row: its largest score before scaling, and the sum of exponentials relative to that.
+// Online softmax state of a thread's two rows, in unscaled scores: the maximum, and the sum of exponentials relative to it.
 struct SoftmaxState {
     float row_max[2];
     float row_sum[2];
 };
 
-// Scores in units of the exponent, the largest of each row, and how much less what came before weighs now.
+// One online softmax step: exponentials in place of scores, and the factor by which O and the sums of each row are rescaled.
 template <bool masked>
-inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile, int q, int column) {
+inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile, int q,
+                           int column) {
     if (WITH_SCORE_MOD || p.natural) {
 #pragma unroll
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
@@ -71,7 +72,7 @@ UNROLL_TRACES
     }
 }
 
-// What each row's sums are to be multiplied by, once it has met all of its keys; its statistics.
+// The factor that normalises each row of O, after the last block; writes the statistics.
 inline void finish_softmax(float (&inverse_sum)[2], const SoftmaxState& state, const Params& p, const Tile& tile, int q) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
 #pragma unroll
@@ -101,7 +102,7 @@ inline void finish_softmax(float (&inverse_sum)[2], const SoftmaxState& state, c
     }
 }
 
-// Heads whose keys and values fit the cache together follow one another; of these, tiles with the most keys of causal masks come first.
+// Heads whose K and V fit L2 together are interleaved (p.section of them); within, the last tiles first, which have the most keys under a causal mask.
 inline Tile tile_at(const Params& p, int tile_index) {
     const int heads = p.batch * p.heads_q;
     const int first = tile_index / (p.section * p.tiles) * p.section, together = min(p.section, heads - first);
@@ -113,7 +114,7 @@ inline Tile tile_at(const Params& p, int tile_index) {
 constexpr uint K_BYTES = TILE_N * QK_ROW;
 constexpr uint V_BYTES = TILE_N * V_ROW;
 
-// A block of keys or values. In pages behind the last key of an entry the table is not looked at; before it, what is no page stands for one that is.
+// Loads a block of K or V. Keys past the sequence's end have no page; invalid page numbers are clamped to the pool.
 template <int columns, bool wide>
 inline void load_kv_block(uint to, uint row_bytes, const Params& p, const Strided& from, const Tile& tile, int block, int dim) {
     const int head = tile.head / p.group;
@@ -168,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const bool masked = partial;
         any = next_block(iterator, p, range, block, partial);
         const int next = STAGES == 1 ? 0 : stage ^ 1;
-        // Its keys are there, and nobody reads those that the next take the place of.
+        // This block's K has arrived, and all warps are done with the stage that is loaded next.
         cp_async_wait_group<1>();
         __syncthreads();
         if (STAGES == 2) {
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         if (ALWAYS_MASKED || masked) online_softmax<true>(s, state, rescale, p, captured, tile, q, column);
         else online_softmax<false>(s, state, rescale, p, captured, tile, q, column);
 #if WITH_DROPOUT
-        // The sums of rows have all weights.
+        // The row sums have all entries of P.
         dropout_of_queries<SCORES>(p, tile.batch, tile.head, q, column, [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; });
 #endif
 #pragma unroll

@@ -1,8 +1,9 @@
-// Rows past the length of a batch entry, zeroed in shared memory. P and dS are 0 there, but 0 times NaN is NaN, and such rows may hold anything.
+// Zeroes rows past a sequence's length in shared memory. P and dS are 0 there, but 0 * NaN is NaN, and such rows may hold anything. Called by the
+// consumers of the sm_90 kernels.
 
 constexpr uint SWIZZLED_ROW_BYTES = 128;
 
-// A warpgroup zeroes rows first <= row < rows of so many panels. Other warpgroups that read the same rows do so too: all write the same zeros.
+// A warpgroup zeroes rows first <= row < rows of `panels` panels. Other warpgroups that read the rows write the same zeros.
 template <int panels>
 inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
     const int chunks = max(0, rows - max(first, 0)) * int(SWIZZLED_ROW_BYTES / 16);
@@ -13,7 +14,7 @@ inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
     }
 }
 
-// The zeros of all threads of a warpgroup are visible to its WGMMAs. Each warpgroup has a named barrier of its own.
+// Makes the zeros of a warpgroup visible to its WGMMAs. Each warpgroup has a named barrier of its own.
 constexpr uint BARRIER_ZEROED = 12;
 inline void sync_zeroed_rows() {
     fence_proxy_async();

@@ -1,6 +1,7 @@
-// Gradients of declared parameters, summed over what a group of threads has of each element.
+// Parameter gradients: sums of what scores contribute, reduced over a thread and a warp before the atomics. Called by code that source.rs generates for
+// the backward kernels.
 
-// Lanes for which it holds do something, one after the other.
+// Runs `something` for the lanes where `holds`, one after the other: a fixed order of additions.
 template <class Do>
 inline void lane_by_lane(bool contains, Do something) {
     for (uint left = __ballot_sync(~0u, contains); left != 0; left &= left - 1) {
@@ -9,7 +10,7 @@ inline void lane_by_lane(bool contains, Do something) {
     }
 }
 
-// `x` at each score of this thread; `to` says where an element of the gradient is. The parameter spans queries, keys, both or neither.
+// Adds `x` of each score to the parameter gradient; `to` gives the address of an element. The parameter spans queries, keys, both or neither.
 template <bool by_q, bool by_k, class To>
 inline void add_parameter_gradient(const float (&x)[SCORES], const Params& p, const FragmentOrigin& origin, To to) {
     const int lane = threadIdx.x & 31;
@@ -20,7 +21,7 @@ inline void add_parameter_gradient(const float (&x)[SCORES], const Params& p, co
         }
         return;
     }
-    // Of each query or key, those of the thread, then those of the lanes that have the same.
+    // Sums over the thread's scores of each query or key, then over the lanes that share it.
     constexpr int count = by_q ? SCORES / 2 : by_k ? 2 : 1;
     float sum[count];
 #pragma unroll

@@ -1,4 +1,5 @@
-// What single threads and warps ask the hardware for: conversions, approximate functions, shared memory, barriers with a number, registers.
+// PTX wrappers of single threads and warps: conversions, approximate functions, shared memory, named barriers, setmaxnreg. Every kernel includes them;
+// the CPU emulation replaces this file.
 
 inline float cvt_f32_f16(unsigned short bits) {
     float x;
@@ -6,7 +7,7 @@ inline float cvt_f32_f16(unsigned short bits) {
     return x;
 }
 
-// Two numbers, rounded, the first in the low half.
+// Converts two f32 and packs them, `low` into bits 0 to 15.
 inline uint cvt_rn_f16x2(float low, float high) {
     uint both;
     asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -31,7 +32,7 @@ inline float rcp_approx(float x) {
     return y;
 }
 
-// Off by 2^-22 of the result, between 1/2 and 2 of 1.
+// Relative error 2^-22 outside of [1/2, 2]; inside, absolute error 2^-22.
 inline float lg2_approx(float x) {
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -44,14 +45,14 @@ inline float sqrt_approx(float x) {
     return y;
 }
 
-// Off by two last digits.
+// At most 2 ulp off.
 inline float div_full(float x, float y) {
     float z;
     asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
 
-// From -pi to pi off by 5e-7 of 1.
+// Absolute error 5e-7 for arguments in [-pi, pi].
 inline float sin_approx(float x) {
     float y;
     asm("sin.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -64,7 +65,7 @@ inline float cos_approx(float x) {
     return y;
 }
 
-// Off by 1/2,048 of the result.
+// MUFU.TANH: relative error 2^-11.
 inline float tanh_approx(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -83,8 +84,8 @@ inline void st_shared_v4_f32(uint at, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Stores four matrices of 8 by 8, of which a thread has two numbers each: row lane / 4, columns 2 (lane % 4) and the next. Lane n tells where row n % 8 of
-// matrix n / 8 is.
+// Stores four 8 x 8 matrices of 16-bit elements. A thread holds row lane / 4, columns 2 (lane % 4) and the next; lane n passes the address of row n % 8
+// of matrix n / 8.
 inline void stmatrix_x4(uint at, uint a, uint b, uint c, uint d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -95,7 +96,7 @@ inline uint ld_shared(uint at) {
     return x;
 }
 
-// Four matrices of 8 by 8 halves, by their rows: every eighth of the warp tells where the rows of one lie. A thread has two neighbours of a row.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane n passes the address of row n % 8 of matrix n / 8.
 inline void ldmatrix_x4(uint (&x)[4], uint at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
@@ -112,22 +113,22 @@ inline float2 ld_shared_v2_f32(uint at) {
     return x;
 }
 
-// Waits until so many threads have come to the barrier of this number.
+// bar.sync: waits until `threads` threads have arrived at this named barrier.
 inline void named_barrier_sync(uint barrier, uint threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Comes to it, and waits for nobody.
+// bar.arrive: arrives without waiting.
 inline void named_barrier_arrive(uint barrier, uint threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Adds to four numbers in a row, each by itself.
+// Four separate relaxed additions to consecutive f32; their order is not defined.
 inline void red_add_v4_f32(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Counts up, behind everything that this thread has seen or done: by threads, and by the copy engine for them.
+// Adds to a counter in global memory. The release orders it after this thread's own writes, and the proxy fence after its completed bulk copies.
 inline void counter_release_add(int* at, int count) {
     asm volatile(
         "fence.proxy.async.global;\n"
@@ -136,7 +137,8 @@ inline void counter_release_add(int* at, int count) {
         : "memory");
 }
 
-// Waits until so many are counted: what was done before is there for this thread, and for the copy engine that it asks.
+// Spins until the counter has reached `count`. The acquire, with the proxy fence, makes what was written before visible to this thread and to the bulk
+// copies that it issues.
 inline void counter_acquire_wait(const int* at, int count) {
     int found;
     do {
@@ -145,19 +147,19 @@ inline void counter_acquire_wait(const int* at, int count) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// An address that the compiler keeps as it is: what is added to it later is a distance, not made anew.
+// Hides the address from the compiler, so that it keeps one base register and uses immediate offsets.
 inline float* opaque_address(float* at) {
     asm volatile("" : "+l"(at));
     return at;
 }
 
-// A number of which the compiler forgets what it knew: what follows from it is made anew.
+// Hides the value from the compiler, so that it recomputes what depends on it instead of keeping it live.
 inline int opaque_int(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// From here on the threads of a group have so many registers.
+// Sets the number of registers of each thread of the warpgroup.
 template <int count>
 inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

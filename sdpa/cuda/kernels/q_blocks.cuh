@@ -1,11 +1,12 @@
-// Which tiles of queries a block of keys walks over, and which of them need the mask.
+// Query tiles of a KV block: which ones the block iterates over, first tile first, and which of them are partial. Called by the backward kernels that
+// own KV blocks.
 
-// A list is a block's, and has tiles of queries.
+// block_sparsity.cuh makes a list of query tiles for each KV block.
 #define OUTER_BLOCKS(p) ((p).blocks)
 #define INNER_BLOCKS(p) ((p).tiles)
 #define DESCENDING false
 
-// Tiles that hold anything, low <= tile < high, and of these those whose every pair is kept, as far as band, prefix and lengths go.
+// Tiles [begin, end) with any attended pair, and of these the full ones [full_begin, full_end), by band, prefix and lengths.
 struct BlockRange {
     int begin, end;
     int full_begin, full_end;
@@ -22,7 +23,7 @@ inline BlockRange block_range_of(const Params& p, const SeqInfo& s, int block) {
     return r;
 }
 
-// The tiles, the first first.
+// Ascending. With block lists, indices into the list.
 struct BlockIterator {
     int at;
     int end;
@@ -37,7 +38,7 @@ inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int ba
 #endif
 }
 
-// The next tile, and whether the mask is needed; false where there is none.
+// Advances to the next tile; returns false after the last. `partial`: the tile needs the mask.
 inline bool next_block(BlockIterator& iterator, const Params& p, const BlockRange& r, int& tile, bool& partial) {
 #if WITH_BLOCK_LISTS
     while (iterator.at < iterator.end) {

@@ -1,4 +1,4 @@
-// Row statistics: log-sum-exp, largest score, sum of exponentials.
+// Row statistics of the forward kernels and the combine kernel: log-sum-exp, maximum, sum of exponentials, and the attention sink.
 
 // From this size on, the row maximum is subtracted from scores before they are scaled, not in the FMA of the exponent: rounding the product of maximum and unit would
 // move the exponent by more than 2^-11, and by more than the exponent's range for scores of -1e9. Below, the rounding is one factor per row, which cancels.
@@ -22,7 +22,7 @@ inline LogSumExp lse_of_max(const Params& p, float row_max) {
 
 inline float log2_from(const LogSumExp& x, float score) { return (score - x.origin) * LOG2_E; }
 
-// A row with its sink: what exponentials are relative to now, the factor of the sum without the sink, and the exponential of the sink.
+// A row after its sink is added: the new reference of exponentials, the factor of the sum without the sink, and the exponential of the sink.
 struct SinkUpdate {
     LogSumExp row_max;
     float scale, sink;
@@ -39,7 +39,8 @@ inline SinkUpdate with_sink(const LogSumExp& row_max, float score) {
     return row;
 }
 
-// Writes the statistics of a row. `largest` is its largest score, `sum` the sum of exponentials relative to that. A row past the length is one without keys.
+// Writes the statistics of a row. `natural_max` is its maximum, `sum` the sum of exponentials relative to that. A row past the length is one without
+// keys.
 inline void store_statistics(const Params& p, long at, bool there, const LogSumExp& total, float natural_max, float sum) {
 #if WITH_STATS
     const float stat = WITH_BASE_TWO ? total.origin * LOG2_E + total.log : total.origin + total.log * LN_2;

@@ -1,4 +1,4 @@
-// Rows of operands of any strides: to shared memory, and results from registers.
+// Loads to shared memory and stores from registers for tensors of any strides and alignment. Called by the sm_80 kernels.
 
 inline uint bits_of(Half x) { return x.bits; }
 inline uint bits_of(BFloat x) { return x.bits; }
@@ -8,18 +8,19 @@ inline const Element* row_of(const Strided& extent, int batch, int head, int row
     return extent.at + batch * extent.batch + head * extent.head + row * extent.row;
 }
 
-// Rows of an entry: those of documents follow one another, and those of entries begin at 0.
+// Rows of a sequence: the token that it begins at (0 if not packed), the first row wanted, and how many rows there are.
 struct Extent {
     int begin;
     int first;
     int rows;
 };
 
-// The rows from `first` on, which `row_at` finds, zeros from `seq` on. `wide`: rows lie at multiples of 16 bytes and are brought by copies, which are to be waited for.
+// Loads rows from `first` on, zeros from `seq` on and past `dim`. `row_at` gives the address of a row. `wide`: rows are 16-byte aligned and copied by
+// cp.async, which the caller waits for.
 template <int rows, int columns, bool wide, class At>
 inline void load_rows_at(uint to, uint row_bytes, const Strided& from, int first, int seq, int dim, At row_at) {
     constexpr int PER = 16 / ELEMENT_BYTES, CHUNKS = columns / PER;
-    // One by one: addresses of several would take the registers of sums.
+    // Not unrolled: several addresses at once would take the registers of accumulators.
 #pragma unroll 1
     for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
         const int row = n / CHUNKS, column = n % CHUNKS * PER;
@@ -39,7 +40,7 @@ inline void load_rows_at(uint to, uint row_bytes, const Strided& from, int first
     }
 }
 
-// The same of rows that lie one behind the other.
+// The same for rows with one stride.
 template <int rows, int columns, bool wide>
 inline void load_rows(uint to, uint row_bytes, const Strided& from, int batch, int head, const Extent& extent, int dim) {
     const auto at = [&](int row) { return row_of(from, batch, head, extent.begin + row); };
@@ -53,7 +54,7 @@ inline void store_one(Half* to, float x) { to->bits = (unsigned short)(cvt_rn_f1
 inline void store_one(BFloat* to, float x) { to->bits = (unsigned short)(cvt_rn_bf16x2(x, 0.0f) & 0xffffu); }
 inline void store_one(float* to, float x) { *to = x; }
 
-// Two rows, 8 apart, of what a warp has, as far as the entry has them, from `first_column` on, times a number for each. `pairs`: rows lie at multiples of two elements.
+// Stores a warp's 16 rows of accumulators times a factor per row. `pairs`: rows are aligned to two elements.
 template <bool pairs, int count>
 inline void store_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, const Extent& extent, int row,
                        int first_column, int dim) {
@@ -66,7 +67,7 @@ inline void store_rows(const Strided& to, const float (&x)[count], const float (
 #pragma unroll
         for (int n = 2 * half; n < count; n += 4) {
             const int column = first_column + n / 4 * 8 + thread_column(lane);
-            // What has no weight is 0, whatever was added up.
+            // A factor of 0 gives 0 even if the sum is NaN.
             const float first = by == 0.0f ? 0.0f : x[n] * by, second = by == 0.0f ? 0.0f : x[n + 1] * by;
             if (pairs) {
                 if (column < dim) store_two(at + column, first, second);

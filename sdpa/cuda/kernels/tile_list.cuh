@@ -1,6 +1,7 @@
-// The list of tiles, made at each call where documents have any number of them, or tiles any number of keys.
+// attention_tile_list: the list of query tiles, and of their splits, made before each forward call of packed or split-KV problems. tile_scheduler.cuh
+// reads it.
 
-// Tiles of queries that a batch entry has.
+// Query tiles of a sequence.
 inline int tile_count_of(const Params& p, const SeqInfo& s) {
     return WITH_PACKED_Q ? (s.len_q + TILE_M - 1) / TILE_M : p.tiles;
 }
@@ -11,13 +12,13 @@ inline int warp_sum(int x) {
     return x;
 }
 
-// Blocks of keys that a tile meets.
+// KV blocks of a query tile.
 inline int block_count_of(const Params& p, const SeqInfo& s, int tile) {
     const BlockRange r = block_range_of(p, s, tile);
     return r.end - r.begin;
 }
 
-// Blocks of keys of a batch entry, over all tiles of a head.
+// KV blocks of a sequence, over all tiles of a head.
 inline int block_count_of_sequence(const Params& p, int entry) {
     const SeqInfo s = seq_info_of(p, entry);
     int blocks = 0;
@@ -25,12 +26,12 @@ inline int block_count_of_sequence(const Params& p, int entry) {
     return blocks;
 }
 
-// Parts of a tile that meets so many blocks, each of about as many as `most`.
+// Splits of a tile with so many KV blocks.
 inline int split_count_of(int blocks, int max_blocks) {
     return max(1, (blocks + max_blocks - 1) / max_blocks);
 }
 
-// What comes first is the longest: by its keys where they are counted, otherwise by its queries.
+// Longest first: by KV blocks where they are counted, else by query tiles.
 inline int sort_key_of(const Params& p, int entry) {
 #if WITH_SPLIT_KV
     return block_count_of_sequence(p, entry);
@@ -39,7 +40,7 @@ inline int sort_key_of(const Params& p, int entry) {
 #endif
 }
 
-// Items of a batch entry.
+// List entries of a sequence.
 inline int item_count_of(const Params& p, int entry, int max_blocks) {
     const SeqInfo s = seq_info_of(p, entry);
     const int tiles = tile_count_of(p, s);
@@ -52,7 +53,7 @@ inline int item_count_of(const Params& p, int entry, int max_blocks) {
 #endif
 }
 
-// The most blocks of a part: as many as give all multiprocessors something to do, and not so few that merging costs more.
+// Enough splits to fill all SMs, but at least MIN_BLOCKS_PER_SPLIT blocks each: below, combining costs more.
 inline int max_blocks_per_split(const Params& p, int lane) {
 #if WITH_SPLIT_KV
     int blocks = 0;
@@ -63,12 +64,12 @@ inline int max_blocks_per_split(const Params& p, int lane) {
 #endif
 }
 
-// Lists the tiles of each batch entry: the longest entry first, of each the tiles with the most keys of causal masks first. A warp has an entry.
+// One warp per sequence. The longest sequence comes first; within it, the last tiles first, which have the most keys under a causal mask.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, mine = int(blockIdx.x) * 8 + int(threadIdx.x >> 5);
     if (mine >= p.batch) return;
     const int max_blocks = max_blocks_per_split(p, lane), own_key = sort_key_of(p, mine);
-    // Those of entries that come before, and of all.
+    // Entries of the sequences that come before, and of all.
     int before = 0, all = 0;
     for (int other = lane; other < p.batch; other += 32) {
         const int items = item_count_of(p, other, max_blocks), length = sort_key_of(p, other);
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const _
     all = warp_sum(all);
     const SeqInfo s = seq_info_of(p, mine);
     const int tiles = tile_count_of(p, s);
-    // Documents that overlap may have more than there is room for.
+    // Overlapping cu_seqlens can have more tiles than the list has room for.
 #if WITH_SPLIT_KV
     for (int tile = tiles - 1; tile >= 0; tile--) {
         const int splits = split_count_of(block_count_of(p, s, tile), max_blocks);

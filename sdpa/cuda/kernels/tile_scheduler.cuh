@@ -1,19 +1,20 @@
-// Which tiles there are, in which order they are taken, and where their rows lie.
+// Tile scheduler of the sm_90 forward kernel: order of tiles, and the rows of a tile. The producer pulls indices from an atomic counter; combine.cuh
+// uses the row arithmetic.
 
-// Rows of a tile are its heads' queries, head after head; where queries are few, rows behind them are left over.
+// Packed GQA: a tile's rows are the queries of PACKED_HEADS heads, head after head; CTA_ROWS - TILE_ROWS rows are padding.
 constexpr int CTA_ROWS = 64 * CONSUMER_WARPGROUPS, TILE_ROWS = TILE_M * PACKED_HEADS;
 constexpr float LN_2 = 0.69314718055994530942f;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A tile of queries of heads that share keys: the first of the heads; which part of the keys it meets, of how many, and where the sums of parts go.
+// A query tile: its sequence, its first head, which split of its keys, and where split results are stored.
 struct Tile {
     int tile, batch, head;
     int split, splits, slot;
-    uint smem_address;  // where it is told of in shared memory, if it is
+    uint smem_address;  // of its slot, with a tile list
 };
 
-// How many tiles a head has, of one batch entry, or of all where a list has them: of documents and parts this is known on the device alone.
+// Tiles per head of one sequence, or of all sequences with a tile list, whose length only the device knows.
 inline int tiles_per_head(const Params& p) {
 #if WITH_TILE_LIST
     return p.taken[1];
@@ -32,7 +33,8 @@ inline int first_head(const Params& p, int unit) {
     return PACK_GQA ? unit / p.head_tiles * p.group + unit % p.head_tiles * PACKED_HEADS : unit;
 }
 
-// Heads whose keys and values fit the cache together follow one another; of these, tiles with the most keys of causal masks come first.
+// Heads whose K and V fit L2 together are interleaved (p.section of them); within, the last tiles first, which have the most keys under a causal mask
+// (LPT order).
 inline Tile tile_at(const Params& p, int tiles, int tile_index) {
     const int first = tile_index / (p.section * tiles) * p.section, together = min(p.section, head_count(p) - first);
     const int in_section = tile_index - first * tiles;
@@ -46,7 +48,7 @@ inline Tile tile_at(const Params& p, int tiles, int tile_index) {
 #endif
 }
 
-// The tiles that are told of at once, and the bytes of each: a number, or of a list all that is known of it, so that it is looked up once for a block of threads.
+// Slots through which the producer passes tiles to the consumers. With a tile list a slot holds the whole tile, so that the list is read once per CTA.
 constexpr int TILE_SLOTS = WITH_TILE_LIST ? 4 : 2;
 constexpr uint TILE_SLOT_BYTES = WITH_TILE_LIST ? 48 : 4;
 
@@ -65,7 +67,7 @@ inline Tile load_tile(uint at) {
 }
 #endif
 
-// What band and lengths say of a tile's batch entry.
+// Band and lengths of the tile's sequence; with a tile list from the slot.
 inline SeqInfo seq_info_of_tile(const Params& p, const Tile& tile) {
 #if WITH_TILE_LIST
     const auto word = [&](int n) { return int(ld_shared(tile.smem_address + 4 * n)); };
@@ -75,7 +77,7 @@ inline SeqInfo seq_info_of_tile(const Params& p, const Tile& tile) {
 #endif
 }
 
-// The blocks of keys that a tile meets.
+// KV blocks of the tile, or of its split.
 inline BlockRange block_range_of_tile(const Params& p, const SeqInfo& s, const Tile& tile) {
     BlockRange r = block_range_of(p, s, tile.tile);
 #if WITH_SPLIT_KV
@@ -86,7 +88,7 @@ inline BlockRange block_range_of_tile(const Params& p, const SeqInfo& s, const T
     return r;
 }
 
-// The query of a row of a tile, and its head.
+// Query and head of a row of the tile.
 inline int query_of_row(const Tile& tile, int row) {
     return tile.tile * TILE_M + (PACK_GQA ? row % TILE_M : row);
 }
@@ -95,19 +97,19 @@ inline int head_of_row(const Tile& tile, int row) {
     return PACK_GQA ? tile.head + row / TILE_M : tile.head;
 }
 
-// Whether results have such a row.
+// Whether the output has this row.
 inline bool has_row(const Params& p, const SeqInfo& s, const Tile& tile, int row) {
     const bool headed = !PACK_GQA || (row < TILE_ROWS && head_of_row(tile, row) / p.group == tile.head / p.group);
     return headed && query_of_row(tile, row) < rows_q(p, s);
 }
 
 #if PACK_GQA || WITH_SPLIT_KV
-// The output of a query.
+// Output row of a query.
 inline unsigned short* output_row(const Params& p, const SeqInfo& s, int batch, int head, int q) {
     return (unsigned short*)p.o + (WITH_PACKED_Q ? 0 : batch * p.o_batch) + head * p.o_head + long(s.begin_q + q) * p.o_row;
 }
 
-// Two columns of an output, as far as it has them.
+// Stores two columns, as far as the output has them.
 inline void store_pair(const Params& p, unsigned short* to, int column, uint both) {
     if (column + 1 < p.dim_v) *(uint*)(to + column) = both;
     else if (column < p.dim_v) to[column] = (unsigned short)both;

@@ -1,10 +1,10 @@
-// The copy engine, and barriers in shared memory that it arrives at.
+// mbarrier, TMA and bulk-copy PTX wrappers. The sm_90 kernels call them; the CPU emulation replaces this file.
 
 inline void mbarrier_init(uint barrier, uint arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Barriers that were made are there for the copy engine.
+// Makes initialised mbarriers visible to the async proxy.
 inline void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -13,7 +13,7 @@ inline void mbarrier_arrive(uint barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and waits for so many bytes beside.
+// Arrives, and adds `bytes` to the transaction count of the current phase.
 inline void mbarrier_arrive_expect_tx(uint barrier, uint bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -32,14 +32,14 @@ inline void mbarrier_wait_parity(uint barrier, uint parity) {
         : "memory");
 }
 
-// Tells the second cache that what is copied once need not stay there.
+// L2 policy for data that is read or written once.
 inline ulong64 createpolicy_evict_first() {
     ulong64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Brings a box to shared memory. Rows are 128 bytes, swizzled: what lies outside of the tensor is zero.
+// TMA load of a 4D box into panels of 128-byte rows with the 128-byte swizzle. Elements outside of the tensor are zero.
 template <bool evict_first = false>
 inline void tma_load(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
     if constexpr (evict_first) {
@@ -55,22 +55,22 @@ inline void tma_load(uint to, const TensorMap& map, uint barrier, int dim, int r
     }
 }
 
-// Brings bytes in a row to shared memory: multiples of 16, from and to multiples of 16.
+// Bulk copy global to shared. Addresses and size are multiples of 16 bytes.
 inline void cp_async_bulk_load(uint to, const void* from, uint bytes, uint barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                  "r"(barrier)
                  : "memory");
 }
 
-// Zeros, as many as the largest panel has: 192 rows.
+// The largest panel has 192 rows of 128 bytes.
 __device__ uint4 ZEROS[192 * 128 / 16];
 
-// Brings so many zeros to shared memory.
+// Fills shared memory with zeros by a bulk copy, which completes on the mbarrier like a TMA load.
 inline void cp_async_bulk_load_zeros(uint to, uint bytes, uint barrier) {
     cp_async_bulk_load(to, ZEROS, bytes, barrier);
 }
 
-// Takes a box out of shared memory. What lies outside of the tensor is not written.
+// TMA store of a 4D box. Elements outside of the tensor are not written.
 template <bool evict_first = false>
 inline void tma_store(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
     if constexpr (evict_first) {
@@ -84,33 +84,33 @@ inline void tma_store(uint from, const TensorMap& map, int dim, int row, int hea
     }
 }
 
-// Takes bytes in a row out of shared memory: multiples of 16, from and to multiples of 16.
+// Bulk copy shared to global. Addresses and size are multiples of 16 bytes.
 inline void cp_async_bulk_store(void* to, uint from, uint bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// Adds f32 numbers in a row, so many bytes, to those in memory: each by itself, in any order.
+// Bulk f32 reduction into global memory: one addition per element, in any order.
 inline void cp_reduce_async_bulk_add(float* to, uint from, uint bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// The boxes and rows that this thread took out so far are a group.
+// Closes the bulk group of this thread's stores and reductions so far.
 inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// What this thread took out has been read, but for so many groups, the last ones.
+// Waits until all but the last `left` bulk groups have read their shared memory, so that it may be overwritten.
 template <int left = 0>
 inline void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
 }
 
-// All that this thread took out is where it goes.
+// Waits until this thread's bulk groups have written global memory.
 inline void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Shared memory that this thread wrote is there for the copy engine and the matrix units, once a barrier has passed.
+// Makes this thread's shared-memory stores visible to the async proxy (TMA, WGMMA), once a barrier has ordered them.
 inline void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,21 +1,21 @@
-// Types that everything else is told in.
+// Types of every kernel. Host code fills TensorMap and Params by value.
 
 typedef unsigned int uint;
 typedef unsigned long long ulong64;
 
-// What the copy engine knows of a tensor, encoded by the driver.
+// A TMA descriptor, encoded by the driver (cuTensorMapEncodeTiled).
 struct alignas(64) TensorMap {
     ulong64 words[16];
 };
 
-// A tile of queries of a batch entry, in a list of them, and which of so many parts of its keys.
+// An entry of the tile list: a query tile of a sequence, and which of how many splits of its keys.
 struct alignas(16) TileItem {
     int batch, tile, split, splits;
 };
 
-// Where a score stands.
+// Position of a score: what score_mods and masks are evaluated at.
 struct Place {
     int batch, head, query, key;
-    // How far behind what all scores of a thread have in common, as far as the compiler knows it.
+    // Compile-time offsets from the position that the thread's scores have in common.
     int query_on, key_on;
 };

@@ -1,9 +1,9 @@
-// Products of a warp: 16 rows of one operand with rows or columns of another in shared memory. A thread has of each 8 columns two neighbours, in two rows that are 8
-// apart.
+// GEMMs of one warp with mma.sync: 16 rows of A by rows (A B^T) or columns (A B) of B in shared memory. f32 operands are computed in 3xTF32. Called by
+// the sm_80 kernels.
 
 constexpr int ELEMENT_BYTES = sizeof(Element);
 constexpr int THREADS = 32 * WARPS;
-// Rows begin 16 bytes behind a multiple of 128 or of 64, so that eight of them lie beside one another in the banks.
+// Rows are padded by 16 bytes, so that the eight rows of an ldmatrix matrix are in different banks.
 constexpr uint QK_ROW = DIM_QK * ELEMENT_BYTES + 16;
 constexpr uint V_ROW = DIM_V * ELEMENT_BYTES + 16;
 constexpr float LOG2_E = 1.44269504088896340736f;
@@ -12,13 +12,13 @@ constexpr float LN_2 = 0.69314718055994530942f;
 
 #if SINGLE
 
-// A number as the sum of two of 11 digits.
+// x as the sum of two TF32 numbers.
 inline void split_tf32(float x, uint& high, uint& low) {
     high = cvt_rna_tf32(x);
     low = cvt_rna_tf32(x - __uint_as_float(high));
 }
 
-// Terms of a product may come in any order: a thread's are neighbours, in both operands.
+// The k index may be permuted if A and B agree: a thread reads neighbours of both.
 inline void load_a_3xtf32(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes) {
     const int lane = threadIdx.x & 31;
     const uint from = at + (lane >> 2) * row_bytes + (lane & 3) * 8;
@@ -29,7 +29,7 @@ inline void load_a_3xtf32(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes)
     split_tf32(second.y, x[3], low[3]);
 }
 
-// Scores of 16 rows at `a` beside rows at `b`, over all columns of both.
+// S = A B^T: 16 rows at `a`, `count / 2` rows at `b`, summed over `columns`.
 template <int columns, int count>
 inline void warp_gemm_abt(float (&s)[count], uint a, uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
@@ -53,7 +53,7 @@ inline void warp_gemm_abt(float (&s)[count], uint a, uint b, uint row_bytes) {
     }
 }
 
-// Adds weights times the rows at `b`, as many as there are weights in a row.
+// sums += A B: A from the accumulators of another GEMM, B at `b`, with a row for each column of A.
 template <int a_values, int count>
 inline void warp_gemm_ab(float (&sums)[count], const float (&a_fragments)[a_values], uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
@@ -70,7 +70,7 @@ inline void warp_gemm_ab(float (&sums)[count], const float (&a_fragments)[a_valu
             uint y[2], y_low[2];
             split_tf32(__uint_as_float(ld_shared(from + n * 8)), y[0], y_low[0]);
             split_tf32(__uint_as_float(ld_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
-            // The units cut what they add to: sums of many blocks are added to here, rounded.
+            // Tensor cores truncate the sum they add to. Accumulating over blocks is done here instead, rounded.
             float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             mma_m16n8k8_3xtf32(d, x, x_low, y, y_low);
 #pragma unroll

@@ -1,4 +1,5 @@
-// Groups of products of the matrix units. The products themselves have as many operands as results: `src/matrix.rs` writes them.
+// WGMMA synchronisation. `src/matrix.rs` generates the wgmma.mma_async wrappers, which have as many register operands as results; the CPU emulation
+// replaces both.
 
 inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -8,13 +9,13 @@ inline void wgmma_commit_group() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// At most this many groups are under way.
+// Waits until at most `groups` WGMMA groups are in flight.
 template <int groups>
 inline void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
-// Registers that products wrote, or will read: the compiler moves nothing of them across.
+// Keeps the compiler from moving accesses of accumulator registers across this point, as CUTLASS's warpgroup_fence_operand does.
 template <int count>
 inline void wgmma_fence_operand(float (&x)[count]) {
 #pragma unroll

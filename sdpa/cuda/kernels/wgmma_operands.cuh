@@ -1,24 +1,25 @@
-// What the matrix units are told of operands in shared memory, and operands that are taken from there.
+// WGMMA shared-memory descriptors, and A operands loaded into registers. The sm_90 kernels build their GEMMs from these.
 
-// Operands lie in panels of 64 columns, rows of 128 bytes each, swizzled. Eight rows are 1,024 bytes.
+// Operands are stored in panels of 64 columns: rows of 128 bytes with the 128-byte swizzle, 8-row groups 1,024 bytes apart.
 constexpr ulong64 SWIZZLE_128B = 1ull << 62;
 
-// Rows of the operand are its outer axis, columns are summed over: queries, and keys beside them.
+// K-major operand: the GEMM sums over columns (Q and K in S = Q K^T).
 inline ulong64 descriptor_k_major(uint at) {
     return SWIZZLE_128B | ulong64(1024 >> 4) << 32 | 1ull << 16 | ulong64((at & 0x3ffff) >> 4);
 }
 
-// Rows are summed over, columns are the outer axis, in panels so many bytes apart: values.
+// MN-major operand: the GEMM sums over rows; panels of columns are `panel_bytes` apart (V in O = P V).
 inline ulong64 descriptor_mn_major(uint at, uint panel_bytes) {
     return SWIZZLE_128B | ulong64(1024 >> 4) << 32 | ulong64(panel_bytes >> 4) << 16 | ulong64((at & 0x3ffff) >> 4);
 }
 
-// The operand so many bytes further on: shared memory ends before its number does.
+// Advances the start address. It cannot carry out of its field: shared memory ends before.
 inline ulong64 descriptor_advance(ulong64 operand, uint bytes) {
     return (operand & ~0xffffffffull) | (uint(operand) + (bytes >> 4));
 }
 
-// Of 64 rows of a group, the first so many times 16 columns, in panels so many bytes apart: operands in registers for a whole walk, which products then do not read from shared memory.
+// Loads the first `count / 4` k16 steps of a warpgroup's 64 rows as A fragments. Kept for a whole tile, they halve what WGMMA reads from shared memory
+// for these steps.
 template <int count>
 inline void load_a_fragments(uint (&a_registers)[count], uint rows, uint panel_bytes) {
     const int lane = threadIdx.x & 31;

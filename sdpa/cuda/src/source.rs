@@ -20,7 +20,7 @@ macro_rules! piece {
 }
 pub(crate) use piece;
 
-/// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
+/// What every kernel begins with, before generated code. All PTX is in `ptx`, `tma`, `cluster`, `wgmma` and `mma`.
 const PRELUDE: [(&str, &str); 4] = [piece!("types.cuh"), piece!("ptx.cuh"), piece!("prelude.cuh"), piece!("fragments.cuh")];
 /// What traced expressions call.
 const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
@@ -30,27 +30,27 @@ const VARLEN_TMA: (&str, &str) = piece!("varlen_tma.cuh");
 pub(crate) const KV_BLOCKS: (&str, &str) = piece!("kv_blocks.cuh");
 pub(crate) const BLOCK_SPARSITY: (&str, &str) = piece!("block_sparsity.cuh");
 const DROPOUT: (&str, &str) = piece!("dropout.cuh");
-/// What a forward pass tells of its rows.
+/// Row statistics of a forward pass.
 pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
 const TILE_SCHEDULER: (&str, &str) = piece!("tile_scheduler.cuh");
 const TILE_LIST: (&str, &str) = piece!("tile_list.cuh");
 const COMBINE: (&str, &str) = piece!("combine.cuh");
 const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
-/// Around what is generated of parameters' gradients.
+/// Query tiles of a KV block.
 pub(crate) const Q_BLOCKS: (&str, &str) = piece!("q_blocks.cuh");
 const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
 const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
 pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
 const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
 const BACKWARD_SCHEDULER: (&str, &str) = piece!("backward_scheduler.cuh");
-/// What becomes of sums of gradients of queries: in the kernel itself, or in one of its own.
+/// Conversion of the dQ accumulator: within the main kernel, or in one of its own.
 const DQ_CONVERT_FUSED: (&str, &str) = piece!("dq_convert_fused.cuh");
 const DQ_CONVERT: (&str, &str) = piece!("dq_convert.cuh");
 const BACKWARD_SCORES: (&str, &str) = piece!("backward_scores.cuh");
 const BACKWARD_LOADS: (&str, &str) = piece!("backward_loads.cuh");
 const BACKWARD_EPILOGUE: (&str, &str) = piece!("backward_epilogue.cuh");
 const BACKWARD_KERNEL: (&str, &str) = piece!("backward.cu");
-/// What blocks of threads that run as a pair ask of the hardware, and their kernel.
+/// PTX for 2-CTA clusters, and the kernel that runs on them.
 const CLUSTER: (&str, &str) = piece!("cluster.cuh");
 /// Log-sum-exps as two f32.
 pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");

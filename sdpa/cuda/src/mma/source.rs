@@ -21,8 +21,13 @@ const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mm
 
 /// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded, and
 /// those that are added up in one order.
-pub const QUERIES_ENTRIES: [&CStr; 5] =
-    [c"attention_backward_dq", c"attention_backward_preprocess", c"attention_sink_gradient", c"attention_convert_gradient", c"attention_reduce_gradient"];
+pub const QUERIES_ENTRIES: [&CStr; 5] = [
+    c"attention_backward_dq",
+    c"attention_backward_preprocess",
+    c"attention_sink_gradient",
+    c"attention_convert_gradient",
+    c"attention_reduce_gradient",
+];
 
 /// The name of the kernel of the text of keys.
 pub const KEYS_ENTRY: &CStr = c"attention_backward_dkv";
