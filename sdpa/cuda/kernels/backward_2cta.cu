@@ -150,7 +150,9 @@ struct WarpgroupContext {
     }
     inline float* sums(const Step& step) const { return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup); }
     // This warp's rows of dS of a step.
-    inline uint own_ds(const StepState& step_state) const { return smem.d_s + step_state.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
+    inline uint own_ds(const StepState& step_state) const {
+        return smem.d_s + step_state.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES;
+    }
     // This thread's slot for P.
     inline uint p_slot() const { return smem.p + (threadIdx.x & 127) * 16; }
     // Releases a buffer of this CTA, or one that TMA multicast fills in both.

@@ -61,28 +61,28 @@ const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 /// where a kernel says so.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
-/// The name of the forward kernel.
+/// Entry point of the forward pass.
 pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 
-/// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of parameters go that are rounded.
+/// Entry points of a backward pass: the main kernel; the preprocess kernel (log-sum-exp and delta of each row); the conversion of parameter gradients.
 pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_backward_preprocess", c"attention_convert_gradient"];
 
-/// The name of the kernel that rounds sums of gradients of queries, where the one that computes does not.
+/// Entry point that converts the dQ accumulator, for head dims whose main kernel does not.
 pub const QUERIES_ENTRY: &CStr = c"attention_convert_dq";
 
-/// The name of the kernel behind the forward one that merges parts of keys.
+/// Entry point that merges the splits of split-KV, after the forward kernel.
 pub const MERGE_ENTRY: &CStr = c"attention_combine";
 
-/// The name of the kernel before the forward one that lists tiles, where documents have any number of them, or keys are split.
+/// Entry point that lists query tiles before the forward kernel, for packed sequences and split-KV.
 pub const TILES_ENTRY: &CStr = c"attention_tile_list";
 
-/// The name of the kernel before either that lists blocks, where a rule reads tensors.
+/// Entry point that makes block-sparse index lists before either pass, for masks that read tensors.
 pub const MAP_ENTRY: &CStr = c"attention_block_lists";
 
-/// Bytes of shared memory of the kernel [`MAP_ENTRY`], in which its 32 warps tell of an item each.
+/// Bytes of shared memory of [`MAP_ENTRY`]: a word for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
-/// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.
+/// Traces above this weight are compiled once, for full and partial blocks alike: compiling them for 64 scores takes long, and the mask costs little next to them.
 pub(crate) const HEAVY: u32 = 24;
 
 /// For how many scores of a thread traces of this weight stand in the text, 0 for all. Where they are very long, scores go through one text one after the other, from
@@ -92,7 +92,7 @@ fn at_once(weight: u32) -> u32 {
     if weight < LONG { 0 } else { (1000 / weight).max(2) }
 }
 
-/// The type of the matrix units' operands.
+/// The PTX type of WGMMA operands.
 fn element(dtype: DType) -> &'static str {
     if dtype == DType::F16 { "f16" } else { "bf16" }
 }
