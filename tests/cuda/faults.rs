@@ -1,5 +1,7 @@
 //! Faults that are put into kernels: something has to find each.
 
+use super::fault_cases::{ALONG, ENDING, FEW, FEWER, LENGTHS, LISTED, MAPPED, PACKED, PAGED, SHARED, SHORT, TRACED, UNFILLED};
+pub(super) use super::fault_cases::{DROPPED, LONG, STATISTICS, WIDE};
 use super::{NAME, executor};
 use conformance::case::Case;
 use conformance::emulated::faulty;
@@ -10,258 +12,6 @@ use sdpa::cuda::CudaExecutor;
 use std::fs;
 use std::path::Path;
 use std::sync::Mutex;
-
-/// Several tiles for a block of threads, each of several blocks of keys; heads that share keys.
-pub(super) const LONG: &str = r#"
-[[case]]
-name = "windows"
-shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 420, seq_kv = 500, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["window:90,100"]
-stats = true
-
-[[case]]
-name = "every key"
-shape = { batch = 1, heads_q = 4, heads_kv = 1, seq_q = 260, seq_kv = 700, dim_qk = 128, dim_v = 128 }
-dtype = "f16"
-stats = true
-"#;
-
-/// Tiles of one block of keys, and of none.
-const SHORT: &str = r#"
-[[case]]
-name = "few keys"
-shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 900, seq_kv = 40, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["window:300,0"]
-stats = true
-"#;
-
-/// Query heads that share keys, walked by several blocks of threads, not as many by each.
-const SHARED: &str = r#"
-[[case]]
-name = "one head of keys"
-shape = { batch = 1, heads_q = 8, heads_kv = 1, seq_q = 300, seq_kv = 230, dim_qk = 128, dim_v = 104 }
-dtype = "bf16"
-stats = true
-
-[[case]]
-name = "one head of keys, parts of the columns"
-shape = { batch = 1, heads_q = 6, heads_kv = 1, seq_q = 260, seq_kv = 110, dim_qk = 200, dim_v = 256 }
-dtype = "f16"
-stats = true
-"#;
-
-/// Keys that no query keeps.
-const FEWER: &str = r#"
-[[case]]
-name = "fewer queries"
-shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 100, seq_kv = 400, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["causal"]
-stats = true
-"#;
-
-/// One stage of operands, parts of the columns, which dropout leaves no pairs for; results where queries were.
-pub(super) const WIDE: &str = r#"
-[[case]]
-name = "wide"
-shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 300, seq_kv = 300, dim_qk = 256, dim_v = 200 }
-dtype = "bf16"
-mask = ["causal"]
-dropout = 0.1
-stats = true
-"#;
-
-/// A rule that no band is: tiles and blocks by a map.
-const MAPPED: &str = r#"
-[[case]]
-name = "a neighbourhood"
-shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 400, seq_kv = 400, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["natten:51"]
-stats = true
-"#;
-
-/// A rule that reads tensors: more blocks than are judged at once.
-const LISTED: &str = r#"
-[[case]]
-name = "any keys of few queries"
-shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 70, seq_kv = 4500, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["array:qk"]
-stats = true
-
-[[case]]
-name = "documents"
-shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 400, seq_kv = 400, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["document"]
-stats = true
-
-[[case]]
-name = "some queries"
-shape = { batch = 1, heads_q = 1, heads_kv = 1, seq_q = 900, seq_kv = 130, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-mask = ["array:q"]
-stats = true
-"#;
-
-/// Lengths of entries, a number of its own beside the keys.
-const LENGTHS: &str = r#"
-[[case]]
-name = "lengths and a sink"
-shape = { batch = 3, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 270, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["padding", "causal"]
-sink = true
-stats = true
-backward = { wrt = ["sink:f32"] }
-"#;
-
-/// Documents of several tiles, of one, and of as many as others.
-const PACKED: &str = r#"
-[[case]]
-name = "documents one behind the other"
-shape = { batch = 5, heads_q = 4, heads_kv = 2, seq_q = 300, seq_kv = 300, dim_qk = 128, dim_v = 128 }
-dtype = "bf16"
-layout = "bshd"
-mask = ["causal"]
-stats = true
-packed = { lengths_q = [70, 300, 61, 0, 140], before = 2, slack = 3 }
-"#;
-
-/// Few queries of heads that share a tile, keys in parts.
-const FEW: &str = r#"
-[[case]]
-name = "few queries and a sink"
-shape = { batch = 3, heads_q = 6, heads_kv = 2, seq_q = 3, seq_kv = 900, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["padding", "window:700,0:ends"]
-sink = true
-stats = true
-
-[[case]]
-name = "few queries of many entries"
-shape = { batch = 8, heads_q = 2, heads_kv = 1, seq_q = 4, seq_kv = 800, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-mask = ["padding"]
-stats = true
-"#;
-
-/// Keys in pages, whose table ends with anything.
-const PAGED: &str = r#"
-[[case]]
-name = "pages"
-shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 5, seq_kv = 700, dim_qk = 64, dim_v = 128 }
-dtype = "bf16"
-layout = "bshd"
-mask = ["padding"]
-stats = true
-paged = { page_size = 48, lengths_q = [5, 4, 5], lengths_kv = [700, 65, 0], spare = 2 }
-"#;
-
-/// Numbers of rows: of whole tiles, and of parts of their keys.
-pub(super) const STATISTICS: &str = r#"
-[[case]]
-name = "statistics beside lengths and a sink"
-shape = { batch = 3, heads_q = 2, heads_kv = 1, seq_q = 100, seq_kv = 150, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["padding"]
-sink = true
-stats = true
-stats_base = "two"
-row_max = true
-sum_exp = true
-
-[[case]]
-name = "statistics of few queries beside lengths"
-shape = { batch = 3, heads_q = 6, heads_kv = 2, seq_q = 3, seq_kv = 900, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-mask = ["padding", "window:700,0:ends"]
-row_max = true
-sum_exp = true
-
-[[case]]
-name = "statistics of one query and a sink above its scores"
-shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 1, seq_kv = 1700, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-attn_scale = 0.01
-sink = true
-stats = true
-stats_base = "two"
-sum_exp = true
-"#;
-
-/// Weights that are dropped: of tiles of one head, of heads that share tiles of 8 queries and of more.
-pub(super) const DROPPED: &str = r#"
-[[case]]
-name = "dropout beside lengths and a sink"
-shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-mask = ["padding", "causal"]
-dropout = 0.4
-sink = true
-stats = true
-backward = { wrt = ["sink:f32"] }
-
-[[case]]
-name = "dropout of few queries, keys in parts"
-shape = { batch = 2, heads_q = 12, heads_kv = 2, seq_q = 7, seq_kv = 900, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-dropout = 0.3
-stats = true
-
-[[case]]
-name = "dropout of some queries"
-shape = { batch = 1, heads_q = 6, heads_kv = 2, seq_q = 20, seq_kv = 130, dim_qk = 64, dim_v = 64 }
-dtype = "bf16"
-score_mod = ["softcap:5"]
-dropout = 0.6
-stats = true
-"#;
-
-/// Heads that fill no tile.
-const UNFILLED: &str = r#"
-[[case]]
-name = "heads that fill no tile"
-shape = { batch = 1, heads_q = 17, heads_kv = 1, seq_q = 4, seq_kv = 100, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-score_mod = ["alibi"]
-stats = true
-"#;
-
-/// Traces.
-const TRACED: &str = r#"
-[[case]]
-name = "alibi and softcap"
-shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 40 }
-dtype = "bf16"
-score_mod = ["alibi", "softcap:5"]
-mask = ["causal"]
-stats = true
-"#;
-
-/// Gradients of what traces read.
-const ALONG: &str = r#"
-[[case]]
-name = "a bias"
-shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-score_mod = ["bias:hqk"]
-stats = true
-backward = { wrt = ["bias:f32"] }
-"#;
-
-/// A tensor that ends where memory does, at the end of no tile.
-const ENDING: &str = r#"
-[[case]]
-name = "a bias of whole pages of memory"
-shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 320, seq_kv = 200, dim_qk = 64, dim_v = 64 }
-dtype = "f16"
-score_mod = ["bias:hqk"]
-stats = true
-"#;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Pass {
@@ -275,52 +25,77 @@ use Pass::{Backward, Forward};
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
 const FAULTS: [Fault; 103] = [
-    ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
-    ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
-    ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
-    ("values are not waited for", Forward, ["barrier_wait(at.v_full + 8 * before.stage, before.phase);", ""], LONG),
-    ("scores are read while they are computed", Forward, ["products_wait<1>();", "products_wait<2>();"], LONG),
+    (
+        "keys come before those of a block are done with",
+        Forward,
+        ["mbarrier_wait_parity(smem.k_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);", ""],
+        LONG,
+    ),
+    (
+        "values come before those of a block are done with",
+        Forward,
+        ["mbarrier_wait_parity(smem.v_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);", ""],
+        LONG,
+    ),
+    ("queries come before those of a tile are done with", Forward, ["mbarrier_wait_parity(smem.q_empty, q_pipeline.phase ^ 1);", ""], LONG),
+    ("values are not waited for", Forward, ["mbarrier_wait_parity(smem.v_full + 8 * before.stage, before.phase);", ""], LONG),
+    ("scores are read while they are computed", Forward, ["wgmma_wait_group<1>();", "wgmma_wait_group<2>();"], LONG),
     (
         "one warp frees keys for all",
         Forward,
-        ["barrier_init(at.k_free + 8 * stage, WARPS)", "barrier_init(at.k_free + 8 * stage, 1)"],
+        ["mbarrier_init(smem.k_empty + 8 * stage, WARPS)", "mbarrier_init(smem.k_empty + 8 * stage, 1)"],
         LONG,
     ),
     (
         "fewer bytes are waited for",
         Forward,
-        ["barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS)", "barrier_expect(at.q_full, Q_BOX_BYTES)"],
+        ["mbarrier_arrive_expect_tx(smem.q_full, Q_BOX_BYTES * QK_PANELS)", "mbarrier_arrive_expect_tx(smem.q_full, Q_BOX_BYTES)"],
         LONG,
     ),
-    ("the copy engine is not told of what was written", Forward, ["written_for_engines();", ""], LONG),
+    ("the copy engine is not told of what was written", Forward, ["fence_proxy_async();", ""], LONG),
     (
         "results are written over before they have left",
         Forward,
-        ["if (lane == 0) copied_out();\n    __syncwarp();", "__syncwarp();"],
+        ["if (lane == 0) cp_async_bulk_wait_group_read();\n    __syncwarp();", "__syncwarp();"],
         SHORT,
     ),
-    ("queries come where results still are", Forward, ["if (!O_APART) copied_out();", ""], WIDE),
-    ("half of the lanes have another largest score", Forward, ["__shfl_xor_sync(~0u, most, 2)", "__shfl_xor_sync(~0u, most, 1)"], LONG),
+    ("queries come where results still are", Forward, ["if (!O_HAS_SMEM) cp_async_bulk_wait_group_read();", ""], WIDE),
+    (
+        "half of the lanes have another largest score",
+        Forward,
+        ["__shfl_xor_sync(~0u, row_max, 2)", "__shfl_xor_sync(~0u, row_max, 1)"],
+        LONG,
+    ),
     ("stats in base two", Forward, ["total.origin + total.log * LN_2", "total.log"], LONG),
     ("stats in base two are natural", Forward, ["WITH_BASE_TWO ? total.origin * LOG2_E + total.log :", "false ? total.log :"], STATISTICS),
     ("the largest score is not scaled", Forward, ["p.natural ? x : x * p.scale", "p.natural ? x : x"], STATISTICS),
-    ("the sink is no score", Forward, ["largest[half] = fmaxf(largest[half], sink);", ""], STATISTICS),
+    ("the sink is no score", Forward, ["natural_max[half] = fmaxf(natural_max[half], sink);", ""], STATISTICS),
     ("rows behind lengths have a sum", Forward, ["there ? sum : 0.0f", "sum"], STATISTICS),
-    ("the largest score of parts is one lane's", Forward, ["largest = most_of_warp(largest);", ""], STATISTICS),
-    ("sums of parts are next to another largest score", Forward, ["sum * exp2_of(most.log - log2_from(most, largest))", "sum"], STATISTICS),
-    ("the sink is no score of parts", Forward, ["largest = fmaxf(largest, p.sink[head]);", ""], STATISTICS),
-    ("the last block is dropped", Forward, ["(last.past + TILE_N - 1) / TILE_N", "last.past / TILE_N"], LONG),
-    ("the lower edge of a window is not masked", Forward, ["(last.first + TILE_N - 1) / TILE_N", "first.first / TILE_N"], LONG),
-    ("a window is a key short", Forward, ["q + s.upper + 1 : FAR", "q + s.upper : FAR"], LONG),
-    ("blocks that a rule drops in part are whole", Forward, ["(item & PARTLY) != 0 || block <", "block <"], MAPPED),
+    ("the largest score of parts is one lane's", Forward, ["natural_max = warp_max(natural_max);", ""], STATISTICS),
+    (
+        "sums of parts are next to another largest score",
+        Forward,
+        ["sum * ex2_approx(row_max.log - log2_from(row_max, natural_max))", "sum"],
+        STATISTICS,
+    ),
+    ("the sink is no score of parts", Forward, ["natural_max = fmaxf(natural_max, p.sink[head]);", ""], STATISTICS),
+    ("the last block is dropped", Forward, ["(last.end + TILE_N - 1) / TILE_N", "last.end / TILE_N"], LONG),
+    ("the lower edge of a window is not masked", Forward, ["(last.begin + TILE_N - 1) / TILE_N", "first.begin / TILE_N"], LONG),
+    ("a window is a key short", Forward, ["q + s.upper + 1 : UNBOUNDED", "q + s.upper : UNBOUNDED"], LONG),
+    ("blocks that a rule drops in part are whole", Forward, ["(item & PARTIAL_BLOCK) != 0 || block <", "block <"], MAPPED),
     ("rows of the map of another head's", Forward, ["* p.tiles + tile;", "* p.tiles;"], MAPPED),
-    ("blocks that are dropped in part are listed as whole", Forward, ["of == 2 ? PARTLY", "of == 3 ? PARTLY"], LISTED),
+    (
+        "blocks that are dropped in part are listed as whole",
+        Forward,
+        ["lane_state == 2 ? PARTIAL_BLOCK", "lane_state == 3 ? PARTIAL_BLOCK"],
+        LISTED,
+    ),
     ("the first row that keeps anything decides", Forward, ["if (any && !all) break;", "if (any) break;"], LISTED),
     ("items of a list have one place", Forward, ["items[count + __popc(listed & ((1u << lane) - 1))]", "items[count]"], LISTED),
     ("the second 32 take the places of the first", Forward, ["count += __popc(listed);", "count = __popc(listed);"], LISTED),
-    ("lists of one batch entry for all", Backward, ["batch = row / OUTERS(p) / heads", "batch = 0 * heads"], LISTED),
-    ("the sink weighs the wrong way", Forward, ["exp2_of(sink - most.log)", "exp2_of(most.log - sink)"], LENGTHS),
-    ("score_mods of another row", Forward, ["FEW ? 0 : 8 * half", "0"], TRACED),
+    ("lists of one batch entry for all", Backward, ["batch = row / OUTER_BLOCKS(p) / heads", "batch = 0 * heads"], LISTED),
+    ("the sink weighs the wrong way", Forward, ["ex2_approx(sink - row_max.log)", "ex2_approx(row_max.log - sink)"], LENGTHS),
+    ("score_mods of another row", Forward, ["PACK_GQA ? 0 : 8 * half", "0"], TRACED),
     ("a tensor is read behind its last key", Forward, ["CLAMPS_KEYS && !key_inside", "false"], ENDING),
     ("all places are the first of their thread", Backward, ["float_of_small(x - more) + float(more)", "float_of_small(x - more)"], TRACED),
     ("boxes reach into the next document", Forward, ["min(rows, length - first);", "rows;"], PACKED),
@@ -331,96 +106,128 @@ const FAULTS: [Fault; 103] = [
     (
         "keys of other documents have gradients",
         Backward,
-        ["span.begin_kv, span.len_kv, tile.head", "span.begin_kv, span.len_kv + 16, tile.head"],
+        ["seq_info.begin_kv, seq_info.len_kv, tile.head", "seq_info.begin_kv, seq_info.len_kv + 16, tile.head"],
         PACKED,
     ),
     ("stats are read as those of batch entries", Backward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
     ("gradients of documents' queries go to the first", Backward, ["WITH_PACKED_Q ? s.begin_q * row_stride", "WITH_PACKED_Q ? 0"], PACKED),
     ("tiles of documents take one another's places", Forward, ["p.items[before + n]", "p.items[n]"], PACKED),
-    ("documents of as many tiles come before one another", Forward, ["length > own || (", "length >= own || ("], PACKED),
-    ("a tile is told of where another is read", Forward, ["TOLD = WITH_LIST ? 4 : 2", "TOLD = 2"], PACKED),
+    ("documents of as many tiles come before one another", Forward, ["length > own_key || (", "length >= own_key || ("], PACKED),
+    ("a tile is told of where another is read", Forward, ["TILE_SLOTS = WITH_TILE_LIST ? 4 : 2", "TILE_SLOTS = 2"], PACKED),
     ("heads of a tile are one", Forward, ["tile.head + row / TILE_M :", "tile.head + 0 * row :"], FEW),
-    ("rows of other heads are written", Forward, ["head_of(tile, row) / p.group == tile.head / p.group", "true"], UNFILLED),
-    ("every part meets keys from the first on", Forward, ["low = r.low + tile.part * each", "low = r.low"], FEW),
-    ("parts leave what they come to in one place", Forward, ["at * p.units + both", "both"], FEW),
-    ("every part has the sink", Forward, ["if (tile.parts == 1) {\n            sum", "if (true) {\n            sum"], FEW),
-    ("parts are merged by the largest of one lane", Forward, ["most.log = most_of_warp(most.log);", ""], FEW),
-    ("queries that are not there have stats", Forward, ["if (q < span.len_q) {", "if (true) {"], FEW),
+    ("rows of other heads are written", Forward, ["head_of_row(tile, row) / p.group == tile.head / p.group", "true"], UNFILLED),
+    ("every part meets keys from the first on", Forward, ["begin = r.begin + tile.split * each", "begin = r.begin"], FEW),
+    ("parts leave what they come to in one place", Forward, ["at * p.units + head_index", "both"], FEW),
+    ("every part has the sink", Forward, ["if (tile.splits == 1) {\n            sum", "if (true) {\n            sum"], FEW),
+    ("parts are merged by the largest of one lane", Forward, ["row_max.log = warp_max(row_max.log);", ""], FEW),
+    ("queries that are not there have stats", Forward, ["if (q < seq_info.len_q) {", "if (true) {"], FEW),
     ("tiles begin with one item", Forward, ["p.firsts[mine * p.tiles + tile] = before;", "p.firsts[mine * p.tiles + tile] = 0;"], FEW),
     (
         "a part weighs as much as another",
         Forward,
-        ["log2_of_part(log_of(part), most) - most.log) * inverse", "log2_of_part(log_of(0), most) - most.log) * inverse"],
+        [
+            "split_log2(lse_of_split(split), row_max) - row_max.log) * inverse",
+            "split_log2(lse_of_split(0), row_max) - row_max.log) * inverse",
+        ],
         FEW,
     ),
     ("pages of the first entry for all", Forward, ["p.page_table[long(batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),
     ("every piece of a page is its first", Forward, ["p.pages - 1), key % p.page_size}", "p.pages - 1), 0}"], PAGED),
-    ("pieces have one place", Forward, ["there + int(threadIdx.x) * PIECE * ROW_BYTES", "there"], PAGED),
+    ("pieces have one place", Forward, ["there + int(threadIdx.x) * PAGE_SLICE * ROW_BYTES", "there"], PAGED),
     (
         "pieces come before they are waited for",
         Forward,
-        ["if (BRINGERS > 1) __syncwarp();", "if (threadIdx.x > 0) barrier_arrive(barrier);"],
+        ["if (PRODUCER_THREADS > 1) __syncwarp();", "if (threadIdx.x > 0) mbarrier_arrive(barrier);"],
         PAGED,
     ),
-    ("threads that bring take tiles of their own", Forward, ["BRINGERS > 1 ? alike(next) : next", "next"], PAGED),
+    ("threads that bring take tiles of their own", Forward, ["PRODUCER_THREADS > 1 ? warp_uniform(next) : next", "next"], PAGED),
     (
         "queries come before those of a tile are done with",
         Backward,
-        ["barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);", ""],
+        ["mbarrier_wait_parity(smem.q_empty + 8 * pipeline.stage, pipeline.phase ^ 1);", ""],
         WIDE,
     ),
-    ("upstream gradients come too early", Backward, ["barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);", ""], WIDE),
+    (
+        "upstream gradients come too early",
+        Backward,
+        ["mbarrier_wait_parity(smem.d_o_empty + 8 * pipeline.stage, pipeline.phase ^ 1);", ""],
+        WIDE,
+    ),
     (
         "upstream gradients are not waited for",
         Backward,
-        ["if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());", ""],
+        ["if (sub == 0) mbarrier_wait_parity(smem.d_o_full + 8 * step_state.operand_stage(), step_state.operand_phase());", ""],
         LONG,
     ),
     (
         "results are written over gradients of scores that are read",
         Backward,
-        ["and with gradients of scores.\n        meet(BOTH_GROUPS, 256);", "and with gradients of scores."],
+        ["are done with K, V and dS.\n        named_barrier_sync(BARRIER_CONSUMERS, 256);", "are done with K, V and dS."],
         WIDE,
     ),
     (
         "every share has all heads",
         Backward,
-        ["p.group * tile.share / p.shares, p.group * (tile.share + 1) / p.shares", "0, p.group"],
+        ["p.group * tile.head_split / p.shares, p.group * (tile.head_split + 1) / p.shares", "0, p.group"],
         SHARED,
     ),
     ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], SHARED),
-    ("groups add to one share", Backward, ["long(done.number) * 2 + group)", "long(done.number) * 2)"], SHARED),
-    ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], SHARED),
-    ("blocks of keys are counted together", Backward, ["p.shares_done + tile.number", "p.shares_done"], SHARED),
-    ("who is last is read before it is told", Backward, ["groups_meet(1);\n    const bool last", "const bool last"], SHARED),
-    ("scores are read while they are computed", Backward, ["products_wait<1>();\n                    hold(s);", "hold(s);"], LONG),
-    ("the second query of two has the first's sum", Backward, ["stay, n + 1) - of.y", "stay, n + 1) - of.x"], LONG),
-    ("groups add to one slice", Backward, ["(place * SLICES + slice) * SLICE", "(place * SLICES) * SLICE"], LONG),
+    ("groups add to one share", Backward, ["long(done.tile_index) * 2 + warpgroup)", "long(done.tile_index) * 2)"], SHARED),
+    (
+        "shares of values lie over those of keys",
+        Backward,
+        ["red_add_split(split_sum + 128 * DK, dv)", "red_add_split(split_sum, dv)"],
+        SHARED,
+    ),
+    ("blocks of keys are counted together", Backward, ["p.shares_done + tile.tile_index", "p.shares_done"], SHARED),
+    ("who is last is read before it is told", Backward, ["warpgroups_sync(1);\n    const bool last", "const bool last"], SHARED),
+    (
+        "scores are read while they are computed",
+        Backward,
+        ["wgmma_wait_group<1>();\n                    wgmma_fence_operand(s);", "wgmma_fence_operand(s);"],
+        LONG,
+    ),
+    ("the second query of two has the first's sum", Backward, ["dropout_mask, n + 1) - pair.y", "dropout_mask, n + 1) - pair.x"], LONG),
+    ("groups add to one slice", Backward, ["(index * SLICES + slice) * DQ_SLICE", "(index * SLICES) * DQ_SLICE"], LONG),
     (
         "sums are written over before they have left",
         Backward,
-        ["meet(SUMS_FREE + group, 160);\n    at +=", "arrive(SUMS_FREE + group, 160);\n    at +="],
+        [
+            "named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);\n    at +=",
+            "named_barrier_arrive(BARRIER_DQ_EMPTY + warpgroup, 160);\n    at +=",
+        ],
         LONG,
     ),
     (
         "a group's place is told free before its sums have left",
         Backward,
-        ["if (first) copied_out<1>();\n        __syncwarp();\n        arrive(", "__syncwarp();\n        arrive("],
+        [
+            "if (first) cp_async_bulk_wait_group_read<1>();\n        __syncwarp();\n        named_barrier_arrive(",
+            "__syncwarp();\n        named_barrier_arrive(",
+        ],
         LONG,
     ),
     (
         "sums leave before they are there",
         Backward,
-        ["meet(SUMS_THERE + group, 160);\n            if (first)", "arrive(SUMS_THERE + group, 160);\n            if (first)"],
+        [
+            "named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);\n            if (first)",
+            "named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);\n            if (first)",
+        ],
         LONG,
     ),
-    ("the copy engine is not told of sums", Backward, ["written_for_engines();\n    arrive(SUMS_THERE", "arrive(SUMS_THERE"], LONG),
+    (
+        "the copy engine is not told of sums",
+        Backward,
+        ["fence_proxy_async();\n    named_barrier_arrive(BARRIER_DQ_FULL", "named_barrier_arrive(BARRIER_DQ_FULL"],
+        LONG,
+    ),
     (
         "matrices are stored over one another",
         Backward,
         [
-            "+ (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4)",
-            "+ (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane & 7) << 4)",
+            "swizzled_matrix_row(d_s + sub * KV_PANEL_BYTES + own_rows, warp * 16 + (lane & 15), lane)",
+            "d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane & 7) << 4)",
         ],
         LONG,
     ),
@@ -428,8 +235,8 @@ const FAULTS: [Fault; 103] = [
         "the next scores are those of this step's queries",
         Backward,
         [
-            "k_held, at.q + turn.place() * Q_BYTES);\n                }\n                step",
-            "k_held, q);\n                }\n                step",
+            "k_registers, smem.q + step_state.operand_stage() * Q_BYTES);\n                }\n                step",
+            "k_registers, q);\n                }\n                step",
         ],
         LONG,
     ),
@@ -437,28 +244,28 @@ const FAULTS: [Fault; 103] = [
         "the next queries are not waited for",
         Backward,
         [
-            "if (AHEAD && more) {\n                    barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());",
-            "if (AHEAD && more) {",
+            "if (PREFETCH_S && has_next) {\n                    mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());",
+            "if (PREFETCH_S && has_next) {",
         ],
         LONG,
     ),
     (
         "the last head's steps are another's too",
         Backward,
-        ["if (++steps.of >= steps.past) return false;", "if (++steps.of > steps.past) return false;"],
+        ["if (++steps.head_in_group >= steps.end) return false;", "if (++steps.head_in_group > steps.end) return false;"],
         LONG,
     ),
     (
         "groups have more registers than the block was given",
         Backward,
-        ["fewer_registers<BRING_REGISTERS>", "fewer_registers<BRING_REGISTERS + 8>"],
+        ["setmaxnreg_dec<PRODUCER_REGISTERS>", "setmaxnreg_dec<PRODUCER_REGISTERS + 8>"],
         LONG,
     ),
-    ("a half of the rows of wide heads is not scaled", Backward, ["of.z * p.scale", "of.z"], WIDE),
+    ("a half of the rows of wide heads is not scaled", Backward, ["sum.z * p.scale", "sum.z"], WIDE),
     (
         "a tile behind the last is walked over",
         Backward,
-        ["(last.past + TILE_M - 1) / TILE_M", "(last.past + TILE_M - 1) / TILE_M + 1"],
+        ["(last.end + TILE_M - 1) / TILE_M", "(last.end + TILE_M - 1) / TILE_M + 1"],
         FEWER,
     ),
     (
@@ -468,9 +275,9 @@ const FAULTS: [Fault; 103] = [
         SHORT,
     ),
     ("a key keeps a query less", Backward, ["max(0, k - s.upper)", "max(0, k - s.upper + 1)"], LONG),
-    ("the last tile is dropped", Backward, ["(last.past + TILE_M - 1) / TILE_M", "last.past / TILE_M"], LONG),
-    ("dropped keys have weights", Backward, ["(n / 4) + other)) x = -INFINITE;", "(n / 4) + other)) x = x;"], LENGTHS),
-    ("the sink's gradient has the other sign", Backward, ["of_sink = -weight_of_sink(", "of_sink = weight_of_sink("], LENGTHS),
+    ("the last tile is dropped", Backward, ["(last.end + TILE_M - 1) / TILE_M", "last.end / TILE_M"], LONG),
+    ("dropped keys have weights", Backward, ["origin.q, n) + other)) x = -INFINITE;", "origin.q, n) + other)) x = x;"], LENGTHS),
+    ("the sink's gradient has the other sign", Backward, ["of_sink = -sink_probability(", "of_sink = sink_probability("], LENGTHS),
     ("the sink's gradient is that of some rows", Backward, ["(threadIdx.x & 31) == 0) atomicAdd", "threadIdx.x == 0) atomicAdd"], LENGTHS),
     ("half of a row is not added up", Backward, ["int apart = ROW_LANES / 2", "int apart = ROW_LANES / 4"], LONG),
     ("every second element is left out", Backward, [" + low(x >> 16) * low(y >> 16)", ""], LONG),
@@ -480,31 +287,31 @@ const FAULTS: [Fault; 103] = [
     (
         "16 keys of few queries have the numbers of 8",
         Forward,
-        ["stays(p, words.word[m], q & 1)", "stays(p, words.word[0], q & 1)"],
+        ["survives(p, words.word[m], q & 1)", "survives(p, words.word[0], q & 1)"],
         DROPPED,
     ),
     ("heads have the same numbers", Forward, ["* p.heads_q + head, n = *p.dropout_offset", "* p.heads_q, n = *p.dropout_offset"], DROPPED),
     (
         "the second head of two drops as the first",
         Forward,
-        ["head_of(tile, row + 8 * half), query_of(tile, row + 8 * half), k", "head_of(tile, row), query_of(tile, row), k"],
+        ["head_of_row(tile, row + 8 * half), query_of_row(tile, row + 8 * half), k", "head_of_row(tile, row), query_of_row(tile, row), k"],
         DROPPED,
     ),
-    ("weights that stay are as they were", Forward, ["share[half] *= p.dropout_scale;", ""], DROPPED),
+    ("weights that stay are as they were", Forward, ["inverse_sum[half] *= p.dropout_scale;", ""], DROPPED),
     (
         "dropped weights have gradients",
         Backward,
-        ["return stay >> n & 1 ? d_p * p.dropout_scale : 0.0f;", "return d_p * p.dropout_scale;"],
+        ["return dropout_mask >> n & 1 ? d_p * p.dropout_scale : 0.0f;", "return d_p * p.dropout_scale;"],
         DROPPED,
     ),
-    ("values have gradients of dropped weights", Backward, ["!WITH_DROPOUT || (stay >> n & 1) ? weight", "true ? weight"], DROPPED),
+    ("values have gradients of dropped weights", Backward, ["!WITH_DROPOUT || (dropout_mask >> n & 1) ? prob", "true ? prob"], DROPPED),
     ("gradients of values are not scaled", Backward, ["WITH_DROPOUT ? p.dropout_scale : 1.0f", "1.0f"], DROPPED),
     ("16 queries have the numbers of 8", Backward, ["(m >> 1 & 1) + m / 4 * 2", "(m >> 1 & 1)"], DROPPED),
     ("the slope is taken elsewhere", Backward, ["score_mod_gradient(before[other],", "score_mod_gradient(s[n + other],"], TRACED),
     (
         "gradients of a bias at another key",
         Backward,
-        ["atomicAdd(to(place_of(p, corner, n)), x[n])", "atomicAdd(to(place_of(p, corner, n ^ 2)), x[n])"],
+        ["atomicAdd(to(place_of_score(p, origin, n)), x[n])", "atomicAdd(to(place_of_score(p, origin, n ^ 2)), x[n])"],
         ALONG,
     ),
 ];

@@ -5,6 +5,7 @@ mod documents;
 mod emptied;
 mod empty;
 mod far;
+mod fault_cases;
 mod faults;
 mod files;
 mod function_faults;

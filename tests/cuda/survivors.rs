@@ -69,10 +69,10 @@ sum_exp = true
 
 const FAULTS: [Fault; 5] = [
     ("dO has the head stride of o", Backward, ["p.d_o_batch, p.d_o_head, p.d_o_row", "p.d_o_batch, p.o_head, p.d_o_row"], UPSTREAM),
-    ("a row without keys has no maximum to subtract", Forward, ["if (most.log == -INFINITE) most.log = 0.0f;", ""], SPLIT),
+    ("a row without keys has no maximum to subtract", Forward, ["if (row_max.log == -INFINITE) row_max.log = 0.0f;", ""], SPLIT),
     ("splits are found with another entry's tile", Forward, ["p.firsts[mine * p.tiles + tile]", "p.firsts[mine + tile]"], SPLIT_TILES),
-    ("sums are rescaled too late for f32", Forward, ["GROWTH = 8.0f", "GROWTH = 1.0e30f"], GROWING),
-    ("sums are rescaled too late for f16", Forward, ["GROWTH = 8.0f", "GROWTH = 20.0f"], GROWING_F16),
+    ("sums are rescaled too late for f32", Forward, ["RESCALE_THRESHOLD = 8.0f", "RESCALE_THRESHOLD = 1.0e30f"], GROWING),
+    ("sums are rescaled too late for f16", Forward, ["RESCALE_THRESHOLD = 8.0f", "RESCALE_THRESHOLD = 20.0f"], GROWING_F16),
 ];
 
 /// Every case of these faults.

@@ -4,8 +4,10 @@
 pub mod allocations;
 pub mod code;
 pub mod edits;
+pub mod elf;
 pub mod emulated;
 pub mod golden;
+pub mod kernel_table;
 pub mod matrix;
 pub mod msl;
 pub mod mutants;

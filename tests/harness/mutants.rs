@@ -9,7 +9,7 @@ use crate::random::Random;
 use std::collections::BTreeMap;
 
 /// Files that the emulation replaces by its own: an edit of theirs is never compiled.
-const REPLACED: [&str; 5] = ["copy.cuh", "mma.cuh", "peers.cuh", "products.cuh", "units.cuh"];
+const REPLACED: [&str; 5] = ["cluster.cuh", "mma.cuh", "ptx.cuh", "tma.cuh", "wgmma.cuh"];
 
 /// A rule: its name, and what it makes of a line of code.
 type Rule = (&'static str, fn(&str) -> Vec<String>);
@@ -35,27 +35,10 @@ pub const RULES: [Rule; 14] = [
 ];
 
 /// Words of calls that synchronise.
-const SYNCHRONISES: [&str; 16] = [
-    "sync",
-    "barrier",
-    "meet",
-    "arrive",
-    "wait",
-    "commit",
-    "products_begin",
-    "written_for_engines",
-    "hold(",
-    "turn_",
-    "copied_out",
-    "copy_out_ends",
-    "rows_are_zero",
-    "registers<",
-    "expect(",
-    "asm",
-];
+const SYNCHRONISES: [&str; 10] = ["sync", "barrier", "arrive", "wait", "commit", "fence", "ping_pong", "setmaxnreg", "expect", "asm"];
 
 /// Numbers of threads, and of what threads share.
-const THREADS: [&str; 8] = ["lane", "warp", "part", "half", "stage", "group", "slice", "slot"];
+const THREADS: [&str; 10] = ["lane", "warp", "warpgroup", "part", "split", "half", "stage", "group", "slice", "slot"];
 
 /// Whether nothing of a line says what is computed.
 fn is_declaration(line: &str) -> bool {
@@ -335,7 +318,7 @@ mod tests {
             ("arguments", "f(p, batch, head + 1);", &["f(batch, p, head + 1);"]),
             ("statement", "    x[n] = 3;", &["    ;"]),
             ("statement", "Tile tile = of(p);", &[]),
-            ("statement", "barrier_wait(at.q_full, phase);", &[]),
+            ("statement", "mbarrier_wait_parity(at.q_full, phase);", &[]),
             ("axis", "at + batch * p.o_batch;", &["at + batch * p.o_head;"]),
             ("thread", "const int lane = x + warp * 16;", &["const int lane = x + (warp - 1) * 16;"]),
         ];

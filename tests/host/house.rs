@@ -106,7 +106,7 @@ fn every_fence_is_needed() {
 }
 
 /// Pieces of kernels that hold PTX: the emulation has others in their places. Products with many operands are generated, by `matrix.rs`.
-const PTX: [&str; 5] = ["copy.cuh", "mma.cuh", "peers.cuh", "products.cuh", "units.cuh"];
+const PTX: [&str; 5] = ["cluster.cuh", "mma.cuh", "ptx.cuh", "tma.cuh", "wgmma.cuh"];
 
 #[test]
 fn ptx_stays_in_its_pieces() {

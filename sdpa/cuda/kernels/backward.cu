@@ -1,398 +1,405 @@
-// Attention backward on compute capability 9.0: one group of threads brings operands, takes sums out and rounds them, two others have 64 keys of a block each, and
-// walk over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
+// attention_backward for sm_90: persistent and warp-specialised. Warpgroup 0 has the TMA producer and the warps that reduce and convert dQ; two consumer
+// warpgroups have 64 keys of a KV block each and iterate over query tiles.
+// S and P are transposed, keys by queries, so that P and dS are A operands in registers for dV and dK.
 
-// Zeroes keys past the length of the batch entry: dS is 0 there, and dQ reads them.
-inline void zero_keys(const Span& span, const Tile& tile, const Shared& at) {
+// Zeroes K past the sequence's length: dS is 0 there, and dQ reads K.
+inline void zero_k_padding(const SeqInfo& seq_info, const Tile& tile, const SharedStorage& smem) {
 #if WITH_SEQ_LEN_KV
-    const int keys = span.len_kv - tile.block * TILE_N;
-    if (keys >= TILE_N) return;
-    zero_rows<QK_PANELS>(at.k, KV_PANEL_BYTES, keys, TILE_N);
-    written_for_engines();
-    meet(ZEROED, 256);
+    const int rows = seq_info.len_kv - tile.block * TILE_N;
+    if (rows >= TILE_N) return;
+    zero_rows<QK_PANELS>(smem.k, KV_PANEL_BYTES, rows, TILE_N);
+    fence_proxy_async();
+    named_barrier_sync(BARRIER_ZEROED, 256);
 #endif
 }
 
-// Zeroes queries and rows of dO past the length of the batch entry: dK and dV read them.
-inline void zero_queries(const Span& span, int tile, uint q, uint d_o) {
+// Zeroes Q and dO past the sequence's length: dK and dV read them.
+inline void zero_q_padding(const SeqInfo& seq_info, int tile, uint q, uint d_o) {
 #if WITH_SEQ_LEN_Q
-    const int queries = span.len_q - tile * TILE_M;
+    const int queries = seq_info.len_q - tile * TILE_M;
     if (queries >= TILE_M) return;
-    // Both warpgroups have read what they multiply before, and find zeros after.
-    meet(ZEROED, 256);
+    // Both consumers have read the rows before, and see zeros after.
+    named_barrier_sync(BARRIER_ZEROED, 256);
     zero_rows<QK_PANELS>(q, Q_PANEL_BYTES, queries, TILE_M);
     zero_rows<V_PANELS>(d_o, Q_PANEL_BYTES, queries, TILE_M);
-    written_for_engines();
-    meet(ZEROED, 256);
+    fence_proxy_async();
+    named_barrier_sync(BARRIER_ZEROED, 256);
 #endif
 }
 
-// Gradients of values are there, with so many products under way, and what they were made of is let go.
+// Waits for dV with `under_way` WGMMA groups in flight, and releases dO.
 template <int under_way>
-inline void values_end(float (&dv)[DV], uint d_o_free) {
-    products_wait<under_way>();
-    hold(dv);
+inline void wait_dv(float (&dv)[DV], uint d_o_empty) {
+    wgmma_wait_group<under_way>();
+    wgmma_fence_operand(dv);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(d_o_free);
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(d_o_empty);
 }
 
-// Which step a group is at: gradients of scores have two places, and operands as many as there are stages.
-struct Turn : Ring<2> {
+// The consumers' position: dS has two stages, Q and dO have STAGES.
+struct StepState : PipelineState<2> {
     static_assert(STAGES <= 2, "places of operands follow from those of gradients of scores");
-    inline int place() const { return STAGES == 1 ? 0 : stage; }
-    inline int place_phase() const { return STAGES == 1 ? stage : phase; }
+    inline int operand_stage() const { return STAGES == 1 ? 0 : stage; }
+    inline int operand_phase() const { return STAGES == 1 ? stage : phase; }
 };
 
-// Brings a block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head. The first of these come while
-// the block before still has its keys.
-inline void bring_block(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
-                        const Params& p, const Shared& at, const Tile& tile) {
-    const Span span = span_of(p, tile.batch);
-    const Reach reach = reach_of(p, span, tile.block);
-    const Heads heads = heads_of(p, tile);
+// Loads K, V and, for each query tile of all heads of the GQA group, dO and Q. The first tiles are loaded while the previous KV block's K is still in
+// use.
+inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
+                      const Params& p, const SharedStorage& smem, const Tile& tile) {
+    const SeqInfo seq_info = seq_info_of(p, tile.batch);
+    const BlockRange range = block_range_of(p, seq_info, tile.block);
+    const HeadRange heads = head_range_of(p, tile);
     bool first = true;
-    for (int of = heads.first; of < heads.past; of++) {
-        const int head = tile.head * p.group + of;
-        Walk walk = walk_of(p, reach, tile.batch, head, tile.block);
+    for (int head_in_group = heads.begin; head_in_group < heads.end; head_in_group++) {
+        const int head = tile.head * p.group + head_in_group;
+        BlockIterator iterator = block_iterator(p, range, tile.batch, head, tile.block);
         int queries;
-        bool partly;
-        while (walk_on(walk, p, reach, queries, partly)) {
-            const long rows = tile_place(p, span, tile.batch, head, queries) * TILE_M;
-            // Done with first, so asked for first.
-            barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
-            barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES + ROWS_BYTES);
-            copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, at.d_o_full + 8 * ring.stage);
-            queries_in<TILE_M, V_PANELS, V_THERE>(at.d_o + ring.stage * D_O_BYTES, d_o_map, at.d_o_full + 8 * ring.stage, span, queries, head,
-                                                  tile.batch);
-            barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
-            barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES + ROWS_BYTES);
-            copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, at.q_full + 8 * ring.stage);
-            queries_in<TILE_M, QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, at.q_full + 8 * ring.stage, span, queries, head,
-                                                    tile.batch);
-            ring.on();
+        bool partial;
+        while (next_block(iterator, p, range, queries, partial)) {
+            const long rows = q_tile_index(p, seq_info, tile.batch, head, queries) * TILE_M;
+            // Consumers release dO first.
+            mbarrier_wait_parity(smem.d_o_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
+            mbarrier_arrive_expect_tx(smem.d_o_full + 8 * pipeline.stage, D_O_BYTES + ROWS_BYTES);
+            cp_async_bulk_load(smem.delta + pipeline.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, smem.d_o_full + 8 * pipeline.stage);
+            load_q_rows<TILE_M, V_PANELS, V_TENSOR_PANELS>(smem.d_o + pipeline.stage * D_O_BYTES, d_o_map, smem.d_o_full + 8 * pipeline.stage, seq_info, queries, head,
+                                                           tile.batch);
+            mbarrier_wait_parity(smem.q_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
+            mbarrier_arrive_expect_tx(smem.q_full + 8 * pipeline.stage, Q_BYTES + ROWS_BYTES);
+            cp_async_bulk_load(smem.lse + pipeline.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, smem.q_full + 8 * pipeline.stage);
+            load_q_rows<TILE_M, QK_PANELS, QK_TENSOR_PANELS>(smem.q + pipeline.stage * Q_BYTES, q_map, smem.q_full + 8 * pipeline.stage, seq_info, queries, head,
+                                                             tile.batch);
+            pipeline.advance();
             if (first) {
-                barrier_wait(at.kv_free, keys ^ 1);
-                barrier_expect(at.kv_full, K_BYTES + V_BYTES);
-                keys_in<TILE_N, QK_PANELS, QK_THERE>(at.k, k_map, at.kv_full, span, tile.block, tile.head, tile.batch);
-                keys_in<TILE_N, V_PANELS, V_THERE>(at.v, v_map, at.kv_full, span, tile.block, tile.head, tile.batch);
-                keys ^= 1;
+                mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
+                mbarrier_arrive_expect_tx(smem.kv_full, K_BYTES + V_BYTES);
+                load_kv_rows<TILE_N, QK_PANELS, QK_TENSOR_PANELS>(smem.k, k_map, smem.kv_full, seq_info, tile.block, tile.head, tile.batch);
+                load_kv_rows<TILE_N, V_PANELS, V_TENSOR_PANELS>(smem.v, v_map, smem.kv_full, seq_info, tile.block, tile.head, tile.batch);
+                kv_phase ^= 1;
                 first = false;
             }
         }
     }
-    // Zeros leave from where keys would be: no others come before that.
-    if (!SUMS_BY_COPY && first) {
-        barrier_wait(at.kv_free, keys ^ 1);
-        barrier_arrive(at.kv_full);
-        keys ^= 1;
+    // No query attends to this block: its dK and dV of zeros are staged where K and V would be, so the producer must not load others before.
+    if (!DQ_BY_TMA && first) {
+        mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
+        mbarrier_arrive(smem.kv_full);
+        kv_phase ^= 1;
     }
 }
 
-// Takes block after block of keys.
-inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
-                  const Shared& at) {
-    Ring<STAGES> ring;
-    Told told;
-    uint keys = 0;
+// Producer: pulls KV blocks from the counter.
+inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
+                          const SharedStorage& smem) {
+    PipelineState<STAGES> pipeline;
+    TilePipeline tile_pipeline;
+    uint kv_phase = 0;
     while (true) {
-        const int number = take_next(told, p, at);
-        if (number >= p.last) return;
-        if (number >= p.numbers) continue;
-        const Tile tile = tile_of(p, number);
-        if (!is_none(p, tile)) bring_block(ring, keys, q_map, k_map, v_map, d_o_map, p, at, tile);
+        const int tile_index = tile_produce(tile_pipeline, p, smem);
+        if (tile_index >= p.last) return;
+        if (tile_index >= p.numbers) continue;
+        const Tile tile = tile_at(p, tile_index);
+        if (!is_empty(p, tile)) load_tile(pipeline, kv_phase, q_map, k_map, v_map, d_o_map, p, smem, tile);
     }
 }
 
-#if SUMS_BY_COPY
-// What each group has left in shared memory of a block's steps is added by the copy engine, beside what the group does next.
-inline void take_sums_of(const Params& p, const Shared& at, const Tile& tile) {
-    const Span span = span_of(p, tile.batch);
-    const Reach reach = reach_of(p, span, tile.block);
-    Steps steps = steps_of(p, reach, tile);
+#if DQ_BY_TMA
+// Adds each step's dQ slices, which the consumers store in shared memory, to the f32 accumulator by bulk reduction while the consumers go on.
+inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const Tile& tile) {
+    const SeqInfo seq_info = seq_info_of(p, tile.batch);
+    const BlockRange range = block_range_of(p, seq_info, tile.block);
+    StepIterator steps = step_iterator(p, range, tile);
     Step step;
     const bool first = threadIdx.x == 32;
-    // What was summed up in its place before has left.
-    if (first && p.ring > 0 && tile.section >= p.ring) wait_for(p.settled + tile.section - p.ring, slices_in(p, tile.section - p.ring));
+    // The section that had these slices of the ring before has been converted.
+    if (first && p.ring > 0 && tile.section >= p.ring) counter_acquire_wait(p.settled + tile.section - p.ring, section_slices(p, tile.section - p.ring));
     while (true) {
-        const bool more = step_on(steps, p, reach, tile, step);
-        // The first group's has been read, then the second's.
-        if (first) copied_out<1>();
+        const bool has_next = next_step(steps, p, range, tile, step);
+        // Warpgroup 0's slice has been read, then warpgroup 1's.
+        if (first) cp_async_bulk_wait_group_read<1>();
         __syncwarp();
-        arrive(SUMS_FREE, 160);
-        if (first) copied_out();
+        named_barrier_arrive(BARRIER_DQ_EMPTY, 160);
+        if (first) cp_async_bulk_wait_group_read();
         __syncwarp();
-        arrive(SUMS_FREE + 1, 160);
-        if (!more) return;
-        for (int group = 0; group < 2; group++) {
-            meet(SUMS_THERE + group, 160);
+        named_barrier_arrive(BARRIER_DQ_EMPTY + 1, 160);
+        if (!has_next) return;
+        for (int warpgroup = 0; warpgroup < 2; warpgroup++) {
+            named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);
             if (first) {
-                add_out(slice_at(p, span, tile, step.head, step.queries, group), at.sums + group * SUMS_BYTES, SUMS_BYTES);
-                copy_out_ends();
+                cp_reduce_async_bulk_add(dq_slice(p, seq_info, tile, step.head, step.queries, warpgroup), smem.dq_slices + warpgroup * DQ_SLICE_BYTES, DQ_SLICE_BYTES);
+                cp_async_bulk_commit_group();
             }
         }
     }
 }
 
-// A warp of its own asks for that, of block after block, and counts which are done.
-inline void take_sums(const Params& p, const Shared& at) {
-    Told told;
+// One warp: reduces dQ of KV block after KV block, and counts the finished ones of each L2 section.
+inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
+    TilePipeline tile_pipeline;
     while (true) {
-        const int number = next_of(told, at);
-        if (number >= p.last) return;
-        if (number >= p.numbers) continue;
-        const Tile tile = tile_of(p, number);
-        const bool none = is_none(p, tile);
-        if (!none) take_sums_of(p, at, tile);
+        const int tile_index = tile_consume(tile_pipeline, smem);
+        if (tile_index >= p.last) return;
+        if (tile_index >= p.numbers) continue;
+        const Tile tile = tile_at(p, tile_index);
+        const bool none = is_empty(p, tile);
+        if (!none) reduce_dq_of_tile(p, smem, tile);
         if (threadIdx.x == 32) {
-            arrived_out();
-            count_up(p.done + tile.section, 1);
+            cp_async_bulk_wait_group();
+            counter_release_add(p.done + tile.section, 1);
         }
-        // Gradients of values have been where sums were: what comes next is not told before.
-        for (int group = 0; group < 2 && !none; group++) meet(SUMS_THERE + group, 160);
+        // dV was staged where the dQ slices are: no next block before that is stored.
+        for (int warpgroup = 0; warpgroup < 2 && !none; warpgroup++) named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);
     }
 }
 
-// A group leaves its slice for that warp, a warp's piece after the other, in the order in which its threads have it. Its number is asked for once more: as it is, it would take a place that
-// the operands of products need.
-inline void leave_sums(const float (&sums)[DQ], float*, uint at) {
-    const int group = alike(int(threadIdx.x >> 7)) - 1;
-    meet(SUMS_FREE + group, 160);
-    at += group * SUMS_BYTES + (threadIdx.x >> 5 & 3) * PIECE_BYTES + (threadIdx.x & 31) * 16;
+// Stores a consumer's dQ slice for that warp, each warp's piece in register order: the accumulator is not row-major. The warpgroup index is recomputed:
+// keeping it live costs a register that WGMMA operands need.
+inline void store_dq(const float (&sums)[DQ], float*, uint at) {
+    const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
+    named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
+    at += warpgroup * DQ_SLICE_BYTES + (threadIdx.x >> 5 & 3) * DQ_PIECE_BYTES + (threadIdx.x & 31) * 16;
 #pragma unroll
-    for (int n = 0; n < DQ; n += 4) store_shared_numbers(at + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
-    written_for_engines();
-    arrive(SUMS_THERE + group, 160);
+    for (int n = 0; n < DQ; n += 4) st_shared_v4_f32(at + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    fence_proxy_async();
+    named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);
 }
 #else
-inline void leave_sums(const float (&sums)[DQ], float* to, uint) {
-    add_slice(sums, to);
+inline void store_dq(const float (&sums)[DQ], float* to, uint) {
+    red_add_dq(sums, to);
 }
 #endif
 
-// Gradients of the queries of the step before, from what both groups have left of it: neither waits for the other's step. Nothing waits but for that.
-inline void along_before(float (&dq)[DQ], const Turn& turn, const Shared& at, uint own_d_s, uint own_k) {
-    const int before = turn.stage ^ 1;
-    barrier_wait(at.d_s_full + 8 * before, turn.phase ^ before);
-    along_queries(dq, at.d_s + before * D_S_BYTES + own_d_s, at.k + own_k);
+// dQ of the previous step, from dS of both consumers: issued a step late, neither waits for the other within a step.
+inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const SharedStorage& smem, uint own_d_s, uint own_k) {
+    const int before = step_state.stage ^ 1;
+    mbarrier_wait_parity(smem.d_s_full + 8 * before, step_state.phase ^ before);
+    gemm_dq(dq, smem.d_s + before * D_S_BYTES + own_d_s, smem.k + own_k);
 }
 
-// They are there, and leave.
-inline void leave_before(float (&dq)[DQ], float* to, const Turn& turn, const Shared& at) {
-    hold(dq);
+// Waits for nothing: its WGMMAs are done. Releases dS, stores dQ.
+inline void finish_dq_previous(float (&dq)[DQ], float* to, const StepState& step_state, const SharedStorage& smem) {
+    wgmma_fence_operand(dq);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(at.d_s_free + 8 * (turn.stage ^ 1));
-    leave_sums(dq, to, at.sums);
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(smem.d_s_empty + 8 * (step_state.stage ^ 1));
+    store_dq(dq, to, smem.dq_slices);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                        const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap dk_map,
-                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
+                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured,
+                       const __grid_constant__ Gradients gradients) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared at = layout(shared_address(memory));
+    const SharedStorage smem = shared_layout(shared_address(memory));
     if (threadIdx.x == 0) {
-        barrier_init(at.kv_full, 1);
-        barrier_init(at.kv_free, WARPS);
+        mbarrier_init(smem.kv_full, 1);
+        mbarrier_init(smem.kv_empty, WARPS);
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(at.q_full + 8 * stage, 1);
-            barrier_init(at.d_o_full + 8 * stage, 1);
-            barrier_init(at.q_free + 8 * stage, WARPS);
-            barrier_init(at.d_o_free + 8 * stage, WARPS);
+            mbarrier_init(smem.q_full + 8 * stage, 1);
+            mbarrier_init(smem.d_o_full + 8 * stage, 1);
+            mbarrier_init(smem.q_empty + 8 * stage, WARPS);
+            mbarrier_init(smem.d_o_empty + 8 * stage, WARPS);
         }
         for (int n = 0; n < 2; n++) {
-            barrier_init(at.told_full + 8 * n, 1);
-            barrier_init(at.told_free + 8 * n, TOLD_WARPS);
+            mbarrier_init(smem.tile_full + 8 * n, 1);
+            mbarrier_init(smem.tile_empty + 8 * n, TILE_CONSUMER_WARPS);
         }
         for (int n = 0; n < 2; n++) {
-            barrier_init(at.d_s_full + 8 * n, WARPS);
-            barrier_init(at.d_s_free + 8 * n, WARPS);
+            mbarrier_init(smem.d_s_full + 8 * n, WARPS);
+            mbarrier_init(smem.d_s_empty + 8 * n, WARPS);
         }
-        for (int n = 0; n < 4; n++) barrier_init(at.settled_full + 8 * n, 1);
-        barrier_made();
+        for (int n = 0; n < 4; n++) mbarrier_init(smem.dq_pieces_full + 8 * n, 1);
+        fence_mbarrier_init();
     }
-    if (SUMS_BY_COPY && threadIdx.x * 16 < PIECE_BYTES) {
-        store_shared_numbers(at.zeros + threadIdx.x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
-        written_for_engines();
+    if (DQ_BY_TMA && threadIdx.x * 16 < DQ_PIECE_BYTES) {
+        st_shared_v4_f32(smem.zeros + threadIdx.x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+        fence_proxy_async();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        fewer_registers<BRING_REGISTERS>();
-        if (threadIdx.x == 0) bring(q_map, k_map, v_map, d_o_map, p, at);
-#if SUMS_BY_COPY
-        const int job = alike(int(threadIdx.x >> 5));
-        if (job == 1) take_sums(p, at);
-        else if (job > 1) settle_all(dq_map, p, at);
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) producer_loop(q_map, k_map, v_map, d_o_map, p, smem);
+#if DQ_BY_TMA
+        const int job = warp_uniform(int(threadIdx.x >> 5));
+        if (job == 1) dq_reduce_warp(p, smem);
+        else if (job > 1) dq_convert_warp(dq_map, p, smem);
 #endif
         return;
     }
-    more_registers<GROUP_REGISTERS>();
-    const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    const uint own_rows = group * 64 * ROW_BYTES;
-    Turn turn;
-    Told told;
-    uint keys = 0;
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    const uint own_rows = warpgroup * 64 * ROW_BYTES;
+    StepState step_state;
+    TilePipeline tile_pipeline;
+    uint kv_phase = 0;
     while (true) {
-        const int number = next_of(told, at);
-        if (number >= p.last) break;
-        if (number >= p.numbers) continue;
-        const Tile tile = tile_of(p, number);
-        if (is_none(p, tile)) continue;
-        // What the block before left in shared memory has been read.
-        if (lane == 0) copied_out();
+        const int tile_index = tile_consume(tile_pipeline, smem);
+        if (tile_index >= p.last) break;
+        if (tile_index >= p.numbers) continue;
+        const Tile tile = tile_at(p, tile_index);
+        if (is_empty(p, tile)) continue;
+        // The previous block's gradients have been read from shared memory.
+        if (lane == 0) cp_async_bulk_wait_group_read();
         __syncwarp();
-        // Of gradients of queries, a group has its half of the rows or its panel of the columns.
-        const uint own_d_s = TILE_M == 128 ? group * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + group) * KV_PANEL_BYTES;
+        // Each consumer computes 64 query rows of dQ, or one panel of its columns.
+        const uint own_d_s = TILE_M == 128 ? warpgroup * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + warpgroup) * KV_PANEL_BYTES;
         // Wide heads without a 2-CTA cluster: both CTAs of a tile recompute the same scores, each for its own columns of dK and dV.
-        const bool owns_scores = PARTS == 1 || tile.part == 0;
-        const Span span = span_of(p, tile.batch);
-        const Reach reach = with_large(p, reach_of(p, span, tile.block));
+        const bool owns_scores = COLUMN_PARTS == 1 || tile.part == 0;
+        const SeqInfo seq_info = seq_info_of(p, tile.batch);
+        const BlockRange range = without_full_blocks(p, block_range_of(p, seq_info, tile.block));
         float dk[DK], dv[DV];
 #pragma unroll
         for (int n = 0; n < DK; n++) dk[n] = 0.0f;
 #pragma unroll
         for (int n = 0; n < DV; n++) dv[n] = 0.0f;
-        Steps steps = steps_of(p, reach, tile);
+        StepIterator steps = step_iterator(p, range, tile);
         Step step, next;
         float s[SCORES];
-        bool more = step_on(steps, p, reach, tile, step), behind = false;
-        const bool any = more;
+        bool has_next = next_step(steps, p, range, tile, step), has_previous = false;
+        const bool any = has_next;
         if (any) {
-            barrier_wait(at.kv_full, keys);
-            keys ^= 1;
-            zero_keys(span, tile, at);
-            uint k_held[HELD_QK], v_held[HELD_V];
-            hold_rows(k_held, at.k + own_rows, KV_PANEL_BYTES);
-            hold_rows(v_held, at.v + own_rows, KV_PANEL_BYTES);
-            // Where sums of the step before go.
+            mbarrier_wait_parity(smem.kv_full, kv_phase);
+            kv_phase ^= 1;
+            zero_k_padding(seq_info, tile, smem);
+            uint k_registers[K_REGISTERS], v_registers[V_REGISTERS];
+            load_a_fragments(k_registers, smem.k + own_rows, KV_PANEL_BYTES);
+            load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
+            // The accumulator slice of the previous step.
             float* to = nullptr;
-            if (AHEAD) {
-                barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
-                score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + turn.place() * Q_BYTES);
+            if (PREFETCH_S) {
+                mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
+                gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
             }
             do {
-                const uint q = at.q + turn.place() * Q_BYTES, d_o = at.d_o + turn.place() * D_O_BYTES, d_s = at.d_s + turn.stage * D_S_BYTES;
-                if (!NEXT_LAST) more = step_on(steps, p, reach, tile, next);
-                if (!AHEAD) barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
+                const uint q = smem.q + step_state.operand_stage() * Q_BYTES, d_o = smem.d_o + step_state.operand_stage() * D_O_BYTES;
+                const uint d_s = smem.d_s + step_state.stage * D_S_BYTES;
+                if (!NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
+                if (!PREFETCH_S) mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
 #pragma unroll
-                for (int sub = 0; sub < SUBS; sub++) {
-                    const Corner corner = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + 2 * (lane & 3),
-                                           tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
-                    const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = turn.place() * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
-                    const uint of_keys = q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES, of_values = d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES;
-                    float d_p[SCORES], raw[RAW];
-                    float2 lse[PAIRS], delta[PAIRS];
-                    uint w[SCORES / 2], d_w[SCORES / 2];
-                    // Before there are scores in registers.
-                    const uint stay = stay_of(p, corner);
-                    if (ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
-                    if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, k_held, q + sub_rows);
-                    if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());
-                    score<V_STEPS>(d_p, at.v + own_rows, v_held, d_o + sub_rows);
-                    if (!ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
-                    products_wait<1>();
-                    hold(s);
-                    weights_either(step.partly, s, raw, w, p, captured, corner, lse, stay);
-                    // Before their products are waited for, but where registers are short.
-                    if (!TIGHT) pairs_of(delta, at.delta + of_rows);
-                    products_wait<0>();
-                    hold(d_p);
-                    if (sub == 0) zero_queries(span, step.queries, q, d_o);
-                    if (TIGHT) pairs_of(delta, at.delta + of_rows);
-                    if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay, owns_scores);
-                    else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay, owns_scores);
-                    pack(d_w, d_p);
-                    // Both groups have read what was there two steps ago.
-                    if (sub == 0) barrier_wait(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
-                    // Keys are rows there, 64 queries a panel: four matrices of 8 by 8 at once, each eighth of the warp tells where the rows of one are.
-                    const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
+                for (int sub = 0; sub < Q_SUBTILES; sub++) {
+                    const FragmentOrigin origin = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + thread_column(lane),
+                                           tile.block * TILE_N + warpgroup * 64 + warp * 16 + thread_row(lane)};
+                    const uint sub_rows = sub * 64 * ROW_BYTES, row_bytes_at = step_state.operand_stage() * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
+                    const uint q_columns = q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES, d_o_columns = d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES;
+                    float d_p[SCORES], raw[RAW_SCORES];
+                    float2 lse[QUERY_PAIRS], delta[QUERY_PAIRS];
+                    uint p_packed[SCORES / 2], ds_packed[SCORES / 2];
+                    // Before S is in registers.
+                    const uint dropout_mask = dropout_bits(p, origin);
+                    if (LSE_FIRST) load_query_pairs(lse, smem.lse + row_bytes_at);
+                    if (!PREFETCH_S || sub > 0) gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, q + sub_rows);
+                    if (sub == 0) mbarrier_wait_parity(smem.d_o_full + 8 * step_state.operand_stage(), step_state.operand_phase());
+                    gemm_s_dp<V_STEPS>(d_p, smem.v + own_rows, v_registers, d_o + sub_rows);
+                    if (!LSE_FIRST) load_query_pairs(lse, smem.lse + row_bytes_at);
+                    wgmma_wait_group<1>();
+                    wgmma_fence_operand(s);
+                    recompute_p_step(step.partial, s, raw, p_packed, p, captured, origin, lse, dropout_mask);
+                    // Before dP is waited for, unless registers are short.
+                    if (!LOW_REGISTERS) load_query_pairs(delta, smem.delta + row_bytes_at);
+                    wgmma_wait_group<0>();
+                    wgmma_fence_operand(d_p);
+                    if (sub == 0) zero_q_padding(seq_info, step.queries, q, d_o);
+                    if (LOW_REGISTERS) load_query_pairs(delta, smem.delta + row_bytes_at);
+                    if (ALWAYS_MASKED || WITH_SCORE_MOD || step.partial) compute_ds<true>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask,
+                                                                                          owns_scores);
+                    else compute_ds<false>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask, owns_scores);
+                    convert_fragment(ds_packed, d_p);
+                    // Both consumers have read the dS of two steps ago.
+                    if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
+                    // dS transposed: keys are rows, 64 queries a panel.
+                    const uint d_s_at = swizzled_matrix_row(d_s + sub * KV_PANEL_BYTES + own_rows, warp * 16 + (lane & 15), lane);
 #pragma unroll
-                    for (int n = 0; n < SCORES / 2; n += 4) store_matrices(d_s_at ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
-                    // Behind the product, which needs none of it: the group waits here until what it stored has arrived.
+                    for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(d_s_at ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
+                    // After the WGMMAs of dV are issued, which do not read dS: the fence waits for this thread's stores.
                     const auto values = [&] {
-                        weigh(dv, w, of_values);
-                        if (sub + 1 < SUBS) return;
-                        written_for_engines();
+                        gemm_dk_dv(dv, p_packed, d_o_columns);
+                        if (sub + 1 < Q_SUBTILES) return;
+                        fence_proxy_async();
                         __syncwarp();
-                        if (lane == 0) barrier_arrive(at.d_s_full + 8 * turn.stage);
+                        if (lane == 0) mbarrier_arrive(smem.d_s_full + 8 * step_state.stage);
                     };
-                    if (sub + 1 < SUBS) {
+                    if (sub + 1 < Q_SUBTILES) {
                         values();
-                        weigh(dk, d_w, of_keys);
-                    } else if (behind) {
+                        gemm_dk_dv(dk, ds_packed, q_columns);
+                    } else if (has_previous) {
                         float dq[DQ];
                         values();
-                        along_before(dq, turn, at, own_d_s, own_k);
-                        values_end<1>(dv, at.d_o_free + 8 * turn.place());
-                        weigh(dk, d_w, of_keys);
-                        products_wait<1>();
-                        leave_before(dq, to, turn, at);
-                        products_wait<0>();
-                        hold(dk);
+                        gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
+                        wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
+                        gemm_dk_dv(dk, ds_packed, q_columns);
+                        wgmma_wait_group<1>();
+                        finish_dq_previous(dq, to, step_state, smem);
+                        wgmma_wait_group<0>();
+                        wgmma_fence_operand(dk);
                     } else {
                         values();
-                        weigh(dk, d_w, of_keys);
-                        values_end<1>(dv, at.d_o_free + 8 * turn.place());
-                        products_wait<0>();
-                        hold(dk);
+                        gemm_dk_dv(dk, ds_packed, q_columns);
+                        wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
+                        wgmma_wait_group<0>();
+                        wgmma_fence_operand(dk);
                     }
                 }
                 __syncwarp();
-                if (lane == 0) barrier_arrive(at.q_free + 8 * turn.place());
-                if (!SUMS_BY_COPY) to = slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group);
-                turn.on();
-                if (NEXT_LAST) more = step_on(steps, p, reach, tile, next);
-                behind = true;
-                // The next scores are under way while the step ends. Last, so that nothing between them and their wait touches registers of theirs.
-                if (AHEAD && more) {
-                    barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
-                    score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + turn.place() * Q_BYTES);
+                if (lane == 0) mbarrier_arrive(smem.q_empty + 8 * step_state.operand_stage());
+                if (!DQ_BY_TMA) to = dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);
+                step_state.advance();
+                if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
+                has_previous = true;
+                // Prefetch: the next S is computed while this step ends. Issued last, so that nothing before its wait touches its accumulator.
+                if (PREFETCH_S && has_next) {
+                    mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
+                    gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
                 }
                 step = next;
-            } while (more);
+            } while (has_next);
             float dq[DQ];
-            along_before(dq, turn, at, own_d_s, own_k);
-            products_wait<0>();
-            leave_before(dq, to, turn, at);
-            // The next keys come while gradients leave, from where gradients of scores and sums were.
-            if (SUMS_BY_COPY && lane == 0) barrier_arrive(at.kv_free);
-        } else if (!SUMS_BY_COPY) {
-            barrier_wait(at.kv_full, keys);
-            keys ^= 1;
+            gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
+            wgmma_wait_group<0>();
+            finish_dq_previous(dq, to, step_state, smem);
+            // The next K and V are loaded while dK and dV are stored from the memory of dS and of the dQ slices.
+            if (DQ_BY_TMA && lane == 0) mbarrier_arrive(smem.kv_empty);
+        } else if (!DQ_BY_TMA) {
+            mbarrier_wait_parity(smem.kv_full, kv_phase);
+            kv_phase ^= 1;
         }
-#if TIGHT || WITH_PACKED_KV
-        // Not kept over the walk, but made again.
-        const Tile done = tile_of(p, forgotten(number));
+#if LOW_REGISTERS || WITH_PACKED_KV
+        // Recompute: keeping the tile live across the loop costs registers.
+        const Tile done = tile_at(p, opaque_int(tile_index));
 #else
         const Tile& done = tile;
 #endif
-        bool whole = true;
-#if WITH_SHARES
-        float* const share = p.key_sums + (long(done.number) * 2 + group) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
-        add_share(share, dk);
-        add_share(share + 128 * DK, dv);
-        whole = is_last(p, at, done, [](int) { meet(BOTH_GROUPS, 256); });
-        if (whole) {
-            whole_of(dk, share);
-            whole_of(dv, share + 128 * DK);
+        bool complete = true;
+#if WITH_HEAD_SPLITS
+        float* const split_sum = p.key_sums + (long(done.tile_index) * 2 + warpgroup) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
+        red_add_split(split_sum, dk);
+        red_add_split(split_sum + 128 * DK, dv);
+        complete = is_last_split(p, smem, done, [](int) { named_barrier_sync(BARRIER_CONSUMERS, 256); });
+        if (complete) {
+            load_split_sum(dk, split_sum);
+            load_split_sum(dv, split_sum + 128 * DK);
         }
 #else
-        // Both groups are done with the keys, and with gradients of scores.
-        meet(BOTH_GROUPS, 256);
+        // Both consumers are done with K, V and dS.
+        named_barrier_sync(BARRIER_CONSUMERS, 256);
 #endif
         const uint in_group = warp * 16 * ROW_BYTES;
-        const int first_row = done.block * TILE_N + group * 64 + warp * 16;
-        const float of_values = WITH_DROPOUT ? p.dropout_scale : 1.0f;
-        if (whole) take_out<KV_PANEL_BYTES>(dk, p.scale, at.d_s + own_rows + in_group, dk_map, QK_THERE, done.part * DK_PANELS, first_row, span, done);
-#if SUMS_BY_COPY
-        meet(SUMS_FREE + group, 160);
-        if (whole) take_out<64 * ROW_BYTES>(dv, of_values, at.sums + group * SUMS_BYTES + in_group, dv_map, V_THERE, 0, first_row, span, done);
-        arrive(SUMS_THERE + group, 160);
+        const int first_row = done.block * TILE_N + warpgroup * 64 + warp * 16;
+        const float dv_scale = WITH_DROPOUT ? p.dropout_scale : 1.0f;
+        if (complete) store_gradient<KV_PANEL_BYTES>(dk, p.scale, smem.d_s + own_rows + in_group, dk_map, QK_TENSOR_PANELS, done.part * DK_PANELS, first_row,
+                                                     seq_info, done);
+#if DQ_BY_TMA
+        named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
+        if (complete) store_gradient<64 * ROW_BYTES>(dv, dv_scale, smem.dq_slices + warpgroup * DQ_SLICE_BYTES + in_group, dv_map, V_TENSOR_PANELS, 0,
+                                                     first_row, seq_info, done);
+        named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);
 #else
-        if (whole) take_out<KV_PANEL_BYTES>(dv, of_values, at.k + own_rows + in_group, dv_map, V_THERE, done.part * DV_PANELS, first_row, span, done);
+        if (complete) store_gradient<KV_PANEL_BYTES>(dv, dv_scale, smem.k + own_rows + in_group, dv_map, V_TENSOR_PANELS, done.part * DV_PANELS, first_row,
+                                                     seq_info, done);
         if (lane == 0) {
-            copied_out();
-            barrier_arrive(at.kv_free);
+            cp_async_bulk_wait_group_read();
+            mbarrier_arrive(smem.kv_empty);
         }
 #endif
     }
-    if (lane == 0) copied_out();
+    if (lane == 0) cp_async_bulk_wait_group_read();
 }

@@ -1,68 +1,68 @@
-// Which weights dropout leaves: the generator of sdpa_core::DropoutMask, for all scores of a thread.
+// Dropout: the generator of sdpa_core::DropoutMask, evaluated for all scores of a thread. Both passes recompute the mask from seed and offset.
 
-struct Words {
+struct RandomWords {
     uint word[4];
 };
 
-// Philox4x32 with seven rounds.
-inline Words philox(Words counter, uint key_low, uint key_high) {
+// Philox4x32-7.
+inline RandomWords philox(RandomWords counter, uint key_low, uint key_high) {
 #pragma unroll
     for (int round = 0; round < 7; round++) {
         const ulong64 one = ulong64(0xd2511f53u) * counter.word[0], two = ulong64(0xcd9e8d57u) * counter.word[2];
-        counter = Words{uint(two >> 32) ^ counter.word[1] ^ key_low, uint(two), uint(one >> 32) ^ counter.word[3] ^ key_high, uint(one)};
+        counter = RandomWords{uint(two >> 32) ^ counter.word[1] ^ key_low, uint(two), uint(one >> 32) ^ counter.word[3] ^ key_high, uint(one)};
         key_low += 0x9e3779b9u;
         key_high += 0xbb67ae85u;
     }
     return counter;
 }
 
-// The words that have the numbers of a query and a key: those of both modulo 8, and of the query's neighbour. Which word: whether the key is one of the last 8 of 16, and
-// twice whether the query is. Its lower half is that of the even query.
-inline Words words_of(const Params& p, int batch, int head, uint q, uint k) {
+// The four random words that a query and a key draw from. They serve two queries and two keys that are 8 apart within 16: bit 0 of the word index is the
+// key's half, bit 1 the query's. Of two neighbouring queries the even one has the lower half of a word.
+inline RandomWords random_words(const Params& p, int batch, int head, uint q, uint k) {
     const ulong64 row = ulong64(batch) * p.heads_q + head, n = *p.dropout_offset + 4 * (row * 8 + k % 8) + q % 8 / 2, seed = *p.dropout_seed;
     const uint square = k / 16 * ((p.seq_q + 15) / 16) + q / 16;
-    return philox(Words{uint(n >> 2), uint(n >> 34), square, 0}, uint(seed), uint(seed >> 32));
+    return philox(RandomWords{uint(n >> 2), uint(n >> 34), square, 0}, uint(seed), uint(seed >> 32));
 }
 
-inline bool stays(const Params& p, uint word, uint odd) {
+inline bool survives(const Params& p, uint word, uint odd) {
     return (odd ? word >> 16 : word & 0xffffu) <= uint(p.dropout_most);
 }
 
-// Tells of each score whether its weight stays: of queries `q` and `q + 8`, the first of them in the first half of 16, beside keys from `k` on, two of each 8.
+// Forward: calls `each` for every score of queries q and q + 8. q % 16 is below 8; a thread has keys k and k + 1 of every 8.
 template <int scores, class Each>
-inline void each_of_queries(const Params& p, int batch, int head, int q, int k, Each each) {
+inline void dropout_of_queries(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll
     for (int n = 0; n < scores; n += 8) {
 #pragma unroll
         for (int other = 0; other < 2; other++) {
-            const Words words = words_of(p, batch, head, q, k + 2 * n + other);
+            const RandomWords words = random_words(p, batch, head, q, k + 2 * n + other);
 #pragma unroll
-            for (int m = other; m < 8; m += 2) each(n + m, stays(p, words.word[m / 4 + (m & 2)], q & 1));
+            for (int m = other; m < 8; m += 2) each(n + m, survives(p, words.word[m / 4 + (m & 2)], q & 1));
         }
     }
 }
 
-// The same of keys `k` and `k + 8` beside queries from `q` on.
+// Backward, S transposed: keys k and k + 8, queries q and q + 1 of every 8.
 template <int scores, class Each>
-inline void each_of_keys(const Params& p, int batch, int head, int q, int k, Each each) {
+inline void dropout_of_keys(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll
     for (int n = 0; n < scores; n += 8) {
-        const Words words = words_of(p, batch, head, q + 2 * n, k);
+        const RandomWords words = random_words(p, batch, head, q + 2 * n, k);
 #pragma unroll
-        for (int m = 0; m < 8; m++) each(n + m, stays(p, words.word[(m >> 1 & 1) + m / 4 * 2], m & 1));
+        for (int m = 0; m < 8; m++) each(n + m, survives(p, words.word[(m >> 1 & 1) + m / 4 * 2], m & 1));
     }
 }
 
-// The same of one of the first 8 queries, that has every other pair of scores, the first or the second.
+// Packed GQA tiles of at most 8 queries: one query and every other pair of registers, which `half` selects.
 template <int scores, class Each>
-inline void each_of_query(const Params& p, int batch, int head, int q, int k, int half, Each each) {
+inline void dropout_of_query(const Params& p, int batch, int head, int q, int k, int half, Each each) {
 #pragma unroll
     for (int n = 0; n < scores; n += 8) {
 #pragma unroll
         for (int other = 0; other < 2; other++) {
-            const Words words = words_of(p, batch, head, q, k + 2 * n + other);
+            const RandomWords words = random_words(p, batch, head, q, k + 2 * n + other);
 #pragma unroll
-            for (int m = 0; m < 2; m++) each(n + 4 * m + 2 * half + other, stays(p, words.word[m], q & 1));
+            for (int m = 0; m < 2; m++) each(n + 4 * m + 2 * half + other, survives(p, words.word[m], q & 1));
         }
     }
 }

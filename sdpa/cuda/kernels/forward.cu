@@ -1,74 +1,77 @@
-// Attention forward on compute capability 9.0: one group of threads brings operands, the others each have 64 queries.
+// attention_forward for sm_90, after FlashAttention-3: warp-specialised and persistent. Warpgroup 0 is the producer (TMA); each other warpgroup is a
+// consumer with 64 query rows.
 
-constexpr int WARPS = 4 * GROUPS;
+constexpr int WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int PANEL = 64;
 constexpr int QK_PANELS = DIM_QK / PANEL;
 constexpr int V_PANELS = DIM_V / PANEL;
 constexpr int ROW_BYTES = 128;
-constexpr uint Q_PANEL_BYTES = ROWS * ROW_BYTES;
+constexpr uint Q_PANEL_BYTES = CTA_ROWS * ROW_BYTES;
 constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-// Results of few queries go past shared memory.
-constexpr uint O_BYTES = FEW ? 0 : Q_PANEL_BYTES * V_PANELS;
-constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_APART || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
+// Packed GQA stores its output from registers.
+constexpr uint O_BYTES = PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
+constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_HAS_SMEM || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
-// How much larger than what weights are next to, in units of the exponent, a score is before sums are scaled: weights are at most 2 to this.
-constexpr float GROWTH = 8.0f;
+// O is rescaled only when a row maximum grows by more than this, in base 2. Exponentials are at most 2^8, which f16 holds.
+constexpr float RESCALE_THRESHOLD = 8.0f;
 
-// Zeroes values past the last key of a batch entry: in a block that has such keys.
-inline void zero_values(const Params& p, const Tile& tile, int block, uint v) {
+// Zeroes rows of V past the sequence's last key, in the block that has any.
+inline void zero_v_padding(const Params& p, const Tile& tile, int block, uint v) {
 #if WITH_SEQ_LEN_KV || WITH_PAGES
-    const int keys = span_of_tile(p, tile).len_kv - block * TILE_N;
+    const int keys = seq_info_of_tile(p, tile).len_kv - block * TILE_N;
     if (keys >= TILE_N) return;
     zero_rows<V_PANELS>(v, KV_PANEL_BYTES, keys, TILE_N);
-    rows_are_zero();
+    sync_zeroed_rows();
 #endif
 }
 
-// The state of the online softmax of a row: its largest score, the sum of exponentials, and the score that these are relative to. Scores before scaling.
-struct Rows {
-    float most[2];
-    float sum[2];
-    float from[2];
+// Online softmax state of a thread's two rows, in unscaled scores: maximum, sum of exponentials, and the reference that they are relative to, which lags
+// behind the maximum (RESCALE_THRESHOLD).
+struct SoftmaxState {
+    float row_max[2];
+    float row_sum[2];
+    float reference[2];
 };
 
-// Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
-inline void score(float (&s)[SCORES], uint q, const uint (&held)[HELD], uint k) {
-    const ulong64 a = operand_by_rows(q), b = operand_by_rows(k);
-    products_begin();
+// S = Q K^T of a warpgroup, 64 queries by one KV block. Asynchronous; the first k16 steps of Q may be in registers.
+inline void gemm_qk(float (&s)[SCORES], uint q, const uint (&q_registers)[Q_REGISTERS], uint k) {
+    const ulong64 a = descriptor_k_major(q), b = descriptor_k_major(k);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < QK_STEPS; step++) {
         const uint panel = step / 4, column = step % 4 * 32;
-        const ulong64 keys = further(b, panel * KV_PANEL_BYTES + column);
-        if (4 * step + 3 < HELD) product_by_rows(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], keys, step > 0);
-        else product_by_rows(s, further(a, panel * Q_PANEL_BYTES + column), keys, step > 0);
+        const ulong64 keys = descriptor_advance(b, panel * KV_PANEL_BYTES + column);
+        if (4 * step + 3 < Q_REGISTERS) wgmma_k_major(s, q_registers[4 * step], q_registers[4 * step + 1], q_registers[4 * step + 2],
+                                                      q_registers[4 * step + 3], keys, step > 0);
+        else wgmma_k_major(s, descriptor_advance(a, panel * Q_PANEL_BYTES + column), keys, step > 0);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
-// Adds weights times values. Nothing waits: weights are untouchable until then.
-inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool add) {
-    const ulong64 b = operand_by_columns(v, KV_PANEL_BYTES);
-    products_begin();
+// O += P V. Asynchronous: P's registers must not be written until it is done.
+inline void gemm_pv(float (&o)[OUTPUTS], const uint (&p_packed)[SCORES / 2], uint v, bool add) {
+    const ulong64 b = descriptor_mn_major(v, KV_PANEL_BYTES);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; step++) {
-        const ulong64 rows = further(b, step * 16 * ROW_BYTES);
-        product_by_columns(o, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], rows, add || step > 0);
+        const ulong64 rows = descriptor_advance(b, step * 16 * ROW_BYTES);
+        wgmma_b_mn_major(o, p_packed[4 * step], p_packed[4 * step + 1], p_packed[4 * step + 2], p_packed[4 * step + 3], rows, add || step > 0);
     }
-    products_commit();
+    wgmma_commit_group();
 }
 
-// One step of the online softmax: exponentials in place of scores, and the factor by which earlier sums of each row shrink.
+// One online softmax step: exponentials in place of scores, and the factor by which O and the sums of each row are rescaled.
 template <bool masked>
-inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
-                   int first_k) {
+inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile,
+                           int first_k) {
     const int lane = threadIdx.x & 31;
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
-    const int q[2] = {query_of(tile, row), query_of(tile, row + 8)};
-    const int column = first_k + 2 * (lane & 3);
+    const int q[2] = {query_of_row(tile, row), query_of_row(tile, row + 8)};
+    const int column = first_k + thread_column(lane);
 #if WITH_SCORE_MOD
     constexpr bool natural = true;
 #else
@@ -79,11 +82,12 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
 #if WITH_SCORE_MOD || WITH_KEEP
-    const int heads[2] = {min(head_of(tile, row), p.heads_q - 1), min(head_of(tile, row + 8), p.heads_q - 1)};
+    const int heads[2] = {min(head_of_row(tile, row), p.heads_q - 1), min(head_of_row(tile, row + 8), p.heads_q - 1)};
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
-        const int half = n >> 1 & 1;
-        const Place at = place_behind<!masked>(p, tile.batch, heads[half], FEW ? q[half] : q[0], column, FEW ? 0 : 8 * half, 8 * (n / 4) + (n & 1));
+        const int half = fragment_half(n);
+        // Written out: behind fragment_column() the loop over a long trace compiles to other code.
+        const Place at = place_at<!masked>(p, tile.batch, heads[half], PACK_GQA ? q[half] : q[0], column, PACK_GQA ? 0 : 8 * half, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
 #endif
@@ -93,32 +97,32 @@ UNROLL_TRACES
     }
 #endif
     if (masked) {
-        // Made again, so that it is not kept from block to block.
-        const Span span = span_of_tile(p, tile);
+        // Recompute: keeping it live across the KV loop costs registers.
+        const SeqInfo seq_info = seq_info_of_tile(p, tile);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const Range kept = kept_of(p, span, q[half]);
+            const Range bounds = attended_keys(p, seq_info, q[half]);
 #pragma unroll
-            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
-                if (!kept.holds(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
+            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
+                if (!bounds.contains(fragment_column(column, n))) s[n] = -INFINITE;
             }
         }
     }
     const float unit = p.unit;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float most = -INFINITE;
+        float row_max = -INFINITE;
 #pragma unroll
-        for (int n = 0; n < SCORES; n += 4) most = fmaxf(most, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        rows.most[half] = fmaxf(rows.most[half], most);
-        // Conditional rescale: sums shrink only where the maximum has grown much. NaN, of two maxima of -infinity, is not larger.
-        const float before = rows.from[half], growth = (most - before) * unit;
-        const bool larger = growth > GROWTH;
-        const float from = larger ? most : before;
-        less[half] = larger ? exp2_of(-growth) : 1.0f;
-        rows.from[half] = from;
+        for (int n = 0; n < SCORES; n += 4) row_max = fmaxf(row_max, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
+        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
+        state.row_max[half] = fmaxf(state.row_max[half], row_max);
+        // Conditional rescale, as in FlashAttention-4. A growth of NaN, of two maxima of -infinity, is not larger.
+        const float before = state.reference[half], growth = (row_max - before) * unit;
+        const bool larger = growth > RESCALE_THRESHOLD;
+        const float from = larger ? row_max : before;
+        rescale[half] = larger ? ex2_approx(-growth) : 1.0f;
+        state.reference[half] = from;
         // A row without keys so far has no maximum, and its exponentials are 0.
         float base = from == -INFINITE ? 0.0f : from * unit;
         // Rare, and the same for the whole warp: exponents are relative to 0 then.
@@ -126,7 +130,7 @@ UNROLL_TRACES
             const float large = is_large(base) ? from : 0.0f;
             if (large != 0.0f) base = 0.0f;
 #pragma unroll
-            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= large;
+            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) s[n] -= large;
         }
         float sum = 0.0f;
 #pragma unroll
@@ -134,464 +138,466 @@ UNROLL_TRACES
 #pragma unroll
             for (int other = 0; other < 2; other++) {
                 float& x = s[n + 2 * half + other];
-                x = exp2_of(x * unit - base);
+                x = ex2_approx(x * unit - base);
                 sum += x;
             }
         }
-        rows.sum[half] = rows.sum[half] * less[half] + sum;
+        state.row_sum[half] = state.row_sum[half] * rescale[half] + sum;
     }
 }
 
-// Weights that dropout leaves; the sums of rows have them all.
-inline void drop(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
+// Zeroes dropped entries of P. The row sums have all of them.
+inline void apply_dropout(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
 #if WITH_DROPOUT
+    // Written out: behind functions, next to the same sums of online_softmax, it compiles to other code.
     const int lane = threadIdx.x & 31, k = first_k + 2 * (lane & 3);
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
-    const auto leave = [&](int n, bool stays) { s[n] = stays ? s[n] : 0.0f; };
-    // Where a tile has at most 8 queries, these are all that there are.
-    if (!FEW || TILE_M > 8) {
-        each_of_queries<SCORES>(p, tile.batch, head_of(tile, row), query_of(tile, row), k, leave);
+    const auto leave = [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; };
+    // In a tile of at most 8 queries, rows q and q + 8 are of different heads.
+    if (!PACK_GQA || TILE_M > 8) {
+        dropout_of_queries<SCORES>(p, tile.batch, head_of_row(tile, row), query_of_row(tile, row), k, leave);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            each_of_query<SCORES>(p, tile.batch, head_of(tile, row + 8 * half), query_of(tile, row + 8 * half), k, half, leave);
+            dropout_of_query<SCORES>(p, tile.batch, head_of_row(tile, row + 8 * half), query_of_row(tile, row + 8 * half), k, half, leave);
     }
 #endif
 }
 
-inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
+inline void convert_fragment(uint (&p_packed)[SCORES / 2], const float (&s)[SCORES]) {
 #pragma unroll
-    for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
+    for (int n = 0; n < SCORES / 2; n++) p_packed[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
-// Groups take turns at the matrix units, so that one computes weights while another's products run.
-inline void turn_begins(int group) {
-#if TURNS
-    meet(1 + group, 256);
+// Ping-pong scheduling on named barriers: one consumer computes its softmax while another's WGMMAs run.
+inline void ping_pong_wait(int warpgroup) {
+#if PING_PONG
+    named_barrier_sync(1 + warpgroup, 256);
 #endif
 }
 
-inline void turn_ends(int group) {
-#if TURNS
-    arrive(1 + (group + 1) % GROUPS, 256);
+inline void ping_pong_arrive(int warpgroup) {
+#if PING_PONG
+    named_barrier_arrive(1 + (warpgroup + 1) % CONSUMER_WARPGROUPS, 256);
 #endif
 }
 
-struct Shared {
+struct SharedStorage {
     uint q, k, v, o;
-    uint q_full, q_free, k_full, v_full, k_free, v_free, tile_full, tiles;
+    uint q_full, q_empty, k_full, v_full, k_empty, v_empty, tile_full, tiles;
 };
 
-inline Shared layout(uint base) {
-    Shared at;
-    at.q = base;
-    at.k = at.q + Q_BYTES;
-    at.v = at.k + STAGES * K_BYTES;
-    at.o = O_APART ? at.v + STAGES * V_BYTES : at.q;
-    at.q_full = at.v + STAGES * V_BYTES + (O_APART ? O_BYTES : 0);
-    at.q_free = at.q_full + 8;
-    at.k_full = at.q_free + 8;
-    at.v_full = at.k_full + 8 * STAGES;
-    at.k_free = at.v_full + 8 * STAGES;
-    at.v_free = at.k_free + 8 * STAGES;
-    at.tile_full = at.v_free + 8 * STAGES;
-    at.tiles = at.tile_full + 16;
-    return at;
+inline SharedStorage shared_layout(uint base) {
+    SharedStorage smem;
+    smem.q = base;
+    smem.k = smem.q + Q_BYTES;
+    smem.v = smem.k + STAGES * K_BYTES;
+    smem.o = O_HAS_SMEM ? smem.v + STAGES * V_BYTES : smem.q;
+    smem.q_full = smem.v + STAGES * V_BYTES + (O_HAS_SMEM ? O_BYTES : 0);
+    smem.q_empty = smem.q_full + 8;
+    smem.k_full = smem.q_empty + 8;
+    smem.v_full = smem.k_full + 8 * STAGES;
+    smem.k_empty = smem.v_full + 8 * STAGES;
+    smem.v_empty = smem.k_empty + 8 * STAGES;
+    smem.tile_full = smem.v_empty + 8 * STAGES;
+    smem.tiles = smem.tile_full + 16;
+    return smem;
 }
 
-// Where a ring of barriers stands: which of them, and which of its phases.
+// Stage and phase bit of a ring of mbarriers.
 template <int stages>
-struct Ring {
+struct PipelineState {
     int stage = 0, phase = 0;
-    inline void on() {
+    inline void advance() {
         stage = stage + 1 == stages ? 0 : stage + 1;
         phase ^= stage == 0;
     }
 };
 
-// Brings the queries of a tile, of all its heads.
-inline void bring_queries(const TensorMap& map, const Shared& at, const Span& span, const Tile& tile) {
+// TMA load of the tile's queries, of all its heads.
+inline void load_q(const TensorMap& map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     for (int panel = 0; panel < QK_PANELS; panel++) {
-        const uint to = at.q + panel * Q_PANEL_BYTES;
+        const uint to = smem.q + panel * Q_PANEL_BYTES;
 #if WITH_PACKED_Q
-        const Clipped rows = clipped<TILE_M>(span.begin_q, span.len_q, tile.tile * TILE_M);
-        panel_in(to, Q_BOX_BYTES, map, at.q_full, panel * PANEL, panel < QK_THERE, rows, tile.head);
+        const VarlenBox rows = varlen_box<TILE_M>(seq_info.begin_q, seq_info.len_q, tile.tile * TILE_M);
+        tma_load_panel(to, Q_BOX_BYTES, map, smem.q_full, panel * PANEL, panel < QK_TENSOR_PANELS, rows, tile.head);
 #else
-        copy_in(to, map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
+        tma_load(to, map, smem.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
 #endif
     }
 }
 
-// Keys that a thread brings of a block, where they lie in pages: a page, and a token of it. Rows that both axes of a page and a block are whole
-// multiples of come at once, a thread for each.
-struct Piece {
+// Paged KV: each producer lane loads PAGE_SLICE rows, which do not cross a page.
+struct PageSlice {
     int page, token;
 };
 
-// Behind the last key of an entry the table is not looked at: there is no such page, and what is brought of it is zero. Before it, what is no page stands
-// for one that is.
-inline Piece piece_of(const Params& p, const Span& span, int batch, int block) {
+// Keys past the sequence's end have no page: row 0 of page -1 is outside of the tensor, and TMA fills in zeros. Invalid page numbers are clamped to the
+// pool.
+inline PageSlice page_slice_of(const Params& p, const SeqInfo& seq_info, int batch, int block) {
 #if WITH_PAGES
-    const int key = block * TILE_N + int(threadIdx.x) * PIECE;
-    if (int(threadIdx.x) >= TILE_N / PIECE || key >= span.len_kv) return Piece{-1, 0};
+    const int key = block * TILE_N + int(threadIdx.x) * PAGE_SLICE;
+    if (int(threadIdx.x) >= TILE_N / PAGE_SLICE || key >= seq_info.len_kv) return PageSlice{-1, 0};
     const int page = p.page_table[long(batch) * p.table_row + key / p.page_size];
-    return Piece{min(max(page, 0), p.pages - 1), key % p.page_size};
+    return PageSlice{min(max(page, 0), p.pages - 1), key % p.page_size};
 #else
-    return Piece{0, 0};
+    return PageSlice{0, 0};
 #endif
 }
 
-// Brings a block of keys or values, so many panels of which are the tensor's.
-template <int panels, int of_tensor>
-inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span& span, int block, const Piece& piece, int kv_head, const Tile& tile) {
+// Loads a block of K or V; `tensor_panels` panels have columns of the tensor.
+template <int panels, int tensor_panels>
+inline void load_kv_block(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, const PageSlice& page_slice, int kv_head, const Tile& tile) {
 #if WITH_PAGES
-    if (int(threadIdx.x) >= TILE_N / PIECE) return;
+    if (int(threadIdx.x) >= TILE_N / PAGE_SLICE) return;
 #endif
     for (int panel = 0; panel < panels; panel++) {
         const uint there = to + panel * KV_PANEL_BYTES;
 #if WITH_PAGES
-        copy_in(there + int(threadIdx.x) * PIECE * ROW_BYTES, map, barrier, panel * PANEL, piece.token, kv_head, piece.page);
+        tma_load(there + int(threadIdx.x) * PAGE_SLICE * ROW_BYTES, map, barrier, panel * PANEL, page_slice.token, kv_head, page_slice.page);
 #elif WITH_PACKED_KV
-        const Clipped rows = clipped<TILE_N>(span.begin_kv, span.len_kv, block * TILE_N);
-        panel_in(there, KV_PANEL_BYTES, map, barrier, panel * PANEL, panel < of_tensor, rows, kv_head);
+        const VarlenBox rows = varlen_box<TILE_N>(seq_info.begin_kv, seq_info.len_kv, block * TILE_N);
+        tma_load_panel(there, KV_PANEL_BYTES, map, barrier, panel * PANEL, panel < tensor_panels, rows, kv_head);
 #else
-        copy_in(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
+        tma_load(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
 #endif
     }
 }
 
-// How many tiles were told of: which of two barriers and of the places is the next one's.
-struct Count {
+// The consumers' or the producer's position in the ring of tile slots; two mbarriers alternate.
+struct TilePipeline {
     int tiles = 0;
-    inline uint barrier(const Shared& at) const { return at.tile_full + 8 * (tiles & 1); }
+    inline uint barrier(const SharedStorage& smem) const { return smem.tile_full + 8 * (tiles & 1); }
     inline uint phase() const { return tiles >> 1 & 1; }
-    inline uint place(const Shared& at) const { return at.tiles + TOLD_BYTES * (tiles % TOLD); }
+    inline uint slot(const SharedStorage& smem) const { return smem.tiles + TILE_SLOT_BYTES * (tiles % TILE_SLOTS); }
 };
 
-// Threads that bring operands: one, or of pages a warp, whose first thread does what is not for each.
-constexpr int BRINGERS = WITH_PAGES ? 32 : 1;
+// The producer is one thread, or one warp for paged KV, whose lane 0 does what is needed once.
+constexpr int PRODUCER_THREADS = WITH_PAGES ? 32 : 1;
 
-inline bool first_bringer() {
-    return BRINGERS == 1 || threadIdx.x == 0;
+inline bool is_elected_producer() {
+    return PRODUCER_THREADS == 1 || threadIdx.x == 0;
 }
 
-// Tells a barrier how many bytes come, before any of the threads brings some.
-inline void expect(uint barrier, uint bytes) {
-    if (first_bringer()) barrier_expect(barrier, bytes);
-    if (BRINGERS > 1) __syncwarp();
+// Lane 0 arrives with the byte count before any lane issues a load.
+inline void producer_expect_tx(uint barrier, uint bytes) {
+    if (is_elected_producer()) mbarrier_arrive_expect_tx(barrier, bytes);
+    if (PRODUCER_THREADS > 1) __syncwarp();
 }
 
-// Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
-inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at) {
-    Ring<STAGES> ring;
-    Count told;
-    Ring<1> queries;
-    const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
-    int number = blockIdx.x;
+// Producer: pulls tile indices from the counter, passes them to the consumers, and loads Q and then K and V block by block.
+inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const SharedStorage& smem) {
+    PipelineState<STAGES> kv_pipeline;
+    TilePipeline tile_pipeline;
+    PipelineState<1> q_pipeline;
+    const int tiles = tiles_per_head(p), all = head_count(p) * tiles;
+    int tile_index = blockIdx.x;
     while (true) {
-        // Of two places that of the tile before the last, whose queries were waited for; of four one whose results have left.
-        const uint to = told.place(at);
-#if WITH_LIST
-        const Tile tile = number < all ? tile_of(p, tiles, number) : Tile{-1};
-        const Span span = number < all ? span_of(p, tile.batch) : Span{};
-        if (first_bringer()) tell(to, tile, span);
+        // With two slots, this one had the tile before the last, whose Q the consumers have waited for. With four, that tile's output has been stored.
+        const uint to = tile_pipeline.slot(smem);
+#if WITH_TILE_LIST
+        const Tile tile = tile_index < all ? tile_at(p, tiles, tile_index) : Tile{-1};
+        const SeqInfo seq_info = tile_index < all ? seq_info_of(p, tile.batch) : SeqInfo{};
+        if (is_elected_producer()) store_tile(to, tile, seq_info);
 #else
-        if (first_bringer()) store_shared(to, uint(number));
+        if (is_elected_producer()) st_shared(to, uint(tile_index));
 #endif
-        if (first_bringer()) barrier_arrive(told.barrier(at));
-        told.tiles++;
-        if (number >= all) return;
-        // Asked for early: the answer takes as long as a step.
+        if (is_elected_producer()) mbarrier_arrive(tile_pipeline.barrier(smem));
+        tile_pipeline.tiles++;
+        if (tile_index >= all) return;
+        // Issued early: the atomic's latency is about one KV block.
         int next = all;
-        if (int(gridDim.x) < all && first_bringer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
-#if !WITH_LIST
-        const Tile tile = tile_of(p, tiles, number);
-        const Span span = span_of(p, tile.batch);
+        if (int(gridDim.x) < all && is_elected_producer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
+#if !WITH_TILE_LIST
+        const Tile tile = tile_at(p, tiles, tile_index);
+        const SeqInfo seq_info = seq_info_of(p, tile.batch);
 #endif
-        const Reach reach = reach_of_tile(p, span, tile);
+        const BlockRange range = block_range_of_tile(p, seq_info, tile);
         const int kv_head = tile.head / p.group;
-        Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
+        BlockIterator iterator = block_iterator(p, range, tile.batch, tile.head, tile.tile);
         int block;
-        bool partly, any = walk_on(walk, p, reach, block, partly);
+        bool partial, any = next_block(iterator, p, range, block, partial);
         bool first = true;
         do {
-            // Asked for before the place is free, too.
-            const Piece piece = any ? piece_of(p, span, tile.batch, block) : Piece{0, 0};
+            // The page table read overlaps the wait for an empty stage.
+            const PageSlice page_slice = any ? page_slice_of(p, seq_info, tile.batch, block) : PageSlice{0, 0};
             if (any) {
-                barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
-                expect(at.k_full + 8 * ring.stage, K_BYTES);
-                bring_block<QK_PANELS, QK_THERE>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, piece, kv_head, tile);
+                mbarrier_wait_parity(smem.k_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);
+                producer_expect_tx(smem.k_full + 8 * kv_pipeline.stage, K_BYTES);
+                load_kv_block<QK_PANELS, QK_TENSOR_PANELS>(smem.k + kv_pipeline.stage * K_BYTES, k_map, smem.k_full + 8 * kv_pipeline.stage, seq_info, block,
+                                                           page_slice, kv_head, tile);
             }
             if (first) {
-                barrier_wait(at.q_free, queries.phase ^ 1);
-                queries.on();
-                if (first_bringer()) {
+                mbarrier_wait_parity(smem.q_empty, q_pipeline.phase ^ 1);
+                q_pipeline.advance();
+                if (is_elected_producer()) {
                     if (any) {
-                        barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
-                        bring_queries(q_map, at, span, tile);
+                        mbarrier_arrive_expect_tx(smem.q_full, Q_BOX_BYTES * QK_PANELS);
+                        load_q(q_map, smem, seq_info, tile);
                     } else {
-                        barrier_arrive(at.q_full);
+                        mbarrier_arrive(smem.q_full);
                     }
                 }
                 first = false;
             }
             if (any) {
-                barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
-                expect(at.v_full + 8 * ring.stage, V_BYTES);
-                bring_block<V_PANELS, V_THERE>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, piece, kv_head, tile);
-                ring.on();
+                mbarrier_wait_parity(smem.v_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);
+                producer_expect_tx(smem.v_full + 8 * kv_pipeline.stage, V_BYTES);
+                load_kv_block<V_PANELS, V_TENSOR_PANELS>(smem.v + kv_pipeline.stage * V_BYTES, v_map, smem.v_full + 8 * kv_pipeline.stage, seq_info, block,
+                                                         page_slice, kv_head, tile);
+                kv_pipeline.advance();
             }
-        } while (any && walk_on(walk, p, reach, block, partly));
-        number = BRINGERS > 1 ? alike(next) : next;
+        } while (any && next_block(iterator, p, range, block, partial));
+        tile_index = PRODUCER_THREADS > 1 ? warp_uniform(next) : next;
     }
 }
 
-inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured,
-                          const Tile& tile, int first_k) {
-    if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, first_k);
-    else soften<false>(s, rows, less, p, captured, tile, first_k);
-    drop(s, p, tile, first_k);
+inline void softmax_step(bool masked, float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured,
+                         const Tile& tile, int first_k) {
+    if (ALWAYS_MASKED || masked) online_softmax<true>(s, state, rescale, p, captured, tile, first_k);
+    else online_softmax<false>(s, state, rescale, p, captured, tile, first_k);
+    apply_dropout(s, p, tile, first_k);
 }
 
-#if WITH_PARTS
-// Stores the result of one split of the keys for the combine kernel: outputs in f32, log-sum-exps, the largest scores.
-inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const LogSum (&logs)[2], const float (&largest)[2], const Params& p,
-                       const Tile& tile, int row) {
+#if WITH_SPLIT_KV
+// Stores the result of one split for attention_combine: O in f32, log-sum-exps, row maxima.
+inline void store_split(const float (&o)[OUTPUTS], const float (&inverse_sum)[2], const LogSumExp (&lse)[2], const float (&natural_max)[2], const Params& p,
+                        const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (row + 8 * half >= TILE_ROWS) continue;
         const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
-        if (lane == 0) p.part_logs[at] = float2{logs[half].origin, logs[half].log};
-#if WITH_LARGEST
-        if (lane == 0) p.part_largest[at] = largest[half];
+        if (lane == 0) p.part_logs[at] = float2{lse[half].origin, lse[half].log};
+#if WITH_SPLIT_MAX
+        if (lane == 0) p.part_largest[at] = natural_max[half];
 #endif
         float* const to = p.part_sums + at * DIM_V + 2 * lane;
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4) {
-            const float of = share[half];
-            *(float2*)(to + 2 * (n - 2 * half)) = of == 0.0f ? float2{0.0f, 0.0f} : float2{o[n] * of, o[n + 1] * of};
+            const float scale = inverse_sum[half];
+            *(float2*)(to + 2 * (n - 2 * half)) = scale == 0.0f ? float2{0.0f, 0.0f} : float2{o[n] * scale, o[n + 1] * scale};
         }
     }
 }
 #endif
 
-#if FEW
-// Rows of few queries leave by themselves: next to what is read for them they are nothing.
-inline void leave_rows(const float (&o)[OUTPUTS], const float (&share)[2], const Params& p, const Span& span, const Tile& tile, int row) {
+#if PACK_GQA
+// Packed GQA: stores rows from registers. The output is small next to the K and V read for it.
+inline void store_packed_gqa(const float (&o)[OUTPUTS], const float (&inverse_sum)[2], const Params& p, const SeqInfo& seq_info, const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (!has_row(p, span, tile, row + 8 * half)) continue;
-        unsigned short* const to = output_of(p, span, tile.batch, head_of(tile, row + 8 * half), query_of(tile, row + 8 * half));
-        const float of = share[half];
+        if (!has_row(p, seq_info, tile, row + 8 * half)) continue;
+        unsigned short* const to = output_row(p, seq_info, tile.batch, head_of_row(tile, row + 8 * half), query_of_row(tile, row + 8 * half));
+        const float scale = inverse_sum[half];
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4)
-            store_pair(p, to, 2 * (n - 2 * half) + 2 * lane, of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of));
+            store_pair(p, to, 2 * (n - 2 * half) + 2 * lane, scale == 0.0f ? 0u : pack_pair(Element{}, o[n] * scale, o[n + 1] * scale));
     }
 }
 #endif
 
-// What becomes of the rows of a group, once they have met all of their keys.
-inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const TensorMap& o_map, const Params& p, const Shared& at,
-                   const Tile& before, int group) {
-#if WITH_LIST
-    // Read again, so that it is not kept from block to block.
-    const Tile tile = told_of(before.told);
+// Epilogue of a consumer warpgroup: normalises O, writes statistics, stores O.
+inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, const TensorMap& o_map, const Params& p, const SharedStorage& smem,
+                     const Tile& before, int warpgroup) {
+#if WITH_TILE_LIST
+    // Reload: keeping it live across the KV loop costs registers.
+    const Tile tile = load_tile(before.smem_address);
 #else
     const Tile tile = before;
 #endif
-    const Span span = span_of_tile(p, tile);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
-    float share[2], largest[2];
-#if WITH_PARTS
-    LogSum logs[2];
+    const SeqInfo seq_info = seq_info_of_tile(p, tile);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = thread_row(lane);
+    float inverse_sum[2], natural_max[2];
+#if WITH_SPLIT_KV
+    LogSumExp lse[2];
 #endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float sum = rows.sum[half];
+        float sum = state.row_sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        LogSum most = log_of_most(p, rows.from[half]);
-        // From what exponentials are relative to up to the largest score.
-        float above = (rows.most[half] - rows.from[half]) * p.unit;
-        largest[half] = score_of(p, rows.most[half]);
-        share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const int row = group * 64 + warp * 16 + in_warp + 8 * half;
-#if WITH_PARTS
-        // Without the sink, which parts have together.
-        logs[half] = LogSum{most.origin, sum == 0.0f ? -INFINITE : most.log + log2f(sum)};
+        LogSumExp row_max = lse_of_max(p, state.reference[half]);
+        // From the reference of the exponentials up to the maximum, in base 2.
+        float above = (state.row_max[half] - state.reference[half]) * p.unit;
+        natural_max[half] = natural_score(p, state.row_max[half]);
+        inverse_sum[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int row = warpgroup * 64 + warp * 16 + in_warp + 8 * half;
+#if WITH_SPLIT_KV
+        // Without the sink, which attention_combine adds once.
+        lse[half] = LogSumExp{row_max.origin, sum == 0.0f ? -INFINITE : row_max.log + log2f(sum)};
 #endif
 #if WITH_SINK
-        const float sink = p.sink[min(head_of(tile, row), p.heads_q - 1)];
-        const Sunk sunk = with_sink(most, sink);
-        if (tile.parts == 1) {
-            sum = sum * sunk.part + sunk.own;
-            share[half] = sum == 0.0f ? 0.0f : sunk.part / sum;
-            // Next to a sink that is above what exponentials were relative to, the largest score may still be above the sink.
-            if (sunk.part < 1.0f) above = fmaxf(0.0f, above + log2f(sunk.part));
-            most = sunk.most;
-            largest[half] = fmaxf(largest[half], sink);
+        const float sink = p.sink[min(head_of_row(tile, row), p.heads_q - 1)];
+        const SinkUpdate sink_update = with_sink(row_max, sink);
+        if (tile.splits == 1) {
+            sum = sum * sink_update.scale + sink_update.sink;
+            inverse_sum[half] = sum == 0.0f ? 0.0f : sink_update.scale / sum;
+            // The sink replaced the reference; the maximum may still be above the sink.
+            if (sink_update.scale < 1.0f) above = fmaxf(0.0f, above + log2f(sink_update.scale));
+            row_max = sink_update.row_max;
+            natural_max[half] = fmaxf(natural_max[half], sink);
         }
 #endif
-        const int there = query_of(tile, row);
-        if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
-            const LogSum total = {most.origin, sum == 0.0f ? -INFINITE : most.log + log2f(sum)};
-            store_statistics(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, total, largest[half],
-                             sum == 0.0f ? 0.0f : sum * exp2_of(-above));
+        const int there = query_of_row(tile, row);
+        if ((lane & 3) == 0 && tile.splits == 1 && has_row(p, seq_info, tile, row)) {
+            const LogSumExp total = {row_max.origin, sum == 0.0f ? -INFINITE : row_max.log + log2f(sum)};
+            store_statistics(p, stats_index(p, seq_info, tile.batch, head_of_row(tile, row), there), there < seq_info.len_q, total, natural_max[half],
+                             sum == 0.0f ? 0.0f : sum * ex2_approx(-above));
         }
-        if (!any || there >= span.len_q) share[half] = 0.0f;
+        if (!any || there >= seq_info.len_q) inverse_sum[half] = 0.0f;
 #if WITH_DROPOUT
-        share[half] *= p.dropout_scale;
+        inverse_sum[half] *= p.dropout_scale;
 #endif
     }
-#if WITH_PARTS
-    if (tile.parts > 1) return leave_part(o, share, logs, largest, p, tile, group * 64 + warp * 16 + in_warp);
+#if WITH_SPLIT_KV
+    if (tile.splits > 1) return store_split(o, inverse_sum, lse, natural_max, p, tile, warpgroup * 64 + warp * 16 + in_warp);
 #endif
-#if FEW
-    leave_rows(o, share, p, span, tile, group * 64 + warp * 16 + in_warp);
+#if PACK_GQA
+    store_packed_gqa(o, inverse_sum, p, seq_info, tile, warpgroup * 64 + warp * 16 + in_warp);
 #else
-    // The rows of a warp leave by themselves, once those of the tile before have left.
-    const uint rows_at = at.o + (group * 64 + warp * 16) * ROW_BYTES;
-    if (lane == 0) copied_out();
+    // Each warp stores its 16 rows, once its previous store has been read from shared memory.
+    const uint rows_at = smem.o + (warpgroup * 64 + warp * 16) * ROW_BYTES;
+    if (lane == 0) cp_async_bulk_wait_group_read();
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < OUTPUTS; n += 2) {
-        const int half = n >> 1 & 1, chunk = n / 4;
-        const float of = share[half];
-        const uint both = of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of);
+        const int half = fragment_half(n), chunk = n / 4;
+        const float scale = inverse_sum[half];
+        const uint both = scale == 0.0f ? 0u : pack_pair(Element{}, o[n] * scale, o[n + 1] * scale);
         const uint to = rows_at + chunk / 8 * Q_PANEL_BYTES + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
-        store_shared(to, both);
+        st_shared(to, both);
     }
-    written_for_engines();
+    fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-        const int first = tile.tile * TILE_M + group * 64 + warp * 16;
+        const int first = tile.tile * TILE_M + warpgroup * 64 + warp * 16;
         for (int panel = 0; panel < V_PANELS; panel++) {
 #if WITH_PACKED_Q
-            const Clipped rows = clipped<16>(span.begin_q, span.len_q, first);
-            const bool there = first < span.len_q && panel < V_THERE;
-            if (there) copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.skipped, tile.head, rows.end);
+            const VarlenBox rows = varlen_box<16>(seq_info.begin_q, seq_info.len_q, first);
+            const bool there = first < seq_info.len_q && panel < V_TENSOR_PANELS;
+            if (there) tma_store(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.row_offset, tile.head, rows.end);
 #else
-            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);
+            tma_store(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);
 #endif
         }
-        copy_out_ends();
+        cp_async_bulk_commit_group();
     }
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
     attention_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                       const __grid_constant__ TensorMap o_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared at = layout(shared_address(memory));
+    const SharedStorage smem = shared_layout(shared_address(memory));
     if (threadIdx.x == 0) {
-        barrier_init(at.q_full, 1);
-        barrier_init(at.q_free, WARPS);
+        mbarrier_init(smem.q_full, 1);
+        mbarrier_init(smem.q_empty, WARPS);
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(at.k_full + 8 * stage, 1);
-            barrier_init(at.v_full + 8 * stage, 1);
-            barrier_init(at.k_free + 8 * stage, WARPS);
-            barrier_init(at.v_free + 8 * stage, WARPS);
+            mbarrier_init(smem.k_full + 8 * stage, 1);
+            mbarrier_init(smem.v_full + 8 * stage, 1);
+            mbarrier_init(smem.k_empty + 8 * stage, WARPS);
+            mbarrier_init(smem.v_empty + 8 * stage, WARPS);
         }
         for (int stage = 0; stage < 2; stage++) {
-            barrier_init(at.tile_full + 8 * stage, 1);
+            mbarrier_init(smem.tile_full + 8 * stage, 1);
         }
-        barrier_made();
+        fence_mbarrier_init();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        if (GROUPS > 1) fewer_registers<BRING_REGISTERS>();
-        if (threadIdx.x < BRINGERS) bring(q_map, k_map, v_map, p, at);
+        if (CONSUMER_WARPGROUPS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x < PRODUCER_THREADS) producer_loop(q_map, k_map, v_map, p, smem);
         return;
     }
-    // One group beside the one that brings has what a thread may have at most.
-    if (GROUPS > 1) more_registers<GROUP_REGISTERS>();
-    const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
-    const uint q = at.q + group * 64 * ROW_BYTES;
-    Ring<STAGES> ring;
-    Count told;
-    Ring<1> queries;
+    // With one consumer warpgroup a thread has the most registers there are anyway.
+    if (CONSUMER_WARPGROUPS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
+    const uint q = smem.q + warpgroup * 64 * ROW_BYTES;
+    PipelineState<STAGES> kv_pipeline;
+    TilePipeline tile_pipeline;
+    PipelineState<1> q_pipeline;
     float o[OUTPUTS];
-    if (group == GROUPS - 1) turn_ends(group);
+    if (warpgroup == CONSUMER_WARPGROUPS - 1) ping_pong_arrive(warpgroup);
     while (true) {
-        barrier_wait(told.barrier(at), told.phase());
-        const uint from = told.place(at);
-        told.tiles++;
-#if WITH_LIST
-        const Tile tile = told_of(from);
+        mbarrier_wait_parity(tile_pipeline.barrier(smem), tile_pipeline.phase());
+        const uint from = tile_pipeline.slot(smem);
+        tile_pipeline.tiles++;
+#if WITH_TILE_LIST
+        const Tile tile = load_tile(from);
         if (tile.tile < 0) break;
 #else
-        const int number = alike(int(load_shared(from)));
-        if (number >= all_heads(p) * p.tiles) break;
-        const Tile tile = tile_of(p, p.tiles, number);
+        const int tile_index = warp_uniform(int(ld_shared(from)));
+        if (tile_index >= head_count(p) * p.tiles) break;
+        const Tile tile = tile_at(p, p.tiles, tile_index);
 #endif
-        const Reach reach = reach_of_tile(p, span_of_tile(p, tile), tile);
-        Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}, {-INFINITE, -INFINITE}};
-        Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
+        const BlockRange range = block_range_of_tile(p, seq_info_of_tile(p, tile), tile);
+        SoftmaxState state = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}, {-INFINITE, -INFINITE}};
+        BlockIterator iterator = block_iterator(p, range, tile.batch, tile.head, tile.tile);
         int block;
-        bool partly;
-        const bool any = walk_on(walk, p, reach, block, partly);
-        barrier_wait(at.q_full, queries.phase);
-        queries.on();
+        bool partial;
+        const bool any = next_block(iterator, p, range, block, partial);
+        mbarrier_wait_parity(smem.q_full, q_pipeline.phase);
+        q_pipeline.advance();
         if (any) {
             float s[SCORES];
-            uint w[SCORES / 2];
-            float less[2];
-            uint held[HELD];
-            hold_rows(held, q, Q_PANEL_BYTES);
-            barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
-            score(s, q, held, at.k + ring.stage * K_BYTES);
-            products_wait<0>();
-            hold(s);
-            if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
-            // The first block is at the edge of most masks: one text less to compile.
-            soften<true>(s, rows, less, p, captured, tile, block * TILE_N);
-            drop(s, p, tile, block * TILE_N);
-            pack(w, s);
+            uint p_packed[SCORES / 2];
+            float rescale[2];
+            uint q_registers[Q_REGISTERS];
+            load_a_fragments(q_registers, q, Q_PANEL_BYTES);
+            mbarrier_wait_parity(smem.k_full + 8 * kv_pipeline.stage, kv_pipeline.phase);
+            gemm_qk(s, q, q_registers, smem.k + kv_pipeline.stage * K_BYTES);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(s);
+            if (lane == 0) mbarrier_arrive(smem.k_empty + 8 * kv_pipeline.stage);
+            // The first block is partial under most masks: one softmax less to compile.
+            online_softmax<true>(s, state, rescale, p, captured, tile, block * TILE_N);
+            apply_dropout(s, p, tile, block * TILE_N);
+            convert_fragment(p_packed, s);
             bool add = false;
-            int of_values = block;
-            while (walk_on(walk, p, reach, block, partly)) {
-                const Ring<STAGES> before = ring;
-                ring.on();
-                barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
-                turn_begins(group);
-                score(s, q, held, at.k + ring.stage * K_BYTES);
-                barrier_wait(at.v_full + 8 * before.stage, before.phase);
-                zero_values(p, tile, of_values, at.v + before.stage * V_BYTES);
-                of_values = block;
-                weigh(o, w, at.v + before.stage * V_BYTES, add);
-                turn_ends(group);
+            int previous_block = block;
+            while (next_block(iterator, p, range, block, partial)) {
+                const PipelineState<STAGES> before = kv_pipeline;
+                kv_pipeline.advance();
+                mbarrier_wait_parity(smem.k_full + 8 * kv_pipeline.stage, kv_pipeline.phase);
+                ping_pong_wait(warpgroup);
+                gemm_qk(s, q, q_registers, smem.k + kv_pipeline.stage * K_BYTES);
+                mbarrier_wait_parity(smem.v_full + 8 * before.stage, before.phase);
+                zero_v_padding(p, tile, previous_block, smem.v + before.stage * V_BYTES);
+                previous_block = block;
+                gemm_pv(o, p_packed, smem.v + before.stage * V_BYTES, add);
+                ping_pong_arrive(warpgroup);
                 add = true;
-                products_wait<1>();
-                hold(s);
-                if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
-                soften_either(partly, s, rows, less, p, captured, tile, block * TILE_N);
-                products_wait<0>();
-                hold(o);
-                if (lane == 0) barrier_arrive(at.v_free + 8 * before.stage);
-                pack(w, s);
-                if (__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)) {
+                wgmma_wait_group<1>();
+                wgmma_fence_operand(s);
+                if (lane == 0) mbarrier_arrive(smem.k_empty + 8 * kv_pipeline.stage);
+                softmax_step(partial, s, state, rescale, p, captured, tile, block * TILE_N);
+                wgmma_wait_group<0>();
+                wgmma_fence_operand(o);
+                if (lane == 0) mbarrier_arrive(smem.v_empty + 8 * before.stage);
+                convert_fragment(p_packed, s);
+                if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
-                    for (int m = 0; m < OUTPUTS; m++) o[m] *= less[m >> 1 & 1];
+                    for (int m = 0; m < OUTPUTS; m++) o[m] *= rescale[fragment_half(m)];
                 }
             }
-            if (O_APART && lane == 0) barrier_arrive(at.q_free);
-            barrier_wait(at.v_full + 8 * ring.stage, ring.phase);
-            zero_values(p, tile, of_values, at.v + ring.stage * V_BYTES);
-            weigh(o, w, at.v + ring.stage * V_BYTES, add);
-            products_wait<0>();
-            hold(o);
-            if (lane == 0) barrier_arrive(at.v_free + 8 * ring.stage);
-            ring.on();
+            if (O_HAS_SMEM && lane == 0) mbarrier_arrive(smem.q_empty);
+            mbarrier_wait_parity(smem.v_full + 8 * kv_pipeline.stage, kv_pipeline.phase);
+            zero_v_padding(p, tile, previous_block, smem.v + kv_pipeline.stage * V_BYTES);
+            gemm_pv(o, p_packed, smem.v + kv_pipeline.stage * V_BYTES, add);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(o);
+            if (lane == 0) mbarrier_arrive(smem.v_empty + 8 * kv_pipeline.stage);
+            kv_pipeline.advance();
         }
-        finish(o, rows, any, o_map, p, at, tile, group);
+        epilogue(o, state, any, o_map, p, smem, tile, warpgroup);
         if (lane == 0) {
-            // Where results take the place of queries, these come when those have left.
-            if (!O_APART) copied_out();
-            if (!O_APART || !any) barrier_arrive(at.q_free);
+            // O shares Q's shared memory: the next Q may be loaded when the store has been read.
+            if (!O_HAS_SMEM) cp_async_bulk_wait_group_read();
+            if (!O_HAS_SMEM || !any) mbarrier_arrive(smem.q_empty);
         }
     }
-    if (lane == 0) copied_out();
+    if (lane == 0) cp_async_bulk_wait_group_read();
 }

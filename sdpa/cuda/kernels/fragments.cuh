@@ -1,134 +1,22 @@
-// Products of a warp: 16 rows of one operand with rows or columns of another in shared memory. A thread has of each 8 columns two neighbours, in two rows that are 8
-// apart.
+// Where a thread's registers are in an accumulator: the same for WGMMA (m64nNk16) and for mma.sync (m16n8k16, m16n8k8).
+//
+// A warp has 16 rows. Of every 8 columns a thread has two neighbours, in two rows that are 8 apart. Register `n` is `fragment_row(n)` rows and
+// `fragment_column(n)` columns from the thread's first element, which is at (`thread_row`, `thread_column`) of the warp's rows.
 
-constexpr int ELEMENT_BYTES = sizeof(Element);
-constexpr int THREADS = 32 * WARPS;
-// Rows begin 16 bytes behind a multiple of 128 or of 64, so that eight of them lie beside one another in the banks.
-constexpr uint QK_ROW = DIM_QK * ELEMENT_BYTES + 16;
-constexpr uint V_ROW = DIM_V * ELEMENT_BYTES + 16;
-constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr float LN_2 = 0.69314718055994530942f;
-#define INFINITE __int_as_float(0x7f800000)
+inline int thread_row(int lane) { return lane / 4; }
+inline int thread_column(int lane) { return 2 * (lane & 3); }
 
-#if SINGLE
+// Which of the thread's two rows register `n` is in.
+inline int fragment_half(int n) { return n >> 1 & 1; }
+inline int fragment_row(int n) { return n & 2 ? 8 : 0; }
+inline int fragment_column(int n) { return 8 * (n / 4) + (n & 1); }
+// The same from `first` on, which is added first: another order of the sum compiles to other machine code.
+inline int fragment_column(int first, int n) { return first + 8 * (n / 4) + (n & 1); }
 
-// A number as the sum of two of 11 digits.
-inline void split(float x, uint& high, uint& low) {
-    high = rounded_to_tf32(x);
-    low = rounded_to_tf32(x - __uint_as_float(high));
-}
+// The next register of the same row. Row `half` begins with register `2 * half`.
+inline int next_in_row(int n) { return n + (n & 1 ? 3 : 1); }
 
-// Terms of a product may come in any order: a thread's are neighbours, in both operands.
-inline void load_rows(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes) {
-    const int lane = threadIdx.x & 31;
-    const uint from = at + (lane >> 2) * row_bytes + (lane & 3) * 8;
-    const float2 first = load_shared_pair(from), second = load_shared_pair(from + 8 * row_bytes);
-    split(first.x, x[0], low[0]);
-    split(second.x, x[1], low[1]);
-    split(first.y, x[2], low[2]);
-    split(second.y, x[3], low[3]);
-}
-
-// Scores of 16 rows at `a` beside rows at `b`, over all columns of both.
-template <int columns, int count>
-inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int n = 0; n < count; n++) s[n] = 0.0f;
-#pragma unroll 2
-    for (int step = 0; step < columns / 8; step++) {
-        uint x[4], x_low[4];
-        load_rows(x, x_low, a + step * 32, row_bytes);
-#pragma unroll
-        for (int n = 0; n < count; n += 4) {
-            const float2 of = load_shared_pair(b + (2 * n + (lane >> 2)) * row_bytes + step * 32 + (lane & 3) * 8);
-            uint y[2], y_low[2];
-            split(of.x, y[0], y_low[0]);
-            split(of.y, y[1], y_low[1]);
-            float d[4] = {s[n], s[n + 1], s[n + 2], s[n + 3]};
-            product_in_parts(d, x, x_low, y, y_low);
-#pragma unroll
-            for (int m = 0; m < 4; m++) s[n + m] = d[m];
-        }
-    }
-}
-
-// Adds weights times the rows at `b`, as many as there are weights in a row.
-template <int weights, int count>
-inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint row_bytes) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int step = 0; step < weights; step += 4) {
-        uint x[4], x_low[4];
-        split(w[step], x[0], x_low[0]);
-        split(w[step + 2], x[1], x_low[1]);
-        split(w[step + 1], x[2], x_low[2]);
-        split(w[step + 3], x[3], x_low[3]);
-        const uint from = b + (2 * step + 2 * (lane & 3)) * row_bytes + (lane >> 2) * 4;
-#pragma unroll
-        for (int n = 0; n < count; n += 4) {
-            uint y[2], y_low[2];
-            split(__uint_as_float(load_shared(from + n * 8)), y[0], y_low[0]);
-            split(__uint_as_float(load_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
-            // The units cut what they add to: sums of many blocks are added to here, rounded.
-            float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            product_in_parts(d, x, x_low, y, y_low);
-#pragma unroll
-            for (int m = 0; m < 4; m++) sums[n + m] += d[m];
-        }
-    }
-}
-
-#else
-
-template <int columns, int count>
-inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
-    const int lane = threadIdx.x & 31;
-    const uint from_a = a + (lane & 15) * row_bytes + (lane >> 4) * 16;
-    const uint from_b = b + ((lane & 7) + (lane >> 4) * 8) * row_bytes + (lane >> 3 & 1) * 16;
-#pragma unroll
-    for (int n = 0; n < count; n++) s[n] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < columns / 16; step++) {
-        uint x[4];
-        load_matrices(x, from_a + step * 32);
-#pragma unroll
-        for (int n = 0; n < count; n += 8) {
-            uint y[4];
-            load_matrices(y, from_b + 2 * n * row_bytes + step * 32);
-#pragma unroll
-            for (int half = 0; half < 8; half += 4) {
-                float d[4] = {s[n + half], s[n + half + 1], s[n + half + 2], s[n + half + 3]};
-                product(Element{}, d, x, y[half / 2], y[half / 2 + 1]);
-#pragma unroll
-                for (int m = 0; m < 4; m++) s[n + half + m] = d[m];
-            }
-        }
-    }
-}
-
-template <int weights, int count>
-inline void weigh(float (&sums)[count], const float (&w)[weights], uint b, uint row_bytes) {
-    const int lane = threadIdx.x & 31;
-    const uint from = b + (lane & 15) * row_bytes + (lane >> 4) * 16;
-#pragma unroll
-    for (int step = 0; step < weights; step += 8) {
-        uint x[4];
-#pragma unroll
-        for (int m = 0; m < 4; m++) x[m] = pair_of(Element{}, w[step + 2 * m], w[step + 2 * m + 1]);
-#pragma unroll
-        for (int n = 0; n < count; n += 8) {
-            uint y[4];
-            load_matrices_across(y, from + 2 * step * row_bytes + n * 4);
-#pragma unroll
-            for (int half = 0; half < 8; half += 4) {
-                float d[4] = {sums[n + half], sums[n + half + 1], sums[n + half + 2], sums[n + half + 3]};
-                product(Element{}, d, x, y[half / 2], y[half / 2 + 1]);
-#pragma unroll
-                for (int m = 0; m < 4; m++) sums[n + half + m] = d[m];
-            }
-        }
-    }
-}
-
-#endif
+// The address that a lane passes to ldmatrix.x4 or stmatrix.x4 for 16 rows by 16 columns of a 128-byte swizzled panel at `at`. The lane's row is `row`; XOR with 32 is
+// the next 16 columns. `at` is added first, for the same reason.
+template <class Row>
+inline uint swizzled_matrix_row(uint at, Row row, int lane) { return at + row * 128 + ((lane >> 4 ^ (lane & 7)) << 4); }

@@ -1,12 +1,12 @@
-// Functions of traced expressions, by the names that they have in MSL.
+// Functions that traced score_mods and masks call, with the names that they have in MSL (sdpa/emit). Compiled in only if there is a trace.
 
 #define ERROR_FUNCTION
 inline float error_function(float x) {
     return erff(x);
 }
 
-// As CUDA's library has them: of what a jump hangs on, and beside f32. Within: of waves of at most 2^24, of powers of at most 64. Of: of
-// a positive number whose logarithm is known.
+// The CUDA library's functions: for f32 problems and for values that a comparison depends on. `_within` variants get arguments of at most 2^24 (sin,
+// cos) or 64 (pow); `pow_of` gets a positive base and its logarithm.
 namespace exact {
 inline float sqrt(float x) { return sqrtf(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
@@ -29,94 +29,95 @@ inline float max(float x, float y) { return fmaxf(x, y); }
 namespace precise = exact;
 #else
 
-// Without whole turns, of at most 2^24: at most 3.8, and off by less than the last digit of a number next to 2.
-inline float turned_within(float x) {
-    // The last digit of a float next to 1.5 * 2^23 counts whole numbers.
+// x minus whole turns, for |x| <= 2^24: at most 3.8, off by less than an ulp of 2.
+inline float reduce_range_small(float x) {
+    // Adding 1.5 * 2^23 rounds to an integer.
     const float turns = fmaf(x, 0.159154943f, 12582912.0f) - 12582912.0f;
     return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
 
-// 1 / (2 pi) in binary, from the digit before 1/2 on.
-__constant__ const uint TURN[6] = {0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410};
+// 1 / (2 pi) in binary, from the bit of weight 1/2 on.
+__constant__ const uint INVERSE_TWO_PI[6] = {0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410};
 
-// The same of any number past 2^24 by size: a whole number times a power of two, times as many digits of 1 / (2 pi) as do not come to whole turns.
-inline float turned_far(float x) {
+// The same for |x| > 2^24: x is an integer times a power of two, and is multiplied by those bits of 1 / (2 pi) that do not amount to whole turns.
+inline float reduce_range_large(float x) {
     const uint bits = __float_as_uint(x);
     const int power = int(bits >> 23 & 255) - 150, word = power >> 5, by = power & 31;
     const uint digits = bits & 0x7fffff | 0x800000;
-    const uint first = __funnelshift_l(TURN[word + 1], TURN[word], by), second = __funnelshift_l(TURN[word + 2], TURN[word + 1], by);
-    const float rest = float(int(digits * first + __umulhi(digits, second))) * 1.46291808e-9f;
-    return (int(bits) < 0 ? -rest : rest) + (x - x);
+    const uint first = __funnelshift_l(INVERSE_TWO_PI[word + 1], INVERSE_TWO_PI[word], by);
+    const uint second = __funnelshift_l(INVERSE_TWO_PI[word + 2], INVERSE_TWO_PI[word + 1], by);
+    const float remainder = float(int(digits * first + __umulhi(digits, second))) * 1.46291808e-9f;
+    return (int(bits) < 0 ? -remainder : remainder) + (x - x);
 }
 
-inline float turned(float x) {
-    return fabsf(x) <= 16777216.0f ? turned_within(x) : turned_far(x);
+inline float reduce_range(float x) {
+    return fabsf(x) <= 16777216.0f ? reduce_range_small(x) : reduce_range_large(x);
 }
 
-// The unit is off by 5e-7 of 1: near 0, where that is more of it, the number itself.
-inline float sine_of(float turned) {
-    return fabsf(turned) < 0.0144f ? turned : sine_near(turned);
+// sin.approx has an absolute error of 5e-7; near 0 the argument itself is closer.
+inline float sin_reduced(float angle) {
+    return fabsf(angle) < 0.0144f ? angle : sin_approx(angle);
 }
 
-// Right to 1e-6 of the result where x is next to 1, too: what great powers hang on.
-inline float log2_of(float x) {
+// Relative error 1e-6 also next to 1, where large exponents of pow amplify it.
+inline float log2_accurate(float x) {
     const float y = x - 1.0f;
     float sum = fmaf(y, -0.246187665f, 0.293438937f);
     sum = fmaf(y, sum, -0.360620198f);
     sum = fmaf(y, sum, 0.480869499f);
     sum = fmaf(y, sum, -0.721347653f);
     sum = fmaf(y, sum, 1.44269507f);
-    return fabsf(y) < 0.125f ? y * sum : log2_near(x);
+    return fabsf(y) < 0.125f ? y * sum : lg2_approx(x);
 }
 
-// e^(-2|x|).
-inline float tanh_rest(float x) {
-    return exp2_of(-2.88539008177792681472f * fabsf(x));
+// exp(-2 |x|).
+inline float exp_minus_2abs(float x) {
+    return ex2_approx(-2.88539008177792681472f * fabsf(x));
 }
 
 #define TANH_SLOPE
 inline float tanh_slope(float x) {
     if (APPROXIMATE) {
-        const float y = tanh_near(x);
+        const float y = tanh_approx(x);
         return 1.0f - y * y;
     }
-    const float rest = tanh_rest(x), part = reciprocal(1.0f + rest);
-    return 4.0f * rest * part * part;
+    const float remainder = exp_minus_2abs(x), part = rcp_approx(1.0f + remainder);
+    return 4.0f * remainder * part * part;
 }
 
 namespace precise {
-inline float sqrt(float x) { return sqrt_near(x); }
+inline float sqrt(float x) { return sqrt_approx(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
-inline float exp(float x) { return exp2_of(1.44269504f * x); }
-inline float log(float x) { return 0.693147181f * log2_near(x); }
-inline float sin(float x) { return sine_of(turned(x)); }
-inline float cos(float x) { return cosine_near(turned(x)); }
-inline float sin_within(float x) { return sine_of(turned_within(x)); }
-inline float cos_within(float x) { return cosine_near(turned_within(x)); }
-inline float quotient(float x, float y) { return quotient_near(x, y); }
+inline float exp(float x) { return ex2_approx(1.44269504f * x); }
+inline float log(float x) { return 0.693147181f * lg2_approx(x); }
+inline float sin(float x) { return sin_reduced(reduce_range(x)); }
+inline float cos(float x) { return cos_approx(reduce_range(x)); }
+inline float sin_within(float x) { return sin_reduced(reduce_range_small(x)); }
+inline float cos_within(float x) { return cos_approx(reduce_range_small(x)); }
+inline float quotient(float x, float y) { return div_full(x, y); }
 inline float min(float x, float y) { return fminf(x, y); }
 inline float max(float x, float y) { return fmaxf(x, y); }
 
-// Beside bf16 as the unit for it has it, off by 1/2,048 of the result, in both passes alike. Otherwise of parts that the slope has too, off by 1.2e-7 at
-// most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
+// bf16: MUFU.TANH, relative error 2^-11, in both passes. Otherwise from the parts that the derivative uses too: absolute error 1.2e-7, and near 0 the
+// argument itself, which keeps the relative error below 2e-5.
 inline float tanh(float x) {
-    if (APPROXIMATE) return tanh_near(x);
-    const float rest = tanh_rest(x);
-    const float far = (1.0f - rest) * reciprocal(1.0f + rest);
+    if (APPROXIMATE) return tanh_approx(x);
+    const float remainder = exp_minus_2abs(x);
+    const float far = (1.0f - remainder) * rcp_approx(1.0f + remainder);
     return fabsf(x) < 0.0071f ? x : copysignf(far, x);
 }
 
-// By the logarithm of |x|. Without a branch: scores that branch apart wait for one another.
+// pow from log2 |x|. Branch-free: diverging lanes would serialise.
 inline float power(float x, float y, float log) {
-    // Also where the other is infinite, or no number.
-    const float size = exp2_of((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
-    const bool negative = __float_as_int(x) < 0, whole = floorf(y) == y, odd = whole & floorf(0.5f * y) != 0.5f * y;
+    // 0 * infinity and 0 * NaN would be NaN: pow(x, 0) and pow(1, y) are 1.
+    const float size = ex2_approx((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
+    const bool negative = __float_as_int(x) < 0, integer = floorf(y) == y, odd = integer & floorf(0.5f * y) != 0.5f * y;
     const float result = negative & odd ? -size : size;
-    return negative & !whole & !isinf(log) ? __int_as_float(0x7fffffff) : result;
+    return negative & !integer & !isinf(log) ? __int_as_float(0x7fffffff) : result;
 }
 
-inline float pow(float x, float y) { return power(x, y, log2_of(fabsf(x))); }
-inline float pow_within(float x, float y) { return power(x, y, log2_near(fabsf(x))); }
-inline float pow_of(float, float y, float log2) { return exp2_of(y * log2); }
+inline float pow(float x, float y) { return power(x, y, log2_accurate(fabsf(x))); }
+inline float pow_within(float x, float y) { return power(x, y, lg2_approx(fabsf(x))); }
+inline float pow_of(float, float y, float log2) { return ex2_approx(y * log2); }
 }
 #endif

@@ -1,21 +1,22 @@
-// Rows past the length of a batch entry, zeroed in shared memory. P and dS are 0 there, but 0 times NaN is NaN, and such rows may hold anything.
+// Zeroes rows past a sequence's length in shared memory. P and dS are 0 there, but 0 * NaN is NaN, and such rows may hold anything. Called by the
+// consumers of the sm_90 kernels.
 
 constexpr uint SWIZZLED_ROW_BYTES = 128;
 
-// A warpgroup zeroes rows first <= row < rows of so many panels. Other warpgroups that read the same rows do so too: all write the same zeros.
+// A warpgroup zeroes rows first <= row < rows of `panels` panels. Other warpgroups that read the rows write the same zeros.
 template <int panels>
 inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
     const int chunks = max(0, rows - max(first, 0)) * int(SWIZZLED_ROW_BYTES / 16);
     for (int n = threadIdx.x & 127; n < chunks; n += 128) {
         const uint chunk = at + max(first, 0) * SWIZZLED_ROW_BYTES + n * 16;
 #pragma unroll
-        for (int panel = 0; panel < panels; panel++) store_shared_numbers(chunk + panel * panel_bytes, 0.0f, 0.0f, 0.0f, 0.0f);
+        for (int panel = 0; panel < panels; panel++) st_shared_v4_f32(chunk + panel * panel_bytes, 0.0f, 0.0f, 0.0f, 0.0f);
     }
 }
 
-// The zeros of all threads of a warpgroup are visible to its WGMMAs. Each warpgroup has a named barrier of its own.
-constexpr uint ZEROED = 12;
-inline void rows_are_zero() {
-    written_for_engines();
-    meet(ZEROED + alike(int(threadIdx.x >> 7)), 128);
+// Makes the zeros of a warpgroup visible to its WGMMAs. Each warpgroup has a named barrier of its own.
+constexpr uint BARRIER_ZEROED = 12;
+inline void sync_zeroed_rows() {
+    fence_proxy_async();
+    named_barrier_sync(BARRIER_ZEROED + warp_uniform(int(threadIdx.x >> 7)), 128);
 }

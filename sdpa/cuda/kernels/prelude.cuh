@@ -1,6 +1,7 @@
-// What kernels and traced expressions take for granted: types that convert to float, and functions by the names that they have in MSL.
+// What kernels and traced score_mods and masks rely on: element types, bit casts and helpers with the names that they have in MSL, so that both dialects
+// share generated code.
 
-// The same bits as another type.
+// Bit cast.
 template <class To>
 inline To as_type(uint x);
 template <>
@@ -16,19 +17,19 @@ inline To as_type(float x);
 template <>
 inline uint as_type<uint>(float x) { return __float_as_uint(x); }
 
-// A whole number from -2^22 to 2^22 - 1 as a float, exactly: the last digits of a float next to 1.5 * 2^23 count whole numbers.
+// Exact float of an integer in [-2^22, 2^22), without a conversion instruction: adding to the bits of 1.5 * 2^23 counts in the last place.
 inline float float_of_small(int x) {
     return __int_as_float(0x4b400000 + x) - 12582912.0f;
 }
 
-// The same of one that is so much more than another of these, which many have in common: they become floats once, and an addition is left for each.
+// float(x) where x - more is the same for many scores: that is converted once, and each score costs one addition.
 inline float float_from(int x, int more) {
     return more == 0 ? float_of_small(x) : float_of_small(x - more) + float(more);
 }
 
 struct Half {
     unsigned short bits;
-    inline operator float() const { return of_half(bits); }
+    inline operator float() const { return cvt_f32_f16(bits); }
 };
 
 struct BFloat {
@@ -36,17 +37,18 @@ struct BFloat {
     inline operator float() const { return __uint_as_float(uint(bits) << 16); }
 };
 
-inline uint pair_of(Half, float low, float high) { return pair_of_halves(low, high); }
-inline uint pair_of(BFloat, float low, float high) { return pair_of_bfloats(low, high); }
+inline uint pack_pair(Half, float low, float high) { return cvt_rn_f16x2(low, high); }
+inline uint pack_pair(BFloat, float low, float high) { return cvt_rn_bf16x2(low, high); }
 
-// Before a loop over scores in which traces are computed.
-#if AT_ONCE == 0
+// Precedes each loop over scores that evaluates a trace. Long traces are not unrolled for all scores: that takes minutes to compile and overflows the
+// instruction cache.
+#if TRACE_UNROLL == 0
 #define UNROLL_TRACES _Pragma("unroll")
 #else
-#define UNROLL_TRACES _Pragma("unroll AT_ONCE")
+#define UNROLL_TRACES _Pragma("unroll TRACE_UNROLL")
 #endif
 
-// A number that is the same in the whole warp, told to the compiler: it is kept once, not in every thread.
-inline int alike(int x) {
+// Broadcasts lane 0, so that the compiler knows the value to be uniform in the warp and keeps it in a uniform register.
+inline int warp_uniform(int x) {
     return __shfl_sync(~0u, x, 0);
 }

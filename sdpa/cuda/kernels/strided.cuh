@@ -1,25 +1,26 @@
-// Rows of operands of any strides: to shared memory, and results from registers.
+// Loads to shared memory and stores from registers for tensors of any strides and alignment. Called by the sm_80 kernels.
 
 inline uint bits_of(Half x) { return x.bits; }
 inline uint bits_of(BFloat x) { return x.bits; }
 inline uint bits_of(float x) { return __float_as_uint(x); }
 
-inline const Element* row_of(const Strided& of, int batch, int head, int row) {
-    return of.at + batch * of.batch + head * of.head + row * of.row;
+inline const Element* row_of(const Strided& extent, int batch, int head, int row) {
+    return extent.at + batch * extent.batch + head * extent.head + row * extent.row;
 }
 
-// Rows of an entry: those of documents follow one another, and those of entries begin at 0.
+// Rows of a sequence: the token that it begins at (0 if not packed), the first row wanted, and how many rows there are.
 struct Extent {
     int begin;
     int first;
     int rows;
 };
 
-// The rows from `first` on, which `row_at` finds, zeros from `seq` on. `wide`: rows lie at multiples of 16 bytes and are brought by copies, which are to be waited for.
+// Loads rows from `first` on, zeros from `seq` on and past `dim`. `row_at` gives the address of a row. `wide`: rows are 16-byte aligned and copied by
+// cp.async, which the caller waits for.
 template <int rows, int columns, bool wide, class At>
-inline void bring_found(uint to, uint row_bytes, const Strided& from, int first, int seq, int dim, At row_at) {
+inline void load_rows_at(uint to, uint row_bytes, const Strided& from, int first, int seq, int dim, At row_at) {
     constexpr int PER = 16 / ELEMENT_BYTES, CHUNKS = columns / PER;
-    // One by one: addresses of several would take the registers of sums.
+    // Not unrolled: several addresses at once would take the registers of accumulators.
 #pragma unroll 1
     for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
         const int row = n / CHUNKS, column = n % CHUNKS * PER;
@@ -27,52 +28,52 @@ inline void bring_found(uint to, uint row_bytes, const Strided& from, int first,
         const uint at = to + row * row_bytes + column * ELEMENT_BYTES;
         const Element* element = left > 0 ? row_at(first + row) + column * from.dim : from.at;
         if (wide) {
-            copy_16(at, element, left * ELEMENT_BYTES);
+            cp_async_16(at, element, left * ELEMENT_BYTES);
         } else {
             uint words[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int m = 0; m < PER; m++) {
                 if (m < left) words[m * ELEMENT_BYTES / 4] |= bits_of(element[m * from.dim]) << (m * ELEMENT_BYTES % 4 * 8);
             }
-            store_shared_four(at, words[0], words[1], words[2], words[3]);
+            st_shared_v4_b32(at, words[0], words[1], words[2], words[3]);
         }
     }
 }
 
-// The same of rows that lie one behind the other.
+// The same for rows with one stride.
 template <int rows, int columns, bool wide>
-inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, const Extent& of, int dim) {
-    const auto at = [&](int row) { return row_of(from, batch, head, of.begin + row); };
-    bring_found<rows, columns, wide>(to, row_bytes, from, of.first, of.rows, dim, at);
+inline void load_rows(uint to, uint row_bytes, const Strided& from, int batch, int head, const Extent& extent, int dim) {
+    const auto at = [&](int row) { return row_of(from, batch, head, extent.begin + row); };
+    load_rows_at<rows, columns, wide>(to, row_bytes, from, extent.first, extent.rows, dim, at);
 }
 
-inline void put_pair(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_halves(x, y); }
-inline void put_pair(BFloat* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_bfloats(x, y); }
-inline void put_pair(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = float2{x, y}; }
-inline void put(Half* to, float x) { to->bits = (unsigned short)(pair_of_halves(x, 0.0f) & 0xffffu); }
-inline void put(BFloat* to, float x) { to->bits = (unsigned short)(pair_of_bfloats(x, 0.0f) & 0xffffu); }
-inline void put(float* to, float x) { *to = x; }
+inline void store_two(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = cvt_rn_f16x2(x, y); }
+inline void store_two(BFloat* to, float x, float y) { *reinterpret_cast<uint*>(to) = cvt_rn_bf16x2(x, y); }
+inline void store_two(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = float2{x, y}; }
+inline void store_one(Half* to, float x) { to->bits = (unsigned short)(cvt_rn_f16x2(x, 0.0f) & 0xffffu); }
+inline void store_one(BFloat* to, float x) { to->bits = (unsigned short)(cvt_rn_bf16x2(x, 0.0f) & 0xffffu); }
+inline void store_one(float* to, float x) { *to = x; }
 
-// Two rows, 8 apart, of what a warp has, as far as the entry has them, from `first_column` on, times a number for each. `pairs`: rows lie at multiples of two elements.
+// Stores a warp's 16 rows of accumulators times a factor per row. `pairs`: rows are aligned to two elements.
 template <bool pairs, int count>
-inline void put_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, const Extent& of, int row,
-                     int first_column, int dim) {
+inline void store_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, const Extent& extent, int row,
+                       int first_column, int dim) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (row + 8 * half >= of.rows) continue;
-        Element* at = const_cast<Element*>(row_of(to, batch, head, of.begin + row + 8 * half));
+        if (row + 8 * half >= extent.rows) continue;
+        Element* at = const_cast<Element*>(row_of(to, batch, head, extent.begin + row + 8 * half));
         const float by = times[half];
 #pragma unroll
         for (int n = 2 * half; n < count; n += 4) {
-            const int column = first_column + n / 4 * 8 + 2 * (lane & 3);
-            // What has no weight is 0, whatever was added up.
+            const int column = first_column + n / 4 * 8 + thread_column(lane);
+            // A factor of 0 gives 0 even if the sum is NaN.
             const float first = by == 0.0f ? 0.0f : x[n] * by, second = by == 0.0f ? 0.0f : x[n + 1] * by;
             if (pairs) {
-                if (column < dim) put_pair(at + column, first, second);
+                if (column < dim) store_two(at + column, first, second);
             } else {
-                if (column < dim) put(at + column, first);
-                if (column + 1 < dim) put(at + column + 1, second);
+                if (column < dim) store_one(at + column, first);
+                if (column + 1 < dim) store_one(at + column + 1, second);
             }
         }
     }

@@ -1,68 +1,67 @@
-//! Products of the matrix units as inline PTX: as many operands as registers hold results, so the text is made.
+//! Generates the `wgmma.mma_async` wrappers, which have as many register operands as results.
 
 use crate::tile::PANEL;
 use std::fmt::Write;
 
-/// Where the operands of a product are.
+/// Where A and B are, and which of their axes is contiguous.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Operands {
-    /// Both in shared memory, each by its rows.
-    ByRows,
-    /// `a` in registers, `b` in shared memory by its rows.
-    HeldByRows,
-    /// `a` in registers, `b` in shared memory by its columns.
-    HeldByColumns,
-    /// Both in shared memory, each by its columns.
-    ByColumns,
+    /// Both in shared memory, K-major.
+    SharedK,
+    /// A in registers, B in shared memory, K-major.
+    RegistersK,
+    /// A in registers, B in shared memory, MN-major.
+    RegistersMn,
+    /// Both in shared memory, MN-major.
+    SharedMn,
 }
 
 impl Operands {
     fn name(self) -> &'static str {
         match self {
-            Operands::ByRows | Operands::HeldByRows => "product_by_rows",
-            Operands::HeldByColumns => "product_by_columns",
-            Operands::ByColumns => "product_of_columns",
+            Operands::SharedK | Operands::RegistersK => "wgmma_k_major",
+            Operands::RegistersMn => "wgmma_b_mn_major",
+            Operands::SharedMn => "wgmma_mn_major",
         }
     }
 
-    /// Which operands in shared memory are transposed.
+    /// The transpose immediates of the operands in shared memory.
     fn transposed(self) -> &'static str {
         match self {
-            Operands::ByRows => ", 0, 0",
-            Operands::HeldByRows => ", 0",
-            Operands::HeldByColumns => ", 1",
-            Operands::ByColumns => ", 1, 1",
+            Operands::SharedK => ", 0, 0",
+            Operands::RegistersK => ", 0",
+            Operands::RegistersMn => ", 1",
+            Operands::SharedMn => ", 1, 1",
         }
     }
 }
 
-/// Products of the forward kernel: 64 rows with so many columns over 16 terms, added to half as many registers of each thread.
+/// WGMMAs of the forward kernel, m64nNk16 with N keys or columns of V.
 pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: u32) -> String {
     let mut text = String::new();
-    product(&mut text, element, columns_of_scores, Operands::ByRows);
-    product(&mut text, element, columns_of_scores, Operands::HeldByRows);
-    product(&mut text, element, columns_of_values, Operands::HeldByColumns);
+    product(&mut text, element, columns_of_scores, Operands::SharedK);
+    product(&mut text, element, columns_of_scores, Operands::RegistersK);
+    product(&mut text, element, columns_of_values, Operands::RegistersMn);
     text
 }
 
-/// Products of the backward kernel: scores of 64 keys and 64 queries, gradients of keys and values of so many columns, gradients of queries, a panel of
-/// columns at once.
+/// WGMMAs of the backward kernels: S and dP of 64 keys by 64 queries, dK and dV of `columns`, dQ of one panel of columns.
 pub(crate) fn backward(element: &str, columns: [u32; 2]) -> String {
     let mut text = String::new();
-    product(&mut text, element, 64, Operands::ByRows);
-    product(&mut text, element, 64, Operands::HeldByRows);
+    product(&mut text, element, 64, Operands::SharedK);
+    product(&mut text, element, 64, Operands::RegistersK);
     let [first, second] = columns;
-    product(&mut text, element, first, Operands::HeldByColumns);
+    product(&mut text, element, first, Operands::RegistersMn);
     if first != second {
-        product(&mut text, element, second, Operands::HeldByColumns);
+        product(&mut text, element, second, Operands::RegistersMn);
     }
-    product(&mut text, element, PANEL, Operands::ByColumns);
+    product(&mut text, element, PANEL, Operands::SharedMn);
     text
 }
 
 fn product(text: &mut String, element: &str, columns: u32, operands: Operands) {
     let results = columns / 2;
-    let held = matches!(operands, Operands::HeldByRows | Operands::HeldByColumns);
+    let held = matches!(operands, Operands::RegistersK | Operands::RegistersMn);
     let list = |from: u32, count: u32| (from..from + count).map(|n| format!("%{n}")).collect::<Vec<_>>().join(", ");
     let (a, b, add) = if held { (4, results + 4, results + 5) } else { (1, results + 1, results + 2) };
     let a = if held { format!("{{{}}}", list(results, a)) } else { list(results, a) };

@@ -45,7 +45,7 @@ params! {
         /// items it has, i32.
         taken: u64 = "int* ",
         /// Address of the list of tiles, where there is one.
-        items: u64 = "Item* ",
+        items: u64 = "TileItem* ",
         /// Address of the item that each tile of each batch entry begins with, i32, where keys are split.
         firsts: u64 = "int* ",
         /// Address of what parts of keys come to: f32 (item, head or group of heads, row of a tile, column of the tile).

@@ -20,69 +20,69 @@ macro_rules! piece {
 }
 pub(crate) use piece;
 
-/// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
-const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
+/// What every kernel begins with, before generated code. All PTX is in `ptx`, `tma`, `cluster`, `wgmma` and `mma`.
+const PRELUDE: [(&str, &str); 4] = [piece!("types.cuh"), piece!("ptx.cuh"), piece!("prelude.cuh"), piece!("fragments.cuh")];
 /// What traced expressions call.
 const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
-const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
-pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
-const CLIPPED: (&str, &str) = piece!("clipped.cuh");
-pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
-pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
+const HOPPER: [(&str, &str); 3] = [piece!("tma.cuh"), piece!("wgmma_operands.cuh"), piece!("wgmma.cuh")];
+pub(crate) const MASK: (&str, &str) = piece!("mask.cuh");
+const VARLEN_TMA: (&str, &str) = piece!("varlen_tma.cuh");
+pub(crate) const KV_BLOCKS: (&str, &str) = piece!("kv_blocks.cuh");
+pub(crate) const BLOCK_SPARSITY: (&str, &str) = piece!("block_sparsity.cuh");
 const DROPOUT: (&str, &str) = piece!("dropout.cuh");
-/// What a forward pass tells of its rows.
+/// Row statistics of a forward pass.
 pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
-const TILES: (&str, &str) = piece!("tiles.cuh");
-const ITEMS: (&str, &str) = piece!("items.cuh");
-const MERGE: (&str, &str) = piece!("merge.cuh");
-const FORWARD: (&str, &str) = piece!("forward.cu");
-/// Around what is generated of parameters' gradients.
-pub(crate) const BACKWARD: (&str, &str) = piece!("back.cuh");
-const SHAPE: (&str, &str) = piece!("shape.cuh");
-const STEPS: (&str, &str) = piece!("steps.cuh");
-pub(crate) const ALONG: (&str, &str) = piece!("along.cuh");
-const ROWS: (&str, &str) = piece!("rows.cuh");
-const SECTIONS: (&str, &str) = piece!("sections.cuh");
-/// What becomes of sums of gradients of queries: in the kernel itself, or in one of its own.
-const SETTLE: (&str, &str) = piece!("settle.cuh");
-const QUERIES: (&str, &str) = piece!("queries.cuh");
-const SCORES: (&str, &str) = piece!("scores.cuh");
-const BROUGHT: (&str, &str) = piece!("brought.cuh");
-const TAKEN: (&str, &str) = piece!("taken.cuh");
-const GRADIENTS: (&str, &str) = piece!("backward.cu");
-/// What blocks of threads that run as a pair ask of the hardware, and their kernel.
-const PEERS: (&str, &str) = piece!("peers.cuh");
+const TILE_SCHEDULER: (&str, &str) = piece!("tile_scheduler.cuh");
+const TILE_LIST: (&str, &str) = piece!("tile_list.cuh");
+const COMBINE: (&str, &str) = piece!("combine.cuh");
+const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
+/// Query tiles of a KV block.
+pub(crate) const Q_BLOCKS: (&str, &str) = piece!("q_blocks.cuh");
+const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
+const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
+pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
+const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
+const BACKWARD_SCHEDULER: (&str, &str) = piece!("backward_scheduler.cuh");
+/// Conversion of the dQ accumulator: within the main kernel, or in one of its own.
+const DQ_CONVERT_FUSED: (&str, &str) = piece!("dq_convert_fused.cuh");
+const DQ_CONVERT: (&str, &str) = piece!("dq_convert.cuh");
+const BACKWARD_SCORES: (&str, &str) = piece!("backward_scores.cuh");
+const BACKWARD_LOADS: (&str, &str) = piece!("backward_loads.cuh");
+const BACKWARD_EPILOGUE: (&str, &str) = piece!("backward_epilogue.cuh");
+const BACKWARD_KERNEL: (&str, &str) = piece!("backward.cu");
+/// PTX for 2-CTA clusters, and the kernel that runs on them.
+const CLUSTER: (&str, &str) = piece!("cluster.cuh");
 /// Log-sum-exps as two f32.
-pub(crate) const EXACT: (&str, &str) = piece!("exact.cuh");
+pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");
 const PADDING: (&str, &str) = piece!("padding.cuh");
-const PAIR: (&str, &str) = piece!("pair.cu");
+const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
 /// where a kernel says so.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
-/// The name of the forward kernel.
+/// Entry point of the forward pass.
 pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 
-/// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of parameters go that are rounded.
-pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_rows", c"attention_rounded"];
+/// Entry points of a backward pass: the main kernel; the preprocess kernel (log-sum-exp and delta of each row); the conversion of parameter gradients.
+pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_backward_preprocess", c"attention_convert_gradient"];
 
-/// The name of the kernel that rounds sums of gradients of queries, where the one that computes does not.
-pub const QUERIES_ENTRY: &CStr = c"attention_queries";
+/// Entry point that converts the dQ accumulator, for head dims whose main kernel does not.
+pub const QUERIES_ENTRY: &CStr = c"attention_convert_dq";
 
-/// The name of the kernel behind the forward one that merges parts of keys.
-pub const MERGE_ENTRY: &CStr = c"attention_merged";
+/// Entry point that merges the splits of split-KV, after the forward kernel.
+pub const MERGE_ENTRY: &CStr = c"attention_combine";
 
-/// The name of the kernel before the forward one that lists tiles, where documents have any number of them, or keys are split.
-pub const TILES_ENTRY: &CStr = c"attention_tiles";
+/// Entry point that lists query tiles before the forward kernel, for packed sequences and split-KV.
+pub const TILES_ENTRY: &CStr = c"attention_tile_list";
 
-/// The name of the kernel before either that lists blocks, where a rule reads tensors.
-pub const MAP_ENTRY: &CStr = c"attention_map";
+/// Entry point that makes block-sparse index lists before either pass, for masks that read tensors.
+pub const MAP_ENTRY: &CStr = c"attention_block_lists";
 
-/// Bytes of shared memory of the kernel [`MAP_ENTRY`], in which its 32 warps tell of an item each.
+/// Bytes of shared memory of [`MAP_ENTRY`]: a word for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
-/// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.
+/// Traces above this weight are compiled once, for full and partial blocks alike: compiling them for 64 scores takes long, and the mask costs little next to them.
 pub(crate) const HEAVY: u32 = 24;
 
 /// For how many scores of a thread traces of this weight stand in the text, 0 for all. Where they are very long, scores go through one text one after the other, from
@@ -92,7 +92,7 @@ fn at_once(weight: u32) -> u32 {
     if weight < LONG { 0 } else { (1000 / weight).max(2) }
 }
 
-/// The type of the matrix units' operands.
+/// The PTX type of WGMMA operands.
 fn element(dtype: DType) -> &'static str {
     if dtype == DType::F16 { "f16" } else { "bf16" }
 }
@@ -125,7 +125,7 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
         ("WITH_DROPOUT", problem.dropout.is_some().into()),
         ("WITH_ENDS", (!problem.ends.is_full()).into()),
         ("WITH_PREFIX", problem.region.prefix.is_some().into()),
-        ("WITH_MAP", problem.keep.is_some().into()),
+        ("WITH_BLOCK_LISTS", problem.keep.is_some().into()),
         ("WITH_KEEP", problem.keep.is_some().into()),
         ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
         ("CLAMPS_QUERIES", clamps(problem, Axis::Q).into()),
@@ -150,7 +150,7 @@ pub(crate) fn begin(
     engines: &[(&str, &str)],
 ) -> String {
     let mut text = String::new();
-    for (name, value) in own.iter().chain(&constants(problem)).chain(&[("AT_ONCE", at_once(weight))]) {
+    for (name, value) in own.iter().chain(&constants(problem)).chain(&[("TRACE_UNROLL", at_once(weight))]) {
         let _ = writeln!(text, "#define {name} {value}");
     }
     PRELUDE.into_iter().for_each(|piece| add(&mut text, piece));
@@ -173,7 +173,7 @@ const GENERATED: &str = "\n#line 1 \"generated\"\n";
 /// The type of boundaries of documents.
 pub(crate) fn boundary(problem: &Forward) -> String {
     let of = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
-    format!("typedef {of} Boundary;\n")
+    format!("typedef {of} CuSeqlen;\n")
 }
 
 /// Columns that a product of the matrix units sums over.
@@ -195,45 +195,45 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
-        ("QK_THERE", panels(problem.tensors[0].dims[3])),
-        ("V_THERE", panels(problem.tensors[2].dims[3])),
+        ("QK_TENSOR_PANELS", panels(problem.tensors[0].dims[3])),
+        ("V_TENSOR_PANELS", panels(problem.tensors[2].dims[3])),
         ("QK_STEPS", steps(problem.tensors[0].dims[3], COLUMNS) as u32),
-        ("GROUPS", tile.groups),
+        ("CONSUMER_WARPGROUPS", tile.groups),
         ("TILE_M", tile.queries()),
         ("TILE_N", tile.keys),
-        ("HEADS", tile.heads()),
-        ("FEW", tile.few.is_some().into()),
+        ("PACKED_HEADS", tile.heads()),
+        ("PACK_GQA", tile.few.is_some().into()),
         ("STAGES", tile.stages),
-        ("TURNS", tile.turns.into()),
-        ("O_APART", tile.output_apart.into()),
-        ("HELD", held(tile.held, problem.tensors[0].dims[3])),
-        ("GROUP_REGISTERS", tile.group_registers),
-        ("BRING_REGISTERS", tile.bring_registers),
-        ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
+        ("PING_PONG", tile.turns.into()),
+        ("O_HAS_SMEM", tile.output_apart.into()),
+        ("Q_REGISTERS", held(tile.held, problem.tensors[0].dims[3])),
+        ("CONSUMER_REGISTERS", tile.group_registers),
+        ("PRODUCER_REGISTERS", tile.bring_registers),
+        ("ALWAYS_MASKED", u32::from(problem.weight() > HEAVY)),
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
         ("WITH_PAGES", problem.paged.is_some().into()),
-        ("PIECE", problem.piece(tile)),
-        ("WITH_LIST", problem.lists_tiles(tile).into()),
-        ("WITH_PARTS", tile.split.into()),
-        ("LEAST_BLOCKS", problem.least_blocks(tile)),
-        ("WITH_LARGEST", (tile.split && problem.leaves_largest()).into()),
+        ("PAGE_SLICE", problem.piece(tile)),
+        ("WITH_TILE_LIST", problem.lists_tiles(tile).into()),
+        ("WITH_SPLIT_KV", tile.split.into()),
+        ("MIN_BLOCKS_PER_SPLIT", problem.least_blocks(tile)),
+        ("WITH_SPLIT_MAX", (tile.split && problem.leaves_largest()).into()),
     ];
     let own: Vec<(&str, u32)> = own.into_iter().chain(statistics(problem)).collect();
     let params = format!("{}{}", boundary(problem), Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
-    let mut text = begin(problem, problem.weight(), &own, &params, &traced, &ENGINES);
+    let mut text = begin(problem, problem.weight(), &own, &params, &traced, &HOPPER);
     text.push_str(GENERATED);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
-    let map = (problem.lists() == Lists::AtCall).then_some(MAP);
-    let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
-    [SPAN, CLIPPED, PADDING, WALK, TILES, STATISTICS]
+    let map = (problem.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
+    let items = problem.lists_tiles(tile).then_some(TILE_LIST).into_iter().chain(tile.split.then_some(COMBINE));
+    [MASK, VARLEN_TMA, PADDING, KV_BLOCKS, TILE_SCHEDULER, STATISTICS]
         .into_iter()
         .chain(map)
         .chain(items)
-        .chain([FORWARD])
+        .chain([FORWARD_KERNEL])
         .for_each(|piece| add(&mut text, piece));
     text
 }
@@ -246,26 +246,26 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
-        ("QK_THERE", panels(forward.tensors[0].dims[3])),
-        ("V_THERE", panels(forward.tensors[2].dims[3])),
+        ("QK_TENSOR_PANELS", panels(forward.tensors[0].dims[3])),
+        ("V_TENSOR_PANELS", panels(forward.tensors[2].dims[3])),
         ("QK_STEPS", steps(forward.tensors[0].dims[3], COLUMNS) as u32),
         ("V_STEPS", steps(forward.tensors[2].dims[3], COLUMNS) as u32),
         ("TILE_M", tile.queries),
         ("TILE_N", BackwardTile::KEYS),
-        ("PARTS", tile.parts),
-        ("PAIR", tile.pair.into()),
+        ("COLUMN_PARTS", tile.parts),
+        ("TWO_CTA", tile.pair.into()),
         ("STAGES", tile.stages),
         ("D_O_STAGES", tile.output_stages),
-        ("HELD_QK", held(held_rows[0], forward.tensors[0].dims[3])),
-        ("TIGHT", tight.into()),
-        ("HELD_V", held(held_rows[1], forward.tensors[2].dims[3])),
-        ("GROUP_REGISTERS", tile.group_registers),
-        ("BRING_REGISTERS", tile.bring_registers),
-        ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("K_REGISTERS", held(held_rows[0], forward.tensors[0].dims[3])),
+        ("LOW_REGISTERS", tight.into()),
+        ("V_REGISTERS", held(held_rows[1], forward.tensors[2].dims[3])),
+        ("CONSUMER_REGISTERS", tile.group_registers),
+        ("PRODUCER_REGISTERS", tile.bring_registers),
+        ("ALWAYS_MASKED", u32::from(forward.weight() > HEAVY)),
         ("APPROXIMATE", (forward.dtype == DType::BF16).into()),
-        ("SUMS_BY_COPY", (tile.sums_bytes() > 0).into()),
-        ("WITH_SHARES", (tile.shares > 1).into()),
-        ("WITH_ALONG", (!problem.along.is_empty()).into()),
+        ("DQ_BY_TMA", (tile.sums_bytes() > 0).into()),
+        ("WITH_HEAD_SPLITS", (tile.shares > 1).into()),
+        ("WITH_PARAMETER_GRADIENTS", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
         ("WITH_PACKED_Q", forward.packed.is_some().into()),
         ("WITH_PACKED_KV", forward.packs(Side::Keys).into()),
@@ -273,7 +273,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let traced: Vec<String> = score_functions(problem).into_iter().chain(along_functions(problem)).chain(keep_function(forward)).collect();
     let params =
         format!("{}{}typedef BackwardParams Params;\n{}", boundary(forward), BackwardParams::cuda(), gradients_structure(&problem.along));
-    let engines: Vec<(&str, &str)> = ENGINES.into_iter().chain(tile.pair.then_some(PEERS)).collect();
+    let engines: Vec<(&str, &str)> = HOPPER.into_iter().chain(tile.pair.then_some(CLUSTER)).collect();
     let mut text = begin(forward, problem.weight(), &own, &params, &traced, &engines);
     text.push_str(GENERATED);
     let columns = if tile.pair {
@@ -282,16 +282,22 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts)
     };
     text.push_str(&matrix::backward(element(forward.dtype), columns));
-    let map = (forward.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, CLIPPED, PADDING, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
+    let map = (forward.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
+    [MASK, VARLEN_TMA, PADDING, Q_BLOCKS]
+        .into_iter()
+        .chain(map)
+        .chain([BACKWARD_LAYOUT, BACKWARD_STEPS])
+        .for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
-        add(&mut text, ALONG);
+        add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
         text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
-    let of_queries = if tile.sums_bytes() > 0 { SETTLE } else { QUERIES };
-    let kernel = if tile.pair { PAIR } else { GRADIENTS };
-    [EXACT, ROWS, SECTIONS, of_queries, SCORES, BROUGHT, TAKEN, kernel].into_iter().for_each(|piece| add(&mut text, piece));
+    let of_queries = if tile.sums_bytes() > 0 { DQ_CONVERT_FUSED } else { DQ_CONVERT };
+    let kernel = if tile.pair { BACKWARD_2CTA } else { BACKWARD_KERNEL };
+    [EXACT_LSE, BACKWARD_PREPROCESS, BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel]
+        .into_iter()
+        .for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -311,8 +317,10 @@ pub(crate) fn keep_function(forward: &Forward) -> Option<String> {
 /// The functions that say what a score gives to the gradient of each parameter.
 pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
     let captured = &problem.forward.captured;
-    let of_axes =
-        |trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("along_{n}"), "float"));
+    let of_axes = |trace| {
+        (0..problem.along.len())
+            .map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("parameter_gradient_{n}"), "float"))
+    };
     let of_reads = |trace| {
         problem.along.iter().flat_map(|along| &along.reads).flat_map(move |&[value, place]| {
             [(value, "float"), (place, "int")].map(|(root, ty)| along_function(captured, trace, root, &format!("read_{root}"), ty))
@@ -334,8 +342,8 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
 
 /// The function that adds what each score gives to the gradients of parameters: to their elements, or where `left` says so to a warp's own place.
 pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Option<Left>]) -> String {
-    let mut text = "inline void along_parameters(const float (&raw)[RAW], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
-                    const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
+    let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
+                    const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"
         .to_owned();
     for (n, along) in along.iter().enumerate() {
         let left = left.get(n).copied().flatten();
@@ -355,8 +363,8 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Optio
         }
         let _ = writeln!(
             text,
-            "    for (int n = 0; n < SCORES; n++) x[n] = upstream[n] == 0.0f ? 0.0f : along_{n}(raw[n], upstream[n], place_of(p, corner, n), captured);\n    \
-             add_along<{}, {}>(x, p, corner, [&](const Place& at) {{ return gradients.to_{n} + ({at}); }});",
+            "    for (int n = 0; n < SCORES; n++) x[n] = upstream[n] == 0.0f ? 0.0f : parameter_gradient_{n}(raw[n], upstream[n], place_of_score(p, origin, n), captured);\n    \
+             add_parameter_gradient<{}, {}>(x, p, origin, [&](const Place& at) {{ return gradients.to_{n} + ({at}); }});",
             spans(Axis::Q),
             spans(Axis::K)
         );
@@ -367,8 +375,8 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Optio
 
 /// Which of all slots of all rows is this warp's.
 fn place_of_warp(left: Left) -> String {
-    let slot = if left.slots == 1 { "0" } else { "corner.k / 16" };
-    format!("(long(corner.batch) * {}L + corner.head) * {}L + {slot}", left.rows[1], left.slots)
+    let slot = if left.slots == 1 { "0" } else { "origin.k / 16" };
+    format!("(long(origin.batch) * {}L + origin.head) * {}L + {slot}", left.rows[1], left.slots)
 }
 
 /// What adds to the gradient of a table at the place that is read.
@@ -378,11 +386,11 @@ fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], left: Option<
     let more = format!("read_{value}(raw[n], upstream[n], at, captured)");
     let add = format!("atomicAdd(gradients.to_{n}{to} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);");
     let each = if left.is_some() {
-        format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        one_by_one(more != 0.0f, [&] {{ {add} }});\n")
+        format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        lane_by_lane(more != 0.0f, [&] {{ {add} }});\n")
     } else {
         format!("        if (upstream[n] == 0.0f) continue;\n        const float more = {more};\n        if (more != 0.0f) {add}\n")
     };
-    format!("    for (int n = 0; n < SCORES; n++) {{\n        const Place at = place_of(p, corner, n);\n{each}    }}\n")
+    format!("    for (int n = 0; n < SCORES; n++) {{\n        const Place at = place_of_score(p, origin, n);\n{each}    }}\n")
 }
 
 pub(crate) fn add(text: &mut String, (name, piece): (&str, &str)) {

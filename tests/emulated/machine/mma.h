@@ -1,7 +1,7 @@
 // In place of mma.cuh.
 #pragma once
 
-inline void load_matrices_across(uint (&x)[4], uint at, HERE) { matrices(x, at, true, {"load_matrices_across", file, line}); }
+inline void ldmatrix_x4_trans(uint (&x)[4], uint at, HERE) { matrices(x, at, true, {"ldmatrix_x4_trans", file, line}); }
 
 // A product of operands as the lanes have them.
 template <class T>
@@ -50,34 +50,34 @@ inline void add_own(float (&d)[4], const float* results) {
     for (unsigned n = 0; n < 4; n++) d[n] += results[(lane / 4 + n / 2 * 8) * 8 + 2 * (lane & 3) + n % 2];
 }
 
-inline void product(Half, float (&d)[4], const uint (&a)[4], uint b0, uint b1, HERE) {
+inline void mma_m16n8k16(Half, float (&d)[4], const uint (&a)[4], uint b0, uint b1, HERE) {
     const uint32_t words[] = {a[0], a[1], a[2], a[3], b0, b1};
-    add_own(d, machine::tell_all(words, 6, multiplied<Half>, {"product", file, line}));
+    add_own(d, machine::tell_all(words, 6, multiplied<Half>, {"mma_m16n8k16", file, line}));
 }
-inline void product(BFloat, float (&d)[4], const uint (&a)[4], uint b0, uint b1, HERE) {
+inline void mma_m16n8k16(BFloat, float (&d)[4], const uint (&a)[4], uint b0, uint b1, HERE) {
     const uint32_t words[] = {a[0], a[1], a[2], a[3], b0, b1};
-    add_own(d, machine::tell_all(words, 6, multiplied<BFloat>, {"product", file, line}));
+    add_own(d, machine::tell_all(words, 6, multiplied<BFloat>, {"mma_m16n8k16", file, line}));
 }
-inline uint rounded_to_tf32(float x) {
+inline uint cvt_rna_tf32(float x) {
     const uint bits = __float_as_uint(x);
     // What is no number stays none.
     if ((bits & 0x7f800000u) == 0x7f800000u) return (bits & 0x7fffffu) != 0 ? 0x7fffe000u : bits;
     return (bits + 0x1000u) & ~0x1fffu;
 }
-inline void product_in_parts(float (&d)[4], const uint (&a)[4], const uint (&a_low)[4], const uint (&b)[2], const uint (&b_low)[2], HERE) {
+inline void mma_m16n8k8_3xtf32(float (&d)[4], const uint (&a)[4], const uint (&a_low)[4], const uint (&b)[2], const uint (&b_low)[2], HERE) {
     const uint32_t words[] = {a[0], a[1], a[2], a[3], a_low[0], a_low[1], a_low[2], a_low[3], b[0], b[1], b_low[0], b_low[1]};
     for (uint32_t word : words) {
         if (word & 0x1fff) machine::fail("an operand of more than 11 digits: %08x", word);
     }
-    add_own(d, machine::tell_all(words, 12, multiplied_in_parts, {"product_in_parts", file, line}));
+    add_own(d, machine::tell_all(words, 12, multiplied_in_parts, {"mma_m16n8k8_3xtf32", file, line}));
 }
 
-inline void store_shared_four(uint at, uint x, uint y, uint z, uint w) {
+inline void st_shared_v4_b32(uint at, uint x, uint y, uint z, uint w) {
     if (at % 16 != 0) machine::fail("16 bytes at %u", at);
     const uint words[] = {x, y, z, w};
     machine::store(at, words, 16);
 }
-inline void copy_16(uint to, const void* from, uint bytes) { machine::copy_16(to, from, bytes); }
-inline void copies_commit() { machine::copies_commit(); }
+inline void cp_async_16(uint to, const void* from, uint bytes) { machine::copy_16(to, from, bytes); }
+inline void cp_async_commit_group() { machine::copies_commit(); }
 template <int groups>
-inline void copies_wait() { machine::copies_wait(groups); }
+inline void cp_async_wait_group() { machine::copies_wait(groups); }

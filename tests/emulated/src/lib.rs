@@ -1,7 +1,7 @@
 //! A stand-in for `libcuda.so.1` and for NVRTC at once, on a machine without a GPU: CUDA kernels of this project are compiled for the CPU by clang, and
 //! launches run them, thread by thread, over memory that is the host's.
 //!
-//! What kernels ask of the hardware (the copy engine, the matrix units, barriers, shuffles) stands in their pieces `units`, `copy`, `products`, which are
+//! What kernels ask of the hardware (the copy engine, the matrix units, barriers, shuffles) stands in their pieces `ptx`, `tma`, `wgmma`, which are
 //! replaced by those of `machine/`; everything else is compiled as it is. A launch that does what no GPU would allow, or that never ends, fails with the
 //! reason, as a call of the driver does.
 #![allow(unsafe_code)]

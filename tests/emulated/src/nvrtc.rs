@@ -20,10 +20,10 @@ pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 /// Pieces of the text by their names, and what stands in for each.
 const REPLACED: [(&str, &str); 6] = [
-    ("units.cuh", "units.h"),
-    ("copy.cuh", "copy.h"),
-    ("peers.cuh", "peers.h"),
-    ("products.cuh", "products.h"),
+    ("ptx.cuh", "ptx.h"),
+    ("tma.cuh", "tma.h"),
+    ("cluster.cuh", "cluster.h"),
+    ("wgmma.cuh", "wgmma.h"),
     ("mma.cuh", "mma.h"),
     ("generated", ""),
 ];
@@ -148,10 +148,10 @@ const FILES: [&str; 13] = [
     "threads.h",
     "machine.cpp",
     "cuda.h",
-    "units.h",
-    "copy.h",
-    "peers.h",
-    "products.h",
+    "ptx.h",
+    "tma.h",
+    "cluster.h",
+    "wgmma.h",
     "mma.h",
     "../../metal/emulator/numbers.h",
 ];

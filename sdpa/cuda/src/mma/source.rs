@@ -6,26 +6,31 @@ use super::params::{MmaParams, Strided};
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    ALONG, BACKWARD, EXACT, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, boundary,
-    gradients_structure, keep_function, piece, score_functions, statistics,
+    BLOCK_SPARSITY, EXACT_LSE, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, STATISTICS, add, along_functions, along_parameters,
+    begin, boundary, gradients_structure, keep_function, piece, score_functions, statistics,
 };
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Side, packed};
 use std::ffi::CStr;
 
-const MATRIX: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("fragments.cuh"), piece!("strided.cuh")];
+const WARP_PIECES: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("warp_gemm.cuh"), piece!("strided.cuh")];
 const FORWARD: (&str, &str) = piece!("mma_forward.cu");
-const SCORES: (&str, &str) = piece!("mma_back.cuh");
-const KEYS: (&str, &str) = piece!("mma_keys.cu");
-const QUERIES: [(&str, &str); 2] = [piece!("mma_queries.cu"), piece!("mma_rows.cuh")];
+const SCORES: (&str, &str) = piece!("mma_backward.cuh");
+const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
+const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
 
 /// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded, and
 /// those that are added up in one order.
-pub const QUERIES_ENTRIES: [&CStr; 5] =
-    [c"attention_queries", c"attention_rows", c"attention_sinks", c"attention_rounded", c"attention_summed"];
+pub const QUERIES_ENTRIES: [&CStr; 5] = [
+    c"attention_backward_dq",
+    c"attention_backward_preprocess",
+    c"attention_sink_gradient",
+    c"attention_convert_gradient",
+    c"attention_reduce_gradient",
+];
 
 /// The name of the kernel of the text of keys.
-pub const KEYS_ENTRY: &CStr = c"attention_keys";
+pub const KEYS_ENTRY: &CStr = c"attention_backward_dkv";
 
 /// Bytes of shared memory of the kernel that computes gradients of sinks, in which its 8 warps tell of a sum each.
 pub const SINKS_SHARED_BYTES: u32 = 4 * 8;
@@ -65,7 +70,7 @@ fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
         ("Q_WIDE", wide(&q, bytes.into())),
         ("K_WIDE", wide(&k, bytes.into())),
         ("V_WIDE", wide(&v, bytes.into())),
-        ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("ALWAYS_MASKED", u32::from(forward.weight() > HEAVY)),
         ("WITH_PACKED_Q", forward.packed.is_some().into()),
         ("WITH_PACKED_KV", forward.packs(Side::Keys).into()),
     ];
@@ -90,14 +95,14 @@ pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
-    let mut text = begin(forward, forward.weight(), &own, &params(forward), &traced, &MATRIX);
-    [SPAN, WALK, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    let mut text = begin(forward, forward.weight(), &own, &params(forward), &traced, &WARP_PIECES);
+    [MASK, KV_BLOCKS, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 
 /// The kernel that makes lists, where each call has its own.
 fn map(forward: &Forward) -> Option<(&'static str, &'static str)> {
-    (forward.lists() == Lists::AtCall).then_some(MAP)
+    (forward.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY)
 }
 
 /// Constants of either text of a backward pass.
@@ -113,7 +118,7 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
         ("APPROXIMATE", 0),
         ("OWN", cut.own),
         ("STEP", cut.step),
-        ("PARTS", cut.parts),
+        ("COLUMN_PARTS", cut.parts),
         ("TILE_M", tile_m),
         ("TILE_N", tile_n),
         ("BY_KEYS", by_keys.into()),
@@ -121,7 +126,7 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
         ("DQ_PAIRS", dq),
         ("DK_PAIRS", dk),
         ("DV_PAIRS", dv),
-        ("WITH_ALONG", (by_keys && !backward.along.is_empty()).into()),
+        ("WITH_PARAMETER_GRADIENTS", (by_keys && !backward.along.is_empty()).into()),
     ]);
     own
 }
@@ -131,8 +136,8 @@ pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
     let forward = &backward.forward;
     let own = constants_of_gradients(backward, cut, false);
     let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
-    let mut text = begin(forward, backward.weight(), &own, &params(forward), &traced, &MATRIX);
-    [SPAN, EXACT, WALK].into_iter().chain(map(forward)).chain([SCORES]).chain(QUERIES).for_each(|piece| add(&mut text, piece));
+    let mut text = begin(forward, backward.weight(), &own, &params(forward), &traced, &WARP_PIECES);
+    [MASK, EXACT_LSE, KV_BLOCKS].into_iter().chain(map(forward)).chain([SCORES]).chain(BACKWARD_DQ).for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -143,14 +148,14 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
     let traced: Vec<String> =
         score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
     let params = format!("{}{}", params(forward), gradients_structure(&backward.along));
-    let mut text = begin(forward, backward.weight(), &own, &params, &traced, &MATRIX);
-    [SPAN, EXACT, BACKWARD].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
+    let mut text = begin(forward, backward.weight(), &own, &params, &traced, &WARP_PIECES);
+    [MASK, EXACT_LSE, Q_BLOCKS].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
     if !backward.along.is_empty() {
-        add(&mut text, ALONG);
+        add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
         let left: Vec<Option<Left>> = backward.left(cut).collect();
         text.push_str(&along_parameters(&backward.along, forward.extents, &left));
     }
-    add(&mut text, KEYS);
+    add(&mut text, BACKWARD_DKV);
     text
 }

@@ -1,0 +1,60 @@
+// Gradients from accumulator registers to memory: dQ reductions, dK and dV stores, and sums over head splits. Called by the sm_90 backward kernels.
+
+// Adds a dQ slice to the accumulator, four f32 per red. One opaque base address and immediate offsets.
+inline void red_add_dq(const float (&sums)[DQ], float* to) {
+    to = opaque_address(to + (threadIdx.x & 127) * 4);
+#pragma unroll
+    for (int n = 0; n < DQ; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+}
+
+// Stores a warp's 16 rows of dK or dV: to shared memory in panels, then by TMA.
+template <uint panel_bytes, int count>
+inline void store_gradient(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
+                           const SeqInfo& seq_info, const Tile& tile) {
+    const int lane = threadIdx.x & 31, in_warp = thread_row(lane);
+#pragma unroll
+    for (int n = 0; n < count; n += 2) {
+        const int half = fragment_half(n), chunk = n / 4;
+        const uint to = rows_at + chunk / 8 * panel_bytes + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
+        st_shared(to, pack_pair(Element{}, sums[n] * scale, sums[n + 1] * scale));
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+        for (int panel = 0; panel < count * 2 / PANEL; panel++) {
+            tma_store_rows<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row,
+                                           seq_info.begin_kv, seq_info.len_kv, tile.head, tile.batch);
+        }
+        cp_async_bulk_commit_group();
+    }
+}
+
+#if WITH_HEAD_SPLITS
+// Adds this CTA's dK or dV to the sum over head splits, in register order.
+template <int count>
+inline void red_add_split(float* to, const float (&sums)[count]) {
+#pragma unroll
+    for (int n = 0; n < count; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+}
+
+template <int count>
+inline void load_split_sum(float (&sums)[count], const float* from) {
+#pragma unroll
+    for (int n = 0; n < count; n += 4) {
+        const float4 four = __ldcg((const float4*)(from + n * 128));
+        sums[n] = four.x, sums[n + 1] = four.y, sums[n + 2] = four.z, sums[n + 3] = four.w;
+    }
+}
+
+// Returns whether this CTA is the last of the splits, and so reads the complete sum. Both consumers sync twice, and are done with shared memory.
+template <class Sync>
+inline bool is_last_split(const Params& p, const SharedStorage& smem, const Tile& tile, const Sync& warpgroups_sync) {
+    __threadfence();
+    warpgroups_sync(0);
+    if (threadIdx.x == 128) st_shared(smem.last, atomicAdd(p.shares_done + tile.tile_index, 1) + 1 == p.shares);
+    warpgroups_sync(1);
+    const bool last = ld_shared(smem.last) != 0;
+    __threadfence();
+    return last;
+}
+#endif

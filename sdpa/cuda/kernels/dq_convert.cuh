@@ -1,0 +1,25 @@
+// attention_convert_dq: scales the dQ accumulator, which is in register order, and converts it. A kernel of its own for head dims above 128, where the
+// main kernel has no shared memory for it.
+extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = blockIdx.x % SLICES;
+    const int index = blockIdx.x / SLICES, tile = index % p.tiles, head = index / p.tiles % p.heads_q, batch = index / p.tiles / p.heads_q;
+    const SeqInfo seq_info = seq_info_of(p, batch);
+    const int extent = rows_q(p, seq_info);
+    if (tile * TILE_M >= extent) return;
+    const float4* from = reinterpret_cast<const float4*>(p.sums) + (q_tile_index(p, seq_info, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
+    const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + thread_row(lane);
+    const int column = (TILE_M == 128 ? 0 : slice * PANEL) + thread_column(lane);
+    // All loads are issued before the first store.
+    float4 sums[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) sums[n] = from[n * 128];
+    Element* const rows[2] = {const_cast<Element*>(row_of(p.dq, p.dq_batch, p.dq_head, p.dq_row, seq_info, batch, head, first)),
+                              const_cast<Element*>(row_of(p.dq, p.dq_batch, p.dq_head, p.dq_row, seq_info, batch, head, first + 8))};
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const float4 sum = sums[n];
+        const int dim = column + 8 * n;
+        if (dim < p.dim_qk && first < extent) *reinterpret_cast<uint*>(rows[0] + dim) = pack_pair(Element{}, sum.x * p.scale, sum.y * p.scale);
+        if (dim < p.dim_qk && first + 8 < extent) *reinterpret_cast<uint*>(rows[1] + dim) = pack_pair(Element{}, sum.z * p.scale, sum.w * p.scale);
+    }
+}

@@ -1,0 +1,119 @@
+// P, dP and dS of one warp, by rows of queries (dQ kernel) or of keys (`BY_KEYS`, dK/dV kernel). Called by mma_backward_dq.cu and mma_backward_dkv.cu.
+
+constexpr int SCORES = STEP / 2;
+constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS || WITH_SCORE_MOD ? SCORES : 1;
+
+// Position of the thread's first element.
+struct FragmentOrigin {
+    int batch, head, q, k;
+};
+
+inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n) {
+    const int row = fragment_row(n), column = fragment_column(n);
+    return place_at(p, origin.batch, origin.head, origin.q, origin.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
+}
+
+// Log-sum-exp in base 2 and delta = sum of o * d_o of each query: of the thread's two rows in registers, or by keys where those of its columns are in
+// shared memory.
+#if BY_KEYS
+struct RowStatistics {
+    uint lse, delta;
+};
+inline float2 lse_of(const RowStatistics& row_statistics, int n) { return ld_shared_v2_f32(row_statistics.lse + n / 4 * 32); }
+inline float2 delta_of(const RowStatistics& row_statistics, int n) { return ld_shared_v2_f32(row_statistics.delta + n / 4 * 32); }
+#else
+struct RowStatistics {
+    float lse[2], delta[2];
+};
+inline float2 lse_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.lse[fragment_half(n)], row_statistics.lse[fragment_half(n)]}; }
+inline float2 delta_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.delta[fragment_half(n)], row_statistics.delta[fragment_half(n)]}; }
+#endif
+
+// The exact log-sum-exp of the query of a score.
+inline ExactLse exact_at(const Params& p, const FragmentOrigin& origin, int q) {
+    const float2 both = p.exact[stats_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q)];
+    return ExactLse{both.x, both.y};
+}
+
+// P in place of scores, and in `raw` the scores before the score_mod. `large`: some rows need the exact log-sum-exp.
+template <bool masked>
+inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin,
+                        const RowStatistics& row_statistics, bool large) {
+    const bool natural = WITH_SCORE_MOD || p.natural != 0;
+    Range bounds[2];
+    if (masked) {
+        const SeqInfo seq_info = seq_info_of(p, origin.batch);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            bounds[half] = BY_KEYS ? attending_queries(p, seq_info, origin.k + 8 * half) : attended_keys(p, seq_info, origin.q + 8 * half);
+    }
+UNROLL_TRACES
+    for (int n = 0; n < SCORES; n += 2) {
+        const float2 lse = lse_of(row_statistics, n);
+UNROLL_TRACES
+        for (int other = 0; other < 2; other++) {
+            float x = natural ? s[n + other] * p.scale : s[n + other];
+            if (RAW_SCORES > 1) raw[RAW_SCORES > 1 ? n + other : 0] = x;
+#if WITH_SCORE_MOD
+            x = score_mod(x, place_of_score(p, origin, n + other), captured);
+#endif
+#if WITH_KEEP
+            if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
+#endif
+            if (masked && !bounds[fragment_half(n)].contains(fragment_column(BY_KEYS ? origin.q : origin.k, n) + other)) x = -INFINITE;
+            float exponent = x * p.unit - (other ? lse.y : lse.x);
+            if (large) {
+                const int q = origin.q + (BY_KEYS ? fragment_column(n) + other : fragment_row(n));
+                if (q < rows_q(p, seq_info_of(p, origin.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, origin, q));
+            }
+            s[n + other] = ex2_approx(exponent);
+        }
+    }
+}
+
+inline void recompute_p_step(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured,
+                             const FragmentOrigin& origin, const RowStatistics& row_statistics) {
+    if (ALWAYS_MASKED || masked || large) recompute_p<true>(s, raw, p, captured, origin, row_statistics, large);
+    else recompute_p<false>(s, raw, p, captured, origin, row_statistics, false);
+}
+
+#if WITH_DROPOUT
+// One bit per register: whether dropout keeps the entry of P.
+inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
+    uint bits = 0;
+    const auto note = [&](int n, bool survives) { bits |= uint(survives) << n; };
+    if (BY_KEYS) dropout_of_keys<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, note);
+    else dropout_of_queries<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, note);
+    return bits;
+}
+
+// dP before dropout.
+inline void dropout_backward(float (&d_p)[SCORES], const Params& p, uint dropout_mask) {
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) d_p[n] = dropout_mask >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f;
+}
+#endif
+
+// dS after the score_mod, in place of P: 0 where P is 0, even if dP is NaN there.
+inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const RowStatistics& row_statistics) {
+#pragma unroll
+    for (int n = 0; n < SCORES; n += 2) {
+        const float2 delta = delta_of(row_statistics, n);
+        s[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - delta.x);
+        s[n + 1] = s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - delta.y);
+    }
+}
+
+// Multiplies dS by the derivative of the score_mod.
+inline void score_mod_backward(float (&s)[SCORES], const float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin) {
+#if WITH_SCORE_MOD
+UNROLL_TRACES
+    for (int n = 0; n < SCORES; n++) {
+        if (s[n] != 0.0f) s[n] = score_mod_gradient(raw[n], s[n], place_of_score(p, origin, n), captured);
+    }
+#endif
+}
+
+// Shared memory: rows of the CTA's own side, then a stage of the other side, or two.
+constexpr uint OWN_BYTES = OWN * (QK_ROW + V_ROW);
+constexpr uint STEP_BYTES = STEP * (QK_ROW + V_ROW + 8);

@@ -1,0 +1,102 @@
+// Small kernels around the sm_80 backward pass: preprocess (log-sum-exp and delta), sink gradients, parameter gradients.
+
+constexpr int ROWS_OF_WARP = 4;
+
+// Per row: the log-sum-exp in base 2, infinity for a row without keys, and delta = sum of o * d_o. A CTA has 32 rows of a head, a warp four at once.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
+    const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
+    const SeqInfo seq_info = seq_info_of(p, batch);
+    const int first = (block * 8 + warp) * ROWS_OF_WARP, rows = rows_q(p, seq_info);
+    // The grid covers the longest sequence.
+    if (first >= rows) return;
+    const Element *o[ROWS_OF_WARP], *d_o[ROWS_OF_WARP];
+    float stats[ROWS_OF_WARP], sums[ROWS_OF_WARP];
+#pragma unroll
+    for (int n = 0; n < ROWS_OF_WARP; n++) {
+        // Past the end the last row is read again.
+        const int row = min(first + n, rows - 1);
+        stats[n] = p.stats[stats_index(p, seq_info, batch, head, row)];
+        o[n] = row_of(p.o, batch, head, seq_info.begin_q + row);
+        d_o[n] = row_of(p.d_o, batch, head, seq_info.begin_q + row);
+        sums[n] = 0.0f;
+    }
+    for (int dim = lane; dim < p.dim_v; dim += 32) {
+#pragma unroll
+        for (int n = 0; n < ROWS_OF_WARP; n++) sums[n] += float(o[n][dim]) * float(d_o[n][dim * p.d_o.dim]);
+    }
+#pragma unroll
+    for (int n = 0; n < ROWS_OF_WARP; n++) {
+        for (int apart = 16; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
+        const int row = first + n;
+        const float stat = stats[n];
+        // `o` of a row without keys may hold anything.
+        const bool any = stat != -INFINITE && row < seq_info.len_q;
+        if (lane == 0 && row < rows) {
+            const long at = stats_index(p, seq_info, batch, head, row);
+            p.lse[at] = any ? lse_of_stat(stat) : INFINITE;
+            p.delta[at] = any ? sums[n] : 0.0f;
+        }
+    }
+    const auto score_at = [&](int q, int k, float& x) {
+        x = 0.0f;
+        const Element* const key = row_of(p.k, batch, head / p.group, seq_info.begin_kv + k);
+        const Element* const query = row_of(p.q, batch, head, seq_info.begin_q + q);
+        for (int dim = 0; dim < p.dim_qk; dim++) x += float(query[dim * p.q.dim]) * float(key[dim * p.k.dim]);
+        if (WITH_SCORE_MOD || p.natural) x *= p.scale;
+        return traced_score(p, captured, batch, head, q, k, x);
+    };
+    const long row_apart = WITH_PACKED_Q ? p.heads_q : 1;
+    recompute_large_lse(p, seq_info, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_index(p, seq_info, batch, head, first),
+                        row_apart, nullptr, score_at);
+}
+
+// One CTA per head adds in a fixed order: deterministic.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint sums = shared_address(memory);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
+    const float sink = p.sink[head];
+    float sum = 0.0f;
+    for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
+        const int batch = int(n / p.seq_q), row = int(n % p.seq_q);
+        const SeqInfo seq_info = seq_info_of(p, batch);
+        // Tokens between packed sequences have no statistics.
+        if (row >= rows_q(p, seq_info)) continue;
+        const long at = stats_index(p, seq_info, batch, head, row);
+        const float2 exact = p.exact[at];
+        if (p.lse[at] != INFINITE) sum -= sink_probability(ExactLse{exact.x, exact.y}, natural_of(p.unit), p.stats[at], sink) * p.delta[at];
+    }
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (lane == 0) st_shared(sums + 4 * warp, __float_as_uint(sum));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float all = 0.0f;
+        for (int n = 0; n < 8; n++) all += __uint_as_float(ld_shared(sums + 4 * n));
+        p.sink_gradient[head] = all;
+    }
+}
+
+// Converts a summed parameter gradient to f16 if `half` is 1, else to bf16.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(const float* from, unsigned short* to, long count, long half) {
+    const long at = long(blockIdx.x) * 256 + threadIdx.x;
+    if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
+}
+
+// Deterministic parameter gradients: adds what warps stored, (batch, heads, slots, inner) numbers, in a fixed order to elements of the batch entries
+// (`spans` bit 0) and heads (bit 1) that the parameter spans. 1 or 32 lanes share an element.
+extern "C" __global__ void __launch_bounds__(256, 1)
+    attention_reduce_gradient(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
+    const long thread = long(blockIdx.x) * 256 + threadIdx.x, element = thread / lanes;
+    const long own_batch = spans & 1 ? batch : 1, own_heads = spans & 2 ? heads : 1;
+    if (element >= own_batch * own_heads * inner) return;
+    const long of_row = element / inner, of_batch = of_row / own_heads, of_head = of_row % own_heads;
+    const long more_heads = heads / own_heads, terms = batch / own_batch * more_heads * slots;
+    float sum = 0.0f;
+    for (long term = thread % lanes; term < terms; term += lanes) {
+        const long row = (of_batch + term / slots / more_heads) * heads + of_head + term / slots % more_heads;
+        sum += from[(row * slots + term % slots) * inner + element % inner];
+    }
+    for (int apart = int(lanes) / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (thread % lanes == 0) to[element] = sum;
+}

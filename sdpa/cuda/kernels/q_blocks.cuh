@@ -1,0 +1,59 @@
+// Query tiles of a KV block: which ones the block iterates over, first tile first, and which of them are partial. Called by the backward kernels that
+// own KV blocks.
+
+// block_sparsity.cuh makes a list of query tiles for each KV block.
+#define OUTER_BLOCKS(p) ((p).blocks)
+#define INNER_BLOCKS(p) ((p).tiles)
+#define DESCENDING false
+
+// Tiles [begin, end) with any attended pair, and of these the full ones [full_begin, full_end), by band, prefix and lengths.
+struct BlockRange {
+    int begin, end;
+    int full_begin, full_end;
+};
+
+inline BlockRange block_range_of(const Params& p, const SeqInfo& s, int block) {
+    const int first_k = block * TILE_N, last_k = min(first_k + TILE_N, s.len_kv) - 1;
+    const Range first = attending_queries(p, s, first_k), last = attending_queries(p, s, last_k);
+    BlockRange r;
+    r.begin = first.begin / TILE_M;
+    r.end = last_k < first_k || last.end <= first.begin ? r.begin : (last.end + TILE_M - 1) / TILE_M;
+    r.full_begin = (last.begin + TILE_M - 1) / TILE_M;
+    r.full_end = first_k + TILE_N > s.len_kv ? 0 : first.end / TILE_M;
+    return r;
+}
+
+// Ascending. With block lists, indices into the list.
+struct BlockIterator {
+    int at;
+    int end;
+};
+
+inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int batch, int head, int block) {
+#if WITH_BLOCK_LISTS
+    const int row = (batch * p.map_batch + head * p.map_head) * p.blocks + block;
+    return BlockIterator{int(p.map_begin[row]), int(p.map_end[row])};
+#else
+    return BlockIterator{r.begin, r.end};
+#endif
+}
+
+// Advances to the next tile; returns false after the last. `partial`: the tile needs the mask.
+inline bool next_block(BlockIterator& iterator, const Params& p, const BlockRange& r, int& tile, bool& partial) {
+#if WITH_BLOCK_LISTS
+    while (iterator.at < iterator.end) {
+        const uint item = p.map_blocks[iterator.at++];
+        tile = int(item & ~PARTIAL_BLOCK);
+        if (tile >= r.begin && tile < r.end) {
+            partial = (item & PARTIAL_BLOCK) != 0 || tile < r.full_begin || tile >= r.full_end;
+            return true;
+        }
+    }
+    return false;
+#else
+    if (iterator.at >= iterator.end) return false;
+    tile = iterator.at++;
+    partial = tile < r.full_begin || tile >= r.full_end;
+    return true;
+#endif
+}

@@ -1,0 +1,98 @@
+// attention_tile_list: the list of query tiles, and of their splits, made before each forward call of packed or split-KV problems. tile_scheduler.cuh
+// reads it.
+
+// Query tiles of a sequence.
+inline int tile_count_of(const Params& p, const SeqInfo& s) {
+    return WITH_PACKED_Q ? (s.len_q + TILE_M - 1) / TILE_M : p.tiles;
+}
+
+inline int warp_sum(int x) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
+    return x;
+}
+
+// KV blocks of a query tile.
+inline int block_count_of(const Params& p, const SeqInfo& s, int tile) {
+    const BlockRange r = block_range_of(p, s, tile);
+    return r.end - r.begin;
+}
+
+// KV blocks of a sequence, over all tiles of a head.
+inline int block_count_of_sequence(const Params& p, int entry) {
+    const SeqInfo s = seq_info_of(p, entry);
+    int blocks = 0;
+    for (int tile = 0; tile < tile_count_of(p, s); tile++) blocks += block_count_of(p, s, tile);
+    return blocks;
+}
+
+// Splits of a tile with so many KV blocks.
+inline int split_count_of(int blocks, int max_blocks) {
+    return max(1, (blocks + max_blocks - 1) / max_blocks);
+}
+
+// Longest first: by KV blocks where they are counted, else by query tiles.
+inline int sort_key_of(const Params& p, int entry) {
+#if WITH_SPLIT_KV
+    return block_count_of_sequence(p, entry);
+#else
+    return tile_count_of(p, seq_info_of(p, entry));
+#endif
+}
+
+// List entries of a sequence.
+inline int item_count_of(const Params& p, int entry, int max_blocks) {
+    const SeqInfo s = seq_info_of(p, entry);
+    const int tiles = tile_count_of(p, s);
+#if WITH_SPLIT_KV
+    int items = 0;
+    for (int tile = 0; tile < tiles; tile++) items += split_count_of(block_count_of(p, s, tile), max_blocks);
+    return items;
+#else
+    return tiles;
+#endif
+}
+
+// Enough splits to fill all SMs, but at least MIN_BLOCKS_PER_SPLIT blocks each: below, combining costs more.
+inline int max_blocks_per_split(const Params& p, int lane) {
+#if WITH_SPLIT_KV
+    int blocks = 0;
+    for (int entry = lane; entry < p.batch; entry += 32) blocks += block_count_of_sequence(p, entry);
+    return max(MIN_BLOCKS_PER_SPLIT, int((long(warp_sum(blocks)) * p.units + p.most_parts - 1) / p.most_parts));
+#else
+    return 1;
+#endif
+}
+
+// One warp per sequence. The longest sequence comes first; within it, the last tiles first, which have the most keys under a causal mask.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x & 31, mine = int(blockIdx.x) * 8 + int(threadIdx.x >> 5);
+    if (mine >= p.batch) return;
+    const int max_blocks = max_blocks_per_split(p, lane), own_key = sort_key_of(p, mine);
+    // Entries of the sequences that come before, and of all.
+    int before = 0, all = 0;
+    for (int other = lane; other < p.batch; other += 32) {
+        const int items = item_count_of(p, other, max_blocks), length = sort_key_of(p, other);
+        all += items;
+        if (length > own_key || (length == own_key && other < mine)) before += items;
+    }
+    before = warp_sum(before);
+    all = warp_sum(all);
+    const SeqInfo s = seq_info_of(p, mine);
+    const int tiles = tile_count_of(p, s);
+    // Overlapping cu_seqlens can have more tiles than the list has room for.
+#if WITH_SPLIT_KV
+    for (int tile = tiles - 1; tile >= 0; tile--) {
+        const int splits = split_count_of(block_count_of(p, s, tile), max_blocks);
+        if (lane == 0) p.firsts[mine * p.tiles + tile] = before;
+        for (int split = lane; split < splits && before + split < p.most_items; split += 32) p.items[before + split] = TileItem{mine, tile, split, splits};
+        before += splits;
+    }
+#else
+    for (int n = lane; n < tiles && before + n < p.most_items; n += 32) p.items[before + n] = TileItem{mine, tiles - 1 - n, 0, 1};
+#endif
+    if (mine == 0 && lane == 0) {
+        p.taken[0] = 0;
+        p.taken[1] = min(all, p.most_items);
+    }
+}
