@@ -212,10 +212,7 @@ mod tests {
         }
         fn supports(&self, problem: &sdpa::Problem) -> Result<(), sdpa::Unsupported> {
             self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            match problem.dtype() {
-                sdpa::DType::F32 => Err(sdpa::Unsupported::new(self.name(), Vec::new())),
-                _ => Ok(()),
-            }
+            if problem.dtype() == sdpa::DType::F32 { Err(sdpa::Unsupported::new(self.name(), Vec::new())) } else { Ok(()) }
         }
         fn prepare(&self, _: &sdpa::Problem) -> Result<std::sync::Arc<dyn sdpa::Prepared>, sdpa::Error> {
             Err(sdpa::Unsupported::new(self.name(), Vec::new()).into())
