@@ -217,11 +217,9 @@ fn booleans_are_read_once() {
 fn tensors_of_one_element_are_spread_where_they_are_compared() {
     let read = |job: Job| {
         let lowered = lower(&job, Form::Composite, COUNTED).unwrap();
-        let of_t = |(id, supply): &(TensorId, Supply)| match supply {
-            Supply::Param(name) | Supply::Spread { name, .. } if name == "t" => {
-                lowered.graph.graph().get(*id).map(|tensor| tensor.dims.0.to_vec())
-            }
-            _ => None,
+        let of_t = |(id, supply): &(TensorId, Supply)| {
+            let is_t = matches!(supply, Supply::Param(name) | Supply::Spread { name, .. } if name == "t");
+            lowered.graph.graph().get(*id).filter(|_| is_t).map(|tensor| tensor.dims.0.to_vec())
         };
         lowered.supplies.iter().filter_map(of_t).collect::<Vec<_>>()
     };
