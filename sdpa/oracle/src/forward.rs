@@ -2,7 +2,7 @@
 
 use crate::narrow::products_of;
 use crate::tolerance::norm::TILE;
-use crate::tolerance::{Distance, Row, compare, sum_of, weight_error};
+use crate::tolerance::{Distance, Element, Row, compare, sum_of, weight_error};
 use crate::{Modify, Numbers, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -161,7 +161,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
     for (i, query) in rows.clone().zip(queries.chunks_exact_mut(dim_qk)) {
         p.q.read([batch, head, i], query);
     }
-    let values = vec![0.0; if p.narrow.is_some() { dim_v } else { 0 }];
+    let values = vec![0.0; if p.narrow.is_some() || p.element == Element::F16 { dim_v } else { 0 }];
     let empty = Row { values, o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], o_error: vec![0.0; dim_v], ..Row::default() };
     let mut answers: Vec<Row> = vec![empty; rows.len()];
     let mut scores = vec![f64::NEG_INFINITY; rows.len() * seq_kv];

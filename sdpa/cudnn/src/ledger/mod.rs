@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// The ledgers of this release: version, compute capability times ten, and the file.
-const RELEASED: [(Version, u32, &str); 0] = [];
+const RELEASED: [(Version, u32, &str); 1] = [(Version::new(9, 19, 0), 90, include_str!("../../ledgers/cudnn-9.19.0-sm90.json"))];
 
 /// The release that makes and reads ledgers.
 pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
