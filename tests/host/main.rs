@@ -5,6 +5,7 @@ mod cli;
 mod documentation;
 mod facts;
 mod house;
+mod ledger;
 mod library;
 mod lowering;
 mod masks;

@@ -134,6 +134,14 @@ impl Mistakes {
         }
     }
 
+    /// Adds a mistake unless it is there.
+    pub(crate) fn add_once(&mut self, about: impl Display, message: impl Display) {
+        let (about, message) = (about.to_string(), message.to_string());
+        if !self.lines.iter().any(|line| (&line.about, &line.message) == (&about, &message)) {
+            self.add(about, message);
+        }
+    }
+
     /// The value, or `None` and one mistake more.
     pub(crate) fn take<T>(&mut self, about: impl Display, result: Result<T, impl Display>) -> Option<T> {
         result.map_err(|e| self.add(about, e)).ok()

@@ -2,13 +2,18 @@
 
 use crate::exit::Mistakes;
 use sdpa::cudnn::CudnnExecutor;
-use sdpa::cudnn::ledger::Ledger;
+use sdpa::cudnn::ledger::{Ledger, LedgerError};
 use serde::Serialize;
 
 /// Returns the ledgers in the folder of the user; adds a mistake for one that cannot be read.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
     Ledger::all_of_user().unwrap_or_else(|e| {
-        mistakes.add("ledgers", format!("{e}; cargo sdpa prove cudnn makes it again"));
+        match e {
+            LedgerError::Setting(e) => mistakes.add_once(e.variable, format!("{:?}: expected {}", e.value, e.expected)),
+            LedgerError::Io { .. } | LedgerError::Text { .. } => {
+                mistakes.add("ledgers", format!("{e}; cargo sdpa prove cudnn makes it again"));
+            }
+        }
         Vec::new()
     })
 }

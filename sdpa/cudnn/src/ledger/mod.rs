@@ -23,7 +23,10 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// The ledgers of this release: version, compute capability times ten, and the file.
-const RELEASED: [(Version, u32, &str); 1] = [(Version::new(9, 19, 0), 90, include_str!("../../ledgers/cudnn-9.19.0-sm90.json"))];
+const RELEASED: [(Version, u32, &str); 2] = [
+    (Version::new(9, 19, 0), 90, include_str!("../../ledgers/cudnn-9.19.0-sm90.json")),
+    (Version::new(9, 27, 0), 90, include_str!("../../ledgers/cudnn-9.27.0-sm90.json")),
+];
 
 /// The release that makes and reads ledgers.
 pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
@@ -129,7 +132,12 @@ impl Ledger {
     pub fn released(cudnn: Version, sm: u32) -> Option<Ledger> {
         let (.., text) = RELEASED.iter().find(|(version, architecture, _)| (*version, *architecture) == (cudnn, sm))?;
         // A test reads every one of them.
-        Ledger::parse(text).ok()
+        Ledger::parse(text).inspect_err(|error| tracing::error!(%cudnn, sm, error, "a ledger of this release cannot be read")).ok()
+    }
+
+    /// The versions of cuDNN and the compute capabilities that this release has ledgers for.
+    pub fn all_released() -> impl Iterator<Item = (Version, u32)> {
+        RELEASED.iter().map(|(cudnn, sm, _)| (*cudnn, *sm))
     }
 
     /// What it is of, and how it was made.
