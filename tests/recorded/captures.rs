@@ -395,7 +395,7 @@ fn an_automatic_choice_does_not_turn_a_failure_into_the_cpu() {
     let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library.clone()) };
     // Native kernels would take the problem if another test had loaded an NVRTC.
     let kernels = CudaOptions { driver: Some(library), nvrtc: Some("/nowhere/libnvrtc.so.13".into()), ..CudaOptions::default() };
-    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() }).with_kernels(kernels);
+    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, use_ledger: false, ..CudnnOptions::default() }).with_kernels(kernels);
     let problem = spec(72).validate().unwrap();
     recorder.fail_plans(4004, 20);
     let failed = dispatcher.prepare(&problem, sdpa::Preference::Auto).unwrap_err();
@@ -410,7 +410,7 @@ fn cudnn_comes_first_where_plan_files_are_attached_to_it() {
     let Some(recorder) = recorder() else { return };
     let library = recorder.executor().library().path();
     let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library) };
-    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() });
+    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, use_ledger: false, ..CudnnOptions::default() });
     let problem = spec(2048).mask("natten:65".parse().unwrap()).validate().unwrap();
     let first = || dispatcher.executors_for(&problem)[0];
     assert_eq!(first(), sdpa::ExecutorName::CUDA);

@@ -21,7 +21,7 @@ fn all(cudnn: Option<PathBuf>, nvrtc: Option<PathBuf>) -> Option<Dispatcher> {
     let compiler = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
     let search = Search { library: Some(cudnn.unwrap_or_else(|| file.clone())), driver: Some(file.clone()) };
     let kernels = CudaOptions { driver: Some(file), nvrtc: Some(nvrtc.unwrap_or(compiler)), ..CudaOptions::default() };
-    Some(Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() }).with_kernels(kernels))
+    Some(Dispatcher::new(CudnnOptions { search, use_ledger: false, ..CudnnOptions::default() }).with_kernels(kernels))
 }
 
 fn both() -> Option<(Recorder, Dispatcher)> {
@@ -204,12 +204,20 @@ fn cudnn_computes_unproven_problems_that_kernels_do_not_support() {
     let declined: Vec<ExecutorName> = choice.declined.iter().map(|declined| declined.executor).collect();
     assert!(choice.executor == ExecutorName::CUDA || choice.unproven.is_some(), "{:?}", choice.unproven);
     assert_eq!(declined.is_empty(), choice.executor == ExecutorName::CUDA);
-    // A version without a ledger keeps its order, and says so.
-    let Some(file) = recorder::find().ok() else { return };
-    let search = Search { library: Some(file.clone()), driver: Some(file) };
-    let cudnn = CudnnExecutor::new(CudnnOptions { search, ..CudnnOptions::default() }).unwrap();
-    let problem = spec(RULE).validate().unwrap();
-    assert_eq!(cudnn.ledger().is_none(), cudnn.unproven(&problem).is_some_and(|unproven| !unproven.has_ledger()));
+}
+
+#[test]
+fn the_ledger_of_the_release_is_in_use_unless_it_is_turned_off() {
+    let Ok(file) = recorder::find().map_err(|why| skip("recording", &why)) else { return };
+    let unproven = |use_ledger: bool| {
+        let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
+        let cudnn = CudnnExecutor::new(CudnnOptions { search, use_ledger, ..CudnnOptions::default() }).unwrap();
+        let job = spec("causal").validate().unwrap();
+        (cudnn.ledger().is_some(), cudnn.unproven(&job).map(|unproven| unproven.to_string()))
+    };
+    assert_eq!(unproven(true), (true, None));
+    let why = "unproven on cuDNN 9.19.0, sm 90: there is no ledger for this version and architecture";
+    assert_eq!(unproven(false), (false, Some(why.to_owned())));
 }
 
 #[test]

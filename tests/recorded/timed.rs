@@ -18,7 +18,7 @@ fn dispatcher(tune: bool) -> Option<(Recorder, Dispatcher)> {
     let compiler = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
     let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
     let kernels = CudaOptions { driver: Some(file), nvrtc: Some(compiler), ..CudaOptions::default() };
-    Some((recorder, Dispatcher::new(CudnnOptions { search, tune, ..CudnnOptions::default() }).with_kernels(kernels)))
+    Some((recorder, Dispatcher::new(CudnnOptions { search, tune, use_ledger: false, ..CudnnOptions::default() }).with_kernels(kernels)))
 }
 
 fn spec(mask: &str) -> AttentionSpec {

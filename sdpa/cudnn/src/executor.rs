@@ -42,6 +42,8 @@ pub struct CudnnOptions {
     /// Ledgers of one's own, as `cargo sdpa prove cudnn` makes them. The one for the version of cuDNN and the compute capability of the device is used, and
     /// that of this release where there is none.
     pub ledgers: Vec<Ledger>,
+    /// Use a ledger if there is one. Without it every problem is unproven, and the order of executors is that of a version without a ledger.
+    pub use_ledger: bool,
     /// Make the graph of a pass again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
     pub recheck: bool,
 }
@@ -57,6 +59,7 @@ impl Default for CudnnOptions {
             backward,
             tune: false,
             ledgers: Vec::new(),
+            use_ledger: true,
             recheck: false,
         }
     }
@@ -99,7 +102,7 @@ impl CudnnExecutor {
             setup_stream: OnceLock::new(),
             tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
             recheck: options.recheck,
-            ledger: own.or_else(|| Ledger::released(version, sm)),
+            ledger: own.or_else(|| Ledger::released(version, sm)).filter(|_| options.use_ledger),
         })
     }
 

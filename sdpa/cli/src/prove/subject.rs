@@ -4,6 +4,7 @@ use super::evidence;
 use crate::args::PlaceArgs;
 use crate::exit::{Failure, Line};
 use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::ledger::About as LedgerAbout;
 use sdpa::{Dispatcher, Executor, ExecutorName, Preference};
 use sdpa_conformance::prove::{About, Auto};
@@ -27,9 +28,11 @@ pub(super) fn name(preference: Preference) -> &'static str {
 }
 
 impl Subject {
-    /// Opens an executor. Of cuDNN no ledger of the user is in use: what it refuses is asked again. Kernels are compiled anew: those of a proof would displace a user's in the kernel cache on disk.
+    /// Opens an executor. Kernels are compiled anew: those of a proof would displace a user's in the kernel cache on disk.
     pub(super) fn open(preference: Preference, places: &PlaceArgs) -> Result<Subject, Failure> {
-        let dispatcher = Dispatcher::new(places.options());
+        // A ledger would keep a proof of cuDNN from asking what it refuses. The automatic choice is proven as it is.
+        let use_ledger = preference != Preference::Named(ExecutorName::CUDNN);
+        let dispatcher = Dispatcher::new(CudnnOptions { use_ledger, ..places.options() });
         let name = name(preference);
         let absent = |e: &dyn Display| Failure::Executor(vec![Line::new(name, format!("{e}; cargo sdpa doctor says what to do about it"))]);
         let mut ledger = None;

@@ -19,6 +19,8 @@ pub enum Class {
     To192,
     /// 193 to 256.
     To256,
+    /// 64 or more.
+    From64,
     /// 64 to 1,024.
     To1024,
     /// More than that.
@@ -240,6 +242,7 @@ impl fmt::Display for Class {
             Class::To128 => "65 to 128",
             Class::To192 => "129 to 192",
             Class::To256 => "193 to 256",
+            Class::From64 => "64 or more",
             Class::To1024 => "64 to 1,024",
             Class::Above => "above that",
         })
@@ -258,9 +261,18 @@ impl Class {
         }
     }
 
-    /// The class of a number of queries or keys.
-    pub(super) fn of_seq(seq: i64) -> Class {
-        match seq {
+    /// The class of a number of queries. More of them are more tiles, each computed by itself.
+    pub(super) fn of_queries(seq_q: i64) -> Class {
+        match seq_q {
+            ..=1 => Class::One,
+            2..=63 => Class::To64,
+            64.. => Class::From64,
+        }
+    }
+
+    /// The class of a number of keys. Engines loop over them, and a version of cuDNN was wrong past 1,024.
+    pub(super) fn of_keys(seq_kv: i64) -> Class {
+        match seq_kv {
             ..=1 => Class::One,
             2..=63 => Class::To64,
             64..=1024 => Class::To1024,
@@ -312,7 +324,8 @@ impl fmt::Display for Part {
 /// Every feature; its index is that of its bit in a [`Features`].
 static ALL: LazyLock<Vec<Feature>> = LazyLock::new(|| {
     let dims = [Class::To64, Class::To128, Class::To192, Class::To256, Class::Above];
-    let seqs = [Class::One, Class::To64, Class::To1024, Class::Above];
+    let queries = [Class::One, Class::To64, Class::From64];
+    let keys = [Class::One, Class::To64, Class::To1024, Class::Above];
     let spans = || (1..16).map(Spans);
     let parts = || {
         let functions = Unary::ALL.iter().copied().map(Part::Unary).chain(Binary::ALL.iter().copied().map(Part::Binary));
@@ -324,7 +337,8 @@ static ALL: LazyLock<Vec<Feature>> = LazyLock::new(|| {
     let mut all = PLAIN.to_vec();
     all.extend(DType::ALL.into_iter().flat_map(|dtype| [Feature::Dtype(dtype), Feature::GradientIn(dtype)]));
     all.extend(dims.into_iter().flat_map(|class| [Feature::DimQk(class), Feature::DimV(class)]));
-    all.extend(seqs.into_iter().flat_map(|class| [Feature::SeqQ(class), Feature::SeqKv(class)]));
+    all.extend(queries.map(Feature::SeqQ));
+    all.extend(keys.map(Feature::SeqKv));
     all.extend([Order::Bhsd, Order::Bshd, Order::Sbhd, Order::Other].map(Feature::Layout));
     all.extend(uses.into_iter().flat_map(|used| parts().map(move |part| Feature::Has(used, part))));
     all.extend((0..16).map(Spans).map(Feature::GradientOver));

@@ -108,11 +108,11 @@ impl Seen {
             }
             Fact::HeadsKv(heads) => self.heads[1] = heads,
             Fact::SeqQ(seq) => {
-                self.features.insert(Feature::SeqQ(Class::of_seq(seq)));
+                self.features.insert(Feature::SeqQ(Class::of_queries(seq)));
                 self.add(seq > 1, if seq % 64 == 0 { Feature::WholeSeqQ } else { Feature::RaggedSeqQ });
             }
             Fact::SeqKv(seq) => {
-                self.features.insert(Feature::SeqKv(Class::of_seq(seq)));
+                self.features.insert(Feature::SeqKv(Class::of_keys(seq)));
                 self.add(seq > 1, if seq % 64 == 0 { Feature::WholeSeqKv } else { Feature::RaggedSeqKv });
             }
             Fact::DimQk(dim) => {
