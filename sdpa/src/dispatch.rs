@@ -43,7 +43,7 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     pub declined: Vec<Unsupported>,
     /// What the executor's ledger does not cover of the problem: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` where it covers the problem, and
     /// for executors without ledgers.
-    pub unproven: Option<Unproven>,
+    pub unproven: Option<Arc<Unproven>>,
 }
 
 /// The executors of a program, and the choice among them: make one, and keep it. The driver, cuDNN and an Apple GPU are looked for on first use.
@@ -179,7 +179,7 @@ impl Dispatcher {
 
     /// Whether a ledger of cuDNN leaves a problem unproven. Without a ledger nothing is known against cuDNN.
     #[cfg_attr(not(feature = "cudnn"), allow(unused_variables, reason = "there is no cuDNN"))]
-    fn is_unproven(&self, unproven: impl Fn(&dyn Executor) -> Option<Unproven>) -> bool {
+    fn is_unproven(&self, unproven: impl Fn(&dyn Executor) -> Option<Arc<Unproven>>) -> bool {
         #[cfg(feature = "cudnn")]
         return self.cudnn().is_ok_and(|cudnn| unproven(&**cudnn).is_some_and(|unproven| unproven.has_ledger()));
         #[cfg(not(feature = "cudnn"))]
@@ -367,7 +367,7 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     names: impl FnOnce() -> N,
     find: impl Fn(ExecutorName) -> Result<E, Error>,
     prepare: impl Fn(E) -> Result<Arc<P>, Error>,
-    unproven: impl Fn(E) -> Option<Unproven>,
+    unproven: impl Fn(E) -> Option<Arc<Unproven>>,
 ) -> Result<Choice<P>, Error> {
     let names = match preference {
         Preference::Named(executor) => {

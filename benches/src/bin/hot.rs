@@ -187,15 +187,17 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
 }
 
-/// Plain attention where the dispatcher chooses the executor at each call. For one query it chooses cuDNN.
+/// Attention with a softcap where the dispatcher chooses the executor at each call. In f16 it chooses cuDNN, whose ledger covers the problem.
 fn chosen(recorder: &Recorder, calls: u64) -> Result<()> {
-    let shape = Shape { seq_q: 1, seq_kv: 512, dim_qk: 64, dim_v: 64, ..SHAPE };
-    let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+    let shape = Shape { seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64, ..SHAPE };
+    let spec = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd).score_mod("softcap:30".parse()?);
     let (problem, stream, file) = (spec.validate()?, recorder.stream(), recorder::find()?);
     let search = Search { library: Some(file.clone()), driver: Some(file) };
     let all = Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() });
     let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
-    let ([q, k, v, o], params) = (operands.each_ref().map(whole), &[]);
+    let [q, k, v, o] = operands.each_ref().map(whole);
+    let (_buffers, params) = params(recorder, &[("cap", None)]);
+    let params = &params;
     let call =
         DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params, workspace: None };
     let one = |_| {

@@ -44,12 +44,12 @@ pub trait Executor: Debug + Send + Sync {
 
     /// Features of the problem that the executor's ledger of tested problems does not cover; `None` where it covers all of them, and for an executor that
     /// keeps no ledger. A dispatcher prefers another executor on the same device to an unproven one.
-    fn unproven(&self, _problem: &Problem) -> Option<Unproven> {
+    fn unproven(&self, _problem: &Problem) -> Option<Arc<Unproven>> {
         None
     }
 
     /// As [`Executor::unproven`], for a backward problem.
-    fn unproven_backward(&self, _problem: &BackwardProblem) -> Option<Unproven> {
+    fn unproven_backward(&self, _problem: &BackwardProblem) -> Option<Arc<Unproven>> {
         None
     }
 }

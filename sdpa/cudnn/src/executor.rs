@@ -7,7 +7,7 @@ use crate::ledger::{self, Ledger};
 use crate::lower::{Job, JobQuery};
 use crate::plan::{self, PlanOptions, Planned};
 use cudnn_graph::{Device, DeviceSlice, Driver, Library, Search, Stream, Target};
-use sdpa_cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache, Query};
+use sdpa_cache::{BuildTime, CacheStats, CacheTrace, CacheValue, Explanation, Limits, PlanCache, Query, Weight};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::device::{DeviceExecutor, OnDevice};
 use sdpa_core::empty;
@@ -79,6 +79,24 @@ pub struct CudnnExecutor {
     pub(crate) tune: bool,
     pub(crate) recheck: bool,
     ledger: Option<Ledger>,
+    /// What the ledger does not cover, by pass: a choice asks at every call.
+    judged: PlanCache<Job, Arc<Judged>, Unsupported>,
+    /// Of every pass, where there is no ledger.
+    untested: Arc<Unproven>,
+}
+
+/// What the ledger does not cover of a pass.
+#[derive(Debug)]
+struct Judged(Option<Arc<Unproven>>);
+
+impl CacheValue for Judged {
+    fn weight(&self) -> Weight {
+        Weight { host: 0, device: 0, workspace: 0 }
+    }
+
+    fn build_time(&self) -> BuildTime {
+        BuildTime::default()
+    }
 }
 
 impl CudnnExecutor {
@@ -102,6 +120,8 @@ impl CudnnExecutor {
             setup_stream: OnceLock::new(),
             tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
             recheck: options.recheck,
+            judged: PlanCache::new("judged", Limits::default()),
+            untested: Arc::new(ledger::unproven(version, sm, Untested::Everything)),
             ledger: own.or_else(|| Ledger::released(version, sm)).filter(|_| options.use_ledger),
         })
     }
@@ -111,10 +131,12 @@ impl CudnnExecutor {
         self.ledger.as_ref()
     }
 
-    fn untested(&self, job: &Job) -> Option<Unproven> {
-        match &self.ledger {
-            Some(ledger) => ledger.unproven(job),
-            None => Some(ledger::unproven(self.library.version(), self.device.sm(), Untested::Everything)),
+    fn unproven_of(&self, query: &JobQuery<'_>) -> Option<Arc<Unproven>> {
+        let Some(ledger) = &self.ledger else { return Some(self.untested.clone()) };
+        let judge = || Judged(ledger.unproven(&query.to_key()).map(Arc::new));
+        match self.judged.get_or_build(query, || Ok::<_, Error>(Arc::new(judge()))) {
+            Ok((judged, _)) => judged.0.clone(),
+            Err(_) => judge().0,
         }
     }
 
@@ -283,12 +305,12 @@ impl Executor for CudnnExecutor {
         Ok(Arc::new(self.ready(problem.clone().into())?))
     }
 
-    fn unproven(&self, problem: &Problem) -> Option<Unproven> {
-        if problem.is_empty() { None } else { self.untested(&problem.clone().into()) }
+    fn unproven(&self, problem: &Problem) -> Option<Arc<Unproven>> {
+        if problem.is_empty() { None } else { self.unproven_of(&JobQuery::Forward(problem)) }
     }
 
-    fn unproven_backward(&self, problem: &BackwardProblem) -> Option<Unproven> {
-        if problem.forward().is_empty() { None } else { self.untested(&problem.clone().into()) }
+    fn unproven_backward(&self, problem: &BackwardProblem) -> Option<Arc<Unproven>> {
+        if problem.forward().is_empty() { None } else { self.unproven_of(&JobQuery::Backward(problem)) }
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Chosen {
     pub(crate) executor: ExecutorName,
     pub(crate) pass: Arc<DevicePass>,
     declined: Vec<Unsupported>,
-    unproven: Option<Unproven>,
+    unproven: Option<Arc<Unproven>>,
     named: bool,
 }
 
@@ -34,7 +34,7 @@ impl Chosen {
 
     /// Features of the pass that the ledger of its executor does not cover.
     pub(crate) fn unproven(&self) -> Option<String> {
-        self.unproven.as_ref().map(Unproven::to_string)
+        self.unproven.as_ref().map(ToString::to_string)
     }
 
     /// Who does not run it, and why: what was said by those that were asked, else why they were not.
@@ -70,7 +70,7 @@ impl Chosen {
     }
 
     /// What cuDNN's ledger does not cover of a pass.
-    fn of_cudnn(&self, asked: &Asked) -> Option<Unproven> {
+    fn of_cudnn(&self, asked: &Asked) -> Option<Arc<Unproven>> {
         let cudnn = self.all.cudnn().ok()?;
         match asked {
             Asked::Forward(problem) => cudnn.unproven(problem),

@@ -15,7 +15,7 @@ pub(super) struct Chosen {
     pub(super) backward: Option<Arc<dyn PreparedBackward>>,
     pub(super) declined: Vec<Unsupported>,
     /// What the executor's ledger does not cover, of each pass.
-    pub(super) unproven: Vec<Unproven>,
+    pub(super) unproven: Vec<Arc<Unproven>>,
     /// How long the executors on the GPU took beside one another, where that was asked for.
     pub(super) timed: Option<Arc<Timed>>,
 }
@@ -37,7 +37,7 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
         Some(backward) => Some(dispatcher.prepare_backward(&backward.problem, preference)?),
         None => None,
     };
-    let mut unproven: Vec<Unproven> = Vec::new();
+    let mut unproven: Vec<Arc<Unproven>> = Vec::new();
     unproven.extend(forward.as_ref().and_then(|choice| choice.unproven.clone()));
     unproven.extend(backward.as_ref().and_then(|choice| choice.unproven.clone()).filter(|pass| !unproven.contains(pass)));
     let (forward, backward) = (forward.map(|choice| choice.prepared), backward.map(|choice| choice.prepared));
