@@ -21,6 +21,8 @@ pages! {
     expressions "expressions.md"
     numerics "numerics.md"
     wrong_results "wrong-results.md"
+    #[cfg(feature = "cudnn")]
+    ledger "ledger.md"
     #[cfg(feature = "cuda")]
     cuda "cuda.md"
     cache "cache.md"
