@@ -94,13 +94,31 @@ for program in (RULE, SINES):
 """
 
 
+# A version of cuDNN that no ledger is of.
+WITHOUT_LEDGER = {"RECORDING_CUDNN": "91901"}
+
+
 @with_nvrtc
 def test_kernels_of_our_own_come_first_but_for_exceptions():
-    rule, rule_back, sines, sines_back = run(CHOSEN).splitlines()
+    rule, rule_back, sines, sines_back = run(CHOSEN, environment=WITHOUT_LEDGER).splitlines()
     for line in (rule, rule_back):
         assert line.startswith("cuda [('cudnn', ['it was not asked: kernels of our own come first on this device'])]")
     for line, what in ((sines, "more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule, 0.78 times"), (sines_back, "a score_mod of 3 to 30 sines, ")):
         assert line.startswith("cudnn [('cuda', [") and f"it was not asked: cuDNN first: {what}" in line
+
+
+@with_nvrtc
+def test_kernels_of_our_own_come_first_where_the_ledger_of_cudnn_does_not_cover_the_problem():
+    for line in run(CHOSEN).splitlines()[2:]:
+        assert line.startswith("cuda [('cudnn', ['it was not asked: unproven on cuDNN 9.19.0, sm 90: `sin` in a score_mod; `cos` in a score_mod")
+    unproven = """
+for text in ("causal", "dilated:4 & causal"):
+    print(masked(text, "cudnn").plan(0, "bf16", FORWARD, True, []).unproven)
+"""
+    none, rule = run(unproven).splitlines()
+    assert none == "None" and rule.startswith("unproven on cuDNN 9.19.0, sm 90: index `q` in a mask with a causal mask; ")
+    missing = "unproven on cuDNN 9.19.1, sm 90: there is no ledger for this version and architecture"
+    assert run(unproven, environment=WITHOUT_LEDGER).splitlines() == [missing, missing]
 
 
 @with_nvrtc
@@ -125,7 +143,8 @@ except sdpa.UnsupportedError as e:
     import pickle
     print(e.executor, [who for who, _ in e.before], sorted({line.split(":")[0] for line in str(e).split("\\n")}), str(pickle.loads(pickle.dumps(e))) == str(e))
 """)
-    assert said == "cuda\ncuda ['cudnn'] ['cuda', 'cudnn'] True\n"
+    # No ledger covers heads of 264, so cuDNN was asked last.
+    assert said == "cuda\ncudnn ['cuda'] ['cuda', 'cudnn'] True\n"
 
 
 FILES = """
