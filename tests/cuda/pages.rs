@@ -112,7 +112,9 @@ fn what_is_behind_the_last_key_of_a_page_may_be_anything_where_threads_bring_it(
     let results = |cache: &Cache, executor: &CudaExecutor| cache.run(executor).unwrap_or_else(|e| panic!("{e}"));
     assert!(results(&right, &executor) == results(&spoiled, &executor));
     // Rows of whole blocks are brought.
-    let (Some(other), fault) = (mma::executor(), ["seq_info_of(p, tile.batch).len_kv, dim, in_page", "p.seq_kv, dim, in_page"]) else { return };
+    let (Some(other), fault) = (mma::executor(), ["seq_info_of(p, tile.batch).len_kv, dim, in_page", "p.seq_kv, dim, in_page"]) else {
+        return;
+    };
     assert!(results(&right, &executor) != faulty(fault, || results(&spoiled, &other)));
 }
 
