@@ -81,7 +81,7 @@ struct Finding {
     /// The kernel cache on disk, for native kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     kernel_cache: Option<KernelCacheFacts>,
-    /// What cuDNN is known to compute correctly; of the cudnn executor that works.
+    /// The ledger of cuDNN, if the cudnn executor works.
     #[serde(skip_serializing_if = "Option::is_none")]
     ledger: Option<LedgerFacts>,
     missing: Vec<Missing>,

@@ -100,7 +100,7 @@ fn user_folder(mistakes: &mut Mistakes) -> Option<PathBuf> {
     }
 }
 
-/// Who must act on an error of a proof.
+/// Classifies an error of a proof: a mistake in the arguments, or a failure of the environment.
 fn failure(error: &ProveError) -> Failure {
     let mistake = |help: &str| Failure::Mistakes(vec![Line::new("--state", format!("{error}{help}"))]);
     match error {
@@ -173,7 +173,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     }
 
     let summary = state.summary(&problems);
-    // Of a part of the problems, a wrong result would refuse features that the others clear.
+    // A ledger of some of the problems would refuse features that the other problems compute correctly.
     let is_done = order.only.is_none() && (summary.answered() == problems.len() || summary.bad.len() >= MOST_BAD);
     let ledger = match ledger {
         Some(about) if is_done => {
@@ -225,7 +225,7 @@ pub(crate) fn worker(args: &WorkerArgs) -> u8 {
     match served {
         Ok(()) => 0,
         Err(failure) => {
-            // Whoever started this process reads its stdout.
+            // The parent process reads stdout.
             failure.lines().iter().for_each(|line| println!("{}: {}", line.about, line.message));
             failure.code()
         }

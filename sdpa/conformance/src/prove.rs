@@ -18,7 +18,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 pub use workers::{Count, MOST_BAD, Workers, serve};
 
-/// What became of a problem.
+/// The verdict on a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -39,7 +39,7 @@ impl Verdict {
     }
 }
 
-/// What became of a problem, as a line of JSON.
+/// The result of a problem, as a line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
     /// The name of its case.
@@ -49,7 +49,7 @@ pub struct Answer {
     /// Its row, of which [`Answer::problem`] makes the problem again. Files of earlier versions have none.
     #[serde(default)]
     pub row: Row,
-    /// What became of it.
+    /// Its verdict.
     pub verdict: Verdict,
     /// How near it is, why it was declined, or what was wrong.
     pub told: String,

@@ -60,7 +60,7 @@ pub(crate) struct ProveArgs {
     pub(crate) places: PlaceArgs,
 }
 
-/// What a worker process is started with.
+/// The arguments of a worker process.
 #[derive(Debug, Args)]
 pub(crate) struct WorkerArgs {
     pub(crate) executor: String,

@@ -29,7 +29,7 @@ pub(super) struct Proven {
     pub(super) summary: Summary,
 }
 
-/// An answer that speaks against the executor.
+/// A wrong answer.
 #[derive(Debug, Serialize)]
 struct Wrong {
     #[serde(flatten)]

@@ -14,7 +14,7 @@ pub(super) struct Chosen {
     pub(super) forward: Option<Arc<dyn Prepared>>,
     pub(super) backward: Option<Arc<dyn PreparedBackward>>,
     pub(super) declined: Vec<Unsupported>,
-    /// What the executor's ledger does not cover, of each pass.
+    /// Features of each pass that the ledger of the executor does not cover.
     pub(super) unproven: Vec<Arc<Unproven>>,
     /// How long the executors on the GPU took beside one another, where that was asked for.
     pub(super) timed: Option<Arc<Timed>>,

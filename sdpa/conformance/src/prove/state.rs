@@ -166,7 +166,7 @@ pub struct Summary {
     pub answers: BTreeMap<Verdict, usize>,
     /// Why problems were declined, and how many.
     pub reasons: BTreeMap<String, usize>,
-    /// What speaks against the executor.
+    /// The wrong answers.
     pub bad: Vec<Answer>,
 }
 
