@@ -475,7 +475,7 @@ mod tests {
     #[test]
     fn weights_that_f16_rounds_by_much_of_themselves_are_right() {
         let least = 2f64.powi(-24);
-        let [weight, value] = [3.13 * least, 4.0];
+        let [weight, value] = [3.13 * least, 16.0];
         let want = Row { values: vec![value], ..row(weight * value, weight * value, 0.0) };
         let verdict = |element, o: f64| compare([element; 2], (2, None), &want, &[o], [Some(0.0), None, None]).passes();
         let rounded = 3.0 * least * value;
