@@ -28,6 +28,7 @@ pub const FACTORS: [Factor; 19] = [
             "many tiles",
             "many keys",
             "split KV",
+            "one query, many keys",
         ],
     },
     Factor { name: "container", values: &["dense", "packed", "cross-packed", "paged", "paged, packed queries", "one tensor"] },
@@ -46,7 +47,7 @@ pub const FACTORS: [Factor; 19] = [
             "global-local:9,3",
         ],
     },
-    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth", "within", "waves"] },
+    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth", "within", "waves", "ripples"] },
     Factor { name: "scores", values: &["ordinary", "very-low-rows", "very-high-rows"] },
     Factor { name: "parameter", values: &["none", "scalar", "f32", "f16", "bf16", "i32", "bool", "table"] },
     Factor { name: "axes", values: AXES },
@@ -110,7 +111,7 @@ pub const RULES: [Rule; 22] = [
     },
     Rule {
         one: ("container", &["packed", "one tensor"]),
-        other: ("size", &["one query", "many keys", "split KV"]),
+        other: ("size", &["one query", "many keys", "split KV", "one query, many keys"]),
         why: "queries and keys are as many",
     },
     Rule {
@@ -168,6 +169,7 @@ fn seqs(size: &str) -> [i64; 2] {
         "many tiles" => [150, 270],
         "many keys" => [64, 1088],
         "split KV" => [3, 1100],
+        "one query, many keys" => [1, 1088],
         _ => unreachable!("{size:?} is no size"),
     }
 }

@@ -63,7 +63,7 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
 
 /// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
 /// read outside of them; what is a number within the extents alone.
-const OWN: [(&str, &str); 12] = [
+const OWN: [(&str, &str); 13] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
     ("temperature", "tensor temperature[batch]: f32; score * temperature"),
@@ -79,6 +79,7 @@ const OWN: [(&str, &str); 12] = [
         "score + 0.1 * pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0) + exp(score * 0.25) / (1.0 + abs(score)) + log(sqrt(score * score + 0.5))",
     ),
     ("slanted", "score + f32(k - q) * pow(0.5, f32(head + 6))"),
+    ("ripples", "score + sin(score) + cos(f32(k - q) * 0.75)"),
     ("very-low-rows", "select(q % 3 == 1, -1000000000.0, score)"),
     ("very-high-rows", "select(q % 3 == 1, 1000000000.0, score)"),
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
@@ -239,6 +240,15 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let slant = |here: Here| distance(here) * 0.5f64.powi(here[1] as i32 + 6);
             Ok(adds(slant, move |here| SLOPE * slant(here).abs()))
         }
+        "ripples" => Ok(Stage {
+            value: Box::new(|score, here| score + score.sin() + (distance(here) * 0.75).cos()),
+            slope: Box::new(|score, _| 1.0 + score.cos()),
+            // The sine and the cosine of a device are off by 8e-7 at most, which is 14 roundings of 1.
+            rounding: Box::new(|score, _| 4.0 * score.abs() + 2.0 * 14.0),
+            tanh: None,
+            partials: Vec::new(),
+            reads: Vec::new(),
+        }),
         // Numbers that f32 holds: such a row weighs every key alike.
         "very-low-rows" | "very-high-rows" => {
             let all = if text == "very-low-rows" { -1e9 } else { 1e9 };
