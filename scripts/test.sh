@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# test.sh [kernels | others | ARGUMENTS OF cargo test]: every test of the workspace, or those that the arguments name, with everything that they need
-# made first. `kernels` are the tests of emulated CUDA and Metal kernels, `others` all but these. Ends with what was skipped and why; fails where a
-# test fails, or where something is skipped that SDPA_REQUIRE asks for (the offline tests, those over the recording library and the emulated kernels, if nothing else is said).
+# test.sh [kernels | offline | others | ARGUMENTS OF cargo test]: every test of the workspace, or those that the arguments name, with everything that they
+# need made first. `kernels` are the tests of emulated CUDA and Metal kernels, `offline` those over the real cuDNN and NVRTC, `others` all but these. Ends with
+# what was skipped and why; fails where a test fails, or where something is skipped that SDPA_REQUIRE asks for (the offline tests, those over the
+# recording library and the emulated kernels, if nothing else is said).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
@@ -15,7 +16,7 @@ status=0
 whole=$([ "${1:-others}" != others ] || echo yes)
 # With counters: what they are told is tested, and that they cost no allocation.
 case ${1:-} in
-  "" | others | kernels)
+  "" | others | offline | kernels)
     part=${1:-}
     export SDPA_TEST_FEATURES=sdpa/metrics
     set -- --workspace --features "$SDPA_TEST_FEATURES"
@@ -24,10 +25,11 @@ esac
 case ${part:-} in
   # Of the workspace: with `--package` other features are asked for, and most is compiled anew.
   kernels) set -- "$@" --test cuda --test msl ;;
+  offline) set -- "$@" --test offline ;;
   # Cargo has no option for all tests but some; these are compiled and not run.
   others)
     host=$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')
-    export "CARGO_TARGET_${host}_RUNNER=$PWD/scripts/but-kernels.sh"
+    export "CARGO_TARGET_${host}_RUNNER=$PWD/scripts/others.sh"
     ;;
 esac
 cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1

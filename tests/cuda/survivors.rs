@@ -67,16 +67,50 @@ row_max = true
 sum_exp = true
 "#;
 
-const FAULTS: [Fault; 5] = [
+/// More blocks in a list than the 32 that a CTA classifies at a time, and lists that differ by batch entry.
+const LISTS: &str = r#"
+[[case]]
+name = "lists of more than 32 blocks of queries"
+shape = { batch = 6, heads_q = 1, heads_kv = 1, seq_q = 4300, seq_kv = 70, dim_qk = 40, dim_v = 40 }
+dtype = "bf16"
+mask = ["document"]
+stats = true
+
+[[case]]
+name = "lists of more than 32 blocks of keys"
+shape = { batch = 2, heads_q = 3, heads_kv = 3, seq_q = 70, seq_kv = 4300, dim_qk = 40, dim_v = 40 }
+dtype = "bf16"
+mask = ["document"]
+stats = true
+"#;
+
+/// Minima and maxima, in score_mods that are computed in both ways: contracted and exact.
+const EXTREMA: &str = r#"
+[[case]]
+name = "minima and maxima"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 70, seq_kv = 83, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["clamped"]
+stats = true
+"#;
+
+const FAULTS: [Fault; 7] = [
     ("dO has the head stride of o", Backward, ["p.d_o_batch, p.d_o_head, p.d_o_row", "p.d_o_batch, p.o_head, p.d_o_row"], UPSTREAM),
     ("a row without keys has no maximum to subtract", Forward, ["if (row_max.log == -INFINITE) row_max.log = 0.0f;", ""], SPLIT),
     ("splits are found with another entry's tile", Forward, ["p.firsts[mine * p.tiles + tile]", "p.firsts[mine + tile]"], SPLIT_TILES),
     ("sums are rescaled too late for f32", Forward, ["RESCALE_THRESHOLD = 8.0f", "RESCALE_THRESHOLD = 1.0e30f"], GROWING),
+    ("a list repeats its first 32 blocks", Backward, ["range.begin + from + warp", "range.begin + warp"], LISTS),
+    (
+        "lists are those of another batch entry",
+        Backward,
+        ["block_iterator(p, range, tile.batch, head", "block_iterator(p, range, tile.head, head"],
+        LISTS,
+    ),
     ("sums are rescaled too late for f16", Forward, ["RESCALE_THRESHOLD = 8.0f", "RESCALE_THRESHOLD = 20.0f"], GROWING_F16),
 ];
 
 /// Every case of these faults.
-pub(super) const CASES: [&str; 5] = [UPSTREAM, SPLIT, SPLIT_TILES, GROWING, GROWING_F16];
+pub(super) const CASES: [&str; 7] = [UPSTREAM, SPLIT, SPLIT_TILES, GROWING, GROWING_F16, LISTS, EXTREMA];
 
 #[test]
 fn faults_that_survived_are_found() {

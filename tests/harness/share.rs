@@ -72,6 +72,14 @@ pub fn of_today<T>(what: &str, days: u64, list: Vec<T>, has: impl Fn(&T) -> Vec<
     list
 }
 
+/// The entry of a short list whose turn it is today; all of them where lists run as a whole. Says which.
+pub fn one_of_today<T: Copy + std::fmt::Debug>(what: &str, list: &[T]) -> Vec<T> {
+    let turn = days() as usize % list.len().max(1);
+    let taken = if is_whole() { list.to_vec() } else { list.iter().copied().skip(turn).take(1).collect() };
+    say(&format!("{what}: {taken:?} today, of {}", list.len()));
+    taken
+}
+
 /// As [`of_today`], with what it says in place of saying it.
 ///
 /// # Panics

@@ -297,7 +297,7 @@ fn fate(toolchain: &Toolchain, fault: &Edit) -> Fate {
     // Sanitizers take a few times as long, and see what the first cases of each kind of kernels show.
     let is_first = |n: usize| trials[..n].iter().all(|(kernels, _)| *kernels != trials[n].0);
     let firsts: Vec<Trial> = (0..trials.len()).filter(|n| is_first(*n)).map(|n| trials[n]).collect();
-    let few = [Check::Races, Check::Addresses, Check::Memory].into_iter().flat_map(|check| firsts.iter().map(move |trial| (check, *trial)));
+    let few = Check::SANITIZERS.into_iter().flat_map(|check| firsts.iter().map(move |trial| (check, *trial)));
     let all = trials.iter().map(|trial| (Check::Plain, *trial)).chain(few);
     // What runs for ever is found without a sanitizer; with one, on a machine that is busy, anything may take too long.
     let shows = |check: Check, how: &String| check == Check::Plain || !how.contains("exit status: 124");

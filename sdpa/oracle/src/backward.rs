@@ -406,7 +406,7 @@ impl Open {
         for (which, gradient, dim) in [(1, &mut self.dk, dim_qk), (2, &mut self.dv, dim_v)] {
             for (key, &used) in self.used.iter().enumerate() {
                 if used {
-                    gradient.may_be_small(key * dim, dim, small[which]);
+                    gradient.may_be_small(key * dim, dim, worker.roundings(which) * small[which]);
                 }
                 let (range, noise) = (key * dim..(key + 1) * dim, self.noises.keys[which - 1][key]);
                 let noise = worker.stored(which, noise, self.noises.parts(which - 1, key), gradient, range.clone());

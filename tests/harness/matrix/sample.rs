@@ -71,7 +71,7 @@ pub fn is_compiled_today(row: &str, profile: &str) -> bool {
 }
 
 /// Days until a row has been compiled for every device.
-const DEVICE_DAYS: u64 = 3;
+const DEVICE_DAYS: u64 = 6;
 
 /// Rows of 8-bit floats that are compiled on every run, for devices that take such.
 pub const FP8_SAMPLE: [&str; 6] = [

@@ -47,6 +47,8 @@ pub enum Check {
 impl Check {
     /// All of them.
     pub const ALL: [Check; 4] = [Check::Plain, Check::Races, Check::Addresses, Check::Memory];
+    /// Those of clang's sanitizers.
+    pub const SANITIZERS: [Check; 3] = [Check::Races, Check::Addresses, Check::Memory];
 
     /// Flags for the kernel, and those for the machine that runs it.
     fn flags(self) -> [&'static [&'static str]; 2] {

@@ -47,7 +47,7 @@ pub const FACTORS: [Factor; 19] = [
             "global-local:9,3",
         ],
     },
-    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth", "within", "waves", "ripples"] },
+    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth", "within", "waves", "ripples", "clamped"] },
     Factor { name: "scores", values: &["ordinary", "very-low-rows", "very-high-rows"] },
     Factor { name: "parameter", values: &["none", "scalar", "f32", "f16", "bf16", "i32", "bool", "table"] },
     Factor { name: "axes", values: AXES },
@@ -81,7 +81,11 @@ pub const RULES: [Rule; 22] = [
         other: ("container", &["packed", "cross-packed", "paged", "paged, packed queries", "one tensor"]),
         why: "boundaries and lengths say which documents and entries have no tokens",
     },
-    Rule { one: ("score_mod", &["smooth"]), other: ("scale", &["0.15"]), why: "cubes of large scores leave weights that f16 cannot hold" },
+    Rule {
+        one: ("score_mod", &["smooth"]),
+        other: ("scale", &["0.15", "-0.1"]),
+        why: "cubes of large scores leave weights that f16 cannot hold",
+    },
     Rule { one: ("parameter", &["none"]), other: ("use", &["mask", "added", "multiplied", "inside a function"]), why: "nothing is used" },
     Rule {
         one: ("parameter", &["scalar", "f32", "f16", "bf16", "i32", "bool", "table"]),

@@ -63,7 +63,7 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
 
 /// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
 /// read outside of them; what is a number within the extents alone.
-const OWN: [(&str, &str); 13] = [
+const OWN: [(&str, &str); 14] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
     ("temperature", "tensor temperature[batch]: f32; score * temperature"),
@@ -79,7 +79,8 @@ const OWN: [(&str, &str); 13] = [
         "score + 0.1 * pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0) + exp(score * 0.25) / (1.0 + abs(score)) + log(sqrt(score * score + 0.5))",
     ),
     ("slanted", "score + f32(k - q) * pow(0.5, f32(head + 6))"),
-    ("ripples", "score + sin(score) + cos(f32(k - q) * 0.75)"),
+    ("ripples", "score + sin(score) + cos(f32(k - q) * 0.0625)"),
+    ("clamped", "max(min(score, 1.5), f32(k - q) * 0.125 - 1.0)"),
     ("very-low-rows", "select(q % 3 == 1, -1000000000.0, score)"),
     ("very-high-rows", "select(q % 3 == 1, 1000000000.0, score)"),
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
@@ -241,14 +242,25 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             Ok(adds(slant, move |here| SLOPE * slant(here).abs()))
         }
         "ripples" => Ok(Stage {
-            value: Box::new(|score, here| score + score.sin() + (distance(here) * 0.75).cos()),
+            value: Box::new(|score, here| score + score.sin() + (distance(here) * 0.0625).cos()),
             slope: Box::new(|score, _| 1.0 + score.cos()),
-            // The sine and the cosine of a device are off by 8e-7 at most, which is 14 roundings of 1.
-            rounding: Box::new(|score, _| 4.0 * score.abs() + 2.0 * 14.0),
+            // A sine or cosine of a device is off by 8e-7, which is 14 roundings of 1, and by two roundings of its angle (docs/numerics.md).
+            rounding: Box::new(|score, here| 6.0 * score.abs() + 2.0 * 14.0 + 2.0 * (distance(here) * 0.0625).abs()),
             tanh: None,
             partials: Vec::new(),
             reads: Vec::new(),
         }),
+        "clamped" => {
+            let least = |here: Here| distance(here) * 0.125 - 1.0;
+            Ok(Stage {
+                value: Box::new(move |score, here| score.min(1.5).max(least(here))),
+                slope: Box::new(move |score, here| f64::from(score < 1.5 && score > least(here))),
+                rounding: Box::new(|_, _| 0.0),
+                tanh: None,
+                partials: Vec::new(),
+                reads: Vec::new(),
+            })
+        }
         // Numbers that f32 holds: such a row weighs every key alike.
         "very-low-rows" | "very-high-rows" => {
             let all = if text == "very-low-rows" { -1e9 } else { 1e9 };

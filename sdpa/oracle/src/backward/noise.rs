@@ -128,7 +128,13 @@ impl Worker<'_> {
         let square: f64 = gradient.value[range.clone()].iter().map(|x| x * x).sum();
         noise.elements += (u * u + again * again) * square;
         noise.variance += if p.narrow.is_some() { 0.0 } else { u * u * parts };
-        noise.small += self.rates.small_results[which] * (range.len() as f64).sqrt();
+        noise.small += self.roundings(which) * self.rates.small_results[which] * (range.len() as f64).sqrt();
         noise
+    }
+
+    /// How often an executor may round an element of dq (0), dk (1) or dv (2): it may round the part of each query head of a GQA group, then their sum.
+    pub(super) fn roundings(&self, which: usize) -> f64 {
+        let group = self.p.group();
+        if which == 0 || group == 1 { 1.0 } else { 1.0 + group as f64 }
     }
 }

@@ -144,6 +144,18 @@ fn errors_are_carried_through() {
     }
 }
 
+/// Each query head's part of dk and dv may be rounded before the parts are added, and their sum once more.
+#[test]
+fn parts_of_a_group_may_each_be_rounded() {
+    const ONE: f64 = 1e-4;
+    let numbers = Numbers::of(&[2.0, 2.0], &[0.0, 3f64.ln()], &[1.0, 5.0], &[1.0, 1.0]);
+    let rates = Rates { small_results: [ONE; 3], ..NONE };
+    let got = numbers.with([1, 2, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| gradients_with(p, d_o, Given::Rounded, rates));
+    for (gradient, want) in [(&got.dq, 1.0), (&got.dk, 3.0), (&got.dv, 3.0)] {
+        assert!(gradient.error.iter().all(|error| (error / ONE - want).abs() < 0.01), "{gradient:?}, not {want}");
+    }
+}
+
 /// The derivative of `Σ o∘d_o` by one element of an operand.
 fn difference(numbers: &Numbers, shape: [usize; 7], masks: &[Mask<'_>], closures: &Closures<'_>, operand: usize, at: usize) -> f64 {
     const STEP: f64 = 1e-6;
