@@ -211,7 +211,7 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
             assert_eq!(kernels.len(), counts.len());
             for (key, counts) in kernels.into_iter().zip(counts) {
                 let what = format!("{}, {} {} {}", key.cut, row.1, row.2, key.architecture);
-                let kernel = key.entries[0].0.to_str().unwrap();
+                let kernel = &*key.entries[0].0.name().to_string_lossy();
                 let made = MachineCode::compile(&nvrtc, key).unwrap_or_else(|e| panic!("{what}: {e}"));
                 let all = Instructions::of(&disassembler, made.code(), kernel).unwrap_or_else(|e| panic!("{what}: {e}"));
                 for (name, count) in counts {

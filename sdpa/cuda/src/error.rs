@@ -15,6 +15,9 @@ pub enum Error {
     /// The environment: the driver, NVRTC, a device, memory.
     #[error(transparent)]
     Driver(#[from] sdpa_driver::Error),
+    /// A bug of this library, with what is impossible.
+    #[error("a bug of sdpa, please report it: {0}")]
+    Bug(String),
 }
 
 impl sdpa_cache::BuildError for Error {
@@ -23,7 +26,7 @@ impl sdpa_cache::BuildError for Error {
     fn refusal(&self) -> Option<Unsupported> {
         match self {
             Error::Unsupported(why) => Some(why.clone()),
-            Error::Spec(_) | Error::Driver(_) => None,
+            Error::Spec(_) | Error::Driver(_) | Error::Bug(_) => None,
         }
     }
 
@@ -38,6 +41,7 @@ impl From<Error> for sdpa_core::Error {
             Error::Spec(errors) => sdpa_core::Error::Spec(errors),
             Error::Unsupported(refusal) => sdpa_core::Error::Unsupported(refusal),
             Error::Driver(error) => sdpa_core::Error::failed(ExecutorName::CUDA, error),
+            Error::Bug(text) => sdpa_core::Error::Bug(text),
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Kernels that were compiled and loaded, by their text: problems that differ in lengths share them.
 
 use crate::disk::Disk;
+use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::files::Files;
 use crate::source::OPTIONS;
 use sdpa_cache::{BuildTime, CacheKey, CacheValue, Fields, PlanCache, Weight};
 use sdpa_core::Unsupported;
 use sdpa_driver::{Compiled, Device, Entry, Module, Nvrtc};
-use std::ffi::CStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,8 +17,8 @@ use std::time::Instant;
 pub struct KernelKey {
     /// The CUDA text.
     pub source: Arc<str>,
-    /// The kernels of the text by name, the one that computes first, and the bytes of shared memory that each is launched with.
-    pub entries: Vec<(&'static CStr, u32)>,
+    /// The entry points of the text, the one that computes first, and the bytes of shared memory that each is launched with.
+    pub entries: Vec<(EntryPoint, u32)>,
     /// How the text is cut, for reports.
     pub cut: String,
     /// The architecture that it is compiled for, such as `sm_90a`.
@@ -61,8 +61,8 @@ pub enum Origin {
 pub struct Kernel {
     /// The loaded code.
     pub module: Module,
-    /// The kernels in the code, in the order of [`KernelKey::entries`].
-    pub entries: Vec<Entry>,
+    /// The entry points of the code, in the order of [`KernelKey::entries`].
+    pub entries: Vec<(EntryPoint, Entry)>,
     /// The code itself, for files.
     pub(crate) code: Vec<u8>,
     /// Where the code came from.
@@ -166,9 +166,19 @@ impl Kernel {
         Ok(Kernel::load(device, key, compiled.code, Origin::Compiled, start)?)
     }
 
+    /// Finds an entry point of the code.
+    ///
+    /// # Errors
+    /// [`Error::Bug`] if the code does not have it.
+    pub fn entry(&self, point: EntryPoint) -> Result<&Entry, Error> {
+        let found = self.entries.iter().find(|(known, _)| *known == point);
+        found.map(|(_, entry)| entry).ok_or_else(|| Error::Bug(format!("a kernel source has no {point}")))
+    }
+
     fn load(device: &'static Device, key: &KernelKey, code: Vec<u8>, origin: Origin, start: Instant) -> Result<Kernel, sdpa_driver::Error> {
         let module = Module::load(device, &code)?;
-        let entries = key.entries.iter().map(|(name, shared)| module.entry(name, *shared)).collect::<Result<_, _>>()?;
+        let entry = |&(point, shared): &(EntryPoint, u32)| Ok((point, module.entry(point.name(), shared)?));
+        let entries = key.entries.iter().map(entry).collect::<Result<_, sdpa_driver::Error>>()?;
         let mut time = BuildTime { total: start.elapsed(), ..BuildTime::default() };
         let part = if origin == Origin::Compiled { &mut time.compile } else { &mut time.load };
         *part = time.total;

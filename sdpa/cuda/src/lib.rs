@@ -14,12 +14,14 @@
 //! | `places` | at which places traces are asked |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
+//! | `entry_point` | the entry points of the kernel sources |
 //! | `kernel`, `files`, `disk` | kernels compiled and loaded, by their text; files of them; the kernel cache on disk |
 //! | `plan`, `params` | a pass made ready, and what a call tells it |
 
 mod backward;
 mod choice;
 mod disk;
+mod entry_point;
 mod error;
 mod executor;
 mod fact;
@@ -43,6 +45,7 @@ mod work;
 pub use backward::{Along, Backward};
 pub use choice::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
 pub use disk::KernelCache;
+pub use entry_point::EntryPoint;
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;

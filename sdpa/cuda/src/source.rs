@@ -10,7 +10,6 @@ use crate::work::steps;
 use sdpa_core::expr::{Axis, Trace};
 use sdpa_core::{DType, Side, StatsBase};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
-use std::ffi::CStr;
 use std::fmt::Write;
 
 macro_rules! piece {
@@ -61,25 +60,7 @@ const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 /// where a kernel says so.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
-/// Entry point of the forward pass.
-pub const FORWARD_ENTRY: &CStr = c"attention_forward";
-
-/// Entry points of a backward pass: the main kernel; the preprocess kernel (log-sum-exp and delta of each row); the conversion of parameter gradients.
-pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_backward_preprocess", c"attention_convert_gradient"];
-
-/// Entry point that converts the dQ accumulator, for head dims whose main kernel does not.
-pub const QUERIES_ENTRY: &CStr = c"attention_convert_dq";
-
-/// Entry point that merges the splits of split-KV, after the forward kernel.
-pub const MERGE_ENTRY: &CStr = c"attention_combine";
-
-/// Entry point that lists query tiles before the forward kernel, for packed sequences and split-KV.
-pub const TILES_ENTRY: &CStr = c"attention_tile_list";
-
-/// Entry point that makes block-sparse index lists before either pass, for masks that read tensors.
-pub const MAP_ENTRY: &CStr = c"attention_block_lists";
-
-/// Bytes of shared memory of [`MAP_ENTRY`]: a word for each of its 32 warps.
+/// Bytes of shared memory of [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists): a word for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
 /// Traces above this weight are compiled once, for full and partial blocks alike: compiling them for 64 scores takes long, and the mask costs little next to them.

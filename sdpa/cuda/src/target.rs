@@ -1,6 +1,7 @@
 //! What passes are compiled from for a device, which need not be there.
 
 use crate::backward::Backward;
+use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::kernel::KernelKey;
 use crate::mma::{self, Cut};
@@ -15,7 +16,6 @@ use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::problem::Problem;
 use sdpa_driver::Device;
 use sdpa_nvidia::Job;
-use std::ffi::CStr;
 
 /// A device, as far as the text of a kernel depends on it, and what is to be taken in place of the usual choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub(crate) struct Written {
 }
 
 /// A text, and its kernels with the shared memory of each.
-type Text = (String, Vec<(&'static CStr, u32)>);
+type Text = (String, Vec<(EntryPoint, u32)>);
 
 impl Target {
     /// A device of this compute capability and so many multiprocessors.
@@ -83,15 +83,15 @@ impl Target {
                 let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
                 let tile = own.map_or_else(|| forward.tile(self.multiprocessors), Ok)?;
                 let source = source::forward(&forward, &tile);
-                let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
-                entries.extend(forward.lists_tiles(&tile).then_some((source::TILES_ENTRY, 0)));
-                entries.extend(tile.split.then_some((source::MERGE_ENTRY, 0)));
+                let mut entries = vec![(EntryPoint::Forward, tile.shared_bytes())];
+                entries.extend(forward.lists_tiles(&tile).then_some((EntryPoint::TileList, 0)));
+                entries.extend(tile.split.then_some((EntryPoint::Combine, 0)));
                 ((forward, tile).into(), source, entries)
             }
             Family::Mma => {
                 let cut = Cut::of_forward(&forward)?;
                 let source = mma::forward_text(&forward, &cut);
-                ((forward, cut).into(), source, vec![(source::FORWARD_ENTRY, cut.shared_bytes())])
+                ((forward, cut).into(), source, vec![(EntryPoint::Forward, cut.shared_bytes())])
             }
         };
         Ok(self.written(family, pass, (source, entries), None))
@@ -103,17 +103,25 @@ impl Target {
             Family::Wgmma => {
                 let tile = backward.tile(self.multiprocessors)?;
                 let source = source::backward(&backward, &tile);
-                let [compute, rows, rounded] = source::BACKWARD_ENTRIES;
-                let mut entries = vec![(compute, tile.shared_bytes()), (rows, 0), (rounded, 0)];
-                entries.extend((tile.sums_bytes() == 0).then_some((source::QUERIES_ENTRY, 0)));
+                let mut entries = vec![
+                    (EntryPoint::Backward, tile.shared_bytes()),
+                    (EntryPoint::BackwardPreprocess, 0),
+                    (EntryPoint::ConvertGradient, 0),
+                ];
+                entries.extend((tile.sums_bytes() == 0).then_some((EntryPoint::ConvertDq, 0)));
                 let sections = Sections::of(&backward, &tile, self.multiprocessors);
                 self.written(family, (backward, tile, sections).into(), (source, entries), None)
             }
             Family::Mma => {
                 let cut = Cut::of_backward(&backward)?;
-                let [compute, rows, sinks, rounded, summed] = mma::QUERIES_ENTRIES;
-                let queries = vec![(compute, cut.shared_bytes()), (rows, 0), (sinks, mma::SINKS_SHARED_BYTES), (rounded, 0), (summed, 0)];
-                let keys = vec![(mma::KEYS_ENTRY, cut.shared_bytes())];
+                let queries = vec![
+                    (EntryPoint::BackwardDq, cut.shared_bytes()),
+                    (EntryPoint::BackwardPreprocess, 0),
+                    (EntryPoint::SinkGradient, mma::SINKS_SHARED_BYTES),
+                    (EntryPoint::ConvertGradient, 0),
+                    (EntryPoint::ReduceGradient, 0),
+                ];
+                let keys = vec![(EntryPoint::BackwardDkv, cut.shared_bytes())];
                 let [queries, keys] = [(mma::queries_text(&backward, &cut), queries), (mma::keys_text(&backward, &cut), keys)];
                 self.written(family, (backward, cut).into(), queries, Some(keys))
             }

@@ -3,7 +3,7 @@
 use crate::exit::{Answer, Failure, Line, Outcome};
 use cudnn_graph::DeviceProfile;
 use sdpa::ExecutorName;
-use sdpa::cuda::Target;
+use sdpa::cuda::{EntryPoint, Target};
 use sdpa::cuda::kernel::KernelKey;
 use sdpa::cudnn::lower::Job;
 use serde::Serialize;
@@ -36,7 +36,7 @@ struct KernelStage {
 
 impl Text {
     fn new(key: KernelKey) -> Text {
-        let entry = |(name, shared_bytes): (&std::ffi::CStr, u32)| Entry { name: name.to_string_lossy().into_owned(), shared_bytes };
+        let entry = |(point, shared_bytes): (EntryPoint, u32)| Entry { name: point.to_string(), shared_bytes };
         Text {
             cut: key.cut,
             architecture: key.architecture,

@@ -20,4 +20,4 @@ pub(crate) use ordered::Left;
 pub use ordered::MOST_LEFT_BYTES;
 pub use params::{MmaParams, Strided};
 pub use problem::{backward, forward};
-pub use source::{KEYS_ENTRY, QUERIES_ENTRIES, SINKS_SHARED_BYTES, forward_text, keys_text, queries_text};
+pub use source::{SINKS_SHARED_BYTES, forward_text, keys_text, queries_text};

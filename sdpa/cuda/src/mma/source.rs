@@ -11,26 +11,12 @@ use crate::source::{
 };
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Side, packed};
-use std::ffi::CStr;
 
 const WARP_PIECES: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("warp_gemm.cuh"), piece!("strided.cuh")];
 const FORWARD: (&str, &str) = piece!("mma_forward.cu");
 const SCORES: (&str, &str) = piece!("mma_backward.cuh");
 const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
 const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
-
-/// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded, and
-/// those that are added up in one order.
-pub const QUERIES_ENTRIES: [&CStr; 5] = [
-    c"attention_backward_dq",
-    c"attention_backward_preprocess",
-    c"attention_sink_gradient",
-    c"attention_convert_gradient",
-    c"attention_reduce_gradient",
-];
-
-/// The name of the kernel of the text of keys.
-pub const KEYS_ENTRY: &CStr = c"attention_backward_dkv";
 
 /// Bytes of shared memory of the kernel that computes gradients of sinks, in which its 8 warps tell of a sum each.
 pub const SINKS_SHARED_BYTES: u32 = 4 * 8;

@@ -5,6 +5,7 @@
 use super::told::{Drops, Scale, bound, clipped, map_of, packed_map, steps, tensor};
 use super::{CudaPlan, Pass};
 use crate::backward::Backward;
+use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::params::{BackwardParams, FAR};
 use crate::problem::Forward;
@@ -14,7 +15,7 @@ use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, SINK, Side, Statistic};
-use sdpa_driver::{DeviceSlice, Entry, Launch, Submission, TensorMap};
+use sdpa_driver::{DeviceSlice, Launch, Submission, TensorMap};
 use smallvec::SmallVec;
 use std::ffi::c_void;
 
@@ -153,7 +154,7 @@ impl CudaPlan {
         let main = Launch { shared_bytes: tile.shared_bytes(), ..launch(blocks, BackwardTile::THREADS) };
         let zeroed = DeviceSlice { bytes: at.lse, ..workspace };
         self.noting_use(submission, || {
-            let [compute, rows, rounded] = self.backward_entries()?;
+            let kernel = &self.kept.kernel;
             // SAFETY: parameters are those of the kernels; the rest is the caller's, what lies in the workspace is within it, and the map is kept
             // with the plan.
             unsafe {
@@ -164,17 +165,24 @@ impl CudaPlan {
                     }
                 }
                 self.make_lists(submission, [params_at, captured_at])?;
-                submission.launch_entry(&rows, launch(tiles, THREADS), &[params_at, captured_at])?;
-                submission.launch_entry(&compute, main, &parameters)?;
-                if tile.sums_bytes() == 0
-                    && let Some(of_queries) = self.kept.kernel.entries.get(3)
-                {
+                submission.launch_entry(
+                    kernel.entry(EntryPoint::BackwardPreprocess)?,
+                    launch(tiles, THREADS),
+                    &[params_at, captured_at],
+                )?;
+                submission.launch_entry(kernel.entry(EntryPoint::Backward)?, main, &parameters)?;
+                if tile.sums_bytes() == 0 {
+                    let of_queries = kernel.entry(EntryPoint::ConvertDq)?;
                     submission.launch_entry(of_queries, launch(tiles * i64::from(tile.slices()), SLICE_THREADS), &[params_at])?;
                 }
                 for (n, (dtype, elements)) in gradients(backward).enumerate().filter(|(_, (dtype, _))| *dtype != DType::F32) {
                     let numbers = [sums[n], given[n].address, elements.unsigned_abs(), u64::from(dtype == DType::F16)];
                     let parameters = numbers.each_ref().map(|number| std::ptr::from_ref(number).cast());
-                    submission.launch_entry(&rounded, launch(steps(elements, THREADS), THREADS), &parameters)?;
+                    submission.launch_entry(
+                        kernel.entry(EntryPoint::ConvertGradient)?,
+                        launch(steps(elements, THREADS), THREADS),
+                        &parameters,
+                    )?;
                 }
             }
             Ok(())
@@ -189,15 +197,6 @@ impl CudaPlan {
     /// Bytes of workspace.
     pub(super) fn backward_workspace(&self, backward: &Backward, tile: &BackwardTile, sections: &Sections) -> u64 {
         Workspace::of(backward, tile, sections, self.lists_bytes()).bytes
-    }
-
-    fn backward_entries(&self) -> Result<[Entry; 3], sdpa_driver::Error> {
-        // What rounds gradients of queries and what makes lists is behind them.
-        let entries = &self.kept.kernel.entries;
-        <[Entry; 3]>::try_from(entries.get(..3).unwrap_or_default()).map_err(|_| {
-            let limit = format!("{} kernels", self.kept.kernel.entries.len());
-            sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit }
-        })
     }
 
     fn backward_params(

@@ -4,6 +4,7 @@
 use super::room::Room;
 use super::told::{Drops, Scale, bound, clipped, heads_in_cache, packed_map, statistics, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
+use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::params::{FAR, Params};
 use crate::problem::Forward;
@@ -75,14 +76,16 @@ impl CudaPlan {
                 if taken.bytes > 0 {
                     submission.zero(taken)?;
                 }
-                if let Some(entry) = self.kept.kernel.entries.get(1).filter(|_| lists_tiles) {
+                if lists_tiles {
+                    let entry = self.kept.kernel.entry(EntryPoint::TileList)?;
                     let blocks = steps(forward.extents[0], LISTING_WARPS) as u32;
                     let launch = Launch { blocks: [blocks, 1, 1], threads: 32 * LISTING_WARPS, shared_bytes: 0 };
                     submission.launch_entry(entry, launch, &parameters[4..5])?;
                 }
                 self.make_lists(submission, [parameters[4], parameters[5]])?;
-                self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))?;
-                if let Some(entry) = self.kept.kernel.entries.get(2).filter(|_| tile.split) {
+                submission.launch_entry(self.kept.kernel.entry(EntryPoint::Forward)?, launch, &parameters)?;
+                if tile.split {
+                    let entry = self.kept.kernel.entry(EntryPoint::Combine)?;
                     let [batch, _, seq_q, _] = forward.extents;
                     let tiles = batch * forward.units(tile) * steps(seq_q, tile.queries());
                     let blocks = u32::try_from(tiles * steps((tile.queries() * tile.heads()).into(), MERGING_WARPS)).unwrap_or(u32::MAX);

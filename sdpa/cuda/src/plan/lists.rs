@@ -3,6 +3,8 @@
 
 use super::told::{ListsAt, steps};
 use super::{CudaPlan, Walk};
+use crate::entry_point::EntryPoint;
+use crate::error::Error;
 use crate::kernel::Kernel;
 use crate::problem::{Forward, Lists};
 use crate::source::MAP_SHARED_BYTES;
@@ -50,7 +52,7 @@ impl CudaPlan {
     ///
     /// # Safety
     /// Parameters are those of the kernels of the pass.
-    pub(super) unsafe fn make_lists(&self, submission: &Submission<'_>, parameters: [*const c_void; 2]) -> Result<(), sdpa_driver::Error> {
+    pub(super) unsafe fn make_lists(&self, submission: &Submission<'_>, parameters: [*const c_void; 2]) -> Result<(), Error> {
         // SAFETY: the caller's.
         unsafe { self.make_lists_of(&self.kept.kernel, self.pass.walk(), submission, parameters) }
     }
@@ -65,12 +67,12 @@ impl CudaPlan {
         walk: Walk,
         submission: &Submission<'_>,
         [params, captured]: [*const c_void; 2],
-    ) -> Result<(), sdpa_driver::Error> {
+    ) -> Result<(), Error> {
         let made = Made::of(self.pass.attention(), walk).filter(|_| self.makes_lists);
-        let (Some(made), Some(entry)) = (made, kernel.entries.last()) else { return Ok(()) };
+        let Some(made) = made else { return Ok(()) };
         let blocks = u32::try_from(made.lists).unwrap_or(u32::MAX);
         let launch = Launch { blocks: [blocks, 1, 1], threads: THREADS, shared_bytes: MAP_SHARED_BYTES };
-        // SAFETY: the caller's; such a pass has the kernel last.
-        unsafe { submission.launch_entry(entry, launch, &[params, captured]) }
+        // SAFETY: the caller's.
+        Ok(unsafe { submission.launch_entry(kernel.entry(EntryPoint::BlockLists)?, launch, &[params, captured]) }?)
     }
 }

@@ -6,13 +6,14 @@ use super::lists::Made;
 use super::told::steps;
 use super::{CudaPlan, Pass, Walk};
 use crate::backward::Backward;
+use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::mma::{Cut, Left, MmaParams, SINKS_SHARED_BYTES, Strided};
 use crate::problem::Forward;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, SINK, Side};
-use sdpa_driver::{DeviceSlice, Entry, Launch, Submission};
+use sdpa_driver::{DeviceSlice, Launch, Submission};
 use smallvec::SmallVec;
 use std::ffi::c_void;
 
@@ -136,7 +137,7 @@ impl CudaPlan {
         let of_tiles = computes(batch * heads_q * steps(*seq_q, cut.own));
         let of_blocks = computes(batch * (heads_q / group) * steps(*seq_kv, cut.own) * i64::from(cut.parts));
         self.noting_use(submission, || {
-            let [compute, rows, sinks, rounded, summed] = self.queries_entries()?;
+            let kernel = &self.kept.kernel;
             // SAFETY: parameters are those of the kernels; the rest is the caller's, what lies in the workspace is within it, and maps are kept with the
             // plan.
             unsafe {
@@ -145,14 +146,17 @@ impl CudaPlan {
                 }
                 self.make_lists(submission, [queries_at, captured_at])?;
                 self.make_lists_of(keys_kernel, walk_of_keys(cut), submission, [keys_at, captured_at])?;
-                submission.launch_entry(&rows, launch(batch * heads_q * steps(*seq_q, ROWS), THREADS), &[queries_at, captured_at])?;
-                submission.launch_entry(&compute, of_tiles, &[queries_at, captured_at])?;
-                if let Some(compute) = keys_kernel.entries.first() {
-                    submission.launch_entry(compute, of_blocks, &[keys_at, captured_at, to.as_ptr().cast()])?;
-                }
+                submission.launch_entry(
+                    kernel.entry(EntryPoint::BackwardPreprocess)?,
+                    launch(batch * heads_q * steps(*seq_q, ROWS), THREADS),
+                    &[queries_at, captured_at],
+                )?;
+                submission.launch_entry(kernel.entry(EntryPoint::BackwardDq)?, of_tiles, &[queries_at, captured_at])?;
+                let compute = keys_kernel.entry(EntryPoint::BackwardDkv)?;
+                submission.launch_entry(compute, of_blocks, &[keys_at, captured_at, to.as_ptr().cast()])?;
                 if backward.sink_gradient.is_some() {
                     let launch = Launch { shared_bytes: SINKS_SHARED_BYTES, ..launch(*heads_q, THREADS) };
-                    submission.launch_entry(&sinks, launch, &[queries_at])?;
+                    submission.launch_entry(kernel.entry(EntryPoint::SinkGradient)?, launch, &[queries_at])?;
                 }
                 for (n, left) in left.iter().enumerate().filter_map(|(n, left)| Some((n, (*left)?))) {
                     let [batch, heads] = left.rows.map(i64::unsigned_abs);
@@ -163,12 +167,20 @@ impl CudaPlan {
                     let numbers = [from, to, sizes[0], sizes[1], sizes[2], sizes[3], of_batch | of_heads << 1, lanes];
                     let parameters = numbers.each_ref().map(|number| std::ptr::from_ref(number).cast());
                     let threads = left.elements() * lanes.cast_signed();
-                    submission.launch_entry(&summed, launch(steps(threads, THREADS), THREADS), &parameters)?;
+                    submission.launch_entry(
+                        kernel.entry(EntryPoint::ReduceGradient)?,
+                        launch(steps(threads, THREADS), THREADS),
+                        &parameters,
+                    )?;
                 }
                 for (n, (dtype, elements)) in gradients(backward).enumerate().filter(|(_, (dtype, _))| *dtype != DType::F32) {
                     let numbers = [sums[n].address, given[n].address, elements.unsigned_abs(), u64::from(dtype == DType::F16)];
                     let parameters = numbers.each_ref().map(|number| std::ptr::from_ref(number).cast());
-                    submission.launch_entry(&rounded, launch(steps(elements, THREADS), THREADS), &parameters)?;
+                    submission.launch_entry(
+                        kernel.entry(EntryPoint::ConvertGradient)?,
+                        launch(steps(elements, THREADS), THREADS),
+                        &parameters,
+                    )?;
                 }
             }
             Ok(())
@@ -176,18 +188,9 @@ impl CudaPlan {
     }
 
     /// The kernel of gradients of keys, and its map.
-    fn keys(&self) -> Result<(&crate::kernel::Kernel, Option<&super::Mapped>), sdpa_driver::Error> {
-        let absent = || sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit: "no kernel of keys".to_owned() };
+    fn keys(&self) -> Result<(&crate::kernel::Kernel, Option<&super::Mapped>), Error> {
+        let absent = || Error::Bug("a backward pass with mma.sync has no kernel of keys".to_owned());
         self.kept.keys.as_ref().map(|(kernel, map)| (&**kernel, map.as_deref())).ok_or_else(absent)
-    }
-
-    fn queries_entries(&self) -> Result<[Entry; 5], sdpa_driver::Error> {
-        // What makes lists is behind them.
-        let entries = &self.kept.kernel.entries;
-        <[Entry; 5]>::try_from(entries.get(..5).unwrap_or_default()).map_err(|_| {
-            let limit = format!("{} kernels", entries.len());
-            sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit }
-        })
     }
 }
 

@@ -3,6 +3,7 @@
 
 use super::told::{Drops, ListsAt, Scale, bound, heads_in_cache, statistics, steps, tensor};
 use super::{CudaPlan, Pass};
+use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::mma::{Cut, MmaParams, Strided};
 use crate::params::FAR;
@@ -38,7 +39,7 @@ impl CudaPlan {
             // SAFETY: parameters are those of the kernel; the rest is the caller's, lists are within the workspace, and the map is kept with the plan.
             unsafe {
                 self.make_lists(submission, parameters)?;
-                self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))
+                Ok(submission.launch_entry(self.kept.kernel.entry(EntryPoint::Forward)?, launch, &parameters)?)
             }
         })
     }

@@ -9,20 +9,20 @@ mod room;
 mod told;
 
 use crate::backward::Backward;
+use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::kernel::Kernel;
 use crate::map::BlockMap;
 use crate::mma::Cut;
 use crate::problem::{Forward, Lists};
 use crate::sections::Sections;
-use crate::source::{MAP_ENTRY, MAP_SHARED_BYTES};
+use crate::source::MAP_SHARED_BYTES;
 use crate::tile::{BackwardTile, Tile};
 use sdpa_cache::{CacheValue, Weight};
 use sdpa_core::device::{DeviceCall, DevicePrepared};
 use sdpa_driver::{Buffer, Device, DeviceSlice, Stream, Submission};
 use sdpa_nvidia::{Job, call};
 use smallvec::SmallVec;
-use std::ffi::CStr;
 use std::sync::{Arc, OnceLock};
 use told::ListsAt;
 
@@ -78,8 +78,8 @@ impl Pass {
     }
 
     /// The kernel that makes lists of blocks, where each call has its own.
-    pub(crate) fn lists_entry(&self) -> Option<(&'static CStr, u32)> {
-        (self.attention().lists() == Lists::AtCall).then_some((MAP_ENTRY, MAP_SHARED_BYTES))
+    pub(crate) fn lists_entry(&self) -> Option<(EntryPoint, u32)> {
+        (self.attention().lists() == Lists::AtCall).then_some((EntryPoint::BlockLists, MAP_SHARED_BYTES))
     }
 
     /// What its kernel walks over; of two, the first.
@@ -204,7 +204,7 @@ impl CudaPlan {
 
     /// What runs, for reports: the cut of the kernel, and its registers.
     pub fn engine(&self) -> String {
-        let registers = self.kept.kernel.entries.first().map_or(0, |entry| entry.registers);
+        let registers = self.kept.kernel.entries.first().map_or(0, |(_, entry)| entry.registers);
         format!("{}, {registers} registers", self.pass.cut())
     }
 
@@ -258,15 +258,15 @@ impl CudaPlan {
     }
 
     /// From here on the plan is dropped behind what was submitted. A graph that it is captured into keeps it.
-    fn noting_use(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<(), sdpa_driver::Error>) -> Result<(), Error> {
+    fn noting_use(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         self.used.get_or_init(|| submission.device());
         if submission.is_capturing() {
             submission.keep_in_graph(Box::new(self.kept.clone()))?;
-            return Ok(submit()?);
+            return submit();
         }
         let submitted = submit();
         submission.mark()?;
-        Ok(submitted?)
+        submitted
     }
 }
 
