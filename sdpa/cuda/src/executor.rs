@@ -6,7 +6,8 @@ use crate::family::Family;
 use crate::files::Files;
 use crate::kernel::{self, Kernel, KernelKey, Kernels, Origin};
 use crate::plan::CudaPlan;
-use crate::target::{Target, Written};
+use crate::schedule::Schedule;
+use crate::target::Target;
 use crate::tile::Tile;
 use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
 use sdpa_core::backward::BackwardProblem;
@@ -159,15 +160,15 @@ impl CudaExecutor {
         self.target.takes_backward(problem).map(|(family, _)| family)
     }
 
-    fn build(&self, job: Job, Written { pass, first, second }: Written) -> Result<Arc<CudaPlan>, Error> {
-        let made = |key: KernelKey| {
-            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, &self.disk, self.device, &key)?));
-            self.kernels.get_or_build(&key, build).map(|(kernel, _)| kernel)
+    fn build(&self, job: Job, schedule: Schedule) -> Result<Arc<CudaPlan>, Error> {
+        let kernel = |key: &KernelKey| {
+            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, &self.disk, self.device, key)?));
+            self.kernels.get_or_build(key, build).map(|(kernel, _)| kernel)
         };
         // A build in the middle of a capture, of this or another thread's stream, does not disturb it.
         self.device.relaxed(|| {
-            let (first, second) = (made(first)?, second.map(made).transpose()?);
-            Ok(Arc::new(CudaPlan::new(job, pass, first, second, &self.setup_stream)?))
+            let kernels = schedule.kernels.iter().map(kernel).collect::<Result<_, _>>()?;
+            Ok(Arc::new(CudaPlan::new(job, schedule, kernels, &self.setup_stream)?))
         })
     }
 

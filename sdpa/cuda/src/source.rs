@@ -3,9 +3,9 @@
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
 use crate::mma::Left;
-use crate::params::{BackwardParams, Params};
 use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, PANEL, Tile};
+use crate::wgmma::{BackwardParams, ForwardParams};
 use crate::work::steps;
 use sdpa_core::expr::{Axis, Trace};
 use sdpa_core::{DType, Side, StatsBase};
@@ -202,7 +202,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("WITH_SPLIT_MAX", (tile.split && problem.leaves_largest()).into()),
     ];
     let own: Vec<(&str, u32)> = own.into_iter().chain(statistics(problem)).collect();
-    let params = format!("{}{}", boundary(problem), Params::cuda());
+    let params = format!("{}{}", boundary(problem), ForwardParams::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
     let mut text = begin(problem, problem.weight(), &own, &params, &traced, &HOPPER);

@@ -1,15 +1,14 @@
 //! What passes are compiled from for a device, which need not be there.
 
 use crate::backward::Backward;
-use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::kernel::KernelKey;
 use crate::mma::{self, Cut};
-use crate::plan::Pass;
 use crate::problem::{Forward, unsupported};
+use crate::schedule::{Schedule, ScheduleReport};
 use crate::sections::Sections;
-use crate::source;
 use crate::tile::Tile;
+use crate::wgmma;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::empty;
 use sdpa_core::error::{Reason, Unsupported};
@@ -29,17 +28,6 @@ pub struct Target {
     /// The only family of kernels that is asked, in place of every one that the device runs, the fastest first.
     pub family: Option<Family>,
 }
-
-/// A pass, and the texts that it is compiled from: one, or two of which the second is of gradients of keys.
-#[derive(Debug)]
-pub(crate) struct Written {
-    pub(crate) pass: Pass,
-    pub(crate) first: KernelKey,
-    pub(crate) second: Option<KernelKey>,
-}
-
-/// A text, and its kernels with the shared memory of each.
-type Text = (String, Vec<(EntryPoint, u32)>);
 
 impl Target {
     /// A device of this compute capability and so many multiprocessors.
@@ -69,74 +57,59 @@ impl Target {
     /// # Errors
     /// Every limit of the kernels that the pass breaks, on this device.
     pub fn kernels(&self, job: &Job) -> Result<Vec<KernelKey>, Unsupported> {
-        let written = match job {
-            Job::Forward(problem) => self.forward(problem),
-            Job::Backward(problem) => self.backward(problem),
-        };
-        written.map(|Written { first, second, .. }| std::iter::once(first).chain(second).collect())
+        Ok(self.schedule_of(job)?.kernels)
     }
 
-    pub(crate) fn forward(&self, problem: &Problem) -> Result<Written, Unsupported> {
+    /// The workspace that a pass uses, and what a call of it submits.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// use sdpa_cuda::Target;
+    ///
+    /// let shape = Shape { batch: 4, heads_q: 32, heads_kv: 8, seq_q: 1, seq_kv: 9000, dim_qk: 128, dim_v: 128 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// let schedule = Target::new(90, 132).schedule(&spec.validate()?.into())?;
+    /// // Split-KV: a list of tiles, the kernel, and the kernel that combines splits.
+    /// assert_eq!(schedule.steps.len(), 3);
+    /// assert!(schedule.workspace > 0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Target::kernels`].
+    pub fn schedule(&self, job: &Job) -> Result<ScheduleReport, Unsupported> {
+        Ok(self.schedule_of(job)?.report())
+    }
+
+    fn schedule_of(&self, job: &Job) -> Result<Schedule, Unsupported> {
+        match job {
+            Job::Forward(problem) => self.forward(problem),
+            Job::Backward(problem) => self.backward(problem),
+        }
+    }
+
+    pub(crate) fn forward(&self, problem: &Problem) -> Result<Schedule, Unsupported> {
         let (family, forward) = self.takes(problem)?;
-        let (pass, source, entries): (Pass, _, _) = match family {
+        Ok(match family {
             Family::Wgmma => {
                 let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
                 let tile = own.map_or_else(|| forward.tile(self.multiprocessors), Ok)?;
-                let source = source::forward(&forward, &tile);
-                let mut entries = vec![(EntryPoint::Forward, tile.shared_bytes())];
-                entries.extend(forward.lists_tiles(&tile).then_some((EntryPoint::TileList, 0)));
-                entries.extend(tile.split.then_some((EntryPoint::Combine, 0)));
-                ((forward, tile).into(), source, entries)
+                wgmma::forward_schedule(problem, &forward, &tile, self)
             }
-            Family::Mma => {
-                let cut = Cut::of_forward(&forward)?;
-                let source = mma::forward_text(&forward, &cut);
-                ((forward, cut).into(), source, vec![(EntryPoint::Forward, cut.shared_bytes())])
-            }
-        };
-        Ok(self.written(family, pass, (source, entries), None))
+            Family::Mma => mma::forward_schedule(problem, &forward, &Cut::of_forward(&forward)?, self),
+        })
     }
 
-    pub(crate) fn backward(&self, problem: &BackwardProblem) -> Result<Written, Unsupported> {
+    pub(crate) fn backward(&self, problem: &BackwardProblem) -> Result<Schedule, Unsupported> {
         let (family, backward) = self.takes_backward(problem)?;
         Ok(match family {
             Family::Wgmma => {
                 let tile = backward.tile(self.multiprocessors)?;
-                let source = source::backward(&backward, &tile);
-                let mut entries = vec![
-                    (EntryPoint::Backward, tile.shared_bytes()),
-                    (EntryPoint::BackwardPreprocess, 0),
-                    (EntryPoint::ConvertGradient, 0),
-                ];
-                entries.extend((tile.sums_bytes() == 0).then_some((EntryPoint::ConvertDq, 0)));
                 let sections = Sections::of(&backward, &tile, self.multiprocessors);
-                self.written(family, (backward, tile, sections).into(), (source, entries), None)
+                wgmma::backward_schedule(problem, &backward, (&tile, &sections), self)
             }
-            Family::Mma => {
-                let cut = Cut::of_backward(&backward)?;
-                let queries = vec![
-                    (EntryPoint::BackwardDq, cut.shared_bytes()),
-                    (EntryPoint::BackwardPreprocess, 0),
-                    (EntryPoint::SinkGradient, mma::SINKS_SHARED_BYTES),
-                    (EntryPoint::ConvertGradient, 0),
-                    (EntryPoint::ReduceGradient, 0),
-                ];
-                let keys = vec![(EntryPoint::BackwardDkv, cut.shared_bytes())];
-                let [queries, keys] = [(mma::queries_text(&backward, &cut), queries), (mma::keys_text(&backward, &cut), keys)];
-                self.written(family, (backward, cut).into(), queries, Some(keys))
-            }
+            Family::Mma => mma::backward_schedule(problem, &backward, &Cut::of_backward(&backward)?, self),
         })
-    }
-
-    /// Each text has the kernel that makes lists, where calls make them.
-    fn written(&self, family: Family, pass: Pass, first: Text, second: Option<Text>) -> Written {
-        let (lists, cut) = (pass.lists_entry(), pass.cut());
-        let key = |(source, mut entries): Text| {
-            entries.extend(lists);
-            KernelKey { source: source.into(), entries, cut: cut.clone(), architecture: family.architecture(self.sm) }
-        };
-        let (first, second) = (key(first), second.map(key));
-        Written { pass, first, second }
     }
 
     pub(crate) fn takes(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {

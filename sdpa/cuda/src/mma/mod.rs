@@ -8,16 +8,19 @@
 //! | `ordered` | what warps leave of gradients of parameters that are added up in one order |
 //! | `source` | their texts |
 
+mod backward;
 mod cut;
 mod fact;
+mod forward;
 mod ordered;
 mod params;
 mod problem;
 mod source;
 
+pub(crate) use backward::schedule as backward_schedule;
 pub use cut::{Cut, SHARED_BYTES};
+pub(crate) use forward::schedule as forward_schedule;
 pub(crate) use ordered::Left;
 pub use ordered::MOST_LEFT_BYTES;
-pub use params::{MmaParams, Strided};
 pub use problem::{backward, forward};
-pub use source::{SINKS_SHARED_BYTES, forward_text, keys_text, queries_text};
+pub use source::{forward_text, keys_text, queries_text};

@@ -1,32 +1,44 @@
-//! Numbers that kernels with `mma.sync` are told, of both passes.
+//! What the kernels with `mma.sync` get as parameters, of both passes.
 
 use crate::params::params;
+use crate::schedule::Address;
+use crate::schedule::arguments::{Arguments, Member};
+use sdpa_core::Operand;
 use sdpa_core::spec::TensorSpec;
 
 /// A tensor of any strides.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[repr(C)]
-pub struct Strided {
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Strided {
     /// Address of the first element.
-    pub at: u64,
+    at: Address,
     /// Strides in elements: from one batch entry, head, row and column to the next.
-    pub strides: [i64; 4],
+    strides: [i64; 4],
+}
+
+impl Member for Strided {
+    fn push(&self, to: &mut Arguments) {
+        self.at.push(to);
+        self.strides.iter().for_each(|stride| stride.push(to));
+    }
 }
 
 impl Strided {
     /// The structure in CUDA C++, of the same layout.
     pub(super) const CUDA: &str = "struct Strided {\n    Element* at;\n    long batch;\n    long head;\n    long row;\n    long dim;\n};\n";
 
-    /// A tensor at an address; where it is packed, tokens of all documents are its rows.
-    pub(crate) fn of(at: u64, tensor: &TensorSpec, packed: bool) -> Strided {
+    /// No tensor: the kernels of the pass do not read it.
+    pub(crate) const NONE: Strided = Strided { at: Address::Null, strides: [0; 4] };
+
+    /// An operand; where it is packed, tokens of all sequences are its rows.
+    pub(crate) fn of(operand: Operand, tensor: &TensorSpec, packed: bool) -> Strided {
         let [batch, head, row, dim] = tensor.strides;
-        Strided { at, strides: [if packed { 0 } else { batch }, head, row, dim] }
+        Strided { at: Address::Operand(operand), strides: [if packed { 0 } else { batch }, head, row, dim] }
     }
 }
 
 params! {
-    /// What the kernels are told of a call: operands, addresses in device memory, then numbers. A forward pass leaves out what is of gradients.
-    MmaParams {
+    /// The parameters of the kernels of both passes: operands, addresses in device memory, then numbers.
+    MmaParams as "MmaParams" {
         /// Queries.
         q: Strided = "Strided ",
         /// Keys.
@@ -44,89 +56,57 @@ params! {
         /// Gradients of values.
         dv: Strided = "Strided ",
         /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q): forward it is written, where anybody asks.
-        stats: u64 = "float* ",
+        stats: Address = "float* ",
         /// Address that the largest score of each row goes to, as `stats` lies.
-        row_max: u64 = "float* ",
+        row_max: Address = "float* ",
         /// Address that the sum of exponentials of each row goes to, as `stats` lies.
-        sum_exp: u64 = "float* ",
+        sum_exp: Address = "float* ",
         /// Address of the stats in units of the exponent of 2, as `stats` lies.
-        lse: u64 = "float* ",
+        lse: Address = "float* ",
         /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `stats`.
-        exact: u64 = "float2* ",
+        exact: Address = "float2* ",
         /// Address of the sums of `o` times `d_o`, as `stats` lies.
-        delta: u64 = "float* ",
-        /// Address of the lengths of queries, i32 for each batch entry.
-        seq_len_q: u64 = "const int* ",
-        /// Address of the lengths of keys, i32 for each batch entry.
-        seq_len_kv: u64 = "const int* ",
-        /// Address of the boundaries of documents of queries.
-        boundaries_q: u64 = "const void* ",
-        /// Address of the boundaries of documents of keys.
-        boundaries_kv: u64 = "const void* ",
-        /// Address of the sinks, f32 for each query head.
-        sink: u64 = "const float* ",
+        delta: Address = "float* ",
+        seq_len_q,
+        seq_len_kv,
+        boundaries_q,
+        boundaries_kv,
+        sink,
         /// Address of the gradient of the sinks, f32 for each query head.
-        sink_gradient: u64 = "float* ",
-        /// Address of where each list begins in `map_blocks`, u32.
-        map_begin: u64 = "const uint* ",
-        /// Address of where they end.
-        map_end: u64 = "const uint* ",
-        /// Address of blocks of the other side, u32, the highest bit set where a rule may drop a part of one.
-        map_blocks: u64 = "const uint* ",
+        sink_gradient: Address = "float* ",
+        map_begin,
+        map_end,
+        map_blocks,
         /// Address of the page table, i32 for each page of each batch entry.
-        page_table: u64 = "const int* ",
-        /// Address of the seed of dropout, i64, of a call that has one.
-        dropout_seed: u64 = "const ulong64* ",
-        /// Address of where its random numbers begin, i64.
-        dropout_offset: u64 = "const ulong64* ",
-        /// Batch entries.
-        batch: i32 = "int ",
-        /// Query heads.
-        heads_q: i32 = "int ",
-        /// Query heads that share a key head.
-        group: i32 = "int ",
-        /// Queries.
-        seq_q: i32 = "int ",
-        /// Keys.
-        seq_kv: i32 = "int ",
-        /// Tokens of packed queries.
-        tokens_q: i32 = "int ",
-        /// Tokens of packed keys.
-        tokens_kv: i32 = "int ",
+        page_table: Address = "const int* ",
+        dropout_seed,
+        dropout_offset,
+        batch,
+        heads_q,
+        group,
+        seq_q,
+        seq_kv,
+        tokens_q,
+        tokens_kv,
         /// Columns of queries and keys.
         dim_qk: i32 = "int ",
-        /// Columns of values and outputs.
-        dim_v: i32 = "int ",
-        /// Tiles of queries.
-        tiles: i32 = "int ",
+        dim_v,
+        tiles,
         /// Blocks of keys.
         blocks: i32 = "int ",
-        /// Heads of batch entries whose keys and values are walked over side by side.
-        section: i32 = "int ",
-        /// Rows of the map from one batch entry to the next, in units of the lists of a head; 0 where all have the same.
-        map_batch: i32 = "int ",
-        /// Rows of the map from one head to the next, in units of the lists of a head; 0 where all have the same.
-        map_head: i32 = "int ",
-        /// Keys at `k - q <= lower` are dropped.
-        lower: i32 = "int ",
-        /// Keys at `k - q > upper` are dropped.
-        upper: i32 = "int ",
-        /// Keys at `k > q` and `k >= prefix` are dropped.
-        prefix: i32 = "int ",
-        /// Keys at `(k - q) - (len_kv - len_q) <= ends_lower` are dropped.
-        ends_lower: i32 = "int ",
-        /// Keys at `(k - q) - (len_kv - len_q) > ends_upper` are dropped.
-        ends_upper: i32 = "int ",
-        /// Whether scores are multiplied by `scale` before anything else: 1 or 0.
-        natural: i32 = "int ",
-        /// `attn_scale`.
-        scale: f32 = "float ",
-        /// What a score is multiplied by in the exponent of 2: positive.
-        unit: f32 = "float ",
-        /// The largest random number with which a weight stays.
-        dropout_most: i32 = "int ",
-        /// What weights that stay are multiplied by.
-        dropout_scale: f32 = "float ",
+        section,
+        map_batch,
+        map_head,
+        lower,
+        upper,
+        prefix,
+        ends_lower,
+        ends_upper,
+        natural,
+        scale,
+        unit,
+        dropout_most,
+        dropout_scale,
         /// Keys of a page.
         page_size: i32 = "int ",
         /// Pages of the containers.
@@ -134,4 +114,31 @@ params! {
         /// Entries of the page table from one batch entry to the next.
         table_row: i32 = "int ",
     }
+}
+
+/// The parameters of a backward pass alone.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Gradients {
+    pub(super) d_o: Strided,
+    pub(super) dq: Strided,
+    pub(super) dk: Strided,
+    pub(super) dv: Strided,
+    pub(super) lse: Address,
+    pub(super) exact: Address,
+    pub(super) delta: Address,
+    pub(super) sink_gradient: Address,
+}
+
+impl Gradients {
+    /// Those of a forward pass.
+    pub(super) const NONE: Gradients = Gradients {
+        d_o: Strided::NONE,
+        dq: Strided::NONE,
+        dk: Strided::NONE,
+        dv: Strided::NONE,
+        lse: Address::Null,
+        exact: Address::Null,
+        delta: Address::Null,
+        sink_gradient: Address::Null,
+    };
 }

@@ -19,7 +19,7 @@ const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
 const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
 
 /// Bytes of shared memory of the kernel that computes gradients of sinks, in which its 8 warps tell of a sum each.
-pub const SINKS_SHARED_BYTES: u32 = 4 * 8;
+pub(super) const SINKS_SHARED_BYTES: u32 = 4 * 8;
 
 /// Whether rows lie at multiples of 16 bytes, so that threads ask for copies of these.
 fn wide(tensor: &TensorSpec, bytes: i64) -> u32 {

@@ -1,143 +1,117 @@
-//! A pass made ready: its kernels, its map in device memory, and calls of it.
+//! A pass made ready: the kernels of its schedule, the memory that the plan has, and calls of it.
 
-mod backward;
-mod forward;
-mod lists;
-mod mma_backward;
-mod mma_forward;
-mod room;
-mod told;
+mod call;
+mod submit;
 
-use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
 use crate::error::Error;
 use crate::kernel::Kernel;
-use crate::map::BlockMap;
-use crate::mma::Cut;
-use crate::problem::{Forward, Lists};
-use crate::sections::Sections;
-use crate::source::MAP_SHARED_BYTES;
-use crate::tile::{BackwardTile, Tile};
+use crate::schedule::{KernelId, Launch, Memory, Schedule, Slot, Source, Step};
 use sdpa_cache::{CacheValue, Weight};
 use sdpa_core::device::{DeviceCall, DevicePrepared};
-use sdpa_driver::{Buffer, Device, DeviceSlice, Stream, Submission};
-use sdpa_nvidia::{Job, call};
+use sdpa_driver::{Buffer, Device, DeviceSlice, Entry, Stream};
+use sdpa_nvidia::Job;
 use smallvec::SmallVec;
 use std::sync::{Arc, OnceLock};
-use told::ListsAt;
 
-/// A map in device memory.
-#[derive(Debug)]
-struct Mapped {
-    at: ListsAt,
-    memory: SmallVec<[Buffer; 2]>,
-}
-
-/// What a device may still read of a plan.
+/// Plan resources that in-flight GPU work may still read.
 #[derive(Clone, Debug)]
-struct Kept {
-    kernel: Arc<Kernel>,
-    map: Option<Arc<Mapped>>,
-    /// Of a pass that has two texts, the second: of gradients of keys.
-    keys: Option<(Arc<Kernel>, Option<Arc<Mapped>>)>,
+struct Resources {
+    /// The kernels of the main source.
+    main: Arc<Kernel>,
+    /// The kernels of every source.
+    #[expect(dead_code, reason = "entry points of the steps are valid while their kernels are loaded")]
+    kernels: SmallVec<[Arc<Kernel>; 2]>,
+    /// Memory of slots that are not in the workspace.
+    buffers: Arc<[Buffer]>,
 }
 
-/// Of which tiles of queries and blocks of keys lists are made, and whether each list is a block's and has tiles.
+/// The memory of a slot.
 #[derive(Clone, Copy, Debug)]
-struct Walk {
-    queries: u32,
-    keys: u32,
-    of_keys: bool,
+enum Home {
+    /// So many bytes into the workspace.
+    Workspace(u64),
+    /// This address, of a buffer of the plan.
+    Plan(u64),
 }
 
-impl Walk {
-    /// The lists, where a rule of places alone says them.
-    fn map(self, forward: &Forward) -> Option<BlockMap> {
-        let of = if self.of_keys { BlockMap::of_keys } else { BlockMap::of_queries };
-        of(forward, self.queries, self.keys)
-    }
-}
-
-/// A problem as the kernels of its pass are told of it.
+/// A step with the entry point that is loaded for it.
 #[derive(Clone, Debug)]
-pub(crate) enum Pass {
-    Forward(Box<Forward>, Tile),
-    Backward(Box<Backward>, BackwardTile, Sections),
-    /// With `mma.sync`.
-    MmaForward(Box<Forward>, Cut),
-    MmaBackward(Box<Backward>, Cut),
-}
-
-impl Pass {
-    /// The attention of either pass.
-    fn attention(&self) -> &Forward {
-        match self {
-            Pass::Forward(forward, _) | Pass::MmaForward(forward, _) => forward,
-            Pass::Backward(backward, ..) | Pass::MmaBackward(backward, _) => &backward.forward,
-        }
-    }
-
-    /// The kernel that makes lists of blocks, where each call has its own.
-    pub(crate) fn lists_entry(&self) -> Option<(EntryPoint, u32)> {
-        (self.attention().lists() == Lists::AtCall).then_some((EntryPoint::BlockLists, MAP_SHARED_BYTES))
-    }
-
-    /// What its kernel walks over; of two, the first.
-    fn walk(&self) -> Walk {
-        match self {
-            Pass::Forward(_, tile) => Walk { queries: tile.queries(), keys: tile.keys, of_keys: false },
-            Pass::Backward(_, tile, _) => Walk { queries: tile.queries, keys: BackwardTile::KEYS, of_keys: true },
-            Pass::MmaForward(_, cut) | Pass::MmaBackward(_, cut) => Walk { queries: cut.own, keys: cut.step, of_keys: false },
-        }
-    }
+enum ReadyStep {
+    Zero(Memory),
+    Launch { entry: Entry, launch: Launch },
 }
 
 /// A pass made ready on a device.
 #[derive(Debug)]
 pub struct CudaPlan {
     job: Job,
-    pass: Pass,
-    kept: Kept,
-    /// Whether calls make lists of blocks, where a rule reads tensors: not those around a map that is made.
-    makes_lists: bool,
-    /// Names of the tensors that traces read, and of the scalars, in the order of the kernel's structure.
-    tensors: Vec<String>,
-    scalars: Vec<String>,
+    schedule: Arc<Schedule>,
+    steps: Vec<ReadyStep>,
+    resources: Resources,
+    /// The memory of each slot.
+    homes: Vec<Home>,
+    workspace_bytes: u64,
     /// The device that was given work of it.
     used: OnceLock<&'static Device>,
 }
 
 impl CacheValue for CudaPlan {
     fn weight(&self) -> Weight {
-        let maps = self.kept.map.iter().chain(self.kept.keys.iter().flat_map(|(_, map)| map));
-        let maps = maps.flat_map(|map| &map.memory).map(|buffer| buffer.bytes() as u64).sum();
-        Weight { host: 0, device: maps, workspace: 0 }
+        let device = self.resources.buffers.iter().map(|buffer| buffer.bytes() as u64).sum();
+        Weight { host: 0, device, workspace: 0 }
+    }
+}
+
+/// Whether a step makes block lists.
+fn makes_lists(step: &ReadyStep) -> bool {
+    match step {
+        ReadyStep::Zero(_) => false,
+        ReadyStep::Launch { launch, .. } => launch.entry == EntryPoint::BlockLists,
+    }
+}
+
+/// The memory of each slot, and the size of the workspace. `buffers` are the memory of the slots of which `is_resident` holds, in their order.
+fn homes(schedule: &Schedule, buffers: &[Buffer], is_resident: impl Fn(&Slot) -> bool) -> Result<(Vec<Home>, u64), Error> {
+    let (offsets, workspace_bytes) = schedule.layout(is_resident);
+    let mut addresses = buffers.iter().map(Buffer::address);
+    let mut home = |offset: Option<u64>| match offset {
+        Some(offset) => Ok(Home::Workspace(offset)),
+        None => addresses.next().map(Home::Plan).ok_or_else(|| Error::Bug("a slot has no memory".to_owned())),
+    };
+    Ok((offsets.into_iter().map(&mut home).collect::<Result<_, _>>()?, workspace_bytes))
+}
+
+/// The numbers of a slot that is in memory of every plan.
+fn table(slot: &Slot) -> Option<&Vec<u32>> {
+    match &slot.source {
+        Source::Workspace | Source::BlockLists => None,
+        Source::Table(numbers) => Some(numbers),
     }
 }
 
 impl CudaPlan {
-    /// Of a pass that has two texts, the second is that of gradients of keys.
-    pub(crate) fn new(job: Job, pass: Pass, kernel: Arc<Kernel>, keys: Option<Arc<Kernel>>, stream: &Stream) -> Result<CudaPlan, Error> {
-        let mapped = |walk: Walk| {
-            let Some(map) = walk.map(pass.attention()) else { return Ok(None) };
-            let up = |numbers: &[u32]| {
-                let mut buffer = Buffer::new(stream.device(), size_of_val(numbers).max(4))?;
-                buffer.upload(stream, 0, numbers)?;
-                Ok::<_, sdpa_driver::Error>(buffer)
-            };
-            let (begin, blocks) = (up(&map.begin)?, up(&map.blocks)?);
-            let at = ListsAt { begin: begin.address(), end: begin.address() + 4, blocks: blocks.address(), rows: map.rows };
-            Ok::<_, Error>(Some(Arc::new(Mapped { at, memory: SmallVec::from_iter([begin, blocks]) })))
+    /// The kernels are those of the schedule, in its order.
+    pub(crate) fn new(job: Job, schedule: Schedule, kernels: SmallVec<[Arc<Kernel>; 2]>, stream: &Stream) -> Result<CudaPlan, Error> {
+        let upload = |numbers: &Vec<u32>| {
+            let mut buffer = Buffer::new(stream.device(), size_of_val(&numbers[..]).max(4))?;
+            buffer.upload(stream, 0, numbers)?;
+            Ok::<_, Error>(buffer)
         };
-        let map = mapped(pass.walk())?;
-        let keys = match (keys, &pass) {
-            (Some(kernel), Pass::MmaBackward(_, cut)) => Some((kernel, mapped(mma_backward::walk_of_keys(cut))?)),
-            (Some(_) | None, _) => None,
+        let buffers: Arc<[Buffer]> = schedule.slots.iter().filter_map(table).map(upload).collect::<Result<_, _>>()?;
+        let ready = |step: &Step| match step {
+            Step::Zero(memory) => Ok(ReadyStep::Zero(memory.clone())),
+            Step::Launch(launch) => {
+                let KernelId(source) = launch.kernel;
+                let kernel = kernels.get(source).ok_or_else(|| Error::Bug(format!("a pass has no kernel source {source}")))?;
+                Ok(ReadyStep::Launch { entry: *kernel.entry(launch.entry)?, launch: launch.clone() })
+            }
         };
-        let captured = &pass.attention().captured;
-        let tensors = captured.tensors().into_iter().map(|(name, ..)| name.to_owned()).collect();
-        let scalars = captured.scalars().into_iter().map(str::to_owned).collect();
-        Ok(CudaPlan { job, pass, kept: Kept { kernel, map, keys }, makes_lists: true, tensors, scalars, used: OnceLock::new() })
+        let steps = schedule.steps.iter().map(ready).collect::<Result<_, Error>>()?;
+        let (homes, workspace_bytes) = homes(&schedule, &buffers, |slot| table(slot).is_some())?;
+        let main = kernels.first().cloned().ok_or_else(|| Error::Bug("a pass has no kernel source".to_owned()))?;
+        let resources = Resources { main, kernels, buffers };
+        Ok(CudaPlan { job, schedule: Arc::new(schedule), steps, resources, homes, workspace_bytes, used: OnceLock::new() })
     }
 
     /// Submits a call, and gives the same pass around the blocks that its masks leave: calls of that find none again, as layers want it that have one mask. Where
@@ -176,117 +150,47 @@ impl CudaPlan {
         stream: &Stream,
         call: &DeviceCall<'_, DeviceSlice>,
     ) -> Result<Arc<CudaPlan>, Error> {
-        let device = self.kept.kernel.module.device();
-        let room = |walk: Walk| {
-            let Some(made) = lists::Made::of(self.pass.attention(), walk) else { return Ok(None) };
-            let buffer = Buffer::new(device, usize::try_from(made.bytes()).unwrap_or(usize::MAX))?;
-            Ok::<_, Error>(Some(Arc::new(Mapped { at: made.at(buffer.address()), memory: SmallVec::from_iter([buffer]) })))
-        };
-        let own = if self.makes_lists { room(self.pass.walk())? } else { None };
-        let Some(map) = own else {
+        if !self.steps.iter().any(makes_lists) {
             // SAFETY: the caller's.
             unsafe { self.submit_to(stream, call) }?;
             return Ok(self.clone());
-        };
-        let keys = match (&self.kept.keys, &self.pass) {
-            (Some((kernel, _)), Pass::MmaBackward(_, cut)) => Some((kernel.clone(), room(mma_backward::walk_of_keys(cut))?)),
-            (Some(_) | None, _) => None,
-        };
-        let kept = Kept { kernel: self.kept.kernel.clone(), map: Some(map), keys };
-        let (tensors, scalars) = (self.tensors.clone(), self.scalars.clone());
-        let mut mapped =
-            CudaPlan { job: self.job.clone(), pass: self.pass.clone(), kept, makes_lists: true, tensors, scalars, used: OnceLock::new() };
+        }
+        let mut mapped = self.with_memory_for_lists()?;
         // SAFETY: the caller's.
         unsafe { mapped.submit_to(stream, call) }?;
-        mapped.makes_lists = false;
+        mapped.steps.retain(|step| !makes_lists(step));
         Ok(Arc::new(mapped))
     }
 
-    /// What runs, for reports: the cut of the kernel, and its registers.
-    pub fn engine(&self) -> String {
-        let registers = self.kept.kernel.entries.first().map_or(0, |(_, entry)| entry.registers);
-        format!("{}, {registers} registers", self.pass.cut())
-    }
-
-    /// The kernels that it runs.
-    pub fn kernel(&self) -> &Kernel {
-        &self.kept.kernel
-    }
-
-    fn workspace(&self) -> u64 {
-        match &self.pass {
-            Pass::Forward(forward, tile) => self.forward_workspace(forward, tile),
-            Pass::Backward(backward, tile, sections) => self.backward_workspace(backward, tile, sections),
-            Pass::MmaForward(..) => self.lists_bytes(),
-            Pass::MmaBackward(backward, cut) => mma_backward::Workspace::of(backward, cut, self.kept.map.is_none()).bytes,
-        }
-    }
-
-    /// Bytes of workspace for lists of blocks that are made at each call.
-    fn lists_bytes(&self) -> u64 {
-        let made = lists::Made::of(self.pass.attention(), self.pass.walk()).filter(|_| self.kept.map.is_none());
-        made.map_or(0, lists::Made::bytes)
-    }
-
-    /// # Safety
-    /// As [`DevicePrepared::submit`].
-    ///
-    /// # Errors
-    /// As [`DevicePrepared::submit`].
-    #[allow(unsafe_code, reason = "the device tier's contract is handed on")]
-    unsafe fn submit_to(&self, stream: &Stream, call: &DeviceCall<'_, DeviceSlice>) -> Result<(), Error> {
-        call::check(&self.job, call, self.workspace())?;
-        let device = self.kept.kernel.module.device();
-        if stream.device().ordinal() != device.ordinal() {
-            let limit = format!("it is on device {}, the stream on {}", device.ordinal(), stream.device().ordinal());
-            return Err(sdpa_driver::Error::Memory { what: "a kernel".to_owned(), bytes: 0, limit }.into());
-        }
-        let submission = &stream.begin()?;
-        let workspace = match call.workspace.filter(|_| self.workspace() > 0) {
-            Some(workspace) => workspace,
-            None => submission.workspace(self.workspace())?,
+    /// The same pass, whose block lists are made in memory of its own. Only a pass without tables makes lists.
+    fn with_memory_for_lists(&self) -> Result<CudaPlan, Error> {
+        let is_resident = |slot: &Slot| match slot.source {
+            Source::Workspace => false,
+            Source::BlockLists | Source::Table(_) => true,
         };
-        // SAFETY: the caller's; workspace is as large as the pass asks.
-        unsafe {
-            match &self.pass {
-                Pass::Forward(forward, tile) => self.submit_forward(forward, tile, submission, call, workspace),
-                Pass::Backward(backward, tile, sections) => self.submit_backward((backward, tile, sections), submission, call, workspace),
-                Pass::MmaForward(forward, cut) => self.submit_mma_forward(forward, cut, submission, call, workspace),
-                Pass::MmaBackward(backward, cut) => self.submit_mma_backward(backward, cut, submission, call, workspace),
-            }
-        }
+        let memory = |slot: &&Slot| is_resident(slot);
+        let buffer = |slot: &Slot| Ok::<_, Error>(Buffer::new(self.device(), usize::try_from(slot.bytes).unwrap_or(usize::MAX))?);
+        let buffers: Arc<[Buffer]> = self.schedule.slots.iter().filter(memory).map(buffer).collect::<Result<_, _>>()?;
+        let (homes, workspace_bytes) = homes(&self.schedule, &buffers, is_resident)?;
+        let resources = Resources { buffers, ..self.resources.clone() };
+        let (job, schedule, steps) = (self.job.clone(), self.schedule.clone(), self.steps.clone());
+        Ok(CudaPlan { job, schedule, steps, resources, homes, workspace_bytes, used: OnceLock::new() })
     }
 
-    /// From here on the plan is dropped behind what was submitted. A graph that it is captured into keeps it.
-    fn noting_use(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
-        self.used.get_or_init(|| submission.device());
-        if submission.is_capturing() {
-            submission.keep_in_graph(Box::new(self.kept.clone()))?;
-            return submit();
-        }
-        let submitted = submit();
-        submission.mark()?;
-        submitted
+    /// The device of the plan.
+    fn device(&self) -> &'static Device {
+        self.kernel().module.device()
     }
-}
 
-impl Pass {
-    /// The cut, for reports.
-    pub(crate) fn cut(&self) -> String {
-        match self {
-            Pass::Forward(_, tile) => {
-                let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
-                let parts = if tile.split { ", keys in parts" } else { "" };
-                format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
-            }
-            Pass::Backward(_, tile, _) => {
-                let shares = if tile.shares > 1 { format!(", heads of a group in {} shares", tile.shares) } else { String::new() };
-                let pair = if tile.pair { ", in pairs" } else { "" };
-                format!("backward {} x {} of {}, {}{pair}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
-            }
-            Pass::MmaForward(_, cut) => format!("forward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
-            Pass::MmaBackward(_, cut) => format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
-        }
+    /// What runs, for reports: the tile configuration of the main kernel, and its registers.
+    pub fn engine(&self) -> String {
+        let registers = self.kernel().entries.first().map_or(0, |(_, entry)| entry.registers);
+        format!("{}, {registers} registers", self.schedule.label)
+    }
+
+    /// The kernels of the main source.
+    pub fn kernel(&self) -> &Kernel {
+        &self.resources.main
     }
 }
 
@@ -295,7 +199,7 @@ impl DevicePrepared for CudaPlan {
     type Stream = Stream;
 
     fn workspace_bytes(&self) -> u64 {
-        self.workspace()
+        self.workspace_bytes
     }
 
     fn engine(&self) -> String {
@@ -312,7 +216,7 @@ impl DevicePrepared for CudaPlan {
 impl Drop for CudaPlan {
     fn drop(&mut self) {
         if let Some(device) = self.used.get() {
-            device.retire(Box::new(self.kept.clone()));
+            device.retire(Box::new(self.resources.clone()));
         }
     }
 }

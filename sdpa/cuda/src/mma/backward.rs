@@ -1,0 +1,109 @@
+//! The schedule of a backward pass with `mma.sync`: a launch for each row's log-sum-exp and delta, one for dQ, one for dK and dV, one for gradients of sinks, one for each
+//! gradient of a parameter that is added up in one order, and one for each that is rounded. What is added to is set to 0 before.
+
+use super::cut::Cut;
+use super::forward::params;
+use super::ordered::Left;
+use super::params::{Gradients, Strided};
+use super::source::{self, SINKS_SHARED_BYTES};
+use crate::backward::Backward;
+use crate::entry_point::EntryPoint;
+use crate::family::Family;
+use crate::problem::Forward;
+use crate::schedule::arguments::Member;
+use crate::schedule::{Address, Blocking, Builder, KernelId, Schedule};
+use crate::target::Target;
+use crate::work::steps;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{Operand, Side};
+use sdpa_nvidia::JobQuery;
+
+/// Threads of a block of the kernels around those that compute, and rows of a block of the first.
+const THREADS: u32 = 256;
+const ROWS: u32 = 32;
+
+/// The schedule of a backward pass with this tile configuration.
+pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, cut: &Cut, target: &Target) -> Schedule {
+    let forward = &backward.forward;
+    let label = format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v);
+    let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Mma, target.sm), label);
+    let queries_kernel = builder.kernel(
+        source::queries_text(backward, cut),
+        vec![
+            (EntryPoint::BackwardDq, cut.shared_bytes()),
+            (EntryPoint::BackwardPreprocess, 0),
+            (EntryPoint::SinkGradient, SINKS_SHARED_BYTES),
+            (EntryPoint::ConvertGradient, 0),
+            (EntryPoint::ReduceGradient, 0),
+        ],
+    );
+    let keys_kernel = builder.kernel(source::keys_text(backward, cut), vec![(EntryPoint::BackwardDkv, cut.shared_bytes())]);
+
+    let Forward { tensors, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
+    let [dq, dk, dv] = backward.gradients;
+    let own = [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().zip(*tensors);
+    builder.tokens_of(own.chain([(Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv), (Operand::DO, backward.d_o)]));
+
+    let sums = backward.parameter_gradients(&mut builder);
+    let partials: Vec<Option<(Left, Address)>> = backward
+        .left(cut)
+        .zip(&sums)
+        .map(|(left, sum)| left.map(|left| (left, builder.slot(format!("gradient of {}, of each warp", sum.name), left.bytes()))))
+        .collect();
+    let rows = forward.packed.map_or(batch * seq_q, |packs| packs.totals[Side::Queries as usize]) * heads_q;
+    let strided = |operand: Operand, tensor: TensorSpec| Strided::of(operand, &tensor, forward.packs(operand.side()));
+    let gradients = Gradients {
+        d_o: strided(Operand::DO, backward.d_o),
+        dq: strided(Operand::DQ, dq),
+        dk: strided(Operand::DK, dk),
+        dv: strided(Operand::DV, dv),
+        lse: builder.slot("log-sum-exp in base 2", 4 * rows),
+        delta: builder.slot("delta", 4 * rows),
+        exact: builder.slot("log-sum-exp as two f32", 8 * rows),
+        sink_gradient: backward.sink_gradient_of(&sums),
+    };
+    let [by_queries, by_keys] =
+        [Blocking { queries: cut.own, keys: cut.step, by_keys: false }, Blocking { queries: cut.step, keys: cut.own, by_keys: true }];
+    let queries_lists = builder.block_lists("block lists of query tiles", by_queries);
+    let keys_lists = builder.block_lists("block lists of KV blocks", by_keys);
+    let queries_params = params(&mut builder, by_queries, &queries_lists, &gradients);
+    let keys_params = params(&mut builder, by_keys, &keys_lists, &gradients);
+    let captured = builder.captured();
+    // The kernel of keys adds to the sum of each gradient, or writes what each warp has of it.
+    let added: Vec<Address> = sums.iter().zip(&partials).map(|(sum, partial)| partial.map_or(sum.sum, |(_, address)| address)).collect();
+    let to = builder.structure(|to| added.iter().for_each(|address| address.push(to)));
+
+    added.iter().for_each(|address| builder.zero(*address));
+    builder.make_block_lists(&queries_lists, queries_kernel, [queries_params, captured]);
+    builder.make_block_lists(&keys_lists, keys_kernel, [keys_params, captured]);
+    let rows_grid = [batch * heads_q * steps(*seq_q, ROWS), THREADS.into()];
+    builder.launch(queries_kernel, EntryPoint::BackwardPreprocess, rows_grid, [queries_params, captured]);
+    let main = |blocks: i64| ([blocks, cut.threads().into()], cut.shared_bytes());
+    let tiles = batch * heads_q * steps(*seq_q, cut.own);
+    builder.launch_with(queries_kernel, EntryPoint::BackwardDq, main(tiles), [queries_params, captured]);
+    let kv_blocks = batch * (heads_q / group) * steps(*seq_kv, cut.own) * i64::from(cut.parts);
+    builder.launch_with(keys_kernel, EntryPoint::BackwardDkv, main(kv_blocks), [keys_params, captured, to]);
+    if backward.sink_gradient.is_some() {
+        let grid = ([*heads_q, THREADS.into()], SINKS_SHARED_BYTES);
+        builder.launch_with(queries_kernel, EntryPoint::SinkGradient, grid, [queries_params]);
+    }
+    for (sum, partial) in sums.iter().zip(partials) {
+        if let Some((left, address)) = partial {
+            reduce(&mut builder, queries_kernel, left, [address, sum.sum]);
+        }
+    }
+    backward.round_gradients(&mut builder, queries_kernel, &sums);
+    builder.finish()
+}
+
+/// Adds the launch that adds up in one order what each warp has of a gradient.
+fn reduce(builder: &mut Builder<'_>, kernel: KernelId, left: Left, [from, to]: [Address; 2]) {
+    let [of_batch, of_heads] = left.spans.map(u64::from);
+    let lanes: i64 = if left.shared { 32 } else { 1 };
+    let [batch, heads] = left.rows;
+    let mut arguments = vec![builder.value(from), builder.value(to)];
+    arguments.extend([batch, heads, left.slots, left.inner].map(|size| builder.value(size)));
+    arguments.extend([of_batch | of_heads << 1, lanes.cast_unsigned()].map(|number| builder.value(number)));
+    builder.launch(kernel, EntryPoint::ReduceGradient, [steps(left.elements() * lanes, THREADS), THREADS.into()], arguments);
+}

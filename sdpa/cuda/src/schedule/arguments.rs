@@ -1,0 +1,190 @@
+//! Kernel arguments: the bytes that a schedule has for all calls, and the values in them that a call has.
+
+use super::{GradientId, ParamId, SlotId};
+use sdpa_core::{Operand, Side, Statistic};
+
+/// An address in device memory, by what it is the address of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Address {
+    /// None: the kernels of this problem do not read it.
+    Null,
+    /// The first element of an operand.
+    Operand(Operand),
+    /// A row statistic.
+    Statistic(Statistic),
+    /// The tensor of a declared parameter.
+    Param(ParamId),
+    /// The gradient of a declared parameter.
+    Gradient(GradientId),
+    /// So many bytes into a slot.
+    Slot(SlotId, u64),
+}
+
+/// A number of 4 bytes that a call has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Number {
+    /// Whether scores are multiplied by the scale before anything else: 1 or 0.
+    Natural,
+    /// `attn_scale`.
+    Scale,
+    /// What a score is multiplied by in the exponent of 2.
+    Unit,
+    /// Packed tokens of a side that the call has memory for; 0 where none are packed.
+    Tokens(Side),
+}
+
+/// A value that a call fills in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Value {
+    Address(Address),
+    Number(Number),
+    /// A scalar of a declared parameter, f32.
+    Scalar(ParamId),
+}
+
+/// A value, and the byte at which it begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fill {
+    pub(crate) at: usize,
+    pub(crate) value: Value,
+}
+
+/// An argument of a kernel, by the word at which it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockId(pub(crate) usize);
+
+/// Kernel arguments one after the other, each at a multiple of 8 bytes. Values of a call are 0 here.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Arguments {
+    words: Vec<u64>,
+    bytes: usize,
+    fills: Vec<Fill>,
+}
+
+impl Arguments {
+    pub(crate) fn words(&self) -> &[u64] {
+        &self.words
+    }
+
+    pub(crate) fn fills(&self) -> &[Fill] {
+        &self.fills
+    }
+
+    /// Adds an argument whose members `push` adds. An empty structure has a byte.
+    pub(crate) fn block(&mut self, push: impl FnOnce(&mut Arguments)) -> BlockId {
+        self.bytes = 8 * self.words.len();
+        let block = BlockId(self.words.len());
+        push(self);
+        if self.words.len() == block.0 {
+            self.words.push(0);
+        }
+        block
+    }
+
+    /// Adds a member of 4 bytes, and returns the byte at which it begins.
+    fn push_u32(&mut self, bits: u32) -> usize {
+        let at = self.bytes;
+        self.bytes += 4;
+        if self.bytes > 8 * self.words.len() {
+            self.words.push(0);
+        }
+        write_u32(&mut self.words, at, bits);
+        at
+    }
+
+    /// Adds a member of 8 bytes at the next multiple of 8, as C does, and returns the byte at which it begins.
+    fn push_u64(&mut self, bits: u64) -> usize {
+        let at = 8 * self.words.len();
+        self.words.push(bits);
+        self.bytes = at + 8;
+        at
+    }
+}
+
+/// Writes 4 bytes into words, at a multiple of 4 bytes. GPUs and their hosts are little-endian.
+pub(crate) fn write_u32(words: &mut [u64], at: usize, bits: u32) {
+    let shift = 8 * (at % 8);
+    if let Some(word) = words.get_mut(at / 8) {
+        *word = *word & !(u64::from(u32::MAX) << shift) | u64::from(bits) << shift;
+    }
+}
+
+/// A member of a kernel's structure, laid out as C does.
+pub(crate) trait Member {
+    fn push(&self, to: &mut Arguments);
+}
+
+impl Member for i32 {
+    fn push(&self, to: &mut Arguments) {
+        to.push_u32(self.cast_unsigned());
+    }
+}
+
+impl Member for f32 {
+    fn push(&self, to: &mut Arguments) {
+        to.push_u32(self.to_bits());
+    }
+}
+
+impl Member for i64 {
+    fn push(&self, to: &mut Arguments) {
+        to.push_u64(self.cast_unsigned());
+    }
+}
+
+impl Member for u64 {
+    fn push(&self, to: &mut Arguments) {
+        to.push_u64(*self);
+    }
+}
+
+impl Member for Address {
+    fn push(&self, to: &mut Arguments) {
+        let at = to.push_u64(0);
+        if *self != Address::Null {
+            to.fills.push(Fill { at, value: Value::Address(*self) });
+        }
+    }
+}
+
+impl Member for Number {
+    fn push(&self, to: &mut Arguments) {
+        let at = to.push_u32(0);
+        to.fills.push(Fill { at, value: Value::Number(*self) });
+    }
+}
+
+/// The scalar of a declared parameter.
+pub(crate) struct Scalar(pub(crate) ParamId);
+
+impl Member for Scalar {
+    fn push(&self, to: &mut Arguments) {
+        let at = to.push_u32(0);
+        to.fills.push(Fill { at, value: Value::Scalar(self.0) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_are_laid_out_as_c_does() {
+        let mut arguments = Arguments::default();
+        let first = arguments.block(|to| {
+            7_i32.push(to);
+            Number::Scale.push(to);
+            (-1_i32).push(to);
+            Address::Operand(Operand::Q).push(to);
+            3_i32.push(to);
+        });
+        let empty = arguments.block(|_| {});
+        let last = arguments.block(|to| 9_u64.push(to));
+        assert_eq!([first, empty, last], [BlockId(0), BlockId(4), BlockId(5)]);
+        assert_eq!(arguments.words(), [7, 0xffff_ffff, 0, 3, 0, 9]);
+        assert_eq!(arguments.fills().iter().map(|fill| fill.at).collect::<Vec<_>>(), [4, 16]);
+        let mut words = arguments.words().to_vec();
+        write_u32(&mut words, 4, 5);
+        assert_eq!(words[0], 5 << 32 | 7);
+    }
+}

@@ -1,0 +1,92 @@
+//! Block-sparse index lists of a kernel: a table of the plan, or made by a launch before the pass where the mask reads tensors.
+
+use super::{Address, Argument, Builder, KernelId, Launch, Source, Step};
+use crate::entry_point::EntryPoint;
+use crate::map::BlockMap;
+use crate::problem::{Forward, Lists};
+use crate::source::MAP_SHARED_BYTES;
+use crate::work::steps;
+use smallvec::smallvec;
+
+/// Threads of a block that makes one list.
+const THREADS: u32 = 1024;
+
+/// The query tiles and KV blocks that a kernel iterates over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocking {
+    /// Queries of a tile.
+    pub(crate) queries: u32,
+    /// Keys of a block.
+    pub(crate) keys: u32,
+    /// Whether each KV block has a list of query tiles; else each query tile has one of KV blocks.
+    pub(crate) by_keys: bool,
+}
+
+impl Blocking {
+    /// The lists, where the mask depends on indices only.
+    fn map(self, attention: &Forward) -> Option<BlockMap> {
+        let of = if self.by_keys { BlockMap::of_keys } else { BlockMap::of_queries };
+        of(attention, self.queries, self.keys)
+    }
+}
+
+/// Addresses of the lists of a kernel, and how many a launch makes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockLists {
+    /// Where each list begins in `blocks`, and where it ends.
+    pub(crate) begin: Address,
+    pub(crate) end: Address,
+    /// The items of all lists.
+    pub(crate) blocks: Address,
+    /// From one batch entry to the next and from one head to the next, in units of the lists of a head.
+    pub(crate) strides: [i32; 2],
+    /// Lists that a launch makes at each call.
+    made: Option<i64>,
+}
+
+/// 0 along an axis over which all have the same lists.
+fn strides([batch, head]: [i64; 2]) -> [i32; 2] {
+    [if batch > 1 { head as i32 } else { 0 }, i32::from(head > 1)]
+}
+
+impl Builder<'_> {
+    /// Adds the slot of the lists that a kernel reads.
+    pub(crate) fn block_lists(&mut self, name: &'static str, blocking: Blocking) -> BlockLists {
+        let none = BlockLists { begin: Address::Null, end: Address::Null, blocks: Address::Null, strides: [0; 2], made: None };
+        match self.attention.lists() {
+            Lists::None => none,
+            Lists::AtPlan => blocking.map(self.attention).map_or(none, |BlockMap { begin, blocks, rows }| {
+                let items = 4 * begin.len() as u64;
+                let numbers: Vec<u32> = begin.into_iter().chain(blocks).collect();
+                let slot = self.push_slot(name.into(), size_of_val(&numbers[..]) as u64, Source::Table(numbers));
+                let [begin, end, blocks] = [0, 4, items].map(|offset| Address::Slot(slot, offset));
+                BlockLists { begin, end, blocks, strides: strides(rows), made: None }
+            }),
+            Lists::AtCall => {
+                let [_, _, seq_q, seq_kv] = self.attention.extents;
+                let [tiles, kv_blocks] = [steps(seq_q, blocking.queries), steps(seq_kv, blocking.keys)];
+                let (outer, most) = if blocking.by_keys { (kv_blocks, tiles) } else { (tiles, kv_blocks) };
+                let rows = self.attention.list_rows();
+                let lists = rows[0] * rows[1] * outer;
+                let slot = self.push_slot(name.into(), (4 * lists * (2 + most)).unsigned_abs(), Source::BlockLists);
+                let ends = 4 * lists.unsigned_abs();
+                let [begin, end, blocks] = [0, ends, 2 * ends].map(|offset| Address::Slot(slot, offset));
+                BlockLists { begin, end, blocks, strides: strides(rows), made: Some(lists) }
+            }
+        }
+    }
+
+    /// Adds the launch that makes the lists, where the mask reads tensors.
+    pub(crate) fn make_block_lists(&mut self, lists: &BlockLists, kernel: KernelId, arguments: [Argument; 2]) {
+        if let Some(made) = lists.made {
+            self.step(Step::Launch(Launch {
+                kernel,
+                entry: EntryPoint::BlockLists,
+                grid: super::grid(made),
+                threads: THREADS,
+                shared_bytes: MAP_SHARED_BYTES,
+                arguments: smallvec![arguments[0], arguments[1]],
+            }));
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! A schedule in words and numbers: every slot, and every step with the launch that it is.
+
+use super::{Argument, Launch, Memory, Schedule, Source, Step};
+use serde::Serialize;
+use std::fmt;
+
+/// The schedule of a pass, for people and programs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ScheduleReport {
+    /// The tile configuration of the main kernel.
+    pub tile: String,
+    /// The architectures that the kernel sources are compiled for.
+    pub architectures: Vec<String>,
+    /// Device memory next to that of a call's operands and parameters.
+    pub slots: Vec<SlotReport>,
+    /// The work that a call submits, in order.
+    pub steps: Vec<StepReport>,
+    /// Bytes of the workspace.
+    pub workspace: u64,
+}
+
+/// A slot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SlotReport {
+    /// The slot's name.
+    pub name: String,
+    /// Bytes of the slot.
+    pub bytes: u64,
+    /// The offset in the workspace; `None` where the plan has the memory.
+    pub offset: Option<u64>,
+}
+
+/// A step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StepReport {
+    /// The memory is set to 0: names of slots, or of a gradient.
+    Zero(Vec<String>),
+    /// A kernel is launched.
+    Launch(LaunchReport),
+}
+
+/// A kernel launch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LaunchReport {
+    /// The kernel source, by its position.
+    pub source: usize,
+    /// The entry point.
+    pub kernel: String,
+    /// Thread blocks.
+    pub grid: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Tensor maps among the arguments.
+    pub tensor_maps: usize,
+    /// All arguments.
+    pub arguments: usize,
+}
+
+impl Schedule {
+    /// The schedule in words and numbers.
+    pub(crate) fn report(&self) -> ScheduleReport {
+        let (offsets, workspace) = self.layout(|slot| matches!(slot.source, Source::Table(_)));
+        let slots = self.slots.iter().zip(offsets);
+        let slots = slots.map(|(slot, offset)| SlotReport { name: slot.name.to_string(), bytes: slot.bytes, offset }).collect();
+        let steps = self.steps.iter().map(|step| match step {
+            Step::Zero(memory) => StepReport::Zero(self.names(memory)),
+            Step::Launch(launch) => StepReport::Launch(launch_report(launch)),
+        });
+        let architectures = self.kernels.iter().map(|key| key.architecture.clone()).collect();
+        ScheduleReport { tile: self.label.clone(), architectures, slots, steps: steps.collect(), workspace }
+    }
+
+    fn names(&self, memory: &Memory) -> Vec<String> {
+        match memory {
+            Memory::Slots(slots) => self.slots[slots.clone()].iter().map(|slot| slot.name.to_string()).collect(),
+            Memory::Gradient(gradient) => vec![format!("gradient of {}", self.gradients[gradient.0])],
+        }
+    }
+}
+
+fn launch_report(launch: &Launch) -> LaunchReport {
+    let Launch { kernel, entry, grid, threads, shared_bytes, arguments } = launch;
+    let is_map = |argument: &&Argument| match argument {
+        Argument::Map(_) => true,
+        Argument::Block(_) => false,
+    };
+    LaunchReport {
+        source: kernel.0,
+        kernel: entry.to_string(),
+        grid: *grid,
+        threads: *threads,
+        shared_bytes: *shared_bytes,
+        tensor_maps: arguments.iter().filter(is_map).count(),
+        arguments: arguments.len(),
+    }
+}
+
+impl fmt::Display for ScheduleReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}, {}", self.tile, self.architectures.join(" and "))?;
+        writeln!(f, "slots")?;
+        let width = self.slots.iter().map(|slot| slot.name.chars().count()).max().unwrap_or(0);
+        for (n, SlotReport { name, bytes, offset }) in self.slots.iter().enumerate() {
+            let memory = offset.map_or_else(|| "memory of the plan".to_owned(), |offset| format!("workspace + {offset}"));
+            writeln!(f, "{n:>4}  {name:<width$}  {bytes:>12} bytes  {memory}")?;
+        }
+        writeln!(f, "steps")?;
+        for (n, step) in self.steps.iter().enumerate() {
+            match step {
+                StepReport::Zero(names) => writeln!(f, "{n:>4}  zeros to {}", names.join(", "))?,
+                StepReport::Launch(LaunchReport { source, kernel, grid, threads, shared_bytes, tensor_maps, arguments }) => {
+                    let of = if self.architectures.len() > 1 { format!(" of source {source}") } else { String::new() };
+                    let maps = if *tensor_maps > 0 { format!(", {tensor_maps} of them tensor maps") } else { String::new() };
+                    writeln!(
+                        f,
+                        "{n:>4}  {kernel}{of}: grid {grid}, {threads} threads, {shared_bytes} bytes of shared memory, {arguments} arguments{maps}"
+                    )?;
+                }
+            }
+        }
+        write!(f, "workspace: {} bytes", self.workspace)
+    }
+}

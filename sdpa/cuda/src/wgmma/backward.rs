@@ -1,0 +1,199 @@
+//! The schedule of a backward pass: what is added to is set to 0, then a launch for each row's log-sum-exp and delta, one for the gradients, for wide heads one that converts
+//! the dQ accumulator, and one for each gradient of a parameter that is rounded.
+
+use super::params::BackwardParams;
+use crate::backward::Backward;
+use crate::entry_point::EntryPoint;
+use crate::family::Family;
+use crate::problem::Forward;
+use crate::schedule::arguments::Member;
+use crate::schedule::{Address, Argument, Blocking, Builder, OperandMap, Schedule, Tiling};
+use crate::sections::{Sections, head_tiles};
+use crate::source;
+use crate::target::Target;
+use crate::tile::BackwardTile;
+use crate::work::steps;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{Operand, Statistic};
+use sdpa_nvidia::JobQuery;
+
+/// Threads of a block of the kernels around the main one.
+const THREADS: i64 = 256;
+/// Threads of a block that converts a slice of the dQ accumulator.
+const SLICE_THREADS: i64 = 128;
+
+/// The workspace that is 0 when the kernels begin.
+struct Zeroed {
+    /// The dK and dV accumulators that thread blocks share, and how many are done with each.
+    dkv_sums: Address,
+    dkv_done: Address,
+    /// How many KV blocks were taken; of each section of heads, how many are done, and how many slices of the dQ accumulator are converted.
+    taken: Address,
+    done: Address,
+    converted: Address,
+    /// Whether any row's log-sum-exp is large.
+    large: Address,
+    /// The dQ accumulator.
+    dq_sums: Address,
+}
+
+/// The tile configuration in words.
+fn label(tile: &BackwardTile) -> String {
+    let shares = if tile.shares > 1 { format!(", heads of a group in {} shares", tile.shares) } else { String::new() };
+    let pair = if tile.pair { ", in pairs" } else { "" };
+    format!("backward {} x {} of {}, {}{pair}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
+}
+
+/// Elements from one row of a copy of `d_o` to the next.
+fn copy_row(backward: &Backward) -> i64 {
+    (backward.d_o.dims[3] as u64).next_multiple_of(8) as i64
+}
+
+/// `d_o` as TMA reads it: itself, or its copy.
+fn readable(backward: &Backward) -> TensorSpec {
+    let (row, [_, heads, seq, _]) = (copy_row(backward), backward.d_o.dims);
+    if backward.copies_d_o() { TensorSpec { strides: [heads * seq * row, seq * row, row, 1], ..backward.d_o } } else { backward.d_o }
+}
+
+/// The schedule of a backward pass with this tile configuration.
+pub(crate) fn schedule(
+    problem: &BackwardProblem,
+    backward: &Backward,
+    (tile, sections): (&BackwardTile, &Sections),
+    target: &Target,
+) -> Schedule {
+    let forward = &backward.forward;
+    let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Wgmma, target.sm), label(tile));
+    let mut entries =
+        vec![(EntryPoint::Backward, tile.shared_bytes()), (EntryPoint::BackwardPreprocess, 0), (EntryPoint::ConvertGradient, 0)];
+    let converts_dq = tile.sums_bytes() == 0;
+    entries.extend(converts_dq.then_some((EntryPoint::ConvertDq, 0)));
+    let kernel = builder.kernel(source::backward(backward, tile), entries);
+
+    let Forward { tensors: [q, k, _, o], extents: [batch, heads_q, seq_q, seq_kv], .. } = forward;
+    let [dq, ..] = &backward.gradients;
+    let rows_of_all = if forward.packed.is_some() { 1 } else { *batch } * heads_q * head_tiles(backward, tile) * i64::from(tile.queries);
+    let shared_blocks = if tile.shares > 1 { sections.blocks } else { 0 };
+    let first = builder.slots();
+    let (dkv_sums, dkv_done) = (
+        builder.slot("dK and dV accumulators", 4 * shared_blocks * i64::from(tile.key_sums())),
+        builder.slot("dK and dV done", 4 * shared_blocks),
+    );
+    let taken = builder.slot("KV blocks taken", 4);
+    let (done, converted) = (builder.slot("KV blocks done", 4 * sections.count), builder.slot("dQ slices converted", 4 * sections.count));
+    let gradients = backward.parameter_gradients(&mut builder);
+    let zeroed = Zeroed {
+        dkv_sums,
+        dkv_done,
+        taken,
+        done,
+        converted,
+        large: builder.slot("whether a log-sum-exp is large", 4),
+        dq_sums: builder.slot("dQ accumulator", sections.places * i64::from(tile.sums_of_queries())),
+    };
+    builder.zero_slots(first);
+    gradients.iter().filter(|gradient| !gradient.is_rounded()).for_each(|gradient| builder.zero(gradient.sum));
+    let lse = builder.slot("log-sum-exp in base 2", 4 * rows_of_all);
+    let delta = builder.slot("delta", 4 * rows_of_all);
+    let exact = builder.slot("log-sum-exp as two f32", 8 * rows_of_all);
+    let copy = if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 };
+    let d_o_copy = builder.slot("dO as TMA reads it", copy);
+    let lists = builder.block_lists("block lists", Blocking { queries: tile.queries, keys: BackwardTile::KEYS, by_keys: true });
+
+    let maps = operand_maps(&mut builder, backward, tile, d_o_copy);
+    let numbers = (sections.blocks * i64::from(tile.shares)) as i32;
+    let last = numbers + (sections.behind * sections.tail) as i32;
+    let params = BackwardParams {
+        attention: builder.attention_params(Tiling { queries: tile.queries, heads_in_l2: sections.heads }, &lists),
+        stats: Address::Statistic(Statistic::Stats),
+        o: Address::Operand(Operand::O),
+        d_o: Address::Operand(Operand::DO),
+        d_o_copy,
+        dq: Address::Operand(Operand::DQ),
+        lse,
+        exact,
+        large: zeroed.large,
+        q: Address::Operand(Operand::Q),
+        k: Address::Operand(Operand::K),
+        delta,
+        sums: zeroed.dq_sums,
+        key_sums: zeroed.dkv_sums,
+        shares_done: zeroed.dkv_done,
+        taken: zeroed.taken,
+        done: zeroed.done,
+        settled: zeroed.converted,
+        sink_gradient: backward.sink_gradient_of(&gradients),
+        q_batch: q.strides[0],
+        q_head: q.strides[1],
+        q_row: q.strides[2],
+        k_batch: k.strides[0],
+        k_head: k.strides[1],
+        k_row: k.strides[2],
+        o_batch: o.strides[0],
+        o_head: o.strides[1],
+        o_row: o.strides[2],
+        d_o_batch: backward.d_o.strides[0],
+        d_o_head: backward.d_o.strides[1],
+        d_o_row: backward.d_o.strides[2],
+        d_o_dim: backward.d_o.strides[3],
+        dq_batch: dq.strides[0],
+        dq_head: dq.strides[1],
+        dq_row: dq.strides[2],
+        copy_row: copy_row(backward),
+        shares: tile.shares as i32,
+        dim_qk: q.dims[3] as i32,
+        head_tiles: head_tiles(backward, tile) as i32,
+        blocks: steps(*seq_kv, BackwardTile::KEYS) as i32,
+        sections: sections.count as i32,
+        ring: sections.ring as i32,
+        behind: sections.behind as i32,
+        numbers,
+        tail: sections.tail as i32,
+        last,
+    };
+    let params = builder.structure(|to| params.push(to));
+    let captured = builder.captured();
+    // The caller's gradients of parameters, or the sums that they are rounded from.
+    let sums = builder.structure(|to| gradients.iter().for_each(|gradient| gradient.sum.push(to)));
+
+    builder.make_block_lists(&lists, kernel, [params, captured]);
+    let tiles = batch * heads_q * steps(*seq_q, tile.queries);
+    builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
+    // Thread blocks of a cluster begin together.
+    let at_once = (target.multiprocessors / tile.together()).max(1) * tile.together();
+    let main = ([i64::from(last).min(at_once.into()), BackwardTile::THREADS.into()], tile.shared_bytes());
+    builder.launch_with(kernel, EntryPoint::Backward, main, maps.into_iter().chain([params, captured, sums]));
+    if converts_dq {
+        builder.launch(kernel, EntryPoint::ConvertDq, [tiles * i64::from(tile.slices()), SLICE_THREADS], [params]);
+    }
+    backward.round_gradients(&mut builder, kernel, &gradients);
+    builder.finish()
+}
+
+/// The tensor maps of the operands that TMA reads and writes.
+fn operand_maps(builder: &mut Builder<'_>, backward: &Backward, tile: &BackwardTile, d_o_copy: Address) -> [Argument; 7] {
+    let Forward { tensors: [q, k, v, o], .. } = &backward.forward;
+    let [dq, dk, dv] = backward.gradients;
+    let (queries, keys) = (tile.queries, tile.own_keys());
+    let d_o = (if backward.copies_d_o() { d_o_copy } else { Address::Operand(Operand::DO) }, readable(backward));
+    let own = |operand, tensor: TensorSpec| (operand, (Address::Operand(operand), tensor));
+    let all = [
+        (own(Operand::Q, *q), queries),
+        (own(Operand::K, *k), keys),
+        (own(Operand::V, *v), keys),
+        ((Operand::DO, d_o), queries),
+        (own(Operand::DQ, dq), 16),
+        (own(Operand::DK, dk), 16),
+        (own(Operand::DV, dv), 16),
+    ];
+    builder.tokens_of(all.iter().map(|((operand, (_, tensor)), _)| (*operand, *tensor)).chain([(Operand::O, *o)]));
+    all.map(|((operand, (address, tensor)), rows)| {
+        let side = operand.side();
+        builder.map(if backward.forward.packs(side) {
+            OperandMap::packed(address, side, &tensor, [rows, 1])
+        } else {
+            OperandMap::new(address, &tensor, [rows, 1])
+        })
+    })
+}

@@ -1,0 +1,175 @@
+//! The schedule of a forward pass: the kernel, and around it the lists of tiles and KV blocks, and the combine kernel of split-KV.
+
+use super::params::ForwardParams;
+use crate::entry_point::EntryPoint;
+use crate::family::Family;
+use crate::params::FAR;
+use crate::problem::Forward;
+use crate::schedule::arguments::Member;
+use crate::schedule::{Address, Blocking, Builder, OperandMap, Schedule, Tiling};
+use crate::source;
+use crate::target::Target;
+use crate::tile::Tile;
+use crate::work::{heads_in_cache, steps};
+use sdpa_core::paged::PAGE_TABLE;
+use sdpa_core::{Operand, Problem, Side, Statistic};
+use sdpa_nvidia::JobQuery;
+
+/// Bytes of an item of the tile list.
+const ITEM_BYTES: i64 = 16;
+/// Warps of a block that lists tiles, each of which has a sequence.
+const LISTING_WARPS: u32 = 8;
+/// Warps of a block that combines splits, each of which has a row.
+const COMBINING_WARPS: u32 = 4;
+
+/// The workspace of the tile scheduler and of split-KV, but for block lists.
+struct Workspace {
+    /// The counter of tiles: where there are more tiles than thread blocks they are counted, and those of a list always are.
+    counter: Address,
+    /// The tile list.
+    items: Address,
+    /// The item that each tile of each batch entry begins with.
+    firsts: Address,
+    /// Log-sum-exps of splits, two f32 each.
+    split_lse: Address,
+    /// Their largest scores, where row statistics need them.
+    split_max: Address,
+    /// Their outputs.
+    split_o: Address,
+    /// Items that the list has memory for.
+    most_items: i64,
+}
+
+impl Workspace {
+    fn add(builder: &mut Builder<'_>, tile: &Tile, multiprocessors: u32) -> Workspace {
+        let forward = builder.attention;
+        let mut own = Workspace {
+            counter: Address::Null,
+            items: Address::Null,
+            firsts: Address::Null,
+            split_lse: Address::Null,
+            split_max: Address::Null,
+            split_o: Address::Null,
+            most_items: 0,
+        };
+        if !forward.lists_tiles(tile) {
+            if forward.most_tiles(tile) > i64::from(multiprocessors) {
+                own.counter = builder.slot("tile counter", 4);
+            }
+            return own;
+        }
+        let [batch, _, seq_q, _] = forward.extents;
+        let (rows, units) = (forward.most_rows(tile), forward.units(tile));
+        // A tile has a split for each share of its blocks, and one for what is left.
+        let splits = if tile.split { forward.most_parts(tile, multiprocessors) / units + 1 } else { 0 };
+        own.most_items = rows + splits;
+        own.counter = builder.slot("tile counter, number of tiles", 8);
+        own.items = builder.slot("tile list", ITEM_BYTES * own.most_items);
+        if tile.split {
+            let results = own.most_items * units * i64::from(tile.queries() * tile.heads());
+            own.firsts = builder.slot("first split of each tile", 4 * batch * steps(seq_q, tile.queries()));
+            own.split_lse = builder.slot("log-sum-exp of each split", 8 * results);
+            own.split_max = builder.slot("row maxima of each split", if forward.leaves_largest() { 4 * results } else { 0 });
+            own.split_o = builder.slot("output of each split", 4 * results * i64::from(tile.dim_v));
+        }
+        own
+    }
+}
+
+/// The tile configuration in words.
+fn label(tile: &Tile) -> String {
+    let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
+    let parts = if tile.split { ", keys in parts" } else { "" };
+    format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
+}
+
+/// Heads, or groups of heads that share a tile, that are worked on together: whole GQA groups. A tile list has the tiles of all batch entries.
+fn heads_in_l2(forward: &Forward, tile: &Tile) -> i64 {
+    let Forward { tensors: [_, k, v, _], extents: [batch, _, _, seq_kv], .. } = forward;
+    let units = forward.units(tile);
+    let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * forward.head_tiles(tile);
+    match forward.packed {
+        // Keys are read once: those of all heads, which are next to one another.
+        _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => units,
+        Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(units),
+        None => together(*seq_kv).min(batch * units),
+    }
+}
+
+/// Thread blocks: one for each SM, which take tile after tile, or as many as there are tiles.
+fn blocks(forward: &Forward, tile: &Tile, multiprocessors: u32) -> i64 {
+    let splits = if tile.split { forward.most_parts(tile, multiprocessors) + forward.units(tile) } else { 0 };
+    (forward.most_tiles(tile) + splits).min(multiprocessors.into())
+}
+
+/// The schedule of a forward pass with this tile configuration.
+pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, target: &Target) -> Schedule {
+    let multiprocessors = target.multiprocessors;
+    let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Wgmma, target.sm), label(tile));
+    let lists_tiles = forward.lists_tiles(tile);
+    let mut entries = vec![(EntryPoint::Forward, tile.shared_bytes())];
+    entries.extend(lists_tiles.then_some((EntryPoint::TileList, 0)));
+    entries.extend(tile.split.then_some((EntryPoint::Combine, 0)));
+    let kernel = builder.kernel(source::forward(forward, tile), entries);
+
+    let operands = [Operand::Q, Operand::K, Operand::V, Operand::O];
+    builder.tokens_of(operands.into_iter().zip(forward.tensors));
+    // Queries come as a whole tile, keys and values as a KV block or a piece of it, outputs leave by the rows of a warp.
+    let piece = [forward.piece(tile), 1];
+    let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
+    let maps = std::array::from_fn::<_, 4, _>(|n| {
+        let (operand, side) = (operands[n], operands[n].side());
+        let address = Address::Operand(operand);
+        builder.map(if forward.packs(side) {
+            OperandMap::packed(address, side, &forward.tensors[n], boxes[n])
+        } else {
+            OperandMap::new(address, &builder.in_memory(operand).unwrap_or(forward.tensors[n]), boxes[n])
+        })
+    });
+
+    let own = Workspace::add(&mut builder, tile, multiprocessors);
+    let lists = builder.block_lists("block lists", Blocking { queries: tile.queries(), keys: tile.keys, by_keys: false });
+    let Forward { tensors: [.., o], paged, extents: [batch, _, seq_q, seq_kv], .. } = forward;
+    let units = forward.units(tile);
+    let params = ForwardParams {
+        attention: builder.attention_params(Tiling { queries: tile.queries(), heads_in_l2: heads_in_l2(forward, tile) }, &lists),
+        stats: Address::Statistic(Statistic::Stats),
+        row_max: Address::Statistic(Statistic::RowMax),
+        sum_exp: Address::Statistic(Statistic::SumExp),
+        taken: own.counter,
+        items: own.items,
+        firsts: own.firsts,
+        part_sums: own.split_o,
+        part_logs: own.split_lse,
+        part_largest: own.split_max,
+        o: Address::Operand(Operand::O),
+        o_batch: o.strides[0],
+        o_head: o.strides[1],
+        o_row: o.strides[2],
+        page_table: builder.param(PAGE_TABLE),
+        units: units as i32,
+        head_tiles: forward.head_tiles(tile) as i32,
+        most_parts: forward.most_parts(tile, multiprocessors) as i32,
+        page_size: paged.map_or(1, |paged| paged.page_size.min(FAR.into())) as i32,
+        pages: paged.map_or(1, |paged| paged.pages) as i32,
+        table_row: paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
+        most_items: own.most_items as i32,
+    };
+    let params = builder.structure(|to| params.push(to));
+    let captured = builder.captured();
+
+    if !lists_tiles {
+        builder.zero(own.counter);
+    }
+    if lists_tiles {
+        builder.launch(kernel, EntryPoint::TileList, [steps(*batch, LISTING_WARPS), (32 * LISTING_WARPS).into()], [params]);
+    }
+    builder.make_block_lists(&lists, kernel, [params, captured]);
+    let main = ([blocks(forward, tile, multiprocessors), tile.threads().into()], tile.shared_bytes());
+    builder.launch_with(kernel, EntryPoint::Forward, main, maps.into_iter().chain([params, captured]));
+    if tile.split {
+        let rows = batch * units * steps(*seq_q, tile.queries()) * steps((tile.queries() * tile.heads()).into(), COMBINING_WARPS);
+        builder.launch(kernel, EntryPoint::Combine, [rows, (32 * COMBINING_WARPS).into()], [params]);
+    }
+    builder.finish()
+}

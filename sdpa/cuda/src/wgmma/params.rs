@@ -1,0 +1,213 @@
+//! What the kernels with `wgmma` get as parameters.
+
+use crate::params::params;
+use crate::schedule::Address;
+
+params! {
+    /// The parameters of the forward kernels, next to tensor maps: addresses in device memory, strides in elements, then numbers.
+    ForwardParams as "Params" {
+        /// Address that the log-sum-exp of each row goes to, f32 (batch, heads_q, seq_q); 0 where nobody asks.
+        stats: Address = "float* ",
+        /// Address that the largest score of each row goes to, as `stats` lies.
+        row_max: Address = "float* ",
+        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        sum_exp: Address = "float* ",
+        seq_len_q,
+        seq_len_kv,
+        sink,
+        map_begin,
+        map_end,
+        map_blocks,
+        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins. Behind it, of a list, how many
+        /// items it has, i32.
+        taken: Address = "int* ",
+        /// Address of the list of tiles, where there is one.
+        items: Address = "TileItem* ",
+        /// Address of the item that each tile of each batch entry begins with, i32, where keys are split.
+        firsts: Address = "int* ",
+        /// Address of what parts of keys come to: f32 (item, head or group of heads, row of a tile, column of the tile).
+        part_sums: Address = "float* ",
+        /// Address of their log-sum-exps, two f32 each, origin and logarithm in base 2 (item, head or group of heads, row of a tile).
+        part_logs: Address = "float2* ",
+        /// Address of their largest scores, f32 in the same order, where row statistics ask for them.
+        part_largest: Address = "float* ",
+        /// Address of the output, where it leaves past shared memory.
+        o: Address = "void* ",
+        /// Stride of the output from one batch entry to the next, in elements.
+        o_batch: i64 = "long ",
+        /// Stride of the output from one head to the next.
+        o_head: i64 = "long ",
+        /// Stride of the output from one query to the next.
+        o_row: i64 = "long ",
+        /// Address of the page table, i32 for each page of each batch entry.
+        page_table: Address = "const int* ",
+        boundaries_q,
+        boundaries_kv,
+        dropout_seed,
+        dropout_offset,
+        batch,
+        heads_q,
+        group,
+        seq_q,
+        seq_kv,
+        dim_v,
+        /// Heads of a batch entry, or groups of heads that share a tile.
+        units: i32 = "int ",
+        /// Tiles that the heads of a group have.
+        head_tiles: i32 = "int ",
+        /// Parts of keys that are asked for.
+        most_parts: i32 = "int ",
+        /// Keys of a page.
+        page_size: i32 = "int ",
+        /// Pages of the containers.
+        pages: i32 = "int ",
+        /// Entries of the page table from one batch entry to the next.
+        table_row: i32 = "int ",
+        tokens_q,
+        tokens_kv,
+        /// Items that the list has room for.
+        most_items: i32 = "int ",
+        tiles,
+        section,
+        map_batch,
+        map_head,
+        lower,
+        upper,
+        prefix,
+        ends_lower,
+        ends_upper,
+        natural,
+        scale,
+        unit,
+        dropout_most,
+        dropout_scale,
+    }
+}
+
+params! {
+    /// The parameters of the backward kernels, next to tensor maps: addresses in device memory, strides in elements, then numbers.
+    BackwardParams as "BackwardParams" {
+        /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q).
+        stats: Address = "const float* ",
+        /// Address of the output.
+        o: Address = "const void* ",
+        /// Address of the gradient of the output.
+        d_o: Address = "const void* ",
+        /// Address of a copy of `d_o` that the copy engine takes: (batch, heads_q, seq_q, `copy_row`); 0 where it takes `d_o` itself.
+        d_o_copy: Address = "Element* ",
+        /// Address of the gradient of the queries.
+        dq: Address = "void* ",
+        /// Address of the stats in units of the exponent of 2, f32 (batch, heads_q, tiles, queries of a tile).
+        lse: Address = "float* ",
+        /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `lse`.
+        exact: Address = "float2* ",
+        /// Address of whether any of them is large, i32; 0 when the kernels begin.
+        large: Address = "int* ",
+        /// Address of the queries.
+        q: Address = "const void* ",
+        /// Address of the keys.
+        k: Address = "const void* ",
+        /// Address of the sums of `o` times `d_o`, as `lse` lies.
+        delta: Address = "float* ",
+        /// Address of the sums of gradients of queries, f32, in the order of threads; 0 when the kernels begin.
+        sums: Address = "float* ",
+        /// Address of the sums of gradients of keys and values that several blocks of threads share, f32, in the order of threads; 0 when the kernels begin.
+        key_sums: Address = "float* ",
+        /// Address of how many of them are done with each block of keys, i32; 0 when the kernels begin.
+        shares_done: Address = "int* ",
+        /// Address of how many blocks of keys were taken, i32; 0 when the kernels begin, as what follows.
+        taken: Address = "int* ",
+        /// Address of how many of them are done, i32 for each section.
+        done: Address = "int* ",
+        /// Address of how many slices of sums have left, i32 for each section.
+        settled: Address = "int* ",
+        seq_len_q,
+        seq_len_kv,
+        boundaries_q,
+        boundaries_kv,
+        sink,
+        /// Address of the gradient of the sinks, f32 for each query head; 0 when the kernels begin.
+        sink_gradient: Address = "float* ",
+        map_begin,
+        map_end,
+        map_blocks,
+        /// Stride of `q` from one batch entry to the next.
+        q_batch: i64 = "long ",
+        /// Stride of `q` from one head to the next.
+        q_head: i64 = "long ",
+        /// Stride of `q` from one query to the next.
+        q_row: i64 = "long ",
+        /// Stride of `k` from one batch entry to the next.
+        k_batch: i64 = "long ",
+        /// Stride of `k` from one head to the next.
+        k_head: i64 = "long ",
+        /// Stride of `k` from one key to the next.
+        k_row: i64 = "long ",
+        /// Stride of `o` from one batch entry to the next.
+        o_batch: i64 = "long ",
+        /// Stride of `o` from one head to the next.
+        o_head: i64 = "long ",
+        /// Stride of `o` from one query to the next.
+        o_row: i64 = "long ",
+        /// Stride of `d_o` from one batch entry to the next.
+        d_o_batch: i64 = "long ",
+        /// Stride of `d_o` from one head to the next.
+        d_o_head: i64 = "long ",
+        /// Stride of `d_o` from one query to the next.
+        d_o_row: i64 = "long ",
+        /// Stride of `d_o` from one column to the next.
+        d_o_dim: i64 = "long ",
+        /// Stride of `dq` from one batch entry to the next.
+        dq_batch: i64 = "long ",
+        /// Stride of `dq` from one head to the next.
+        dq_head: i64 = "long ",
+        /// Stride of `dq` from one query to the next.
+        dq_row: i64 = "long ",
+        /// Stride of `d_o_copy` from one query to the next.
+        copy_row: i64 = "long ",
+        dropout_seed,
+        dropout_offset,
+        batch,
+        heads_q,
+        group,
+        /// Blocks of threads that share the heads of a group.
+        shares: i32 = "int ",
+        seq_q,
+        seq_kv,
+        /// Columns of queries and keys.
+        dim_qk: i32 = "int ",
+        dim_v,
+        tiles,
+        /// Tiles of queries of a head, of all documents of a packed call.
+        head_tiles: i32 = "int ",
+        /// Blocks of keys, of the longest document.
+        blocks: i32 = "int ",
+        tokens_q,
+        tokens_kv,
+        section,
+        /// How many such sections there are.
+        sections: i32 = "int ",
+        /// How many of them have a place for their sums at once; 0 where every tile of queries has its own.
+        ring: i32 = "int ",
+        /// How many sections behind the one that is taken the sums leave.
+        behind: i32 = "int ",
+        /// Blocks of keys that are taken, of all key heads, parts and shares.
+        numbers: i32 = "int ",
+        /// Numbers behind them that stand for sums of each of the last sections, which leave.
+        tail: i32 = "int ",
+        /// How many numbers there are in all.
+        last: i32 = "int ",
+        map_batch,
+        map_head,
+        lower,
+        upper,
+        prefix,
+        ends_lower,
+        ends_upper,
+        natural,
+        scale,
+        unit,
+        dropout_most,
+        dropout_scale,
+    }
+}
