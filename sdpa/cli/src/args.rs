@@ -235,13 +235,16 @@ pub(crate) struct InspectArgs {
     /// spec, problem, trace, gradient, graph, program, schedule, plan or kernel. Else graph
     #[arg(long, value_parser = Named::stages(), hide_possible_values = true)]
     pub(crate) stage: Option<String>,
+    /// Executor of the schedule: cudnn or cuda [default: cudnn]
+    #[arg(long, value_parser = Named::schedulers(), hide_possible_values = true)]
+    pub(crate) executor: Option<String>,
     /// composite or unified. Else the one that is asked first; for a plan, the other one after it
     #[arg(long, value_parser = Named::forms(), hide_possible_values = true)]
     pub(crate) form: Option<String>,
     /// Version of cuDNN to lower for (graph, program, schedule). Else that of the library found, or 9.27.0
     #[arg(long, value_name = "9.19.0")]
     pub(crate) runtime: Option<String>,
-    /// Make the plan, or the kernel, for the device that this JSON file describes; no GPU is needed. A kernel else for an H200
+    /// Device of a plan, a kernel or a schedule of cuda, as a JSON file; no GPU is needed [default: an H200, of a plan this machine's]
     #[arg(long, value_name = "FILE")]
     pub(crate) device_profile: Option<PathBuf>,
 }

@@ -1,11 +1,11 @@
 //! `inspect`: any stage on the way from a specification to a plan.
 
-mod kernel;
+mod native;
 
 use crate::args::{InspectArgs, PlaceArgs};
 use crate::compile::profile;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
-use crate::names::{self, Stage};
+use crate::names::{self, Scheduler, Stage};
 use crate::plan;
 use crate::progress::Progress;
 use crate::request::{Request, Wanted};
@@ -32,6 +32,7 @@ pub(crate) const ASSUMED: Version = Version::new(9, 27, 0);
 struct Order {
     request: Request,
     stage: Stage,
+    scheduler: Scheduler,
     form: Option<Form>,
     runtime: Option<Version>,
     profile: Option<DeviceProfile>,
@@ -44,26 +45,37 @@ impl Order {
         let mut gradient = args.backward.clone();
         gradient.backward |= stage == Some(Stage::Gradient);
         let request = Request::read(&args.problem, &Wanted { gradient: Some(&gradient), ..Wanted::default() }, &mut mistakes);
+        let executor = args.executor.as_deref().map(|text| mistakes.take("--executor", names::scheduler(text)));
+        let scheduler = executor.flatten().unwrap_or(Scheduler::Cudnn);
         let form = args.form.as_deref().map(|text| mistakes.take("--form", names::form(text)));
         let runtime = args.runtime.as_deref().map(|text| mistakes.take("--runtime", names::runtime(text)));
         let profile = args.device_profile.as_deref().map(|path| mistakes.take(path.display(), profile(path)));
-        let idle = match stage {
-            None => [false; 3],
-            Some(Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient) => [true; 3],
-            Some(Stage::Graph | Stage::Program | Stage::Schedule) => [false, false, true],
-            Some(Stage::Plan) => [false, true, false],
-            Some(Stage::Kernel) => [true, true, false],
+        let idle = match (stage, scheduler) {
+            (None, _) => [false; 4],
+            (Some(Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient), _) => [true; 4],
+            (Some(Stage::Graph | Stage::Program), _) => [true, false, false, true],
+            (Some(Stage::Schedule), Scheduler::Cudnn) => [false, false, false, true],
+            (Some(Stage::Schedule), Scheduler::Cuda) => [false, true, true, false],
+            (Some(Stage::Plan), _) => [true, false, true, false],
+            (Some(Stage::Kernel), _) => [true, true, true, false],
         };
-        let options = [("--form", form.is_some()), ("--runtime", runtime.is_some()), ("--device-profile", profile.is_some())];
+        let options = [
+            ("--executor", executor.is_some()),
+            ("--form", form.is_some()),
+            ("--runtime", runtime.is_some()),
+            ("--device-profile", profile.is_some()),
+        ];
         for ((option, given), idle) in options.into_iter().zip(idle) {
             if given && idle {
-                mistakes.add(option, "has no bearing on this --stage");
+                let of = if stage == Some(Stage::Schedule) && option != "--executor" { " and --executor" } else { "" };
+                mistakes.add(option, format!("has no bearing on this --stage{of}"));
             }
         }
         args.places.check(&mut mistakes);
         let order = request.zip(stage).map(|(request, stage)| Order {
             request,
             stage,
+            scheduler,
             form: form.flatten(),
             runtime: runtime.flatten(),
             profile: profile.flatten(),
@@ -95,12 +107,13 @@ pub(crate) fn run(args: &InspectArgs, json: bool) -> Result<Answer, Failure> {
             let stage = GradientStage::new(request);
             Answer::new(json, &stage, || stage.text(), Outcome::Good)
         }
+        Stage::Schedule if order.scheduler == Scheduler::Cuda => native::schedule(&request.job(), order.profile.as_ref(), json),
         Stage::Graph | Stage::Program | Stage::Schedule => lowered(&order, &args.places, json),
         Stage::Plan => {
             let report = plan::make(&request.job(), order.form, order.profile.as_ref(), &args.places, Progress::new(json))?;
             Answer::new(json, &report, || report.text(), Outcome::Good)
         }
-        Stage::Kernel => kernel::run(&request.job(), order.profile.as_ref(), json),
+        Stage::Kernel => native::kernels(&request.job(), order.profile.as_ref(), json),
     }
 }
 

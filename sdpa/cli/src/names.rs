@@ -53,6 +53,10 @@ impl Named {
     pub(crate) fn stages() -> Named {
         Named::of(stages())
     }
+
+    pub(crate) fn schedulers() -> Named {
+        Named::of(schedulers())
+    }
 }
 
 impl TypedValueParser for Named {
@@ -135,6 +139,23 @@ pub(crate) enum Stage {
 
 pub(crate) fn stage(text: &str) -> Result<Stage, String> {
     one_of(text, &stages())
+}
+
+/// The executors whose passes are schedules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scheduler {
+    Cudnn,
+    Cuda,
+}
+
+fn schedulers() -> Names<Scheduler> {
+    [(ExecutorName::CUDNN, Scheduler::Cudnn), (ExecutorName::CUDA, Scheduler::Cuda)]
+        .map(|(name, scheduler)| (PossibleValue::new(name.name()), scheduler))
+        .to_vec()
+}
+
+pub(crate) fn scheduler(text: &str) -> Result<Scheduler, String> {
+    one_of(text, &schedulers())
 }
 
 /// A value for a declared scalar.

@@ -80,7 +80,7 @@ fn what_needs_a_kernel_or_a_score_says_so() {
     for shape in SHAPES {
         let [batch, seq_q, seq_kv] = extents(shape);
         let said = format!("(batch, seq_q, seq_kv) is ({batch}, {seq_q}, {seq_kv})");
-        for stage in ["graph", "program", "schedule", "kernel"] {
+        for stage in ["graph", "program", "schedule", "schedule --executor cuda", "kernel"] {
             let out = sdpa(words(&format!("inspect --stage {stage} --shape {shape}")));
             assert!(errors(&out).join("\n").contains(&said), "{stage}: {}", errors(&out).join("\n"));
             let out = sdpa(words(&format!("inspect --stage {stage} --backward --mask dilated:2 --shape {shape}")));

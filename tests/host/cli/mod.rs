@@ -344,6 +344,20 @@ fn every_stage_is_printed() {
     assert_eq!(schedule["steps"].as_array().unwrap().len(), 2);
     assert_eq!((&schedule["slots"][0]["name"], &schedule["slots"][0]["bytes"]), (&"q".into(), &(4 * 64 * 16 * 2).into()));
     assert_eq!(schedule["steps"][0]["spared_by"], serde_json::json!(["seq_len_q", "seq_len_kv"]));
+    // Native CUDA kernels: block lists of a mask that reads a tensor, then the kernel, for an H200 or the device of a profile.
+    let options = "--stage schedule --executor cuda --mask document";
+    let native = text(options);
+    let places = ["sm_90a", "slots\n", "block lists", "steps\n", "attention_block_lists: grid", "attention_forward: grid", "workspace: "]
+        .map(|part| native.find(part));
+    assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{places:?}\n{native}");
+    let native = &value(options);
+    assert_eq!((&native["executor"], &native["schedule"]["slots"][0]["offset"]), (&"cuda".into(), &0.into()));
+    assert_eq!(native["schedule"]["steps"][1]["launch"]["kernel"], "attention_forward");
+    let a100 = &value("--stage schedule --executor cuda --backward --device-profile ../cudnn-graph/devprops/a100.json")["schedule"];
+    assert_eq!((&a100["architecture"], &a100["sources"]), (&"sm_80".into(), &2.into()));
+    let idle = inspect("--stage schedule --executor cuda --form unified --runtime 9.27.0");
+    assert_eq!(errors(&idle), ["--form", "--runtime"].map(|option| format!("{option}: has no bearing on this --stage and --executor")));
+    assert_eq!(errors(&inspect("--stage graph --executor cuda")), ["--executor: has no bearing on this --stage"]);
     assert!(text("--stage graph --form unified --runtime 9.27.0").contains("sdpa_forward"));
     assert_eq!(text("--runtime 9.27.0"), text("--stage graph --runtime 9.27.0"));
     let kernel = text("--stage kernel --score-mod softcap:30");

@@ -151,3 +151,87 @@ impl Schedule {
         (self.slots.iter().map(place).collect(), end)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::target::Target;
+    use sdpa_core::backward::BackwardProblem;
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape};
+
+    /// Kernel parameters of a launch at most: those of the driver's interface.
+    const MOST_ARGUMENTS: usize = 16;
+
+    fn problems() -> (Vec<Problem>, Vec<BackwardProblem>) {
+        let shape = |seq_q, dim| Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q, seq_kv: 3000, dim_qk: dim, dim_v: dim };
+        let dense = |seq_q, dim, mask: &str| {
+            AttentionSpec::dense(DType::BF16, shape(seq_q, dim), Layout::Bshd).mask(mask.parse::<Mask>().unwrap()).with_stats()
+        };
+        let packed = AttentionSpec::packed(DType::F16, Shape { seq_kv: 500, ..shape(500, 64) }, Packed::default()).with_stats();
+        let all = [64, 128, 256, 13].into_iter().flat_map(|dim| {
+            ["causal", "document", "natten:9"].into_iter().flat_map(move |mask| [1, 700].map(|seq_q| dense(seq_q, dim, mask)))
+        });
+        let all: Vec<AttentionSpec> = all.chain([packed]).collect();
+        let paged = AttentionSpec::paged(DType::F16, shape(3, 128), Paged { page_size: 16, pages: 900 }).with_row_max();
+        let with_gradients = |spec: &AttentionSpec| {
+            let spec = spec.clone().score_mod("bias:hq".parse().unwrap()).with_sink().backward();
+            [spec.clone().wrt("bias", DType::BF16).wrt(SINK, DType::F32), spec.deterministic().wrt("bias", DType::F32)]
+        };
+        let backward = all.iter().flat_map(|spec| [vec![spec.clone().backward()], with_gradients(spec).to_vec()].concat());
+        let backward = backward.map(|spec| spec.validate().unwrap()).collect();
+        (all.iter().chain([&paged]).map(|spec| spec.validate().unwrap()).collect(), backward)
+    }
+
+    fn schedules() -> Vec<Schedule> {
+        let (forward, backward) = problems();
+        let on = |target: Target| {
+            let there = forward.iter().filter_map(|problem| target.forward(problem).ok()).collect::<Vec<_>>();
+            there.into_iter().chain(backward.iter().filter_map(|problem| target.backward(problem).ok()).collect::<Vec<_>>())
+        };
+        let all: Vec<Schedule> = [(90, 132), (80, 108)].into_iter().flat_map(|(sm, sms)| on(Target::new(sm, sms))).collect();
+        assert_eq!(all.len(), 2 * (forward.len() + backward.len()), "every problem has a schedule");
+        all
+    }
+
+    #[test]
+    fn every_launch_has_an_entry_point_of_its_source_with_as_much_shared_memory() {
+        for schedule in schedules() {
+            for step in &schedule.steps {
+                let Step::Launch(launch) = step else { continue };
+                let entries = &schedule.kernels[launch.kernel.0].entries;
+                assert!(entries.contains(&(launch.entry, launch.shared_bytes)), "{}: {launch:?}", schedule.label);
+                assert!(launch.arguments.len() <= MOST_ARGUMENTS && launch.grid > 0, "{}: {launch:?}", schedule.label);
+            }
+            assert_eq!(schedule.kernels[0].architecture, schedule.kernels.last().unwrap().architecture);
+        }
+    }
+
+    #[test]
+    fn every_slot_is_used_and_those_of_the_workspace_do_not_overlap() {
+        for schedule in schedules() {
+            let (offsets, workspace) = schedule.layout(|slot| matches!(slot.source, Source::Table(_)));
+            let mut end = 0;
+            for (n, (slot, offset)) in schedule.slots.iter().zip(offsets).enumerate() {
+                let is_filled =
+                    |fill: &arguments::Fill| matches!(fill.value, arguments::Value::Address(Address::Slot(SlotId(at), _)) if at == n);
+                assert!(slot.bytes > 0 && schedule.arguments.fills().iter().any(is_filled), "{}: {}", schedule.label, slot.name);
+                if let Some(offset) = offset {
+                    assert!(offset >= end && offset % SLOT_ALIGNMENT == 0, "{}: {}", schedule.label, slot.name);
+                    end = offset + slot.bytes;
+                }
+            }
+            assert!(end <= workspace && workspace - end < SLOT_ALIGNMENT, "{}", schedule.label);
+        }
+    }
+
+    #[test]
+    fn slots_that_are_set_to_zero_are_in_the_workspace() {
+        for schedule in schedules() {
+            for step in &schedule.steps {
+                let Step::Zero(Memory::Slots(slots)) = step else { continue };
+                let all = &schedule.slots[slots.clone()];
+                assert!(!all.is_empty() && all.iter().all(|slot| matches!(slot.source, Source::Workspace)), "{}", schedule.label);
+            }
+        }
+    }
+}

@@ -9,8 +9,10 @@ use std::fmt;
 pub struct ScheduleReport {
     /// The tile configuration of the main kernel.
     pub tile: String,
-    /// The architectures that the kernel sources are compiled for.
-    pub architectures: Vec<String>,
+    /// The architecture that the kernel sources are compiled for.
+    pub architecture: String,
+    /// How many kernel sources there are.
+    pub sources: usize,
     /// Device memory next to that of a call's operands and parameters.
     pub slots: Vec<SlotReport>,
     /// The work that a call submits, in order.
@@ -69,8 +71,9 @@ impl Schedule {
             Step::Zero(memory) => StepReport::Zero(self.names(memory)),
             Step::Launch(launch) => StepReport::Launch(launch_report(launch)),
         });
-        let architectures = self.kernels.iter().map(|key| key.architecture.clone()).collect();
-        ScheduleReport { tile: self.label.clone(), architectures, slots, steps: steps.collect(), workspace }
+        let architecture = self.kernels.first().map_or_else(String::new, |key| key.architecture.clone());
+        let (tile, sources) = (self.label.clone(), self.kernels.len());
+        ScheduleReport { tile, architecture, sources, slots, steps: steps.collect(), workspace }
     }
 
     fn names(&self, memory: &Memory) -> Vec<String> {
@@ -100,7 +103,7 @@ fn launch_report(launch: &Launch) -> LaunchReport {
 
 impl fmt::Display for ScheduleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}, {}", self.tile, self.architectures.join(" and "))?;
+        writeln!(f, "{}, {}", self.tile, self.architecture)?;
         writeln!(f, "slots")?;
         let width = self.slots.iter().map(|slot| slot.name.chars().count()).max().unwrap_or(0);
         for (n, SlotReport { name, bytes, offset }) in self.slots.iter().enumerate() {
@@ -112,11 +115,12 @@ impl fmt::Display for ScheduleReport {
             match step {
                 StepReport::Zero(names) => writeln!(f, "{n:>4}  zeros to {}", names.join(", "))?,
                 StepReport::Launch(LaunchReport { source, kernel, grid, threads, shared_bytes, tensor_maps, arguments }) => {
-                    let of = if self.architectures.len() > 1 { format!(" of source {source}") } else { String::new() };
+                    let of = if self.sources > 1 { format!(" of source {source}") } else { String::new() };
                     let maps = if *tensor_maps > 0 { format!(", {tensor_maps} of them tensor maps") } else { String::new() };
+                    let arguments = if *arguments == 1 { "1 argument".to_owned() } else { format!("{arguments} arguments") };
                     writeln!(
                         f,
-                        "{n:>4}  {kernel}{of}: grid {grid}, {threads} threads, {shared_bytes} bytes of shared memory, {arguments} arguments{maps}"
+                        "{n:>4}  {kernel}{of}: grid {grid}, {threads} threads, {shared_bytes} bytes of shared memory, {arguments}{maps}"
                     )?;
                 }
             }
