@@ -15,7 +15,7 @@ use metal_fallback::MetalExecutor;
 #[cfg(feature = "cpu")]
 use sdpa_cpu::CpuExecutor;
 #[cfg(feature = "cuda")]
-use sdpa_cuda::{CudaExecutor, CudaOptions, KernelCache};
+use sdpa_cuda::{CudaExecutor, CudaOptions, Family, KernelCache};
 #[cfg(feature = "cudnn")]
 use sdpa_cudnn::{BackendError, CudnnExecutor, CudnnOptions};
 use std::sync::Arc;
@@ -194,7 +194,8 @@ impl Dispatcher {
             return faster;
         }
         #[cfg(feature = "cuda")]
-        return !problem.is_empty() && sdpa_cuda::cudnn_first(problem).is_none() && self.are_tuned(|cuda| cuda.family(problem));
+        return !problem.is_empty()
+            && self.is_preferred(|family| sdpa_cuda::cudnn_first(family, problem).is_some(), |cuda| cuda.family(problem));
         #[cfg(not(feature = "cuda"))]
         false
     }
@@ -208,23 +209,32 @@ impl Dispatcher {
         }
         #[cfg(feature = "cuda")]
         return !problem.forward().is_empty()
-            && sdpa_cuda::cudnn_first_backward(problem).is_none()
-            && self.are_tuned(|cuda| cuda.backward_family(problem));
+            && self
+                .is_preferred(|family| sdpa_cuda::cudnn_first_backward(family, problem).is_some(), |cuda| cuda.backward_family(problem));
         #[cfg(not(feature = "cuda"))]
         false
     }
 
-    /// Whether the kernels that a problem would get are of the family that is tuned for the device. Others come behind cuDNN; so do those that an old NVRTC
-    /// makes, and all where plan files are attached to cuDNN, and none of kernels: who has made plans wants them used.
+    /// Whether the family of kernels that a problem would get comes before cuDNN: it is tuned for the device, and the problem is no exception. Kernels that an old
+    /// NVRTC makes come after cuDNN, and so do all where plan files are attached to cuDNN, and none of kernels: who has made plans wants them used.
+    /// Without a device, the order is that of the fastest family.
     #[cfg(feature = "cuda")]
-    fn are_tuned(&self, family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>) -> bool {
+    fn is_preferred(&self, is_exception: impl Fn(Family) -> bool, family: impl Fn(&CudaExecutor) -> Result<Family, Unsupported>) -> bool {
+        let is_first = Family::ALL.map(|family| is_tuned(family) && !is_exception(family));
+        if !is_first.contains(&true) {
+            return false;
+        }
         #[cfg(feature = "cudnn")]
         let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0))
             && self.cuda.get().is_none_or(|cuda| cuda.as_ref().map_or(true, |cuda| cuda.attached() == 0));
         #[cfg(not(feature = "cudnn"))]
         let has_plans = false;
-        let is_tuned = |cuda: &CudaExecutor| cuda.is_as_measured() && family(cuda).is_ok_and(|family| family != sdpa_cuda::Family::Mma);
-        !has_plans && self.cuda().map_or(true, |cuda| is_tuned(cuda))
+        let is_own_first = |own: Family| Family::ALL.into_iter().zip(is_first).any(|(family, is_first)| is_first && family == own);
+        !has_plans
+            && match self.cuda() {
+                Ok(cuda) => cuda.is_as_measured() && family(cuda).is_ok_and(is_own_first),
+                Err(_) => is_first[0],
+            }
     }
 
     /// The cuDNN executor, or what is missing for it.
@@ -346,6 +356,16 @@ impl Dispatcher {
             |executor| executor.prepare_backward(problem),
             |executor| executor.unproven_backward(problem),
         )
+    }
+}
+
+/// Whether the kernels of a family are tuned for the devices that they are asked for. There is no wildcard arm, on purpose: a new family is measured before it comes
+/// before cuDNN.
+#[cfg(feature = "cuda")]
+fn is_tuned(family: Family) -> bool {
+    match family {
+        Family::Wgmma => true,
+        Family::Mma => false,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use conformance::golden;
 use conformance::timed::Timed;
-use sdpa::cuda::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
+use sdpa::cuda::{EXCEPTIONS, Exception, Family, cudnn_first, cudnn_first_backward};
 
 /// The problem, the exception that it is of, and how many times as fast kernels of our own were.
 type Row = (Timed, Option<&'static Exception>, f64);
@@ -12,8 +12,11 @@ fn timed(file: &str) -> Vec<Row> {
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
     let of = |line: &str| {
         let timed: Timed = serde_json::from_str(line).unwrap_or_else(|e| panic!("{line}: {e}"));
-        let exception =
-            if timed.backward { cudnn_first_backward(&timed.gradient().unwrap()) } else { cudnn_first(&timed.forward().unwrap()) };
+        let exception = if timed.backward {
+            cudnn_first_backward(Family::Wgmma, &timed.gradient().unwrap())
+        } else {
+            cudnn_first(Family::Wgmma, &timed.forward().unwrap())
+        };
         let speed = timed.cudnn_ms.unwrap() / timed.cuda_ms.unwrap();
         (timed, exception, speed)
     };

@@ -22,7 +22,7 @@ use extents::{extents, relevant, specification};
 pub(crate) use packing::{Packing, elements};
 pub(crate) use paging::{Paging, Source as TableSource};
 use rules::{Rules, judge, valid};
-use sdpa::cuda::Exception;
+use sdpa::cuda::{Exception, Family, cudnn_first, cudnn_first_backward};
 use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::expr::Declared;
@@ -378,9 +378,10 @@ impl Request {
         self.backward.as_ref().map_or_else(|| self.problem.clone().into(), |b| b.problem.clone().into())
     }
 
-    /// Why cuDNN is asked before kernels of our own for passes like this one, where it is.
+    /// Why cuDNN is asked before the native kernels of Hopper for passes like this one, where it is.
     pub(crate) fn cudnn_first(&self) -> Option<&'static Exception> {
-        self.backward.as_ref().map_or_else(|| sdpa::cuda::cudnn_first(&self.problem), |b| sdpa::cuda::cudnn_first_backward(&b.problem))
+        let family = Family::Wgmma;
+        self.backward.as_ref().map_or_else(|| cudnn_first(family, &self.problem), |b| cudnn_first_backward(family, &b.problem))
     }
 
     /// The input, if there is one.

@@ -3,6 +3,7 @@
 //! Where both executors support a problem on Hopper, the dispatcher asks these kernels first. `benches/results/2026-11-26-choice*.jsonl` holds the times of 1,201
 //! problems on an H100. docs/cuda.md, "The choice", says for how many of them this order takes the faster executor.
 
+use crate::family::Family;
 use sdpa_core::expr::{Node, ParamKind, Trace, Unary};
 use sdpa_core::{BackwardProblem, DType, Problem, Side};
 use std::fmt;
@@ -32,22 +33,32 @@ impl fmt::Display for Exception {
     }
 }
 
-/// Returns the exception that a forward problem is of. `None` where these kernels come first, and of types that cuDNN does not take.
-pub fn cudnn_first(problem: &Problem) -> Option<&'static Exception> {
-    found(Passes::Forward, problem)
+/// Returns the exception that a forward problem is of, with kernels of this family. `None` where no exception was measured, and for data types that cuDNN does not
+/// support.
+pub fn cudnn_first(family: Family, problem: &Problem) -> Option<&'static Exception> {
+    found(family, Passes::Forward, problem)
 }
 
 /// Returns the exception that a backward problem is of, as [`cudnn_first`].
-pub fn cudnn_first_backward(problem: &BackwardProblem) -> Option<&'static Exception> {
-    found(Passes::Backward, problem.forward())
+pub fn cudnn_first_backward(family: Family, problem: &BackwardProblem) -> Option<&'static Exception> {
+    found(family, Passes::Backward, problem.forward())
 }
 
-fn found(passes: Passes, problem: &Problem) -> Option<&'static Exception> {
+fn found(family: Family, passes: Passes, problem: &Problem) -> Option<&'static Exception> {
     let both = [DType::F16, DType::BF16].contains(&problem.dtype());
-    EXCEPTIONS.iter().find(|row| both && row.passes == passes && (row.holds)(problem))
+    exceptions(family).iter().find(|row| both && row.passes == passes && (row.holds)(problem))
 }
 
-/// The exceptions.
+/// The exceptions of a family. There is no wildcard arm, on purpose: those of one family say nothing about the kernels of another.
+fn exceptions(family: Family) -> &'static [Exception] {
+    match family {
+        Family::Wgmma => &EXCEPTIONS,
+        // Not tuned: cuDNN comes first without exceptions.
+        Family::Mma => &[],
+    }
+}
+
+/// The exceptions of the kernels with `wgmma`, measured on an H100.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
         what: "more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule",
@@ -188,11 +199,11 @@ mod tests {
     }
 
     fn forward(spec: &AttentionSpec) -> Option<&'static str> {
-        cudnn_first(&spec.validate().unwrap()).map(|exception| exception.what)
+        cudnn_first(Family::Wgmma, &spec.validate().unwrap()).map(|exception| exception.what)
     }
 
     fn backward(spec: AttentionSpec) -> Option<&'static str> {
-        cudnn_first_backward(&spec.backward().validate().unwrap()).map(|exception| exception.what)
+        cudnn_first_backward(Family::Wgmma, &spec.backward().validate().unwrap()).map(|exception| exception.what)
     }
 
     #[test]
@@ -245,7 +256,7 @@ mod tests {
     #[test]
     fn other_types_have_no_exceptions_and_an_exception_says_why() {
         assert_eq!(forward(&AttentionSpec { dtype: DType::F32, ..spec(Shape { seq_q: 1, ..SHAPE }, "") }), None);
-        let one = cudnn_first(&spec(Shape { seq_q: 1, ..SHAPE }, "").validate().unwrap()).unwrap();
+        let one = cudnn_first(Family::Wgmma, &spec(Shape { seq_q: 1, ..SHAPE }, "").validate().unwrap()).unwrap();
         let told = "cuDNN first: one query, 0.88 times as fast as cuDNN in the median (on an H200 cuDNN's kernel reads keys and values at 4.0 TB/s, this one at 3.5)";
         assert_eq!(one.to_string(), told);
     }

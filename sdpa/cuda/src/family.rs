@@ -15,6 +15,14 @@ impl Family {
     /// Both, the faster first.
     pub const ALL: [Family; 2] = [Family::Wgmma, Family::Mma];
 
+    /// The position in [`Family::ALL`].
+    const fn position(self) -> usize {
+        match self {
+            Family::Wgmma => 0,
+            Family::Mma => 1,
+        }
+    }
+
     /// Whether a device of this compute capability (90 for 9.0) has its instructions.
     pub fn runs_on(self, sm: u32) -> bool {
         match self {
@@ -40,6 +48,14 @@ impl Family {
         }
     }
 }
+
+const _: () = {
+    let mut n = 0;
+    while n < Family::ALL.len() {
+        assert!(Family::ALL[n].position() == n, "every family is in ALL, at its position");
+        n += 1;
+    }
+};
 
 impl Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -2,7 +2,7 @@
 
 use crate::error::{Told, told};
 use crate::plan::Asked;
-use sdpa::cuda::{cudnn_first, cudnn_first_backward};
+use sdpa::cuda::{Family, cudnn_first, cudnn_first_backward};
 use sdpa::nvidia::{Device, DevicePass, Job};
 use sdpa::{Choice, Dispatcher, Error, Executor, ExecutorName, Preference, Unproven, Unsupported};
 use std::sync::Arc;
@@ -53,8 +53,8 @@ impl Chosen {
             return format!("it was not asked: {before} was named");
         }
         let exception = match asked {
-            Asked::Forward(problem) => cudnn_first(problem),
-            Asked::Backward(problem) => cudnn_first_backward(problem),
+            Asked::Forward(problem) => cudnn_first(Family::Wgmma, problem),
+            Asked::Backward(problem) => cudnn_first_backward(Family::Wgmma, problem),
         };
         match exception {
             Some(exception) if before == ExecutorName::CUDNN => format!("it was not asked: {exception}"),
