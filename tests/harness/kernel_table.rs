@@ -1,13 +1,13 @@
 //! The native CUDA kernels that tests compile without a GPU: every tile configuration, every data type, and each option that changes the kernel source.
 
-use sdpa::cuda::mma::{self, Cut};
+use sdpa::cuda::mma::{self, TileConfig};
 use sdpa::cuda::{Backward, Forward, source};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, Shape, StatsBase};
 
 /// Dims, type, score_mod (or none), masks.
 pub type Row = ([i64; 2], DType, &'static str, &'static [&'static str]);
 
-/// Every cut, both types, and each thing that makes another text.
+/// Every tile configuration, both types, and each thing that makes another text.
 pub const TABLE: [Row; 10] = [
     ([64, 64], DType::BF16, "", &[]),
     ([64, 64], DType::F16, "softcap:30", &["causal"]),
@@ -115,7 +115,7 @@ pub fn specs_of_row(&(dims, dtype, score_mod, masks): &Row) -> Vec<(String, Atte
 /// A row for the family with `mma.sync`: dims, type, whether rows lie at multiples of 16 bytes, score_mod (or none), masks.
 pub type MmaRow = ([i64; 2], DType, bool, &'static str, &'static [&'static str]);
 
-/// Every cut, every type, copies and plain loads, and each thing that makes another text.
+/// Every tile configuration, every type, copies and plain loads, and each thing that makes another text.
 pub const MMA_TABLE: [MmaRow; 13] = [
     ([64, 64], DType::BF16, true, "", &[]),
     ([64, 64], DType::F16, true, "softcap:30", &["causal"]),
@@ -149,23 +149,23 @@ pub fn mma_texts(&(dims, dtype, wide, score_mod, masks): &MmaRow) -> Vec<(&'stat
     let gradient = along.map_or_else(|| spec.backward(), |(_, name)| spec.backward().wrt(name, DType::F32));
     let backward = mma::backward(&gradient.validate().unwrap()).unwrap();
     let ordered = along.map(|_| mma::backward(&gradient.deterministic().validate().unwrap()).unwrap());
-    let (cut, back) = (Cut::of_forward(&forward).unwrap(), Cut::of_backward(&backward).unwrap());
+    let (config, back) = (TileConfig::of_forward(&forward).unwrap(), TileConfig::of_backward(&backward).unwrap());
     let texts = [
-        ("forward", mma::forward_text(&forward, &cut)),
+        ("forward", mma::forward_text(&forward, &config)),
         ("queries", mma::queries_text(&backward, &back)),
         ("keys", mma::keys_text(&backward, &back)),
     ];
     let texts = texts.into_iter().chain(ordered.map(|ordered| ("keys in one order", mma::keys_text(&ordered, &back))));
     let dropped = (masks == ["causal"]).then(|| mma::backward(&spec.clone().with_dropout(0.1).backward().validate().unwrap()).unwrap());
     let texts = texts.chain(dropped.into_iter().flat_map(|dropped| {
-        let forward = mma::forward_text(&dropped.forward, &cut);
+        let forward = mma::forward_text(&dropped.forward, &config);
         let [queries, keys] = [mma::queries_text, mma::keys_text].map(|text| text(&dropped, &back));
         [("forward, dropout,", forward), ("queries, dropout,", queries), ("keys, dropout,", keys)]
     }));
     let paged = (masks == ["causal"]).then(|| {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 300, seq_kv: 700, dim_qk: dims[0], dim_v: dims[1] };
         let paged = AttentionSpec::paged(dtype, shape, Paged { page_size: 7, pages: 300 }).mask(Mask::padding());
-        mma::forward_text(&mma::forward(&paged.validate().unwrap()).unwrap(), &cut)
+        mma::forward_text(&mma::forward(&paged.validate().unwrap()).unwrap(), &config)
     });
     let texts = texts.chain(paged.map(|paged| ("forward, pages,", paged)));
     let packed = (masks == ["causal"]).then(|| {
@@ -174,7 +174,7 @@ pub fn mma_texts(&(dims, dtype, wide, score_mod, masks): &MmaRow) -> Vec<(&'stat
         mma::backward(&packed.validate().unwrap()).unwrap()
     });
     let texts = texts.chain(packed.into_iter().flat_map(|packed| {
-        let forward = mma::forward_text(&packed.forward, &cut);
+        let forward = mma::forward_text(&packed.forward, &config);
         let [queries, keys] = [mma::queries_text, mma::keys_text].map(|text| text(&packed, &back));
         [("forward, documents,", forward), ("queries, documents,", queries), ("keys, documents,", keys)]
     }));

@@ -1,5 +1,5 @@
 //! Which instructions the kernels become: as many products as a step of the walk has, on the units that they were written for, and no more functions than there
-//! are scores. What is expected is counted from how a problem is cut.
+//! are scores. What is expected is counted from the tile configuration.
 
 use conformance::nvrtc;
 use conformance::runner::side_by_side;
@@ -7,7 +7,7 @@ use conformance::sass::{self, Instructions};
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, of_today};
 use sdpa::cuda::kernel::MachineCode;
-use sdpa::cuda::mma::{self, Cut};
+use sdpa::cuda::mma::{self, TileConfig};
 use sdpa::cuda::tile::BackwardTile;
 use sdpa::cuda::{Backward, Family, Forward, Target};
 use sdpa::cudnn::lower::Job;
@@ -96,7 +96,7 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
 fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
     let tile = backward.tile(132).unwrap();
-    if tile.pair {
+    if tile.two_cta {
         return backward_in_pairs(spec, &tile);
     }
     let halves = tile.queries / 64;
@@ -145,11 +145,12 @@ fn backward_in_pairs(spec: &AttentionSpec, tile: &BackwardTile) -> Counts {
 }
 
 /// Products of a warp with 16 rows of its own: each has 8 columns, and is over 16 numbers, or of f32 over 8, each of which is two and asks for three.
-fn of_warps(cut: &Cut, columns: [u32; 2], over: [u32; 2]) -> usize {
-    let (depth, times) = if cut.element_bytes == 4 { (8, 3) } else { (16, 1) };
+fn of_warps(config: &TileConfig, columns: [u32; 2], over: [u32; 2]) -> usize {
+    let (depth, times) = if config.element_bytes == 4 { (8, 3) } else { (16, 1) };
     // Scores, over columns of operands, which of f32 is a loop of two steps each; results, over rows of the step.
-    let terms = |columns: u32| if cut.element_bytes == 4 { (columns / depth).min(2) } else { columns / depth };
-    let [scores, results] = [cut.step / 8 * columns.map(terms).iter().sum::<u32>(), over.iter().sum::<u32>() / 8 * (cut.step / depth)];
+    let terms = |columns: u32| if config.element_bytes == 4 { (columns / depth).min(2) } else { columns / depth };
+    let [scores, results] =
+        [config.step / 8 * columns.map(terms).iter().sum::<u32>(), over.iter().sum::<u32>() / 8 * (config.step / depth)];
     number(times * (scores + results))
 }
 
@@ -159,18 +160,18 @@ fn with_warps(spec: &AttentionSpec, direction: Direction) -> Vec<Counts> {
     let counts = |products| vec![("HMMA", products), ("HGMMA", 0), ("UTMALDG", 0), ("I2F", converted)];
     match direction {
         Direction::Forward => {
-            let cut = Cut::of_forward(&mma::forward(&spec.validate().unwrap()).unwrap()).unwrap();
-            let mut counts = counts(of_warps(&cut, [cut.dim_qk, 0], [cut.dim_v, 0]));
-            let near = if caps(spec) { cut.step * 16 / 32 } else { 0 };
+            let config = TileConfig::of_forward(&mma::forward(&spec.validate().unwrap()).unwrap()).unwrap();
+            let mut counts = counts(of_warps(&config, [config.dim_qk, 0], [config.dim_v, 0]));
+            let near = if caps(spec) { config.step * 16 / 32 } else { 0 };
             counts.push(("MUFU.TANH", number(near)));
             vec![counts]
         }
         Direction::Backward => {
-            let cut = Cut::of_backward(&mma::backward(&spec.backward().validate().unwrap()).unwrap()).unwrap();
-            let both = [cut.dim_qk, cut.dim_v];
-            let queries = of_warps(&cut, both, [cut.dim_qk, 0]);
+            let config = TileConfig::of_backward(&mma::backward(&spec.backward().validate().unwrap()).unwrap()).unwrap();
+            let both = [config.dim_qk, config.dim_v];
+            let queries = of_warps(&config, both, [config.dim_qk, 0]);
             // Blocks of threads share the columns of gradients.
-            let keys = of_warps(&cut, both, both.map(|dim| dim / cut.parts));
+            let keys = of_warps(&config, both, both.map(|dim| dim / config.parts));
             vec![counts(queries), counts(keys)]
         }
     }
@@ -210,7 +211,7 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
             let kernels = target.kernels(&job).unwrap();
             assert_eq!(kernels.len(), counts.len());
             for (key, counts) in kernels.into_iter().zip(counts) {
-                let what = format!("{}, {} {} {}", key.cut, row.1, row.2, key.architecture);
+                let what = format!("{}, {} {} {}", key.tile, row.1, row.2, key.architecture);
                 let kernel = &*key.entries[0].0.name().to_string_lossy();
                 let made = MachineCode::compile(&nvrtc, key).unwrap_or_else(|e| panic!("{what}: {e}"));
                 let all = Instructions::of(&disassembler, made.code(), kernel).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -238,5 +239,5 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
     let (told, wrong) = (told.into_inner().unwrap(), wrong.into_inner().unwrap());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(told >= 2 * rows.len());
-    say(&format!("machine code: {told} texts have the matrix instructions that their cuts say"));
+    say(&format!("machine code: {told} texts have the matrix instructions that their tile configurations say"));
 }

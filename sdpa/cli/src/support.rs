@@ -87,24 +87,24 @@ struct OnDevice {
 #[derive(Serialize)]
 struct Kernels {
     device: String,
-    /// How it is cut; `None`: declined.
-    cut: Option<String>,
+    /// The tile configuration; `None` where it is not supported.
+    tile: Option<String>,
     reasons: Vec<String>,
 }
 
 impl Kernels {
     fn of(job: &Job, name: &str, profile: &DeviceProfile) -> Kernels {
         let made = cuda::Target::new(profile.sm(), profile.sm_count()).kernels(job);
-        let (cut, reasons) = match made {
-            Ok(kernels) => (kernels.into_iter().next().map(|kernel| kernel.cut), Vec::new()),
+        let (tile, reasons) = match made {
+            Ok(kernels) => (kernels.into_iter().next().map(|kernel| kernel.tile), Vec::new()),
             Err(why) => (None, why.reasons.iter().map(ToString::to_string).collect()),
         };
-        Kernels { device: name.to_owned(), cut, reasons }
+        Kernels { device: name.to_owned(), tile, reasons }
     }
 
     fn text(&self) -> String {
-        match &self.cut {
-            Some(cut) => format!("{}: taken, {cut}", self.device),
+        match &self.tile {
+            Some(tile) => format!("{}: taken, {tile}", self.device),
             None => format!("{}: declined: {}", self.device, self.reasons.join("; ")),
         }
     }

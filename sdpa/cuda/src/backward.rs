@@ -1,4 +1,4 @@
-//! Backward problems as the kernels are told of them, and what they decline.
+//! The kernels' view of a backward problem, and what they do not support.
 
 use crate::places::captured;
 use crate::problem::{Forward, checked, copies, unsupported};
@@ -28,7 +28,7 @@ pub struct Along {
     pub reads: Vec<[usize; 2]>,
 }
 
-/// The gradient of a forward problem as the kernels are told of it.
+/// The kernels' view of a backward problem.
 #[derive(Clone, Debug)]
 pub struct Backward {
     /// The attention. What its traces read is of both passes.
@@ -72,11 +72,11 @@ impl Backward {
         if !check.0.is_empty() {
             return Err(unsupported(check.0));
         }
-        Ok(Backward::told(problem, Forward::told(problem.forward())))
+        Ok(Backward::of_supported(problem, Forward::of_supported(problem.forward())))
     }
 
-    /// What kernels are told of a problem that they take.
-    pub(crate) fn told(problem: &BackwardProblem, mut forward: Forward) -> Backward {
+    /// The view of a problem that is supported.
+    pub(crate) fn of_supported(problem: &BackwardProblem, mut forward: Forward) -> Backward {
         let gradient = problem.gradient().map(|gradient| Arc::new(gradient.trace.clone()));
         let traces = [forward.score_mod.as_deref(), gradient.as_deref(), forward.keep.as_deref()];
         forward.captured = captured(traces.into_iter().flatten(), forward.extents);
@@ -113,12 +113,12 @@ impl Backward {
             let (value, limit) = (q.dims[3].max(v.dims[3]).to_string(), format!("at most {MOST_DIM}"));
             unsupported(vec![Reason::Limit { field: "dim".to_owned(), value, limit }])
         })?;
-        let tile = BackwardTile::of_pair(q.dims[3], v.dims[3]).filter(|_| self.runs_in_pairs()).unwrap_or(tile);
+        let tile = BackwardTile::of_two_cta(q.dims[3], v.dims[3]).filter(|_| self.may_use_clusters()).unwrap_or(tile);
         Ok(BackwardTile { shares: self.shares(&tile, multiprocessors), ..tile })
     }
 
-    /// Whether wide heads may have a pair of blocks of threads: a group of these has no scores beside gradients of them, nor registers for much else.
-    fn runs_in_pairs(&self) -> bool {
+    /// Whether wide heads may use 2-CTA clusters: a warpgroup then has either scores or dP in registers, and few registers for anything else.
+    fn may_use_clusters(&self) -> bool {
         self.along.is_empty() && !self.forward.is_tight()
     }
 

@@ -180,7 +180,7 @@ mod tests {
         let key = |source: &str, architecture: &str| KernelKey {
             source: source.into(),
             entries: Vec::new(),
-            cut: String::new(),
+            tile: String::new(),
             architecture: architecture.to_owned(),
         };
         let compiler = |version, bytes| Compiler { version, bytes };

@@ -149,7 +149,7 @@ impl CudaExecutor {
     /// # Errors
     /// Why none does.
     pub fn family(&self, problem: &Problem) -> Result<Family, Unsupported> {
-        self.target.takes(problem).map(|(family, _)| family)
+        self.target.supported_forward(problem).map(|(family, _)| family)
     }
 
     /// The family of kernels that takes a backward problem, on this device.
@@ -157,7 +157,7 @@ impl CudaExecutor {
     /// # Errors
     /// Why none does.
     pub fn backward_family(&self, problem: &BackwardProblem) -> Result<Family, Unsupported> {
-        self.target.takes_backward(problem).map(|(family, _)| family)
+        self.target.supported_backward(problem).map(|(family, _)| family)
     }
 
     fn build(&self, job: Job, schedule: Schedule) -> Result<Arc<CudaPlan>, Error> {

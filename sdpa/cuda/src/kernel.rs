@@ -19,8 +19,8 @@ pub struct KernelKey {
     pub source: Arc<str>,
     /// The entry points of the text, the one that computes first, and the bytes of shared memory that each is launched with.
     pub entries: Vec<(EntryPoint, u32)>,
-    /// How the text is cut, for reports.
-    pub cut: String,
+    /// The tile configuration, for reports.
+    pub tile: String,
     /// The architecture that it is compiled for, such as `sm_90a`.
     pub architecture: String,
 }
@@ -36,12 +36,12 @@ impl KernelKey {
 
 impl CacheKey for KernelKey {
     fn label(&self) -> String {
-        format!("{} {:016x}", self.cut, self.digest())
+        format!("{} {:016x}", self.tile, self.digest())
     }
 
     fn fields(&self) -> Fields {
         let source = format!("{:016x}, {} bytes", self.digest(), self.source.len());
-        vec![("source", source), ("cut", self.cut.clone()), ("architecture", self.architecture.clone())]
+        vec![("source", source), ("tile", self.tile.clone()), ("architecture", self.architecture.clone())]
     }
 }
 
@@ -107,7 +107,7 @@ pub fn serialized(compiled: &Compiled) -> Option<&str> {
     compiled.log.lines().find(|line| line.contains("(C75"))
 }
 
-/// The oldest NVRTC that keeps the products of `wgmma` side by side: 12.6 and 12.8 run them one after the other, in kernels of more than one cut.
+/// The oldest NVRTC that keeps the products of `wgmma` side by side: 12.6 and 12.8 run them one after the other, in kernels of more than one tile configuration.
 const SIDE_BY_SIDE_FROM: [i32; 2] = [12, 9];
 
 /// Whether an NVRTC of this version makes kernels that are as fast as those that were measured.

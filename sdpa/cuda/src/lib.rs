@@ -3,20 +3,22 @@
 //! | file | what it has |
 //! |---|---|
 //! | `executor` | a device, its compiler, its caches |
-//! | `target` | what passes are compiled from for a device, which need not be there |
+//! | `target` | the schedule of a pass on a device, which need not be there |
 //! | `family` | the families of kernels, and the devices that these run on |
 //! | `choice` | when cuDNN is asked before it |
 //! | `fact` | the facts of a problem, and which of them the kernels decline |
-//! | `problem`, `backward` | problems as kernels are told of them, and what else they decline |
-//! | `tile`, `work`, `shares` | how a problem is cut; how many tiles that makes, and whether their keys are split, or heads that share keys |
-//! | `sections` | which key heads follow one another backward, and where sums lie meanwhile |
+//! | `problem`, `backward` | the kernels' view of a problem, and what else they do not support |
+//! | `tile`, `work`, `shares` | tile configurations; how many tiles there are, split-KV, and GQA groups over several thread blocks |
+//! | `head_sections` | L2 head sections of the backward pass, and where dQ accumulators are |
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `places` | at which places traces are asked |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
-//! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
+//! | `wgmma` | the family with `wgmma`: its parameters, and the schedules of its passes |
+//! | `mma` | the family with `mma.sync`: what it supports, its tile configurations, sources and schedules |
 //! | `entry_point` | the entry points of the kernel sources |
 //! | `kernel`, `files`, `disk` | kernels compiled and loaded, by their text; files of them; the kernel cache on disk |
-//! | `plan`, `params` | a pass made ready, and what a call tells it |
+//! | `schedule`, `params`, `parameter_gradients` | a pass as slots and steps; the parameters of kernels; gradients of declared parameters in a schedule |
+//! | `plan` | a pass made ready: it submits the steps of a schedule |
 
 mod backward;
 mod choice;
@@ -27,6 +29,7 @@ mod executor;
 mod fact;
 mod family;
 pub mod files;
+mod head_sections;
 pub mod kernel;
 pub mod map;
 mod matrix;
@@ -37,7 +40,6 @@ mod places;
 mod plan;
 mod problem;
 mod schedule;
-mod sections;
 mod shares;
 pub mod source;
 mod target;

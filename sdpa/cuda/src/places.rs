@@ -18,7 +18,7 @@ pub(crate) fn captured<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mma::Cut;
+    use crate::mma::TileConfig;
     use crate::tile::{BackwardTile, Tile};
     use sdpa_core::{DType, Direction};
 
@@ -56,8 +56,8 @@ mod tests {
         let types = [DType::F16, DType::BF16, DType::F32]
             .into_iter()
             .flat_map(|dtype| [Direction::Forward, Direction::Backward].map(|d| (d, dtype)));
-        let cuts = types.flat_map(|(direction, dtype)| (1..=256).filter_map(move |dim| Cut::of(direction, dtype, dim, dim)));
-        assert!(tiles.chain(backward).chain(cuts.flat_map(|cut| [cut.own, cut.step])).all(|rows| i64::from(rows) <= MOST_ROWS));
+        let configs = types.flat_map(|(direction, dtype)| (1..=256).filter_map(move |dim| TileConfig::of(direction, dtype, dim, dim)));
+        assert!(tiles.chain(backward).chain(configs.flat_map(|config| [config.own, config.step])).all(|rows| i64::from(rows) <= MOST_ROWS));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Problems as the kernels are told of them, and what they decline.
+//! The kernels' view of a problem, and what they do not support.
 
 use crate::fact::supports_fact;
 use crate::places::captured;
@@ -12,7 +12,7 @@ use sdpa_nvidia::JobQuery;
 use std::fmt::Display;
 use std::sync::Arc;
 
-/// A forward problem as the kernels are told of it.
+/// The kernels' view of a forward problem.
 #[derive(Clone, Debug)]
 pub struct Forward {
     /// The type of operands: f16 or bf16; for kernels with `mma.sync` also f32.
@@ -136,11 +136,11 @@ impl Forward {
     /// Every limit of the kernels that the problem breaks.
     pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
         let check = checked(JobQuery::Forward(problem));
-        if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }
+        if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
     }
 
-    /// What kernels are told of a problem that they take.
-    pub(crate) fn told(problem: &Problem) -> Forward {
+    /// The view of a problem that is supported.
+    pub(crate) fn of_supported(problem: &Problem) -> Forward {
         let kept = problem.kept();
         let traces = [problem.score_mod().map(|trace| &**trace), kept.rest.as_deref()];
         Forward {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_declined_is_told_by_its_field() {
+    fn reasons_name_the_field() {
         let dense = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bshd);
         assert_eq!(fields(&dense.clone().mask(Mask::padding()).with_sink().with_stats()), [""; 0]);
         assert_eq!(fields(&dense.clone().with_dropout(0.5)), [""; 0]);

@@ -1,4 +1,4 @@
-//! Whether the query heads that share keys are walked by one block of threads or by several, in a backward pass.
+//! How many thread blocks share the query heads of a KV head, in a backward pass.
 
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
@@ -8,26 +8,26 @@ use sdpa_core::Side;
 use sdpa_core::expr::{Judged, Trace};
 use std::ops::Range;
 
-/// What a block of threads costs before and behind its walk, in steps of the walk.
+/// What a thread block costs before and after its loop over query tiles, in steps of the loop.
 const AROUND: f64 = 1.0;
 /// What it costs beside that to add up with others.
 const ADDED: f64 = 2.0;
-/// Of walks that differ, which part of the longest most multiprocessors are without work at the end.
+/// Where loops differ, the part of the longest one for which most SMs idle at the end.
 const UNEVEN: f64 = 0.5;
 /// A gain that is none.
 const CLOSE: f64 = 1.03;
-/// Blocks of keys whose walks are looked at.
+/// KV blocks whose loops are looked at.
 const LOOKED_AT: i64 = 32;
 
-/// Walks over the queries of one head, in steps.
-pub(crate) struct Walks {
+/// StepCounts over the queries of one head, in steps.
+pub(crate) struct StepCounts {
     longest: f64,
     mean: f64,
 }
 
-impl Walks {
+impl StepCounts {
     /// Those that a band and a rule of places leave, of entries of these lengths. Lengths and tensors that a call has may leave less.
-    fn of(forward: &Forward, [seq_q, seq_kv]: [i64; 2], queries: u32) -> Walks {
+    fn of(forward: &Forward, [seq_q, seq_kv]: [i64; 2], queries: u32) -> StepCounts {
         // A band about the ends of entries is that of entries as long as any.
         let past = seq_kv - seq_q;
         let lower = [forward.region.lower, forward.ends.lower.map(|lower| lower + past)].into_iter().flatten().max();
@@ -43,10 +43,10 @@ impl Walks {
                 let from = from.into_iter().flatten().max().unwrap_or(0).clamp(0, seq_q);
                 let to = lower.map_or(seq_q, |lower| keys[1] - lower).clamp(from, seq_q);
                 let walk = if to > from { from / i64::from(queries)..steps(to, queries) } else { 0..0 };
-                rule.map_or(walk.end - walk.start, |rule| kept(rule, forward.extents, walk, queries, keys))
+                rule.map_or(walk.end - walk.start, |rule| remaining_steps(rule, forward.extents, walk, queries, keys))
             })
             .collect();
-        Walks { longest: walks.iter().copied().max().unwrap_or(0) as f64, mean: walks.iter().sum::<i64>() as f64 / looked_at as f64 }
+        StepCounts { longest: walks.iter().copied().max().unwrap_or(0) as f64, mean: walks.iter().sum::<i64>() as f64 / looked_at as f64 }
     }
 
     /// How much longer than the mean the longest is.
@@ -60,8 +60,8 @@ impl Walks {
     }
 }
 
-/// How many steps of a walk a rule leaves, of the first head.
-fn kept(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u32, keys: [i64; 2]) -> i64 {
+/// Steps of a loop that the mask does not skip, of the first head.
+fn remaining_steps(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u32, keys: [i64; 2]) -> i64 {
     let count = walk.end - walk.start;
     if count <= 0 {
         return 0;
@@ -71,14 +71,14 @@ fn kept(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u32, keys: [
         Judged::Never => 0,
         Judged::Unknown if count > 1 => {
             let half = walk.start + count / 2;
-            kept(rule, extents, walk.start..half, queries, keys) + kept(rule, extents, half..walk.end, queries, keys)
+            remaining_steps(rule, extents, walk.start..half, queries, keys) + remaining_steps(rule, extents, half..walk.end, queries, keys)
         }
         Judged::Always | Judged::Unknown => count,
     }
 }
 
 /// How long so many blocks of keys take, in steps, where `shares` blocks of threads have the heads of each.
-fn time(walks: &Walks, blocks: i64, [group, shares]: [i64; 2], multiprocessors: i64) -> f64 {
+fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocessors: i64) -> f64 {
     let around = AROUND + if shares > 1 { ADDED } else { 0.0 };
     let longest = walks.longest * steps(group, u32::try_from(shares).unwrap_or(u32::MAX)) as f64 + around;
     let threads = blocks * shares;
@@ -98,9 +98,9 @@ impl Backward {
         self.forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1))
     }
 
-    /// Its walks over queries of that length.
-    pub(crate) fn walks(&self, tile: &BackwardTile) -> Walks {
-        Walks::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
+    /// Its loops over queries of that length.
+    pub(crate) fn walks(&self, tile: &BackwardTile) -> StepCounts {
+        StepCounts::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
     }
 
     /// The blocks of threads that share the query heads of a key head, on a device of so many multiprocessors, each of which has one block at a time: the
@@ -160,7 +160,7 @@ mod tests {
                 if kept.is_empty() { 0 } else { gaps as i64 + 1 }
             };
             let expected: Vec<i64> = (0..6).map(of_block).collect();
-            let walks = Walks::of(&forward, [1000, 700], 64);
+            let walks = StepCounts::of(&forward, [1000, 700], 64);
             assert_eq!(walks.longest, *expected.iter().max().unwrap() as f64, "{text}: {expected:?}");
             assert_eq!(walks.mean, expected.iter().sum::<i64>() as f64 / 6.0, "{text}: {expected:?}");
         }

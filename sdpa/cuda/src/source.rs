@@ -2,7 +2,7 @@
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
-use crate::mma::Left;
+use crate::mma::WarpPartials;
 use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, PANEL, Tile};
 use crate::wgmma::{BackwardParams, ForwardParams};
@@ -170,7 +170,7 @@ fn held(sixteens: u32, dim: i64) -> u32 {
     (4 * sixteens.min(steps(dim, COLUMNS) as u32)).max(1)
 }
 
-/// The whole CUDA text of the forward kernel of a problem, cut into this tile.
+/// The whole CUDA text of the forward kernel of a problem, with this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
     let own = [
@@ -219,7 +219,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text
 }
 
-/// The whole CUDA text of the kernels of a backward pass, cut into this tile.
+/// The whole CUDA text of the kernels of a backward pass, with this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
     let tight = forward.is_tight();
@@ -234,7 +234,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("TILE_M", tile.queries),
         ("TILE_N", BackwardTile::KEYS),
         ("COLUMN_PARTS", tile.parts),
-        ("TWO_CTA", tile.pair.into()),
+        ("TWO_CTA", tile.two_cta.into()),
         ("STAGES", tile.stages),
         ("D_O_STAGES", tile.output_stages),
         ("K_REGISTERS", held(held_rows[0], forward.tensors[0].dims[3])),
@@ -254,10 +254,10 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let traced: Vec<String> = score_functions(problem).into_iter().chain(along_functions(problem)).chain(keep_function(forward)).collect();
     let params =
         format!("{}{}typedef BackwardParams Params;\n{}", boundary(forward), BackwardParams::cuda(), gradients_structure(&problem.along));
-    let engines: Vec<(&str, &str)> = HOPPER.into_iter().chain(tile.pair.then_some(CLUSTER)).collect();
+    let engines: Vec<(&str, &str)> = HOPPER.into_iter().chain(tile.two_cta.then_some(CLUSTER)).collect();
     let mut text = begin(forward, problem.weight(), &own, &params, &traced, &engines);
     text.push_str(GENERATED);
-    let columns = if tile.pair {
+    let columns = if tile.two_cta {
         [0, 2].map(|n: usize| PANEL * panels(forward.tensors[n].dims[3]))
     } else {
         [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts)
@@ -275,7 +275,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
     let of_queries = if tile.sums_bytes() > 0 { DQ_CONVERT_FUSED } else { DQ_CONVERT };
-    let kernel = if tile.pair { BACKWARD_2CTA } else { BACKWARD_KERNEL };
+    let kernel = if tile.two_cta { BACKWARD_2CTA } else { BACKWARD_KERNEL };
     [EXACT_LSE, BACKWARD_PREPROCESS, BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel]
         .into_iter()
         .for_each(|piece| add(&mut text, piece));
@@ -321,24 +321,24 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// The function that adds what each score gives to the gradients of parameters: to their elements, or where `left` says so to a warp's own place.
-pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Option<Left>]) -> String {
+/// The function that adds what each score gives to the gradients of parameters: to their elements, or where `partials` says so to a warp's own place.
+pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], partials: &[Option<WarpPartials>]) -> String {
     let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"
         .to_owned();
     for (n, along) in along.iter().enumerate() {
-        let left = left.get(n).copied().flatten();
+        let partials = partials.get(n).copied().flatten();
         for read in &along.reads {
-            text.push_str(&along_read(n, along, *read, left));
+            text.push_str(&along_read(n, along, *read, partials));
         }
         if along.axes.is_table() {
             continue;
         }
         let spans = |axis| if along.axes.has(axis) { "true" } else { "false" };
-        let mut at = left.map_or_else(|| "0L".to_owned(), place_of_warp);
+        let mut at = partials.map_or_else(|| "0L".to_owned(), place_of_warp);
         for (axis, index) in Axis::ALL.into_iter().zip(["at.batch", "at.head", "at.query", "at.key"]) {
             let of_rows = matches!(axis, Axis::Batch | Axis::Head);
-            if along.axes.has(axis) && !(of_rows && left.is_some()) {
+            if along.axes.has(axis) && !(of_rows && partials.is_some()) {
                 at = format!("({at}) * {}L + {index}", extents[axis.place()]);
             }
         }
@@ -355,18 +355,18 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Optio
 }
 
 /// Which of all slots of all rows is this warp's.
-fn place_of_warp(left: Left) -> String {
-    let slot = if left.slots == 1 { "0" } else { "origin.k / 16" };
-    format!("(long(origin.batch) * {}L + origin.head) * {}L + {slot}", left.rows[1], left.slots)
+fn place_of_warp(partials: WarpPartials) -> String {
+    let slot = if partials.slots == 1 { "0" } else { "origin.k / 16" };
+    format!("(long(origin.batch) * {}L + origin.head) * {}L + {slot}", partials.rows[1], partials.slots)
 }
 
 /// What adds to the gradient of a table at the place that is read.
-fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], left: Option<Left>) -> String {
+fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], partials: Option<WarpPartials>) -> String {
     let last = along.axes.extents().product::<i64>() - 1;
-    let to = left.map_or_else(String::new, |left| format!(" + ({}) * {}L", place_of_warp(left), left.inner));
+    let to = partials.map_or_else(String::new, |partials| format!(" + ({}) * {}L", place_of_warp(partials), partials.inner));
     let more = format!("read_{value}(raw[n], upstream[n], at, captured)");
     let add = format!("atomicAdd(gradients.to_{n}{to} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);");
-    let each = if left.is_some() {
+    let each = if partials.is_some() {
         format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        lane_by_lane(more != 0.0f, [&] {{ {add} }});\n")
     } else {
         format!("        if (upstream[n] == 0.0f) continue;\n        const float more = {more};\n        if (more != 0.0f) {add}\n")

@@ -1,12 +1,12 @@
-//! What passes are compiled from for a device, which need not be there.
+//! The schedule of a pass on a device, which need not be there.
 
 use crate::backward::Backward;
 use crate::family::Family;
+use crate::head_sections::HeadSections;
 use crate::kernel::KernelKey;
-use crate::mma::{self, Cut};
+use crate::mma::{self, TileConfig};
 use crate::problem::{Forward, unsupported};
 use crate::schedule::{Schedule, ScheduleReport};
-use crate::sections::Sections;
 use crate::tile::Tile;
 use crate::wgmma;
 use sdpa_core::backward::BackwardProblem;
@@ -89,47 +89,47 @@ impl Target {
     }
 
     pub(crate) fn forward(&self, problem: &Problem) -> Result<Schedule, Unsupported> {
-        let (family, forward) = self.takes(problem)?;
+        let (family, forward) = self.supported_forward(problem)?;
         Ok(match family {
             Family::Wgmma => {
                 let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
                 let tile = own.map_or_else(|| forward.tile(self.multiprocessors), Ok)?;
                 wgmma::forward_schedule(problem, &forward, &tile, self)
             }
-            Family::Mma => mma::forward_schedule(problem, &forward, &Cut::of_forward(&forward)?, self),
+            Family::Mma => mma::forward_schedule(problem, &forward, &TileConfig::of_forward(&forward)?, self),
         })
     }
 
     pub(crate) fn backward(&self, problem: &BackwardProblem) -> Result<Schedule, Unsupported> {
-        let (family, backward) = self.takes_backward(problem)?;
+        let (family, backward) = self.supported_backward(problem)?;
         Ok(match family {
             Family::Wgmma => {
                 let tile = backward.tile(self.multiprocessors)?;
-                let sections = Sections::of(&backward, &tile, self.multiprocessors);
+                let sections = HeadSections::of(&backward, &tile, self.multiprocessors);
                 wgmma::backward_schedule(problem, &backward, (&tile, &sections), self)
             }
-            Family::Mma => mma::backward_schedule(problem, &backward, &Cut::of_backward(&backward)?, self),
+            Family::Mma => mma::backward_schedule(problem, &backward, &TileConfig::of_backward(&backward)?, self),
         })
     }
 
-    pub(crate) fn takes(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
+    pub(crate) fn supported_forward(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
         not_empty(problem)?;
-        self.taken(|family| match family {
+        self.first_supporting(|family| match family {
             Family::Wgmma => Forward::of(problem),
             Family::Mma => mma::forward(problem),
         })
     }
 
-    pub(crate) fn takes_backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
+    pub(crate) fn supported_backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
         not_empty(problem.forward())?;
-        self.taken(|family| match family {
+        self.first_supporting(|family| match family {
             Family::Wgmma => Backward::of(problem),
             Family::Mma => mma::backward(problem),
         })
     }
 
-    /// What the first family takes of a problem that takes it, on this device; else the reasons of the one that has the fewest.
-    fn taken<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
+    /// What the first family supported_forward of a problem that supported_forward it, on this device; else the reasons of the one that has the fewest.
+    fn first_supporting<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
         let asked = Family::ALL.into_iter().filter(|family| self.family.is_none_or(|only| only == *family));
         let (able, unable): (Vec<_>, Vec<_>) = asked.partition(|family| family.runs_on(self.sm));
         let mut refused: Option<Unsupported> = None;

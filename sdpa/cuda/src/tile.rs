@@ -1,4 +1,4 @@
-//! How a problem is cut into tiles: queries of a block of threads, keys of a step, stages of the pipeline, registers.
+//! Tile configurations: queries of a thread block, keys of a step, stages of the pipeline, registers.
 
 /// The tile that a block of threads works on, for head dims up to `dim_qk` and `dim_v`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -42,8 +42,8 @@ pub struct Few {
 pub(crate) const GROUP_QUERIES: u32 = 64;
 /// Bytes of barriers, and of the numbers of tiles.
 const BARRIERS: u32 = 256;
-/// Bytes of what blocks of threads are told of the tiles of a list.
-const TOLD: u32 = 256;
+/// Bytes of the items of a tile list that a thread block reads ahead.
+const TILE_ITEMS: u32 = 256;
 /// Bytes of a row of a panel in shared memory.
 const ROW_BYTES: u32 = 128;
 /// Columns of a panel.
@@ -51,35 +51,35 @@ pub(crate) const PANEL: u32 = 64;
 /// Bytes of shared memory that a block of threads has at most, on compute capability 9.0.
 pub const SHARED_BYTES: u32 = 232_448;
 
-/// The cuts, by the head dims that they are for: the first that holds both.
+/// The tiles, by the head dims that they are for: the first that holds both.
 const TILES: [Tile; 6] = [
-    Tile { turns: false, ..cut(64, 64, 3) },
-    cut(128, 64, 2),
-    cut(128, 128, 2),
-    Tile { output_apart: false, ..cut(192, 128, 2) },
-    Tile { keys: 96, output_apart: false, ..cut(192, 192, 2) },
-    Tile { keys: 80, output_apart: false, turns: false, group_registers: 240, bring_registers: 24, ..cut(256, 256, 2) },
+    Tile { turns: false, ..usual_tile(64, 64, 3) },
+    usual_tile(128, 64, 2),
+    usual_tile(128, 128, 2),
+    Tile { output_apart: false, ..usual_tile(192, 128, 2) },
+    Tile { keys: 96, output_apart: false, ..usual_tile(192, 192, 2) },
+    Tile { keys: 80, output_apart: false, turns: false, group_registers: 240, bring_registers: 24, ..usual_tile(256, 256, 2) },
 ];
 
-/// The cut for walks over many keys, where neither registers nor edges of a mask say otherwise.
-const LONG_TILE: Tile = Tile { keys: 160, held: 4, group_registers: 240, bring_registers: 24, ..cut(128, 128, 2) };
+/// The tile for rows that attend to many keys, where neither registers nor edges of a mask say otherwise.
+const LONG_TILE: Tile = Tile { keys: 160, held: 4, group_registers: 240, bring_registers: 24, ..usual_tile(128, 128, 2) };
 
-/// The cuts for few queries: one group, and stages enough to keep memory busy.
+/// The tiles for few queries: one group, and stages enough to keep memory busy.
 const FEW_TILES: [Tile; 6] = [
-    few_cut(64, 64, 128, 5),
-    few_cut(128, 64, 128, 4),
-    few_cut(128, 128, 128, 3),
-    few_cut(192, 128, 128, 2),
-    few_cut(192, 192, 128, 2),
-    few_cut(256, 256, 64, 3),
+    few_tile(64, 64, 128, 5),
+    few_tile(128, 64, 128, 4),
+    few_tile(128, 128, 128, 3),
+    few_tile(192, 128, 128, 2),
+    few_tile(192, 192, 128, 2),
+    few_tile(256, 256, 64, 3),
 ];
 
-const fn few_cut(dim_qk: u32, dim_v: u32, keys: u32, stages: u32) -> Tile {
-    Tile { keys, stages, turns: false, few: Some(Few { queries: GROUP_QUERIES, heads: 1 }), ..cut(dim_qk, dim_v, 1) }
+const fn few_tile(dim_qk: u32, dim_v: u32, keys: u32, stages: u32) -> Tile {
+    Tile { keys, stages, turns: false, few: Some(Few { queries: GROUP_QUERIES, heads: 1 }), ..usual_tile(dim_qk, dim_v, 1) }
 }
 
-/// The usual cut of so many groups.
-const fn cut(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
+/// The usual tile of so many warpgroups.
+const fn usual_tile(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
     let (group_registers, bring_registers) = if groups == 3 { (160, 32) } else { (232, 40) };
     Tile {
         dim_qk,
@@ -106,7 +106,7 @@ impl Tile {
         TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// The tile for long walks with these head dims, where there is one.
+    /// The tile for many keys with these head dims, where there is one.
     pub fn of_long(dim_qk: i64, dim_v: i64) -> Option<Tile> {
         Tile::of(dim_qk, dim_v).filter(|usual| (usual.dim_qk, usual.dim_v) == (LONG_TILE.dim_qk, LONG_TILE.dim_v)).map(|_| LONG_TILE)
     }
@@ -147,7 +147,7 @@ impl Tile {
         128 * (self.groups + 1)
     }
 
-    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers, what is told of tiles.
+    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers, items of the tile list.
     pub fn shared_bytes(&self) -> u32 {
         let panels = |dim: u32| dim / PANEL * ROW_BYTES;
         let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
@@ -158,7 +158,7 @@ impl Tile {
             (None, true) => queries + output,
             (None, false) => queries.max(output),
         };
-        rows + self.stages * step + BARRIERS + TOLD
+        rows + self.stages * step + BARRIERS + TILE_ITEMS
     }
 }
 
@@ -173,8 +173,8 @@ pub struct BackwardTile {
     pub queries: u32,
     /// Parts of the columns that gradients are computed in, by different blocks of threads: 1 or 2.
     pub parts: u32,
-    /// Whether two blocks of threads run as a pair: each has the scores of a half of the keys, and parts are of gradients of queries alone.
-    pub pair: bool,
+    /// Whether two CTAs form a cluster: each has the scores of a half of the keys, and parts are of dQ alone.
+    pub two_cta: bool,
     /// Blocks of threads that share the query heads of a key head: 1, or more where there are too few blocks of keys.
     pub shares: u32,
     /// Steps whose queries are in shared memory at once.
@@ -189,29 +189,29 @@ pub struct BackwardTile {
     pub bring_registers: u32,
 }
 
-/// The cuts of backward passes, by the head dims that they are for: the first that holds both.
+/// The tiles of backward passes, by the head dims that they are for: the first that holds both.
 const BACKWARD_TILES: [BackwardTile; 4] = [
-    BackwardTile { queries: 128, held: [4, 4], ..backward_cut(64, 64, 1) },
-    BackwardTile { held: [0, 1], ..backward_cut(128, 128, 1) },
-    backward_cut(256, 128, 2),
-    BackwardTile { stages: 1, output_stages: 1, ..backward_cut(256, 256, 2) },
+    BackwardTile { queries: 128, held: [4, 4], ..usual_backward_tile(64, 64, 1) },
+    BackwardTile { held: [0, 1], ..usual_backward_tile(128, 128, 1) },
+    usual_backward_tile(256, 128, 2),
+    BackwardTile { stages: 1, output_stages: 1, ..usual_backward_tile(256, 256, 2) },
 ];
 
-/// The cuts of those that run as pairs.
-const PAIRS: [BackwardTile; 2] = [pair_cut(256, 128), BackwardTile { output_stages: 1, ..pair_cut(256, 256) }];
+/// The tiles of 2-CTA clusters.
+const TWO_CTA_TILES: [BackwardTile; 2] = [two_cta_tile(256, 128), BackwardTile { output_stages: 1, ..two_cta_tile(256, 256) }];
 
-const fn pair_cut(dim_qk: u32, dim_v: u32) -> BackwardTile {
-    BackwardTile { pair: true, ..backward_cut(dim_qk, dim_v, 2) }
+const fn two_cta_tile(dim_qk: u32, dim_v: u32) -> BackwardTile {
+    BackwardTile { two_cta: true, ..usual_backward_tile(dim_qk, dim_v, 2) }
 }
 
-/// The usual cut in so many parts.
-const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
+/// The usual tile in so many parts.
+const fn usual_backward_tile(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
     BackwardTile {
         dim_qk,
         dim_v,
         queries: 64,
         parts,
-        pair: false,
+        two_cta: false,
         shares: 1,
         stages: 2,
         output_stages: 2,
@@ -222,7 +222,7 @@ const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
 }
 
 impl BackwardTile {
-    /// Keys of a block of threads, or of both of a pair.
+    /// Keys of a thread block, or of both of a cluster.
     pub const KEYS: u32 = 128;
     /// Threads of a block: those that compute, and a group that brings operands.
     pub const THREADS: u32 = 384;
@@ -232,10 +232,10 @@ impl BackwardTile {
         BACKWARD_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// The tile of pairs for these head dims, where there is one.
-    pub fn of_pair(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
+    /// The 2-CTA tile for these head dims, where there is one.
+    pub fn of_two_cta(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
         let usual = BackwardTile::of(dim_qk, dim_v)?;
-        PAIRS.into_iter().find(|pair| (pair.dim_qk, pair.dim_v) == (usual.dim_qk, usual.dim_v))
+        TWO_CTA_TILES.into_iter().find(|pair| (pair.dim_qk, pair.dim_v) == (usual.dim_qk, usual.dim_v))
     }
 
     /// Whether these head dims fit into the tile.
@@ -245,17 +245,17 @@ impl BackwardTile {
 
     /// Keys whose scores a block of threads has.
     pub fn own_keys(&self) -> u32 {
-        if self.pair { BackwardTile::KEYS / 2 } else { BackwardTile::KEYS }
+        if self.two_cta { BackwardTile::KEYS / 2 } else { BackwardTile::KEYS }
     }
 
-    /// Blocks of threads that run together.
-    pub fn together(&self) -> u32 {
-        if self.pair { 2 } else { 1 }
+    /// Thread blocks of a cluster.
+    pub fn cluster_size(&self) -> u32 {
+        if self.two_cta { 2 } else { 1 }
     }
 
     /// Every tile.
     pub fn all() -> impl Iterator<Item = BackwardTile> {
-        BACKWARD_TILES.into_iter().chain(PAIRS)
+        BACKWARD_TILES.into_iter().chain(TWO_CTA_TILES)
     }
 
     /// Elements of the gradients of keys and values that a block of threads has.
@@ -280,23 +280,23 @@ impl BackwardTile {
     }
 
     /// Bytes in which two warps round sums, each two pieces of 16 rows by 64 columns at once, and bytes of zeros of a piece.
-    fn settled_bytes(&self) -> u32 {
+    fn convert_bytes(&self) -> u32 {
         let piece = self.sums_bytes() / 8;
         2 * 3 * piece + piece
     }
 
     /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, two numbers of each query, gradients of scores of
-    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers. Of a pair also half of the columns of the other's keys, and weights, f32.
+    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers. Of a cluster also half of the columns of the peer's keys, and P, f32.
     pub fn shared_bytes(&self) -> u32 {
         let [row_qk, row_v] = [self.dim_qk, self.dim_v].map(|dim| dim / PANEL * ROW_BYTES);
-        let of_pair = if self.pair { self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4 } else { 0 };
+        let of_two_cta = if self.two_cta { self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4 } else { 0 };
         self.own_keys() * (row_qk + row_v)
             + self.queries * (self.stages * row_qk + self.output_stages * row_v)
-            + of_pair
+            + of_two_cta
             + self.stages * self.queries * 8
             + 2 * BackwardTile::KEYS * self.queries * 2
             + self.sums_bytes()
-            + self.settled_bytes()
+            + self.convert_bytes()
             + BARRIERS
     }
 }
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_fits_a_multiprocessor() {
+    fn every_tile_fits_a_multiprocessor() {
         for tile in Tile::all() {
             assert!(tile.shared_bytes() <= SHARED_BYTES, "{tile:?}: {} bytes", tile.shared_bytes());
             let registers = 128 * (tile.groups * tile.group_registers + tile.bring_registers);
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn every_backward_cut_fits_a_multiprocessor() {
+    fn every_backward_tile_fits_a_multiprocessor() {
         for tile in BackwardTile::all() {
             assert!(tile.shared_bytes() <= SHARED_BYTES, "{tile:?}: {} bytes", tile.shared_bytes());
             assert!(128 * (2 * tile.group_registers + tile.bring_registers) <= given(BackwardTile::THREADS), "{tile:?}");
@@ -337,14 +337,14 @@ mod tests {
         assert_eq!(BackwardTile::of(192, 128).map(|t| (t.dim_qk, t.dim_v, t.stages)), Some((256, 128, 2)));
         assert_eq!(BackwardTile::of(8, 257), None);
         assert_eq!(
-            [(192, 128), (129, 9), (128, 129)].map(|(qk, v)| BackwardTile::of_pair(qk, v).map(|t| t.dim_v)),
+            [(192, 128), (129, 9), (128, 129)].map(|(qk, v)| BackwardTile::of_two_cta(qk, v).map(|t| t.dim_v)),
             [Some(128), Some(128), Some(256)]
         );
-        assert_eq!([(128, 128), (8, 257)].map(|(qk, v)| BackwardTile::of_pair(qk, v)), [None; 2]);
+        assert_eq!([(128, 128), (8, 257)].map(|(qk, v)| BackwardTile::of_two_cta(qk, v)), [None; 2]);
     }
 
     #[test]
-    fn head_dims_have_the_smallest_cut_that_holds_them() {
+    fn head_dims_have_the_smallest_tile_that_holds_them() {
         assert_eq!(Tile::of(64, 64).map(|t| (t.dim_qk, t.dim_v)), Some((64, 64)));
         assert_eq!(Tile::of(65, 1).map(|t| (t.dim_qk, t.dim_v)), Some((128, 64)));
         assert_eq!(Tile::of(40, 72).map(|t| (t.dim_qk, t.dim_v)), Some((128, 128)));

@@ -72,7 +72,7 @@ impl Forward {
     }
 
     /// Blocks of keys of the tile that has the most.
-    fn longest_walk(&self, tile: &Tile) -> i64 {
+    fn most_kv_blocks(&self, tile: &Tile) -> i64 {
         let (queries, seq_q) = (tile.queries(), self.extents[2]);
         let blocks = |first: i64| {
             let keys = self.keys_of([first, (first + i64::from(queries)).min(seq_q) - 1]);
@@ -103,7 +103,7 @@ impl Forward {
             (true, false) => 4,
             (false, _) => 1,
         };
-        let enough = || self.longest_walk(tile) >= 2 * i64::from(self.least_blocks(tile));
+        let enough = || self.most_kv_blocks(tile) >= 2 * i64::from(self.least_blocks(tile));
         self.most_tiles(tile) < each * i64::from(multiprocessors) && enough()
     }
 
@@ -134,7 +134,7 @@ impl Forward {
     }
 
     /// Heads, or groups of heads that share a tile, of a batch entry.
-    pub(crate) fn units(&self, tile: &Tile) -> i64 {
+    pub(crate) fn head_groups(&self, tile: &Tile) -> i64 {
         self.extents[1] / self.group * self.head_tiles(tile)
     }
 
@@ -155,7 +155,7 @@ impl Forward {
 
     /// Tiles of queries of all heads, at most.
     pub(crate) fn most_tiles(&self, tile: &Tile) -> i64 {
-        self.units(tile) * self.most_rows(tile)
+        self.head_groups(tile) * self.most_rows(tile)
     }
 }
 
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 
-    fn told([batch, heads_q, heads_kv, seq_q, seq_kv]: [i64; 5], dim: i64, masks: &[&str]) -> Forward {
+    fn attention([batch, heads_q, heads_kv, seq_q, seq_kv]: [i64; 5], dim: i64, masks: &[&str]) -> Forward {
         let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
         let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
         let spec = masks.iter().fold(spec, |spec, mask| spec.mask(mask.parse::<Mask>().unwrap()));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     fn of(extents: [i64; 5], masks: &[&str]) -> Tile {
-        told(extents, 128, masks).tile(132).unwrap()
+        attention(extents, 128, masks).tile(132).unwrap()
     }
 
     #[test]
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn keys_that_no_query_of_a_tile_keeps_are_no_reason_to_split() {
-        let split = |extents, dim, mask: &str| told(extents, dim, &[mask]).tile(132).unwrap().split;
+        let split = |extents, dim, mask: &str| attention(extents, dim, &[mask]).tile(132).unwrap().split;
         for (extents, dim) in [([1, 16, 16, 896, 8135], 256), ([2, 8, 1, 512, 6656], 64)] {
             assert!(!split(extents, dim, "causal"), "{extents:?}");
             assert!(split(extents, dim, "causal-bottom-right") && split(extents, dim, "padding"), "{extents:?}");
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_walk_is_over_the_blocks_that_some_tile_keeps() {
+    fn the_most_kv_blocks_is_over_the_blocks_that_some_tile_keeps() {
         for text in [
             "padding",
             "causal",
@@ -241,7 +241,7 @@ mod tests {
             "k - q < -990",
         ] {
             for (seq_q, seq_kv) in [(1000, 700), (300, 1500), (5, 1000)] {
-                let forward = told([1, 2, 1, seq_q, seq_kv], 128, &[text]);
+                let forward = attention([1, 2, 1, seq_q, seq_kv], 128, &[text]);
                 let tile = forward.tile(132).unwrap();
                 let (queries, keys) = (i64::from(tile.queries()), i64::from(tile.keys));
                 let blocks_of = |tile: i64| {
@@ -250,7 +250,7 @@ mod tests {
                     kept.map(|(_, k)| k / keys).collect::<std::collections::BTreeSet<i64>>().len()
                 };
                 let expected = (0..steps(seq_q, tile.queries())).map(blocks_of).max();
-                assert_eq!(Some(forward.longest_walk(&tile) as usize), expected, "{text} at {seq_q}, {seq_kv}");
+                assert_eq!(Some(forward.most_kv_blocks(&tile) as usize), expected, "{text} at {seq_q}, {seq_kv}");
             }
         }
     }

@@ -31,10 +31,10 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     assert_eq!(dims["devices"][0]["allowed"], serde_json::json!(["with dims of 8 and 8: composite"]));
     assert_eq!((&dims["cpu"]["taken"], &dims["metal"]["taken"]), (&true.into(), &true.into()));
     // Kernels of our own have a family that takes any dims up to 256.
-    assert!(dims["cuda"][0]["cut"].as_str().unwrap().contains("mma.sync"), "{dims}");
+    assert!(dims["cuda"][0]["tile"].as_str().unwrap().contains("mma.sync"), "{dims}");
     let wide = of(&format!("--shape 1,2,2,5,5,264 --device h200 {NOWHERE}"));
     let declined = &wide["cuda"][0];
-    assert!(declined["cut"].is_null() && declined["reasons"][0] == "dim_qk is 264: at most 256", "{wide}");
+    assert!(declined["tile"].is_null() && declined["reasons"][0] == "dim_qk is 264: at most 256", "{wide}");
 
     // Two things at once.
     let both = of(&format!("--shape 1,2,2,5,5,7 --dtype f32 --device h200 {NOWHERE}"));

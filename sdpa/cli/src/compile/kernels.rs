@@ -45,7 +45,7 @@ impl Maker for Kernels {
 
     fn make(&mut self, job: &Job) -> Result<Made, sdpa::Error> {
         let keys = self.target.kernels(job)?;
-        let engine = keys.first().map_or_else(String::new, |key| key.cut.clone());
+        let engine = keys.first().map_or_else(String::new, |key| key.tile.clone());
         let mut bytes = 0;
         for key in keys {
             bytes += match self.known.get(&key) {

@@ -20,7 +20,7 @@ struct Entry {
 
 #[derive(Serialize)]
 struct Text {
-    cut: String,
+    tile: String,
     architecture: String,
     entries: Vec<Entry>,
     source: String,
@@ -38,7 +38,7 @@ impl Text {
     fn new(key: KernelKey) -> Text {
         let entry = |(point, shared_bytes): (EntryPoint, u32)| Entry { name: point.to_string(), shared_bytes };
         Text {
-            cut: key.cut,
+            tile: key.tile,
             architecture: key.architecture,
             entries: key.entries.into_iter().map(entry).collect(),
             source: key.source.to_string(),
@@ -47,7 +47,7 @@ impl Text {
 
     fn text(&self) -> String {
         let entries = self.entries.iter().map(|entry| format!("// {}, {} bytes of shared memory\n", entry.name, entry.shared_bytes));
-        format!("// {}, {}\n{}{}", self.cut, self.architecture, entries.collect::<String>(), self.source)
+        format!("// {}, {}\n{}{}", self.tile, self.architecture, entries.collect::<String>(), self.source)
     }
 }
 

@@ -1,11 +1,11 @@
 //! The schedule of a backward pass with `mma.sync`: a launch for each row's log-sum-exp and delta, one for dQ, one for dK and dV, one for gradients of sinks, one for each
 //! gradient of a parameter that is added up in one order, and one for each that is rounded. What is added to is set to 0 before.
 
-use super::cut::Cut;
 use super::forward::params;
-use super::ordered::Left;
 use super::params::{Gradients, Strided};
 use super::source::{self, SINKS_SHARED_BYTES};
+use super::tile_config::TileConfig;
+use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
@@ -24,21 +24,21 @@ const THREADS: u32 = 256;
 const ROWS: u32 = 32;
 
 /// The schedule of a backward pass with this tile configuration.
-pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, cut: &Cut, target: &Target) -> Schedule {
+pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &TileConfig, target: &Target) -> Schedule {
     let forward = &backward.forward;
-    let label = format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v);
+    let label = format!("backward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
     let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Mma, target.sm), label);
     let queries_kernel = builder.kernel(
-        source::queries_text(backward, cut),
+        source::queries_text(backward, config),
         vec![
-            (EntryPoint::BackwardDq, cut.shared_bytes()),
+            (EntryPoint::BackwardDq, config.shared_bytes()),
             (EntryPoint::BackwardPreprocess, 0),
             (EntryPoint::SinkGradient, SINKS_SHARED_BYTES),
             (EntryPoint::ConvertGradient, 0),
             (EntryPoint::ReduceGradient, 0),
         ],
     );
-    let keys_kernel = builder.kernel(source::keys_text(backward, cut), vec![(EntryPoint::BackwardDkv, cut.shared_bytes())]);
+    let keys_kernel = builder.kernel(source::keys_text(backward, config), vec![(EntryPoint::BackwardDkv, config.shared_bytes())]);
 
     let Forward { tensors, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
     let [dq, dk, dv] = backward.gradients;
@@ -46,10 +46,12 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, cut: &Cut
     builder.tokens_of(own.chain([(Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv), (Operand::DO, backward.d_o)]));
 
     let sums = backward.parameter_gradients(&mut builder);
-    let partials: Vec<Option<(Left, Address)>> = backward
-        .left(cut)
+    let partials: Vec<Option<(WarpPartials, Address)>> = backward
+        .warp_partials(config)
         .zip(&sums)
-        .map(|(left, sum)| left.map(|left| (left, builder.slot(format!("gradient of {}, of each warp", sum.name), left.bytes()))))
+        .map(|(partials, sum)| {
+            partials.map(|partials| (partials, builder.slot(format!("gradient of {}, of each warp", sum.name), partials.bytes())))
+        })
         .collect();
     let rows = forward.packed.map_or(batch * seq_q, |packs| packs.totals[Side::Queries as usize]) * heads_q;
     let strided = |operand: Operand, tensor: TensorSpec| Strided::of(operand, &tensor, forward.packs(operand.side()));
@@ -63,8 +65,10 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, cut: &Cut
         exact: builder.slot("log-sum-exp as two f32", 8 * rows),
         sink_gradient: backward.sink_gradient_of(&sums),
     };
-    let [by_queries, by_keys] =
-        [Blocking { queries: cut.own, keys: cut.step, by_keys: false }, Blocking { queries: cut.step, keys: cut.own, by_keys: true }];
+    let [by_queries, by_keys] = [
+        Blocking { queries: config.own, keys: config.step, by_keys: false },
+        Blocking { queries: config.step, keys: config.own, by_keys: true },
+    ];
     let queries_lists = builder.block_lists("block lists of query tiles", by_queries);
     let keys_lists = builder.block_lists("block lists of KV blocks", by_keys);
     let queries_params = params(&mut builder, by_queries, &queries_lists, &gradients);
@@ -79,18 +83,18 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, cut: &Cut
     builder.make_block_lists(&keys_lists, keys_kernel, [keys_params, captured]);
     let rows_grid = [batch * heads_q * steps(*seq_q, ROWS), THREADS.into()];
     builder.launch(queries_kernel, EntryPoint::BackwardPreprocess, rows_grid, [queries_params, captured]);
-    let main = |blocks: i64| ([blocks, cut.threads().into()], cut.shared_bytes());
-    let tiles = batch * heads_q * steps(*seq_q, cut.own);
+    let main = |blocks: i64| ([blocks, config.threads().into()], config.shared_bytes());
+    let tiles = batch * heads_q * steps(*seq_q, config.own);
     builder.launch_with(queries_kernel, EntryPoint::BackwardDq, main(tiles), [queries_params, captured]);
-    let kv_blocks = batch * (heads_q / group) * steps(*seq_kv, cut.own) * i64::from(cut.parts);
+    let kv_blocks = batch * (heads_q / group) * steps(*seq_kv, config.own) * i64::from(config.parts);
     builder.launch_with(keys_kernel, EntryPoint::BackwardDkv, main(kv_blocks), [keys_params, captured, to]);
     if backward.sink_gradient.is_some() {
         let grid = ([*heads_q, THREADS.into()], SINKS_SHARED_BYTES);
         builder.launch_with(queries_kernel, EntryPoint::SinkGradient, grid, [queries_params]);
     }
     for (sum, partial) in sums.iter().zip(partials) {
-        if let Some((left, address)) = partial {
-            reduce(&mut builder, queries_kernel, left, [address, sum.sum]);
+        if let Some((partials, address)) = partial {
+            reduce(&mut builder, queries_kernel, partials, [address, sum.sum]);
         }
     }
     backward.round_gradients(&mut builder, queries_kernel, &sums);
@@ -98,12 +102,12 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, cut: &Cut
 }
 
 /// Adds the launch that adds up in one order what each warp has of a gradient.
-fn reduce(builder: &mut Builder<'_>, kernel: KernelId, left: Left, [from, to]: [Address; 2]) {
-    let [of_batch, of_heads] = left.spans.map(u64::from);
-    let lanes: i64 = if left.shared { 32 } else { 1 };
-    let [batch, heads] = left.rows;
+fn reduce(builder: &mut Builder<'_>, kernel: KernelId, partials: WarpPartials, [from, to]: [Address; 2]) {
+    let [of_batch, of_heads] = partials.spans.map(u64::from);
+    let lanes: i64 = if partials.shared { 32 } else { 1 };
+    let [batch, heads] = partials.rows;
     let mut arguments = vec![builder.value(from), builder.value(to)];
-    arguments.extend([batch, heads, left.slots, left.inner].map(|size| builder.value(size)));
+    arguments.extend([batch, heads, partials.slots, partials.inner].map(|size| builder.value(size)));
     arguments.extend([of_batch | of_heads << 1, lanes.cast_unsigned()].map(|number| builder.value(number)));
-    builder.launch(kernel, EntryPoint::ReduceGradient, [steps(left.elements() * lanes, THREADS), THREADS.into()], arguments);
+    builder.launch(kernel, EntryPoint::ReduceGradient, [steps(partials.elements() * lanes, THREADS), THREADS.into()], arguments);
 }

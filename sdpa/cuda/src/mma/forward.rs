@@ -1,8 +1,8 @@
 //! The schedule of a forward pass with `mma.sync`: the kernel, and before it the launch that makes block lists.
 
-use super::cut::Cut;
 use super::params::{Gradients, MmaParams, Strided};
 use super::source;
+use super::tile_config::TileConfig;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::params::FAR;
@@ -53,18 +53,18 @@ pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &Bloc
 }
 
 /// The schedule of a forward pass with this tile configuration.
-pub(crate) fn schedule(problem: &Problem, forward: &Forward, cut: &Cut, target: &Target) -> Schedule {
-    let label = format!("forward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v);
+pub(crate) fn schedule(problem: &Problem, forward: &Forward, config: &TileConfig, target: &Target) -> Schedule {
+    let label = format!("forward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
     let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Mma, target.sm), label);
-    let kernel = builder.kernel(source::forward_text(forward, cut), vec![(EntryPoint::Forward, cut.shared_bytes())]);
+    let kernel = builder.kernel(source::forward_text(forward, config), vec![(EntryPoint::Forward, config.shared_bytes())]);
     builder.tokens_of([Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().zip(forward.tensors));
-    let blocking = Blocking { queries: cut.own, keys: cut.step, by_keys: false };
+    let blocking = Blocking { queries: config.own, keys: config.step, by_keys: false };
     let lists = builder.block_lists("block lists", blocking);
     let params = params(&mut builder, blocking, &lists, &Gradients::NONE);
     let captured = builder.captured();
     let [batch, heads_q, seq_q, _] = forward.extents;
     builder.make_block_lists(&lists, kernel, [params, captured]);
-    let main = ([batch * heads_q * steps(seq_q, cut.own), cut.threads().into()], cut.shared_bytes());
+    let main = ([batch * heads_q * steps(seq_q, config.own), config.threads().into()], config.shared_bytes());
     builder.launch_with(kernel, EntryPoint::Forward, main, [params, captured]);
     builder.finish()
 }

@@ -1,8 +1,8 @@
-//! What kernels with `mma.sync` take, and what they decline. Strides and head dims are no matter.
+//! What kernels with `mma.sync` support. They support any strides and head dims.
 
-use super::cut::Cut;
 use super::fact::supports_fact;
-use super::ordered::MOST_LEFT_BYTES;
+use super::tile_config::TileConfig;
+use super::warp_partials::MOST_PARTIAL_BYTES;
 use crate::backward::Backward;
 use crate::problem::{Check, Forward, unsupported};
 use crate::tile::MOST_DIM;
@@ -14,22 +14,22 @@ use sdpa_nvidia::JobQuery;
 fn checked(pass: JobQuery<'_>) -> Check {
     let mut check = Check(Vec::new());
     pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));
-    // The smallest cut has 32 rows, in two parts.
+    // The smallest tile has 32 rows, in two parts.
     let longest = pass.problem().seq_q().max(pass.problem().seq_kv());
     check.blocks(pass.problem(), 2 * (longest / 32 + 1));
     check
 }
 
-/// A forward problem as the kernels are told of it.
+/// The kernels' view of a forward problem.
 ///
 /// # Errors
 /// Every limit of the kernels that the problem breaks.
 pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
     let check = checked(JobQuery::Forward(problem));
-    if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }
+    if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
 }
 
-/// A backward problem as the kernels are told of it.
+/// The kernels' view of a backward problem.
 ///
 /// # Errors
 /// Every limit of the kernels that the problem breaks.
@@ -38,35 +38,35 @@ pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
     if !check.0.is_empty() {
         return Err(unsupported(check.0));
     }
-    let backward = Backward::told(problem, Forward::told(problem.forward()));
-    let left = backward.left_bytes(&Cut::of_backward(&backward)?);
+    let backward = Backward::of_supported(problem, Forward::of_supported(problem.forward()));
+    let bytes = backward.partial_bytes(&TileConfig::of_backward(&backward)?);
     let names: Vec<&str> = backward.along.iter().map(|along| along.name.as_str()).collect();
     let field = format!("deterministic, gradients of {}", names.join(", "));
-    let limit = format!("at most {MOST_LEFT_BYTES} bytes of what warps leave to be added up in one order");
-    check.that(left <= MOST_LEFT_BYTES, &field, format!("{left} bytes"), limit);
+    let limit = format!("at most {MOST_PARTIAL_BYTES} bytes of partial sums of warps that are added up in one order");
+    check.that(bytes <= MOST_PARTIAL_BYTES, &field, format!("{bytes} bytes"), limit);
     if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
 }
 
-impl Cut {
-    /// The cut of a forward pass.
+impl TileConfig {
+    /// The tile configuration of a forward pass.
     ///
     /// # Errors
-    /// Head dims that there is none for.
-    pub fn of_forward(forward: &Forward) -> Result<Cut, Unsupported> {
-        Cut::taken(Direction::Forward, forward)
+    /// Head dims above 256.
+    pub fn of_forward(forward: &Forward) -> Result<TileConfig, Unsupported> {
+        TileConfig::of_attention(Direction::Forward, forward)
     }
 
-    /// The cut of a backward pass.
+    /// The tile configuration of a backward pass.
     ///
     /// # Errors
-    /// Head dims that there is none for.
-    pub fn of_backward(backward: &Backward) -> Result<Cut, Unsupported> {
-        Cut::taken(Direction::Backward, &backward.forward)
+    /// Head dims above 256.
+    pub fn of_backward(backward: &Backward) -> Result<TileConfig, Unsupported> {
+        TileConfig::of_attention(Direction::Backward, &backward.forward)
     }
 
-    fn taken(direction: Direction, forward: &Forward) -> Result<Cut, Unsupported> {
+    fn of_attention(direction: Direction, forward: &Forward) -> Result<TileConfig, Unsupported> {
         let [q, _, v, _] = forward.tensors;
-        Cut::of(direction, forward.dtype, q.dims[3], v.dims[3]).ok_or_else(|| {
+        TileConfig::of(direction, forward.dtype, q.dims[3], v.dims[3]).ok_or_else(|| {
             let mut check = Check(Vec::new());
             check.that(false, "dim", q.dims[3].max(v.dims[3]), format!("at most {MOST_DIM}"));
             unsupported(check.0)
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn strides_and_dims_are_no_matter_and_what_is_declined_is_told_by_its_field() {
+    fn any_strides_and_dims_are_supported_and_reasons_name_the_field() {
         let of = |spec: &AttentionSpec| fields(forward(&spec.validate().unwrap()));
         let mut odd = AttentionSpec::dense(DType::F32, SHAPE, Layout::Sbhd).mask(Mask::padding()).with_sink().with_stats();
         assert_eq!(of(&odd), [""; 0]);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deterministic_pass_has_room_for_what_warps_leave() {
+    fn a_deterministic_pass_bounds_the_partial_sums_of_warps() {
         let of = |spec: &BackwardSpec| fields(backward(&spec.validate().unwrap()));
         let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).with_sink().backward();
         assert_eq!(of(&spec.clone().deterministic().wrt(SINK, DType::F32)), [""; 0]);

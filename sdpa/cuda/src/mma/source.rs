@@ -1,8 +1,8 @@
 //! The texts of kernels with `mma.sync`: constants, the pieces of `kernels/`, and what was traced.
 
-use super::cut::Cut;
-use super::ordered::Left;
 use super::params::{MmaParams, Strided};
+use super::tile_config::TileConfig;
+use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
@@ -44,14 +44,14 @@ fn laid(forward: &Forward, operand: Operand, tensor: &TensorSpec) -> TensorSpec 
 }
 
 /// Constants of every text.
-fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
-    let bytes = cut.element_bytes;
+fn constants(forward: &Forward, config: &TileConfig) -> Vec<(&'static str, u32)> {
+    let bytes = config.element_bytes;
     let [q, k, v] = [Operand::Q, Operand::K, Operand::V].map(|operand| laid(forward, operand, &forward.tensors[operand as usize]));
     let mut constants = vec![
-        ("DIM_QK", cut.dim_qk),
-        ("DIM_V", cut.dim_v),
-        ("WARPS", cut.warps()),
-        ("STAGES", cut.stages),
+        ("DIM_QK", config.dim_qk),
+        ("DIM_V", config.dim_v),
+        ("WARPS", config.warps()),
+        ("STAGES", config.stages),
         ("SINGLE", u32::from(bytes == 4)),
         ("Q_WIDE", wide(&q, bytes.into())),
         ("K_WIDE", wide(&k, bytes.into())),
@@ -71,11 +71,11 @@ fn params(forward: &Forward) -> String {
     format!("{}{}{}typedef MmaParams Params;\n", boundary(forward), Strided::CUDA, MmaParams::cuda())
 }
 
-/// The whole CUDA text of the forward kernel of a problem, cut so.
-pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
+/// The whole CUDA source of the forward kernel of a problem, with this tile configuration.
+pub fn forward_text(forward: &Forward, config: &TileConfig) -> String {
     let [.., o] = &forward.tensors;
-    let mut own = constants(forward, cut);
-    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(&laid(forward, Operand::O, o), cut.element_bytes))]);
+    let mut own = constants(forward, config);
+    own.extend([("TILE_M", config.own), ("TILE_N", config.step), ("O_PAIRS", pairs(&laid(forward, Operand::O, o), config.element_bytes))]);
     own.extend(statistics(forward));
     own.push(("WITH_PAGES", forward.paged.is_some().into()));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
@@ -92,19 +92,19 @@ fn map(forward: &Forward) -> Option<(&'static str, &'static str)> {
 }
 
 /// Constants of either text of a backward pass.
-fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<(&'static str, u32)> {
-    let bytes = cut.element_bytes;
-    let (tile_m, tile_n) = if by_keys { (cut.step, cut.own) } else { (cut.own, cut.step) };
+fn constants_of_gradients(backward: &Backward, config: &TileConfig, by_keys: bool) -> Vec<(&'static str, u32)> {
+    let bytes = config.element_bytes;
+    let (tile_m, tile_n) = if by_keys { (config.step, config.own) } else { (config.own, config.step) };
     let in_memory = |operand: Operand, tensor: &TensorSpec| laid(&backward.forward, operand, tensor);
     let [dq, dk, dv] = &backward.gradients;
     let [dq, dk, dv] =
         [(Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv)].map(|(operand, tensor)| pairs(&in_memory(operand, tensor), bytes));
-    let mut own = constants(&backward.forward, cut);
+    let mut own = constants(&backward.forward, config);
     own.extend([
         ("APPROXIMATE", 0),
-        ("OWN", cut.own),
-        ("STEP", cut.step),
-        ("COLUMN_PARTS", cut.parts),
+        ("OWN", config.own),
+        ("STEP", config.step),
+        ("COLUMN_PARTS", config.parts),
         ("TILE_M", tile_m),
         ("TILE_N", tile_n),
         ("BY_KEYS", by_keys.into()),
@@ -118,9 +118,9 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
 }
 
 /// The whole CUDA text of the kernels that make gradients of queries, and what is around them.
-pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
+pub fn queries_text(backward: &Backward, config: &TileConfig) -> String {
     let forward = &backward.forward;
-    let own = constants_of_gradients(backward, cut, false);
+    let own = constants_of_gradients(backward, config, false);
     let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, backward.weight(), &own, &params(forward), &traced, &WARP_PIECES);
     [MASK, EXACT_LSE, KV_BLOCKS].into_iter().chain(map(forward)).chain([SCORES]).chain(BACKWARD_DQ).for_each(|piece| add(&mut text, piece));
@@ -128,9 +128,9 @@ pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
 }
 
 /// The whole CUDA text of the kernel that makes gradients of keys and values, and those of parameters.
-pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
+pub fn keys_text(backward: &Backward, config: &TileConfig) -> String {
     let forward = &backward.forward;
-    let own = constants_of_gradients(backward, cut, true);
+    let own = constants_of_gradients(backward, config, true);
     let traced: Vec<String> =
         score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
     let params = format!("{}{}", params(forward), gradients_structure(&backward.along));
@@ -139,8 +139,8 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
     if !backward.along.is_empty() {
         add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
-        let left: Vec<Option<Left>> = backward.left(cut).collect();
-        text.push_str(&along_parameters(&backward.along, forward.extents, &left));
+        let partials: Vec<Option<WarpPartials>> = backward.warp_partials(config).collect();
+        text.push_str(&along_parameters(&backward.along, forward.extents, &partials));
     }
     add(&mut text, BACKWARD_DKV);
     text

@@ -62,8 +62,8 @@ impl<'a> Builder<'a> {
     /// Adds a kernel source, with its entry points and the shared memory of each. Where calls make block lists, every source has the kernel that does.
     pub(crate) fn kernel(&mut self, source: String, mut entries: Vec<(EntryPoint, u32)>) -> KernelId {
         entries.extend((self.attention.lists() == Lists::AtCall).then_some((EntryPoint::BlockLists, MAP_SHARED_BYTES)));
-        let (cut, architecture) = (self.schedule.label.clone(), self.architecture.clone());
-        self.schedule.kernels.push(KernelKey { source: source.into(), entries, cut, architecture });
+        let (tile, architecture) = (self.schedule.label.clone(), self.architecture.clone());
+        self.schedule.kernels.push(KernelKey { source: source.into(), entries, tile, architecture });
         KernelId(self.schedule.kernels.len() - 1)
     }
 

@@ -5,10 +5,10 @@ use super::params::BackwardParams;
 use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
+use crate::head_sections::{HeadSections, head_tiles};
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
 use crate::schedule::{Address, Argument, Blocking, Builder, OperandMap, Schedule, Tiling};
-use crate::sections::{Sections, head_tiles};
 use crate::source;
 use crate::target::Target;
 use crate::tile::BackwardTile;
@@ -40,9 +40,9 @@ struct Zeroed {
 
 /// The tile configuration in words.
 fn label(tile: &BackwardTile) -> String {
-    let shares = if tile.shares > 1 { format!(", heads of a group in {} shares", tile.shares) } else { String::new() };
-    let pair = if tile.pair { ", in pairs" } else { "" };
-    format!("backward {} x {} of {}, {}{pair}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
+    let shares = if tile.shares > 1 { format!(", GQA groups over {} blocks", tile.shares) } else { String::new() };
+    let clusters = if tile.two_cta { ", 2-CTA clusters" } else { "" };
+    format!("backward {} x {} of {}, {}{clusters}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
 }
 
 /// Elements from one row of a copy of `d_o` to the next.
@@ -60,7 +60,7 @@ fn readable(backward: &Backward) -> TensorSpec {
 pub(crate) fn schedule(
     problem: &BackwardProblem,
     backward: &Backward,
-    (tile, sections): (&BackwardTile, &Sections),
+    (tile, sections): (&BackwardTile, &HeadSections),
     target: &Target,
 ) -> Schedule {
     let forward = &backward.forward;
@@ -161,7 +161,7 @@ pub(crate) fn schedule(
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
     builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
     // Thread blocks of a cluster begin together.
-    let at_once = (target.multiprocessors / tile.together()).max(1) * tile.together();
+    let at_once = (target.multiprocessors / tile.cluster_size()).max(1) * tile.cluster_size();
     let main = ([i64::from(last).min(at_once.into()), BackwardTile::THREADS.into()], tile.shared_bytes());
     builder.launch_with(kernel, EntryPoint::Backward, main, maps.into_iter().chain([params, captured, sums]));
     if converts_dq {

@@ -59,14 +59,14 @@ impl Workspace {
             return own;
         }
         let [batch, _, seq_q, _] = forward.extents;
-        let (rows, units) = (forward.most_rows(tile), forward.units(tile));
+        let (rows, head_groups) = (forward.most_rows(tile), forward.head_groups(tile));
         // A tile has a split for each share of its blocks, and one for what is left.
-        let splits = if tile.split { forward.most_parts(tile, multiprocessors) / units + 1 } else { 0 };
+        let splits = if tile.split { forward.most_parts(tile, multiprocessors) / head_groups + 1 } else { 0 };
         own.most_items = rows + splits;
         own.counter = builder.slot("tile counter, number of tiles", 8);
         own.items = builder.slot("tile list", ITEM_BYTES * own.most_items);
         if tile.split {
-            let results = own.most_items * units * i64::from(tile.queries() * tile.heads());
+            let results = own.most_items * head_groups * i64::from(tile.queries() * tile.heads());
             own.firsts = builder.slot("first split of each tile", 4 * batch * steps(seq_q, tile.queries()));
             own.split_lse = builder.slot("log-sum-exp of each split", 8 * results);
             own.split_max = builder.slot("row maxima of each split", if forward.leaves_largest() { 4 * results } else { 0 });
@@ -79,26 +79,26 @@ impl Workspace {
 /// The tile configuration in words.
 fn label(tile: &Tile) -> String {
     let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
-    let parts = if tile.split { ", keys in parts" } else { "" };
-    format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
+    let split = if tile.split { ", split-KV" } else { "" };
+    format!("forward {}{heads} x {} of {}, {}{split}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
 }
 
 /// Heads, or groups of heads that share a tile, that are worked on together: whole GQA groups. A tile list has the tiles of all batch entries.
 fn heads_in_l2(forward: &Forward, tile: &Tile) -> i64 {
     let Forward { tensors: [_, k, v, _], extents: [batch, _, _, seq_kv], .. } = forward;
-    let units = forward.units(tile);
+    let head_groups = forward.head_groups(tile);
     let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * forward.head_tiles(tile);
     match forward.packed {
         // Keys are read once: those of all heads, which are next to one another.
-        _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => units,
-        Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(units),
-        None => together(*seq_kv).min(batch * units),
+        _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => head_groups,
+        Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(head_groups),
+        None => together(*seq_kv).min(batch * head_groups),
     }
 }
 
 /// Thread blocks: one for each SM, which take tile after tile, or as many as there are tiles.
 fn blocks(forward: &Forward, tile: &Tile, multiprocessors: u32) -> i64 {
-    let splits = if tile.split { forward.most_parts(tile, multiprocessors) + forward.units(tile) } else { 0 };
+    let splits = if tile.split { forward.most_parts(tile, multiprocessors) + forward.head_groups(tile) } else { 0 };
     (forward.most_tiles(tile) + splits).min(multiprocessors.into())
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, target
     let own = Workspace::add(&mut builder, tile, multiprocessors);
     let lists = builder.block_lists("block lists", Blocking { queries: tile.queries(), keys: tile.keys, by_keys: false });
     let Forward { tensors: [.., o], paged, extents: [batch, _, seq_q, seq_kv], .. } = forward;
-    let units = forward.units(tile);
+    let head_groups = forward.head_groups(tile);
     let params = ForwardParams {
         attention: builder.attention_params(Tiling { queries: tile.queries(), heads_in_l2: heads_in_l2(forward, tile) }, &lists),
         stats: Address::Statistic(Statistic::Stats),
@@ -147,7 +147,7 @@ pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, target
         o_head: o.strides[1],
         o_row: o.strides[2],
         page_table: builder.param(PAGE_TABLE),
-        units: units as i32,
+        units: head_groups as i32,
         head_tiles: forward.head_tiles(tile) as i32,
         most_parts: forward.most_parts(tile, multiprocessors) as i32,
         page_size: paged.map_or(1, |paged| paged.page_size.min(FAR.into())) as i32,
@@ -168,7 +168,7 @@ pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, target
     let main = ([blocks(forward, tile, multiprocessors), tile.threads().into()], tile.shared_bytes());
     builder.launch_with(kernel, EntryPoint::Forward, main, maps.into_iter().chain([params, captured]));
     if tile.split {
-        let rows = batch * units * steps(*seq_q, tile.queries()) * steps((tile.queries() * tile.heads()).into(), COMBINING_WARPS);
+        let rows = batch * head_groups * steps(*seq_q, tile.queries()) * steps((tile.queries() * tile.heads()).into(), COMBINING_WARPS);
         builder.launch(kernel, EntryPoint::Combine, [rows, (32 * COMBINING_WARPS).into()], [params]);
     }
     builder.finish()

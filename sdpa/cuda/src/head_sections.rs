@@ -1,4 +1,4 @@
-//! In which sections key heads follow one another in a backward pass, and where the sums of gradients of queries of each lie meanwhile.
+//! L2 head sections of a backward pass: which KV heads are worked on together, and where the dQ accumulators of each section are.
 
 use crate::backward::Backward;
 use crate::problem::Lists;
@@ -9,22 +9,22 @@ use sdpa_core::Side;
 /// How many blocks are taken until those of a section are done, and then until its sums have left, as a part of those that run at once. More is more memory than the
 /// cache has, and less makes others wait: measured (docs/cuda.md, "Versions of the backward kernel").
 const DONE: f64 = 0.9;
-const SETTLED: f64 = 1.5;
+const CONVERTED: f64 = 1.5;
 /// Walks that are longer than the mean by no more than this, those of causal masks among them, have time enough.
 const EVEN: f64 = 2.5;
-/// How much longer walks may be of a rule that each call has its own of.
+/// How much longer the longest loop over query tiles may be, with a mask that reads tensors.
 const UNKNOWN: f64 = 4.0;
 
-/// The sections of a backward pass.
+/// The L2 head sections of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sections {
+pub(crate) struct HeadSections {
     /// Key heads of a section, the last of which may have fewer.
     pub heads: i64,
     /// How many there are.
     pub count: i64,
     /// How many have a place for their sums at once; 0 where every tile of queries has its own.
     pub ring: i64,
-    /// How many sections behind the one that is taken the sums leave.
+    /// How many sections later the dQ accumulators of a section are converted.
     pub behind: i64,
     /// Tiles of queries that there is a place for.
     pub places: i64,
@@ -34,41 +34,41 @@ pub(crate) struct Sections {
     pub tail: i64,
 }
 
-impl Sections {
+impl HeadSections {
     /// On a device of so many multiprocessors, each of which has one block of threads at a time. A section is half as many blocks as these, where heads are short.
-    pub(crate) fn of(backward: &Backward, tile: &BackwardTile, multiprocessors: u32) -> Sections {
+    pub(crate) fn of(backward: &Backward, tile: &BackwardTile, multiprocessors: u32) -> HeadSections {
         let forward = &backward.forward;
         let ([batch, heads_q, seq_q, seq_kv], group) = (forward.extents, forward.group.max(1));
         let heads_kv = batch * heads_q / group;
         let blocks = heads_kv * steps(seq_kv, BackwardTile::KEYS) * i64::from(tile.parts);
         let own =
             if forward.packed.is_some() { heads_q * head_tiles(backward, tile) } else { batch * heads_q * steps(seq_q, tile.queries) };
-        let whole = Sections { heads: 1, count: heads_kv, ring: 0, behind: 0, places: own, blocks, tail: 0 };
+        let whole = HeadSections { heads: 1, count: heads_kv, ring: 0, behind: 0, places: own, blocks, tail: 0 };
         if tile.sums_bytes() == 0 {
             // Queries, gradients of outputs, and sums of f32.
             let [dim_qk, dim_v] = [0, 2].map(|n: usize| forward.tensors[n].dims[3]);
             let heads = heads_in_cache(group * seq_q * (2 * (dim_qk + dim_v) + 4 * dim_qk));
-            return Sections { heads: heads.min(heads_kv), ..whole }.counted(heads_kv);
+            return HeadSections { heads: heads.min(heads_kv), ..whole }.counted(heads_kv);
         }
         let multiprocessors = i64::from(multiprocessors.max(1));
         let of_head = (steps(backward.length(Side::Keys), BackwardTile::KEYS) * i64::from(tile.shares)).max(1);
         let heads = (multiprocessors / (2 * of_head)).clamp(1, heads_kv.max(1));
         let since = |of_all: f64| 1 + (multiprocessors as f64 * of_all) as i64 / (heads * of_head);
-        let sections = Sections { heads, ..whole }.counted(heads_kv);
+        let sections = HeadSections { heads, ..whole }.counted(heads_kv);
         let behind = (1 + since(DONE * uneven(backward, tile))).min(sections.count);
         // What is left when there are no more blocks is two numbers for each multiprocessor.
-        let sections = Sections { behind, tail: 2 * multiprocessors / behind.max(1) + 1, ..sections };
-        let ring = sections.count.min(1 + sections.behind + since(SETTLED));
+        let sections = HeadSections { behind, tail: 2 * multiprocessors / behind.max(1) + 1, ..sections };
+        let ring = sections.count.min(1 + sections.behind + since(CONVERTED));
         let places = ring * heads * group * steps(seq_q, tile.queries);
-        if forward.packed.is_some() && places >= own { sections } else { Sections { ring, places, ..sections } }
+        if forward.packed.is_some() && places >= own { sections } else { HeadSections { ring, places, ..sections } }
     }
 
-    fn counted(self, heads_kv: i64) -> Sections {
-        Sections { count: heads_kv.div_euclid(self.heads.max(1)) + i64::from(heads_kv % self.heads.max(1) != 0), ..self }
+    fn counted(self, heads_kv: i64) -> HeadSections {
+        HeadSections { count: heads_kv.div_euclid(self.heads.max(1)) + i64::from(heads_kv % self.heads.max(1) != 0), ..self }
     }
 }
 
-/// How many times as long as most a walk of a section may take: what it sums up leaves that much later.
+/// How many times as long as the mean the longest loop over query tiles takes: its dQ accumulators are converted that much later.
 fn uneven(backward: &Backward, tile: &BackwardTile) -> f64 {
     match backward.forward.lists() {
         Lists::AtCall => UNKNOWN,
@@ -89,20 +89,20 @@ mod tests {
 
     const MULTIPROCESSORS: u32 = 132;
 
-    fn of(spec: AttentionSpec, mask: &str) -> (Sections, BackwardTile) {
+    fn of(spec: AttentionSpec, mask: &str) -> (HeadSections, BackwardTile) {
         let spec = if mask.is_empty() { spec } else { spec.mask(mask.parse::<Mask>().unwrap()) };
         let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
         let tile = backward.tile(MULTIPROCESSORS).unwrap();
-        (Sections::of(&backward, &tile, MULTIPROCESSORS), tile)
+        (HeadSections::of(&backward, &tile, MULTIPROCESSORS), tile)
     }
 
-    fn dense([batch, heads_q, heads_kv]: [i64; 3], seq: i64, dim: i64, mask: &str) -> (Sections, BackwardTile) {
+    fn dense([batch, heads_q, heads_kv]: [i64; 3], seq: i64, dim: i64, mask: &str) -> (HeadSections, BackwardTile) {
         let shape = Shape { batch, heads_q, heads_kv, seq_q: seq, seq_kv: seq, dim_qk: dim, dim_v: dim };
         of(AttentionSpec::dense(DType::BF16, shape, Layout::Bshd), mask)
     }
 
     #[test]
-    fn sections_have_room_for_what_runs_at_once() {
+    fn sections_have_accumulators_for_what_runs_at_once() {
         for (heads, seq, mask) in [
             ([4, 32, 32], 4096, ""),
             ([2, 16, 16], 16384, "causal"),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn walks_that_are_much_longer_than_others_have_more_time() {
+    fn loops_that_are_much_longer_than_others_have_more_time() {
         let behind = |mask| dense([4, 32, 32], 4096, 128, mask).0.behind;
         assert_eq!(behind("causal"), behind(""));
         assert!(behind("global-local:256,64") > 3 * behind(""), "{}", behind("global-local:256,64"));

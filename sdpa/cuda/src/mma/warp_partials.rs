@@ -1,15 +1,15 @@
-//! Gradients of parameters that are added up in one order: each warp leaves what its scores give in a place of its own, and a kernel adds these up.
+//! Gradients of parameters that are added up in one order: each warp writes the partial sum of its scores to memory of its own, and a kernel adds these up.
 
-use super::cut::Cut;
+use super::tile_config::TileConfig;
 use crate::backward::{Along, Backward};
 use sdpa_core::expr::Axis;
 
-/// Bytes that what warps leave may have, of all gradients of a pass together.
-pub const MOST_LEFT_BYTES: i64 = 1 << 30;
+/// Bytes of the partial sums of all gradients of a pass, at most.
+pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 
-/// What warps leave of one gradient: (batch, heads_q, slots, inner) numbers, f32.
+/// The partial sums of one gradient: (batch, heads_q, slots, inner) numbers, f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Left {
+pub(crate) struct WarpPartials {
     /// Batch entries and query heads.
     pub(crate) rows: [i64; 2],
     /// Which of these the gradient has elements of its own for.
@@ -22,17 +22,17 @@ pub(crate) struct Left {
     pub(crate) shared: bool,
 }
 
-impl Left {
-    /// Of a gradient, in blocks of keys of this cut.
-    pub(crate) fn of(along: &Along, [batch, heads, seq_q, seq_kv]: [i64; 4], cut: &Cut) -> Left {
+impl WarpPartials {
+    /// Of a gradient, with KV blocks of this tile configuration.
+    pub(crate) fn of(along: &Along, [batch, heads, seq_q, seq_kv]: [i64; 4], config: &TileConfig) -> WarpPartials {
         let has = |axis| !along.axes.is_table() && along.axes.has(axis);
-        let slots = if has(Axis::K) { 1 } else { seq_kv.unsigned_abs().next_multiple_of(cut.own.into()) as i64 / 16 };
+        let slots = if has(Axis::K) { 1 } else { seq_kv.unsigned_abs().next_multiple_of(config.own.into()) as i64 / 16 };
         let extent = |axis, extent| if has(axis) { extent } else { 1 };
         let inner = if along.axes.is_table() { along.axes.extents().product() } else { extent(Axis::Q, seq_q) * extent(Axis::K, seq_kv) };
-        Left { rows: [batch, heads], spans: [has(Axis::Batch), has(Axis::Head)], slots, inner, shared: !has(Axis::K) }
+        WarpPartials { rows: [batch, heads], spans: [has(Axis::Batch), has(Axis::Head)], slots, inner, shared: !has(Axis::K) }
     }
 
-    /// Whether every number is an element of the gradient: nothing is left to add up.
+    /// Whether every number is an element of the gradient: nothing remains to be added up.
     pub(crate) fn is_whole(&self) -> bool {
         self.slots == 1 && self.rows.iter().zip(self.spans).all(|(extent, spans)| spans || *extent == 1)
     }
@@ -50,15 +50,17 @@ impl Left {
 }
 
 impl Backward {
-    /// What warps leave of each gradient of a parameter, where these are added up in one order; `None` of one that they write as it is.
-    pub(crate) fn left<'a>(&'a self, cut: &'a Cut) -> impl Iterator<Item = Option<Left>> + 'a {
-        let of = |along| Some(Left::of(along, self.forward.extents, cut)).filter(|left| self.deterministic && !left.is_whole());
+    /// The partial sums of each gradient of a parameter that is added up in one order; `None` for a gradient that kernels write directly.
+    pub(crate) fn warp_partials<'a>(&'a self, config: &'a TileConfig) -> impl Iterator<Item = Option<WarpPartials>> + 'a {
+        let of = |along| {
+            Some(WarpPartials::of(along, self.forward.extents, config)).filter(|partials| self.deterministic && !partials.is_whole())
+        };
         self.along.iter().map(of)
     }
 
     /// Bytes of all of them.
-    pub(crate) fn left_bytes(&self, cut: &Cut) -> i64 {
-        self.left(cut).flatten().fold(0, |bytes, left| bytes.saturating_add(left.bytes()))
+    pub(crate) fn partial_bytes(&self, config: &TileConfig) -> i64 {
+        self.warp_partials(config).flatten().fold(0, |bytes, partials| bytes.saturating_add(partials.bytes()))
     }
 }
 
@@ -69,9 +71,11 @@ mod tests {
     use sdpa_core::{DType, Direction};
 
     #[test]
-    fn warps_leave_as_much_as_the_axes_say() {
-        let cut = Cut::of(Direction::Backward, DType::BF16, 64, 64).unwrap();
-        let of = |axes: Axes| Left::of(&Along { name: String::new(), dtype: DType::F32, axes, reads: Vec::new() }, [3, 5, 40, 70], &cut);
+    fn partial_sums_are_as_many_as_the_axes_say() {
+        let config = TileConfig::of(Direction::Backward, DType::BF16, 64, 64).unwrap();
+        let of = |axes: Axes| {
+            WarpPartials::of(&Along { name: String::new(), dtype: DType::F32, axes, reads: Vec::new() }, [3, 5, 40, 70], &config)
+        };
         let axes = |all: &[Axis]| all.iter().fold(Axes::NONE, |axes, axis| axes.with(*axis));
         // Two blocks of 64 keys, of four warps each.
         let scalar = of(Axes::NONE);
