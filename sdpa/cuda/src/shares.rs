@@ -19,7 +19,7 @@ const CLOSE: f64 = 1.03;
 /// KV blocks whose loops are looked at.
 const LOOKED_AT: i64 = 32;
 
-/// StepCounts over the queries of one head, in steps.
+/// Steps of the loops of KV blocks over the query tiles of one head.
 pub(crate) struct StepCounts {
     longest: f64,
     mean: f64,

@@ -321,7 +321,7 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// The function that adds what each score gives to the gradients of parameters: to their elements, or where `partials` says so to a warp's own place.
+/// The function that adds what each score gives to the gradients of parameters: to their elements, or to the partial sums of a warp where `partials` has them.
 pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], partials: &[Option<WarpPartials>]) -> String {
     let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"

@@ -16,7 +16,7 @@ use sdpa_core::problem::Problem;
 use sdpa_driver::Device;
 use sdpa_nvidia::Job;
 
-/// A device, as far as the text of a kernel depends on it, and what is to be taken in place of the usual choice.
+/// A device, as far as schedules and kernel sources depend on it, and overrides of the usual choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     /// The compute capability: 90 for 9.0.
@@ -128,14 +128,14 @@ impl Target {
         })
     }
 
-    /// What the first family supported_forward of a problem that supported_forward it, on this device; else the reasons of the one that has the fewest.
+    /// The first family that supports a problem on this device, with its view of the problem; else the reasons of the family that has the fewest.
     fn first_supporting<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
         let asked = Family::ALL.into_iter().filter(|family| self.family.is_none_or(|only| only == *family));
         let (able, unable): (Vec<_>, Vec<_>) = asked.partition(|family| family.runs_on(self.sm));
         let mut refused: Option<Unsupported> = None;
         for family in able {
             match ask(family) {
-                Ok(taken) => return Ok((family, taken)),
+                Ok(supported) => return Ok((family, supported)),
                 Err(why) if refused.as_ref().is_none_or(|before| why.reasons.len() < before.reasons.len()) => refused = Some(why),
                 Err(_) => {}
             }

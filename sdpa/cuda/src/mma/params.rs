@@ -55,17 +55,17 @@ params! {
         dk: Strided = "Strided ",
         /// Gradients of values.
         dv: Strided = "Strided ",
-        /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q): forward it is written, where anybody asks.
+        /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q): written by the forward pass, where it is asked for.
         stats: Address = "float* ",
-        /// Address that the largest score of each row goes to, as `stats` lies.
+        /// Address that the largest score of each row goes to, in the order of `stats`.
         row_max: Address = "float* ",
-        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        /// Address that the sum of exponentials of each row goes to, in the order of `stats`.
         sum_exp: Address = "float* ",
-        /// Address of the stats in units of the exponent of 2, as `stats` lies.
+        /// Address of the log-sum-exps in base 2, in the order of `stats`.
         lse: Address = "float* ",
         /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `stats`.
         exact: Address = "float2* ",
-        /// Address of the sums of `o` times `d_o`, as `stats` lies.
+        /// Address of delta, the row sums of `o` times `d_o`, in the order of `stats`.
         delta: Address = "float* ",
         seq_len_q,
         seq_len_kv,

@@ -114,8 +114,8 @@ impl CudaPlan {
         Ok(CudaPlan { job, schedule: Arc::new(schedule), steps, resources, homes, workspace_bytes, used: OnceLock::new() })
     }
 
-    /// Submits a call, and gives the same pass around the blocks that its masks leave: calls of that find none again, as layers want it that have one mask. Where
-    /// no mask reads tensors, blocks are found when the plan is made, and it is this plan.
+    /// Submits a call, and returns the same pass with the block lists of that call: its calls make none again. Use it for layers that share a mask. The lists of a
+    /// mask that reads no tensors are made with the plan, and the result is this plan.
     ///
     /// ```
     /// use sdpa_core::device::DeviceCall;
@@ -139,8 +139,8 @@ impl CudaPlan {
     /// ```
     ///
     /// # Safety
-    /// As [`DevicePrepared::submit`]; calls of what is given are submitted to this stream, or behind its work. What their masks read has the values that it has
-    /// now: else pairs are kept or dropped that should not be.
+    /// As [`DevicePrepared::submit`]; calls of the result are submitted to this stream, or after its work. The tensors that their masks read have the values of this
+    /// call: else queries attend to keys that the mask masks out, or the reverse.
     ///
     /// # Errors
     /// As [`DevicePrepared::submit`].
@@ -162,11 +162,14 @@ impl CudaPlan {
         Ok(Arc::new(mapped))
     }
 
-    /// The same pass, whose block lists are made in memory of its own. Only a pass without tables makes lists.
+    /// The same pass, whose block lists are made in memory of its own.
     fn with_memory_for_lists(&self) -> Result<CudaPlan, Error> {
+        if self.schedule.slots.iter().any(|slot| table(slot).is_some()) {
+            return Err(Error::Bug("a pass has block lists of the plan and of each call".to_owned()));
+        }
         let is_resident = |slot: &Slot| match slot.source {
-            Source::Workspace => false,
-            Source::BlockLists | Source::Table(_) => true,
+            Source::Workspace | Source::Table(_) => false,
+            Source::BlockLists => true,
         };
         let memory = |slot: &&Slot| is_resident(slot);
         let buffer = |slot: &Slot| Ok::<_, Error>(Buffer::new(self.device(), usize::try_from(slot.bytes).unwrap_or(usize::MAX))?);

@@ -45,7 +45,7 @@ impl CudaPlan {
         self.noting_use(submission, || {
             for step in &self.steps {
                 match step {
-                    // SAFETY: the caller's; slots are within the workspace, or memory that is kept with the plan.
+                    // SAFETY: the caller's; slots are within the workspace, or memory of the plan.
                     ReadyStep::Zero(memory) => unsafe { submission.zero(call.memory(memory)) }?,
                     ReadyStep::Launch { entry, launch } => {
                         let arguments: SmallVec<[*const c_void; 16]> = launch.arguments.iter().map(argument).collect();
@@ -59,7 +59,7 @@ impl CudaPlan {
         })
     }
 
-    /// From here on the plan is dropped behind what was submitted. A graph that it is captured into keeps it.
+    /// Submits work, after which the plan's resources are freed only once the device has passed it. A graph that is captured owns a reference to them.
     fn noting_use(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         self.used.get_or_init(|| submission.device());
         if submission.is_capturing() {

@@ -19,7 +19,7 @@ impl OperandMap {
         OperandMap { address, tiled: tiled(tensor, rows_and_heads), packed: None }
     }
 
-    /// Packed tokens of an operand. Two axes of tokens add up, the first of which ends after a box, so that a kernel says where a box is cut off.
+    /// Packed tokens of an operand. Two axes of tokens add up, the first of which ends after a box, so that a kernel says where a box ends.
     pub(crate) fn packed(address: Address, side: Side, tensor: &TensorSpec, [rows, of_heads]: [u32; 2]) -> OperandMap {
         let [_, heads, _, dim] = tensor.dims.map(|d| d.max(1) as u64);
         let bytes = |axis: usize| 2 * tensor.strides[axis].unsigned_abs();

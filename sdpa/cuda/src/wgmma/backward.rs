@@ -28,8 +28,8 @@ struct Zeroed {
     /// The dK and dV accumulators that thread blocks share, and how many are done with each.
     dkv_sums: Address,
     dkv_done: Address,
-    /// How many KV blocks were taken; of each section of heads, how many are done, and how many slices of the dQ accumulator are converted.
-    taken: Address,
+    /// The counter that hands out KV blocks; of each head section, how many blocks are done, and how many slices of the dQ accumulator are converted.
+    next: Address,
     done: Address,
     converted: Address,
     /// Whether any row's log-sum-exp is large.
@@ -80,13 +80,13 @@ pub(crate) fn schedule(
         builder.slot("dK and dV accumulators", 4 * shared_blocks * i64::from(tile.key_sums())),
         builder.slot("dK and dV done", 4 * shared_blocks),
     );
-    let taken = builder.slot("KV blocks taken", 4);
+    let next = builder.slot("KV block counter", 4);
     let (done, converted) = (builder.slot("KV blocks done", 4 * sections.count), builder.slot("dQ slices converted", 4 * sections.count));
     let gradients = backward.parameter_gradients(&mut builder);
     let zeroed = Zeroed {
         dkv_sums,
         dkv_done,
-        taken,
+        next,
         done,
         converted,
         large: builder.slot("whether a log-sum-exp is large", 4),
@@ -120,7 +120,7 @@ pub(crate) fn schedule(
         sums: zeroed.dq_sums,
         key_sums: zeroed.dkv_sums,
         shares_done: zeroed.dkv_done,
-        taken: zeroed.taken,
+        taken: zeroed.next,
         done: zeroed.done,
         settled: zeroed.converted,
         sink_gradient: backward.sink_gradient_of(&gradients),

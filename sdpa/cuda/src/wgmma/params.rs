@@ -6,11 +6,11 @@ use crate::schedule::Address;
 params! {
     /// The parameters of the forward kernels, next to tensor maps: addresses in device memory, strides in elements, then numbers.
     ForwardParams as "Params" {
-        /// Address that the log-sum-exp of each row goes to, f32 (batch, heads_q, seq_q); 0 where nobody asks.
+        /// Address that the log-sum-exp of each row goes to, f32 (batch, heads_q, seq_q); 0 where they are not computed.
         stats: Address = "float* ",
-        /// Address that the largest score of each row goes to, as `stats` lies.
+        /// Address that the largest score of each row goes to, in the order of `stats`.
         row_max: Address = "float* ",
-        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        /// Address that the sum of exponentials of each row goes to, in the order of `stats`.
         sum_exp: Address = "float* ",
         seq_len_q,
         seq_len_kv,
@@ -18,20 +18,19 @@ params! {
         map_begin,
         map_end,
         map_blocks,
-        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins. Behind it, of a list, how many
-        /// items it has, i32.
+        /// Address of the counter that hands out tiles after the first of each CTA, i32: 0 when the kernel begins. After it, the number of items of a tile list, i32.
         taken: Address = "int* ",
         /// Address of the list of tiles, where there is one.
         items: Address = "TileItem* ",
         /// Address of the item that each tile of each batch entry begins with, i32, where keys are split.
         firsts: Address = "int* ",
-        /// Address of what parts of keys come to: f32 (item, head or group of heads, row of a tile, column of the tile).
+        /// Address of the outputs of splits: f32 (item, head or group of heads, row of a tile, column of the tile).
         part_sums: Address = "float* ",
         /// Address of their log-sum-exps, two f32 each, origin and logarithm in base 2 (item, head or group of heads, row of a tile).
         part_logs: Address = "float2* ",
         /// Address of their largest scores, f32 in the same order, where row statistics ask for them.
         part_largest: Address = "float* ",
-        /// Address of the output, where it leaves past shared memory.
+        /// Address of the output, for tiles that do not store it with TMA.
         o: Address = "void* ",
         /// Stride of the output from one batch entry to the next, in elements.
         o_batch: i64 = "long ",
@@ -55,7 +54,7 @@ params! {
         units: i32 = "int ",
         /// Tiles that the heads of a group have.
         head_tiles: i32 = "int ",
-        /// Parts of keys that are asked for.
+        /// Splits of the keys, at most.
         most_parts: i32 = "int ",
         /// Keys of a page.
         page_size: i32 = "int ",
@@ -65,7 +64,7 @@ params! {
         table_row: i32 = "int ",
         tokens_q,
         tokens_kv,
-        /// Items that the list has room for.
+        /// Items that the list has memory for.
         most_items: i32 = "int ",
         tiles,
         section,
@@ -93,7 +92,7 @@ params! {
         o: Address = "const void* ",
         /// Address of the gradient of the output.
         d_o: Address = "const void* ",
-        /// Address of a copy of `d_o` that the copy engine takes: (batch, heads_q, seq_q, `copy_row`); 0 where it takes `d_o` itself.
+        /// Address of a copy of `d_o` that TMA can read: (batch, heads_q, seq_q, `copy_row`); 0 where TMA reads `d_o` itself.
         d_o_copy: Address = "Element* ",
         /// Address of the gradient of the queries.
         dq: Address = "void* ",
@@ -107,19 +106,19 @@ params! {
         q: Address = "const void* ",
         /// Address of the keys.
         k: Address = "const void* ",
-        /// Address of the sums of `o` times `d_o`, as `lse` lies.
+        /// Address of delta, the row sums of `o` times `d_o`, in the order of `lse`.
         delta: Address = "float* ",
-        /// Address of the sums of gradients of queries, f32, in the order of threads; 0 when the kernels begin.
+        /// Address of the dQ accumulator, f32, in the order of threads; 0 when the kernels begin.
         sums: Address = "float* ",
-        /// Address of the sums of gradients of keys and values that several blocks of threads share, f32, in the order of threads; 0 when the kernels begin.
+        /// Address of the dK and dV accumulators that several CTAs share, f32, in the order of threads; 0 when the kernels begin.
         key_sums: Address = "float* ",
-        /// Address of how many of them are done with each block of keys, i32; 0 when the kernels begin.
+        /// Address of how many of these CTAs are done with each KV block, i32; 0 when the kernels begin.
         shares_done: Address = "int* ",
-        /// Address of how many blocks of keys were taken, i32; 0 when the kernels begin, as what follows.
+        /// Address of the counter that hands out KV blocks, i32; 0 when the kernels begin, like the next two.
         taken: Address = "int* ",
-        /// Address of how many of them are done, i32 for each section.
+        /// Address of how many KV blocks are done, i32 for each head section.
         done: Address = "int* ",
-        /// Address of how many slices of sums have left, i32 for each section.
+        /// Address of how many slices of the dQ accumulator are converted, i32 for each head section.
         settled: Address = "int* ",
         seq_len_q,
         seq_len_kv,
@@ -170,7 +169,7 @@ params! {
         batch,
         heads_q,
         group,
-        /// Blocks of threads that share the heads of a group.
+        /// CTAs that share the query heads of a GQA group.
         shares: i32 = "int ",
         seq_q,
         seq_kv,
@@ -185,17 +184,17 @@ params! {
         tokens_q,
         tokens_kv,
         section,
-        /// How many such sections there are.
+        /// Head sections.
         sections: i32 = "int ",
-        /// How many of them have a place for their sums at once; 0 where every tile of queries has its own.
+        /// Head sections whose dQ accumulators are in memory at once; 0 where every query tile has its own.
         ring: i32 = "int ",
-        /// How many sections behind the one that is taken the sums leave.
+        /// How many head sections later the dQ accumulators of one are converted.
         behind: i32 = "int ",
-        /// Blocks of keys that are taken, of all key heads, parts and shares.
+        /// Work items for KV blocks, of all KV heads, parts and shares.
         numbers: i32 = "int ",
-        /// Numbers behind them that stand for sums of each of the last sections, which leave.
+        /// Work items after them that convert the dQ accumulators of each of the last head sections.
         tail: i32 = "int ",
-        /// How many numbers there are in all.
+        /// All work items.
         last: i32 = "int ",
         map_batch,
         map_head,
