@@ -17,9 +17,10 @@
 //! | `mma` | the family with `mma.sync`: what it supports, its tile configurations, sources and schedules |
 //! | `entry_point` | the entry points of the kernel sources |
 //! | `kernel`, `files`, `disk` | kernels compiled and loaded, by their text; files of them; the kernel cache on disk |
-//! | `schedule`, `params`, `parameter_gradients` | a pass as slots and steps; the parameters of kernels; gradients of declared parameters in a schedule |
+//! | `schedule`, `params`, `attention_params`, `parameter_gradients` | a pass as slots and steps; the parameters of kernels; those that all kernels share, from a problem; gradients of declared parameters |
 //! | `plan` | a pass made ready: it submits the steps of a schedule |
 
+mod attention_params;
 mod backward;
 mod choice;
 mod disk;

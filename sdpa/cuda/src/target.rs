@@ -6,7 +6,7 @@ use crate::head_sections::HeadSections;
 use crate::kernel::KernelKey;
 use crate::mma::{self, TileConfig};
 use crate::problem::{Forward, unsupported};
-use crate::schedule::{Schedule, ScheduleReport};
+use crate::schedule::{Gpu, Schedule, ScheduleReport};
 use crate::tile::Tile;
 use crate::wgmma;
 use sdpa_core::backward::BackwardProblem;
@@ -81,6 +81,10 @@ impl Target {
         Ok(self.schedule_of(job)?.report())
     }
 
+    fn gpu(&self) -> Gpu {
+        Gpu { sm: self.sm, multiprocessors: self.multiprocessors }
+    }
+
     fn schedule_of(&self, job: &Job) -> Result<Schedule, Unsupported> {
         match job {
             Job::Forward(problem) => self.forward(problem),
@@ -94,9 +98,9 @@ impl Target {
             Family::Wgmma => {
                 let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
                 let tile = own.map_or_else(|| forward.tile(self.multiprocessors), Ok)?;
-                wgmma::forward_schedule(problem, &forward, &tile, self)
+                wgmma::forward_schedule(problem, &forward, &tile, self.gpu())
             }
-            Family::Mma => mma::forward_schedule(problem, &forward, &TileConfig::of_forward(&forward)?, self),
+            Family::Mma => mma::forward_schedule(problem, &forward, &TileConfig::of_forward(&forward)?, self.gpu()),
         })
     }
 
@@ -106,9 +110,9 @@ impl Target {
             Family::Wgmma => {
                 let tile = backward.tile(self.multiprocessors)?;
                 let sections = HeadSections::of(&backward, &tile, self.multiprocessors);
-                wgmma::backward_schedule(problem, &backward, (&tile, &sections), self)
+                wgmma::backward_schedule(problem, &backward, (&tile, &sections), self.gpu())
             }
-            Family::Mma => mma::backward_schedule(problem, &backward, &TileConfig::of_backward(&backward)?, self),
+            Family::Mma => mma::backward_schedule(problem, &backward, &TileConfig::of_backward(&backward)?, self.gpu()),
         })
     }
 

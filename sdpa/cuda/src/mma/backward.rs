@@ -11,8 +11,7 @@ use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
-use crate::schedule::{Address, Blocking, Builder, KernelId, Schedule};
-use crate::target::Target;
+use crate::schedule::{Address, Blocking, Builder, Gpu, KernelId, Schedule};
 use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::spec::TensorSpec;
@@ -24,10 +23,10 @@ const THREADS: u32 = 256;
 const ROWS: u32 = 32;
 
 /// The schedule of a backward pass with this tile configuration.
-pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &TileConfig, target: &Target) -> Schedule {
+pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &TileConfig, gpu: Gpu) -> Schedule {
     let forward = &backward.forward;
     let label = format!("backward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
-    let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Mma, target.sm), label);
+    let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Mma, gpu), label);
     let queries_kernel = builder.kernel(
         source::queries_text(backward, config),
         vec![

@@ -3,13 +3,13 @@
 use super::params::{Gradients, MmaParams, Strided};
 use super::source;
 use super::tile_config::TileConfig;
+use crate::attention_params::Tiling;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::params::FAR;
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
-use crate::schedule::{Address, Argument, BlockLists, Blocking, Builder, Schedule, Tiling};
-use crate::target::Target;
+use crate::schedule::{Address, Argument, BlockLists, Blocking, Builder, Gpu, Schedule};
 use crate::work::{heads_in_cache, steps};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::spec::TensorSpec;
@@ -53,9 +53,9 @@ pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &Bloc
 }
 
 /// The schedule of a forward pass with this tile configuration.
-pub(crate) fn schedule(problem: &Problem, forward: &Forward, config: &TileConfig, target: &Target) -> Schedule {
+pub(crate) fn schedule(problem: &Problem, forward: &Forward, config: &TileConfig, gpu: Gpu) -> Schedule {
     let label = format!("forward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
-    let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Mma, target.sm), label);
+    let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Mma, gpu), label);
     let kernel = builder.kernel(source::forward_text(forward, config), vec![(EntryPoint::Forward, config.shared_bytes())]);
     builder.tokens_of([Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().zip(forward.tensors));
     let blocking = Blocking { queries: config.own, keys: config.step, by_keys: false };

@@ -2,7 +2,8 @@
 
 use super::arguments::{Arguments, Member, Scalar};
 use super::{
-    Address, Argument, GradientId, KernelId, Launch, MapId, Memory, OperandMap, PackedTokens, ParamId, Schedule, Slot, SlotId, Source, Step,
+    Address, Argument, Gpu, GradientId, KernelId, Launch, MapId, Memory, OperandMap, PackedTokens, ParamId, Schedule, Slot, SlotId, Source,
+    Step,
 };
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
@@ -28,8 +29,8 @@ pub(crate) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    /// The empty schedule of a pass, for a family on a device of this compute capability. `label` is the tile configuration, in words.
-    pub(crate) fn new(job: JobQuery<'a>, attention: &'a Forward, (family, sm): (Family, u32), label: String) -> Builder<'a> {
+    /// The empty schedule of a pass, for a family on a GPU. `label` is the tile configuration, in words.
+    pub(crate) fn new(job: JobQuery<'a>, attention: &'a Forward, (family, gpu): (Family, Gpu), label: String) -> Builder<'a> {
         let schedule = Schedule {
             label,
             kernels: Vec::new(),
@@ -43,7 +44,7 @@ impl<'a> Builder<'a> {
             default_scale: job.problem().default_scale(),
             has_score_mod: attention.score_mod.is_some(),
         };
-        Builder { job, attention, architecture: family.architecture(sm), schedule }
+        Builder { job, attention, architecture: family.architecture(gpu.sm), schedule }
     }
 
     pub(crate) fn finish(self) -> Schedule {

@@ -6,14 +6,12 @@
 //! |---|---|
 //! | `builder` | how a family makes a schedule |
 //! | `arguments` | the bytes that kernels get, and the values in them that a call has |
-//! | `attention` | the parameters that all kernels share |
 //! | `tensor_map` | the tensor maps of operands |
 //! | `tokens` | how many packed tokens a call has memory for |
 //! | `block_lists` | block-sparse index lists |
 //! | `report` | the schedule in words and numbers |
 
 pub(crate) mod arguments;
-mod attention;
 mod block_lists;
 mod builder;
 mod report;
@@ -28,7 +26,6 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 pub(crate) use arguments::{Address, Number};
-pub(crate) use attention::Tiling;
 pub(crate) use block_lists::{BlockLists, Blocking};
 pub(crate) use builder::{Builder, grid};
 pub use report::{LaunchReport, ScheduleReport, SlotReport, StepReport};
@@ -37,6 +34,14 @@ pub(crate) use tokens::PackedTokens;
 
 /// Slots begin at multiples of this in the workspace.
 const SLOT_ALIGNMENT: u64 = 256;
+
+/// A GPU, as far as a schedule depends on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gpu {
+    /// The compute capability: 90 for 9.0.
+    pub(crate) sm: u32,
+    pub(crate) multiprocessors: u32,
+}
 
 /// The index of a slot in [`Schedule::slots`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

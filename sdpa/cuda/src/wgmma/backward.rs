@@ -2,15 +2,15 @@
 //! the dQ accumulator, and one for each gradient of a parameter that is rounded.
 
 use super::params::BackwardParams;
+use crate::attention_params::Tiling;
 use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::head_sections::{HeadSections, head_tiles};
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
-use crate::schedule::{Address, Argument, Blocking, Builder, OperandMap, Schedule, Tiling};
+use crate::schedule::{Address, Argument, Blocking, Builder, Gpu, OperandMap, Schedule};
 use crate::source;
-use crate::target::Target;
 use crate::tile::BackwardTile;
 use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
@@ -61,10 +61,10 @@ pub(crate) fn schedule(
     problem: &BackwardProblem,
     backward: &Backward,
     (tile, sections): (&BackwardTile, &HeadSections),
-    target: &Target,
+    gpu: Gpu,
 ) -> Schedule {
     let forward = &backward.forward;
-    let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Wgmma, target.sm), label(tile));
+    let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Wgmma, gpu), label(tile));
     let mut entries =
         vec![(EntryPoint::Backward, tile.shared_bytes()), (EntryPoint::BackwardPreprocess, 0), (EntryPoint::ConvertGradient, 0)];
     let converts_dq = tile.sums_bytes() == 0;
@@ -161,7 +161,7 @@ pub(crate) fn schedule(
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
     builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
     // Thread blocks of a cluster begin together.
-    let at_once = (target.multiprocessors / tile.cluster_size()).max(1) * tile.cluster_size();
+    let at_once = (gpu.multiprocessors / tile.cluster_size()).max(1) * tile.cluster_size();
     let main = ([i64::from(last).min(at_once.into()), BackwardTile::THREADS.into()], tile.shared_bytes());
     builder.launch_with(kernel, EntryPoint::Backward, main, maps.into_iter().chain([params, captured, sums]));
     if converts_dq {

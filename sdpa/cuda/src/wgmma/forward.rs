@@ -1,14 +1,14 @@
 //! The schedule of a forward pass: the kernel, and around it the lists of tiles and KV blocks, and the combine kernel of split-KV.
 
 use super::params::ForwardParams;
+use crate::attention_params::Tiling;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::params::FAR;
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
-use crate::schedule::{Address, Blocking, Builder, OperandMap, Schedule, Tiling};
+use crate::schedule::{Address, Blocking, Builder, Gpu, OperandMap, Schedule};
 use crate::source;
-use crate::target::Target;
 use crate::tile::Tile;
 use crate::work::{heads_in_cache, steps};
 use sdpa_core::paged::PAGE_TABLE;
@@ -103,9 +103,9 @@ fn blocks(forward: &Forward, tile: &Tile, multiprocessors: u32) -> i64 {
 }
 
 /// The schedule of a forward pass with this tile configuration.
-pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, target: &Target) -> Schedule {
-    let multiprocessors = target.multiprocessors;
-    let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Wgmma, target.sm), label(tile));
+pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, gpu: Gpu) -> Schedule {
+    let multiprocessors = gpu.multiprocessors;
+    let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Wgmma, gpu), label(tile));
     let lists_tiles = forward.lists_tiles(tile);
     let mut entries = vec![(EntryPoint::Forward, tile.shared_bytes())];
     entries.extend(lists_tiles.then_some((EntryPoint::TileList, 0)));

@@ -1,8 +1,7 @@
 //! The parameters that all kernels share, from the attention of a pass.
 
-use super::block_lists::BlockLists;
-use super::{Address, Builder, Number};
 use crate::params::{AttentionParams, FAR};
+use crate::schedule::{Address, BlockLists, Builder, Number};
 use crate::work::steps;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, SINK, Side};
