@@ -94,7 +94,27 @@ score_mod = ["clamped"]
 stats = true
 "#;
 
-const FAULTS: [Fault; 7] = [
+/// Scales that reverse the order of the scores, without a score_mod that would hold the scale.
+const NEGATIVE_SCALE: &str = r#"
+[[case]]
+name = "a negative scale"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 83, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+attn_scale = -0.2
+stats = true
+"#;
+
+/// Rows whose statistics are recomputed, the first of a tile among them.
+const LARGE_ROWS: &str = r#"
+[[case]]
+name = "a very high first row of a tile"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 83, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+score_mod = ["very-high-rows"]
+stats = true
+"#;
+
+const FAULTS: [Fault; 9] = [
     ("dO has the head stride of o", Backward, ["p.d_o_batch, p.d_o_head, p.d_o_row", "p.d_o_batch, p.o_head, p.d_o_row"], UPSTREAM),
     ("a row without keys has no maximum to subtract", Forward, ["if (row_max.log == -INFINITE) row_max.log = 0.0f;", ""], SPLIT),
     ("splits are found with another entry's tile", Forward, ["p.firsts[mine * p.tiles + tile]", "p.firsts[mine + tile]"], SPLIT_TILES),
@@ -106,11 +126,23 @@ const FAULTS: [Fault; 7] = [
         ["block_iterator(p, range, tile.batch, head", "block_iterator(p, range, tile.head, head"],
         LISTS,
     ),
+    (
+        "a negative scale is added to the unit",
+        Backward,
+        ["p.unit : p.unit * p.scale;\nUNROLL_TRACES", "p.unit : p.unit + p.scale;\nUNROLL_TRACES"],
+        NEGATIVE_SCALE,
+    ),
+    (
+        "the first row of a tile keeps its rounded statistic",
+        Backward,
+        ["if (lane == at && log2_sums)", "if (lane + 1 == at && log2_sums)"],
+        LARGE_ROWS,
+    ),
     ("sums are rescaled too late for f16", Forward, ["RESCALE_THRESHOLD = 8.0f", "RESCALE_THRESHOLD = 20.0f"], GROWING_F16),
 ];
 
 /// Every case of these faults.
-pub(super) const CASES: [&str; 7] = [UPSTREAM, SPLIT, SPLIT_TILES, GROWING, GROWING_F16, LISTS, EXTREMA];
+pub(super) const CASES: [&str; 9] = [UPSTREAM, SPLIT, SPLIT_TILES, GROWING, GROWING_F16, LISTS, EXTREMA, NEGATIVE_SCALE, LARGE_ROWS];
 
 #[test]
 fn faults_that_survived_are_found() {

@@ -8,11 +8,15 @@ use sdpa_core::{Fact, Operand, SINK, Side, Statistic, StatsBase};
 /// Blocks along the second and third dimension of a CUDA grid, at most.
 const GRID: i64 = 65_535;
 
+/// Orders of dimensions that have a name.
+const ORDERS: [(Order, [usize; 4]); 3] = [(Order::Bhsd, [0, 1, 2, 3]), (Order::Bshd, [0, 2, 1, 3]), (Order::Sbhd, [2, 0, 1, 3])];
+
 /// What features are taken from: the facts that belong together.
 #[derive(Default)]
 struct Seen {
     features: Features,
-    orders: Vec<Order>,
+    /// For each operand, which of [`ORDERS`] describe it: a dimension of one element fits any of them.
+    orders: Vec<[bool; 3]>,
     heads: [i64; 2],
     is_packed: bool,
     in_pages: bool,
@@ -37,12 +41,7 @@ impl Seen {
         let mut real: Vec<usize> = (0..4).filter(|&d| extents[d] > 1).collect();
         real.sort_by_key(|&d| std::cmp::Reverse(strides[d]));
         let is_in = |order: [usize; 4]| order.into_iter().filter(|d| real.contains(d)).eq(real.iter().copied());
-        self.orders.push(match () {
-            () if is_in([0, 1, 2, 3]) => Order::Bhsd,
-            () if is_in([0, 2, 1, 3]) => Order::Bshd,
-            () if is_in([2, 0, 1, 3]) => Order::Sbhd,
-            () => Order::Other,
-        });
+        self.orders.push(ORDERS.map(|(_, order)| is_in(order)));
         let elements: i64 = extents.iter().product();
         let reach: i64 = 1 + real.iter().map(|&d| (extents[d] - 1) * strides[d]).sum::<i64>();
         self.add(reach > elements, Feature::Gaps);
@@ -185,9 +184,11 @@ impl Seen {
             _ => Feature::GroupOfOther,
         });
         self.add(group > 1 && heads_kv == 1, Feature::OneKvHead);
-        let first = self.orders.first().copied().unwrap_or(Order::Other);
-        self.features.insert(Feature::Layout(first));
-        let is_mixed = self.orders.iter().any(|order| *order != first);
+        let of_first = self.orders.first().copied().unwrap_or_default();
+        let common = (0..ORDERS.len()).find(|&n| self.orders.iter().all(|orders| orders[n]));
+        let is_mixed = common.is_none() && self.orders.iter().any(|orders| *orders != of_first);
+        let order = common.or_else(|| of_first.iter().position(|fits| *fits)).map_or(Order::Other, |n| ORDERS[n].0);
+        self.features.insert(Feature::Layout(order));
         self.add(is_mixed, Feature::MixedLayouts);
         self.add(!self.is_packed && !self.in_pages, Feature::Dense);
         self.add(!self.is_masked, Feature::NoMask);

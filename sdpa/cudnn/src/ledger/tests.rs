@@ -51,6 +51,9 @@ fn features_are_those_of_the_problem() {
         let gone: Vec<&str> = of_dense.into_iter().filter(|name| !own.iter().any(|own| own == name)).collect();
         assert_eq!((&new[..], &gone[..]), (more, less));
     };
+    // One KV head fits every order, so that operands have one order all the same.
+    let one_kv_head = AttentionSpec::dense(DType::BF16, Shape { heads_kv: 1, ..shape(70) }, Layout::Bshd);
+    differs(forward(&one_kv_head), &["one KV head for several query heads"], &[]);
     differs(forward(&dense(70).with_sink()), &["sink"], &[]);
     differs(forward(&dense(70).with_dropout(0.5)), &["dropout"], &[]);
     differs(forward(&dense(70).with_stats()), &["stats"], &[]);
