@@ -150,7 +150,7 @@ packed = { lengths_q = [70, 150, 0, 61], before = 2, slack = 3 }
 backward = { wrt = ["sink:f32"] }
 "#;
 
-const FAULTS: [Fault; 60] = [
+const FAULTS: [Fault; 59] = [
     (
         "keys are not waited for",
         Forward,
@@ -310,7 +310,6 @@ const FAULTS: [Fault; 60] = [
     ("queries drop as keys do", Backward, ["else dropout_of_queries<SCORES>", "else dropout_of_keys<SCORES>"], DROPPED),
     ("the sink's gradient has the other sign", Backward, ["sum -= sink_probability(", "sum += sink_probability("], LENGTHS),
     ("warps have the same rows", Backward, ["(block * 8 + warp) * ROWS_OF_WARP", "block * 8 * ROWS_OF_WARP"], EMPTY),
-    ("rows without weights", Backward, ["any ? lse_of_stat(stat) : INFINITE", "stat * LOG2_E"], EMPTY),
     (
         "rows of every document are the first's",
         Forward,
