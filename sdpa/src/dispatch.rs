@@ -254,7 +254,7 @@ impl Dispatcher {
             return known.as_ref().map_err(Clone::clone);
         }
         #[cfg(feature = "cudnn")]
-        let usual = || CudaOptions { driver: self.options.search.driver.clone(), ordinal: self.options.ordinal, ..CudaOptions::default() };
+        let usual = || CudaOptions::default().with_driver(self.options.search.driver.clone()).with_ordinal(self.options.ordinal);
         #[cfg(not(feature = "cudnn"))]
         let usual = CudaOptions::default;
         let mut options = self.kernels.clone().unwrap_or_else(usual);
@@ -397,7 +397,7 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
         }
     }
     Err(match declined.pop() {
-        Some(last) => Unsupported { before: declined, ..last }.into(),
+        Some(last) => last.after(declined).into(),
         None => absent(ExecutorName::new("none"), "no executor is compiled in".to_owned()),
     })
 }

@@ -1,7 +1,7 @@
 //! Scaled dot product attention, `o = softmax(mask(q·kᵀ · attn_scale)) · v`, on whatever this machine has.
 //!
 //! ```
-//! use sdpa::{AttentionSpec, DType, Dispatcher, Elements, ElementsMut, HostForward, Layout, Mask, Preference, Shape};
+//! use sdpa::{AttentionSpec, DType, Dispatcher, HostForward, Layout, Mask, Preference, Shape};
 //!
 //! let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
 //! let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
@@ -12,18 +12,7 @@
 //! }
 //! let (q, k, v) = (vec![0.5; 4 * 5 * 8], vec![0.25; 2 * 7 * 8], vec![2.0; 2 * 7 * 8]);
 //! let mut o = vec![f32::NAN; 4 * 5 * 8];
-//! choice.prepared.forward(HostForward {
-//!     q: Elements::F32(&q),
-//!     k: Elements::F32(&k),
-//!     v: Elements::F32(&v),
-//!     o: ElementsMut::F32(&mut o),
-//!     stats: None,
-//!     row_max: None,
-//!     sum_exp: None,
-//!     amax: Vec::new(),
-//!     attn_scale: None,
-//!     params: &[],
-//! })?;
+//! choice.prepared.forward(HostForward::new(&q, &k, &v, &mut o))?;
 //! assert!(o.iter().all(|x| (x - 2.0).abs() < 1e-6));
 //! # Ok::<(), sdpa::Error>(())
 //! ```

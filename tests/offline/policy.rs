@@ -20,7 +20,7 @@ fn h200() -> Option<(&'static Library, DeviceProfile)> {
             return None;
         }
     };
-    let library = Library::load(&Search { library: Some(runtime.library), driver: Some(runtime.driver) }).unwrap();
+    let library = Library::load(&Search::default().with_library(runtime.library).with_driver(runtime.driver)).unwrap();
     let profile = std::fs::read_to_string(repository("cudnn-graph/devprops/h200.json")).unwrap();
     Some((library, DeviceProfile::from_json(&profile).unwrap()))
 }
@@ -31,7 +31,7 @@ fn problem(seq_q: i64, seq_kv: i64) -> Job {
 }
 
 fn options(policy: Policy) -> PlanOptions {
-    PlanOptions { form: Some(Form::Composite), policy, ..PlanOptions::default() }
+    PlanOptions::default().with_form(Form::Composite).with_policy(policy)
 }
 
 #[test]

@@ -20,6 +20,7 @@ use std::time::Instant;
 
 /// What plans of attention may look like.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[non_exhaustive]
 pub struct PlanOptions {
     /// How attention is put to cuDNN: this form alone; `None`: the better one first, then the other.
     pub form: Option<Form>,
@@ -27,6 +28,29 @@ pub struct PlanOptions {
     pub policy: Policy,
     /// Whether masks that are unions of bands are computed band by band.
     pub pieces: Pieces,
+}
+
+impl PlanOptions {
+    /// Sets the form in which attention is given to cuDNN; `None` tries both.
+    #[must_use]
+    pub fn with_form(mut self, form: impl Into<Option<Form>>) -> Self {
+        self.form = form.into();
+        self
+    }
+
+    /// Sets which engines are tried.
+    #[must_use]
+    pub fn with_policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// Sets whether masks that are unions of bands are computed band by band.
+    #[must_use]
+    pub fn with_pieces(mut self, pieces: Pieces) -> Self {
+        self.pieces = pieces;
+        self
+    }
 }
 
 /// Whether a pass is computed in [pieces](crate::pieces::Part).
