@@ -24,6 +24,7 @@ use std::sync::OnceLock;
 
 /// Who is to run a problem: whoever can, or one executor alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Preference {
     /// The first of [`Dispatcher::executors_for`] that takes the problem.
     #[default]
@@ -32,8 +33,15 @@ pub enum Preference {
     Named(ExecutorName),
 }
 
+impl From<ExecutorName> for Preference {
+    fn from(executor: ExecutorName) -> Preference {
+        Preference::Named(executor)
+    }
+}
+
 /// A pass made ready: on which executor, and why not on those that were asked before it. What is `prepared` may be kept, and called any number of times.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Choice<P: ?Sized = dyn Prepared> {
     /// Who runs it.
     pub executor: ExecutorName,

@@ -26,7 +26,7 @@
 //!
 //! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it or says everything that is wrong.
 //! The [`Dispatcher`] asks executors for the problem; what it returns is [`Prepared`] and can be called any number of times.
-//! Every stage can be looked at: `cargo sdpa inspect`.
+//! [`attention`] does all of it in one call over slices. Every stage can be looked at: `cargo sdpa inspect`.
 //!
 //! # Executors
 //!
@@ -52,12 +52,14 @@
 //! padding: [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. An executor of your
 //! own: [`Dispatcher::with`]. The [`guide`] has a page for each topic; figures and the glossary are in `docs/` of the repository.
 
+mod attention;
 mod dispatch;
 #[cfg(any(feature = "cudnn", feature = "cuda"))]
 mod on_device;
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 mod tune;
 
+pub use attention::{AttentionCall, Execution, Pass, attention};
 pub use dispatch::{Choice, Dispatcher, Preference};
 #[cfg(feature = "metal")]
 pub use metal_fallback as metal;
