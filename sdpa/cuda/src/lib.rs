@@ -26,20 +26,25 @@ mod fact;
 mod family;
 pub mod files;
 pub mod kernel;
+#[doc(hidden)]
 pub mod map;
 mod matrix;
+#[doc(hidden)]
 pub mod mma;
-pub mod params;
+#[allow(unreachable_pub, reason = "a table makes the structures, and no path leads to them")]
+mod params;
 mod places;
 mod plan;
 mod problem;
 mod sections;
 mod shares;
+#[doc(hidden)]
 pub mod source;
 mod target;
 pub mod tile;
 mod work;
 
+#[doc(hidden)]
 pub use backward::{Along, Backward};
 pub use choice::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
 pub use disk::KernelCache;
@@ -48,6 +53,7 @@ pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;
 pub use files::{KernelFileError, KernelHead, OtherKeys};
 pub use plan::CudaPlan;
+#[doc(hidden)]
 pub use problem::{Forward, Packs};
 pub use sdpa_driver::{Error as DriverError, Nvrtc};
 pub use sdpa_nvidia::planfile::Usage;
