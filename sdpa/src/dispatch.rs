@@ -22,9 +22,8 @@ use std::sync::Arc;
 #[cfg(any(feature = "cudnn", feature = "cuda", feature = "metal"))]
 use std::sync::OnceLock;
 
-/// Who is to run a problem: whoever can, or one executor alone.
+/// The executor that has to run a problem: the first that can, or one alone. Exhaustive: programs translate it to options of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Preference {
     /// The first of [`Dispatcher::executors_for`] that takes the problem.
     #[default]

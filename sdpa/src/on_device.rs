@@ -103,7 +103,7 @@ impl Dispatcher {
         }
         #[cfg(feature = "cuda")]
         if let Some(Ok(cuda)) = self.cuda.get() {
-            let without_cudnn = || CacheTrace { cudnn: "none".to_owned(), device: cuda.device().name().to_owned(), caches: Vec::new() };
+            let without_cudnn = || CacheTrace::new("none", cuda.device().name(), Vec::new());
             trace.get_or_insert_with(without_cudnn).caches.extend(cuda.snapshots());
         }
         trace

@@ -171,7 +171,7 @@ fn install_gpu(why: &Declined) -> String {
         Declined::NoDevice { .. } => "nothing: Metal is on Apple machines".to_owned(),
         Declined::NoGpu => "run it in a session that sees the GPU: a virtual machine or a sandbox may hide it".to_owned(),
         Declined::System { needs, .. } => format!("update the system to {needs}"),
-        Declined::Gpu { .. } => "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned(),
+        Declined::Gpu { .. } | _ => "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned(),
     }
 }
 

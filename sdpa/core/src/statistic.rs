@@ -10,6 +10,8 @@ use std::fmt;
 /// A row statistic: one f32 for each query of each head, which a forward pass computes beside the output where it is asked to.
 ///
 /// All are laid out alike: (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch.
+///
+/// Exhaustive: tables of statistics must have an entry for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Statistic {
@@ -51,6 +53,8 @@ impl fmt::Display for Statistic {
 }
 
 /// The base of the logarithms in `stats`.
+///
+/// Exhaustive: a new base must stop executors from compiling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StatsBase {

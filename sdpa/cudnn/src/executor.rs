@@ -257,7 +257,9 @@ impl CudnnExecutor {
 
     /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs; and what its masks cost. Changes nothing.
     pub fn explain(&self, job: &Job) -> Explanation {
-        Explanation { notes: cost::notes(job, self.options.pieces), ..self.cache(job).explain(job) }
+        let mut explanation = self.cache(job).explain(job);
+        explanation.notes = cost::notes(job, self.options.pieces);
+        explanation
     }
 
     /// How the two caches have been used: that of forward passes, that of backward ones.
@@ -267,11 +269,8 @@ impl CudnnExecutor {
 
     /// Everything that both caches know of themselves: written as JSON, what `cargo sdpa cache report` reads.
     pub fn cache_trace(&self) -> CacheTrace {
-        CacheTrace {
-            cudnn: self.library.version().to_string(),
-            device: self.device.name().to_owned(),
-            caches: vec![self.forward.snapshot(), self.backward.snapshot()],
-        }
+        let caches = vec![self.forward.snapshot(), self.backward.snapshot()];
+        CacheTrace::new(self.library.version().to_string(), self.device.name(), caches)
     }
 
     /// The plans of a problem, from the cache or made now; the flag says whether they were there.

@@ -56,6 +56,7 @@ impl PlanOptions {
 /// Whether a pass is computed in [pieces](crate::pieces::Part).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Pieces {
     /// Where that is faster, by a rule that was measured.
     #[default]
@@ -375,7 +376,7 @@ pub(super) fn spellings(
     let named = if policy.pin.is_none() { named::engine(problem, runtime, target.sm()) } else { None };
     let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
     // The notes are those of the engine, not of this configuration of it.
-    let pinned = Policy { pin: Some(named.pin), deterministic: false, ..policy.clone() };
+    let pinned = policy.clone().with_pin(named.pin).with_deterministic(false);
     let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
     if !named.first {
         usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);

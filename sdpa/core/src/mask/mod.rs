@@ -25,6 +25,8 @@ use std::ops::{BitAnd, BitOr, Not};
 use std::sync::Arc;
 
 /// The corner of the score matrix that a diagonal goes through.
+///
+/// Exhaustive: a new alignment must stop executors from compiling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Align {
