@@ -22,6 +22,11 @@
 //! `cpu`, `cuda`, `cudnn` and `metal` are the executors, all on by default; without `default-features` only what is named is compiled. `cudarc`, on by
 //! default: cudarc's streams and slices. `metrics`: counters of the caches of plans.
 //!
+//! # Crates in signatures
+//!
+//! [`half`] has the 16-bit floats, [`smallvec`] the lists of device parameters, and `sdpa::cudarc::cudarc` is cudarc: each in the version that this crate is built
+//! with.
+//!
 //! # The data path
 //!
 //! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it or says everything that is wrong.

@@ -2,9 +2,10 @@
 //! that is aligned as the specification says.
 //!
 //! ```no_run
-//! use cudarc::driver::CudaContext;
+//! use sdpa_core::half::bf16;
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 //! use sdpa_nvidia::NvidiaExecutor;
+//! use sdpa_nvidia::cudarc::driver::CudaContext;
 //! use sdpa_nvidia::cudarc::{Attention, Forward};
 //!
 //! // `CudnnExecutor`, `CudaExecutor`: made before cudarc is touched, which panics where there is no driver.
@@ -12,7 +13,7 @@
 //!     let stream = CudaContext::new(0)?.new_stream()?;
 //!     let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
 //!     let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
-//!     let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
+//!     let (q, k) = (stream.alloc_zeros::<bf16>(8 * 128 * 64)?, stream.alloc_zeros::<bf16>(2 * 128 * 64)?);
 //!     let (v, mut o) = (k.clone(), q.clone());
 //!     let attention = Attention::new(executor, &spec)?;
 //!     attention.forward(&stream, Forward::new(&q, &k, &v, &mut o))?;
@@ -22,8 +23,13 @@
 //! ```
 #![allow(unsafe_code)]
 
+/// The crate whose streams and slices calls take, in the version that they take.
+pub use ::cudarc;
+/// The module of cudarc with contexts, streams and slices.
+pub use ::cudarc::driver;
+
 use crate::executor::NvidiaExecutor;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use ::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
 use sdpa_core::DType;
 use sdpa_core::backward::{BackwardProblem, BackwardSpec, GradientSpec};
 use sdpa_core::device::{
