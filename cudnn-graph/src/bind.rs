@@ -47,6 +47,7 @@ impl Bindings {
 
 /// What is wrong with the binding of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum BindingError {
     /// The tensor's contents say where the plan reads and writes, and nobody answers for them: see
     /// [`launch_addressed`](crate::launch_addressed).

@@ -38,6 +38,7 @@ pub struct Pin {
 
 /// Which offers may be taken.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[non_exhaustive]
 pub struct Policy {
     /// Take this engine with these knobs and ask for no other: for what heuristics do not offer.
     pub pin: Option<Pin>,
@@ -115,6 +116,41 @@ impl Candidate {
 }
 
 impl Policy {
+    /// Sets the only engine, with its knobs.
+    #[must_use]
+    pub fn with_pin(mut self, pin: impl Into<Option<Pin>>) -> Policy {
+        self.pin = pin.into();
+        self
+    }
+
+    /// Sets the bytes of workspace that a plan may use at most.
+    #[must_use]
+    pub fn with_max_workspace(mut self, max_workspace: impl Into<Option<u64>>) -> Policy {
+        self.max_workspace = max_workspace.into();
+        self
+    }
+
+    /// Sets whether only engines that give the same bits on every run are taken.
+    #[must_use]
+    pub fn with_deterministic(mut self, deterministic: bool) -> Policy {
+        self.deterministic = deterministic;
+        self
+    }
+
+    /// Sets the tags of offers to pass over.
+    #[must_use]
+    pub fn with_avoid(mut self, avoid: Vec<String>) -> Policy {
+        self.avoid = avoid;
+        self
+    }
+
+    /// Sets the tags of offers to try before all others, the most wanted first.
+    #[must_use]
+    pub fn with_prefer(mut self, prefer: Vec<String>) -> Policy {
+        self.prefer = prefer;
+        self
+    }
+
     /// Place of an offer among those that are tried: cuDNN's own order, but for what is preferred.
     fn rank(&self, candidate: &Candidate) -> usize {
         self.prefer.iter().position(|tag| candidate.matches(tag)).unwrap_or(self.prefer.len())

@@ -5,7 +5,7 @@ use crate::forward::Forward;
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
 use crate::parameter;
-use crate::params::{BackwardParams, Params};
+use crate::params::{BackwardParams, Numbers};
 use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
 use crate::sink;
@@ -279,6 +279,6 @@ impl Backward {
             along,
             params: &BackwardParams::msl(),
         };
-        cut.plan(source.text(kernel, constants), kernel.entry, Params::Backward(self.params()))
+        cut.plan(source.text(kernel, constants), kernel.entry, Numbers::Backward(self.params()))
     }
 }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 /// What a machine lacks for the kernels to run on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Declined {
     /// This machine has no Apple GPU.
     #[error("this machine has no Apple GPU (the target is {target_os})")]

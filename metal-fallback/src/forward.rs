@@ -3,7 +3,7 @@
 use crate::declined::{Check, limit};
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
-use crate::params::{ForwardParams, Params};
+use crate::params::{ForwardParams, Numbers};
 use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
 use crate::sink;
@@ -327,7 +327,7 @@ impl Forward {
             along: None,
             params: &ForwardParams::msl(),
         };
-        cut.plan(source.text(kernel, &constants), kernel.entry, Params::Forward(self.params()))
+        cut.plan(source.text(kernel, &constants), kernel.entry, Numbers::Forward(self.params()))
     }
 
     /// Lengths of batch entries.

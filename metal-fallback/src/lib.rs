@@ -58,7 +58,7 @@ pub use kernels::Kernels;
 pub use limits::Limits;
 pub use order::waits;
 pub use packed::Tokens;
-pub use params::{BackwardParams, Field, ForwardParams, Params, SumParams};
+pub use params::Params;
 pub use plan::{Binding, Operand, Pass, Plan, Scratch};
 pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
 pub use sdpa_emit::Captured;

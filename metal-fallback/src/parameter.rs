@@ -1,7 +1,7 @@
 //! Gradients of declared parameters: how the pairs that read an element are shared, and what adds up the shares.
 
 use crate::backward::{ALONG_PARAMS, Backward, DELTA_SLOT};
-use crate::params::{Params, SumParams};
+use crate::params::{Numbers, SumParams};
 use crate::plan::{Binding, Cut, Operand, Plan, Scratch};
 use crate::rows::THREADS;
 use crate::source::{PARAMETER, SUM, Source};
@@ -80,5 +80,5 @@ fn sum(problem: &Backward, ty: &str, params: SumParams, buffers: Vec<Binding>) -
         buffers,
         threadgroup: Vec::new(),
     };
-    cut.plan(source.text(&SUM, &[("THREADS", THREADS)]), SUM.entry, Params::Sum(params))
+    cut.plan(source.text(&SUM, &[("THREADS", THREADS)]), SUM.entry, Numbers::Sum(params))
 }

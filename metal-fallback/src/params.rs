@@ -1,7 +1,7 @@
 //! Parameters of kernels: one table gives the Rust structure, its bytes and its MSL text.
 
 /// A type that has the same size and alignment in Rust and in MSL.
-pub trait Field: Copy {
+pub(crate) trait Field: Copy {
     /// The declaration of a member of this name.
     fn declaration(name: &str) -> String;
     /// Appends the bytes as a kernel reads them.
@@ -36,17 +36,17 @@ macro_rules! params {
         $(#[$top])*
         #[derive(Clone, Copy, Debug, PartialEq)]
         #[repr(C)]
-        pub struct $name { $($(#[$doc])* pub $field: $ty,)* }
+        pub(crate) struct $name { $($(#[$doc])* pub(crate) $field: $ty,)* }
 
         impl $name {
             /// The name of the struct in MSL.
-            pub const NAME: &'static str = stringify!($name);
+            pub(crate) const NAME: &'static str = stringify!($name);
 
             /// Names of the members and where they begin, in order.
-            pub const OFFSETS: &'static [(&'static str, usize)] = &[$((stringify!($field), std::mem::offset_of!($name, $field)),)*];
+            pub(crate) const OFFSETS: &'static [(&'static str, usize)] = &[$((stringify!($field), std::mem::offset_of!($name, $field)),)*];
 
             /// The structure in MSL.
-            pub fn msl() -> String {
+            pub(crate) fn msl() -> String {
                 let mut text = format!("struct {} {{\n", stringify!($name));
                 $(text.push_str(&format!("    {}\n", <$ty as Field>::declaration(stringify!($field))));)*
                 text.push_str("};\n");
@@ -54,7 +54,7 @@ macro_rules! params {
             }
 
             /// The structure as a kernel reads it; what pads it is 0.
-            pub fn bytes(&self) -> Vec<u8> {
+            pub(crate) fn bytes(&self) -> Vec<u8> {
                 let mut bytes = Vec::with_capacity(std::mem::size_of::<$name>());
                 $(
                     bytes.resize(std::mem::offset_of!($name, $field), 0);
@@ -171,9 +171,13 @@ params! {
     }
 }
 
-/// The numbers that one kernel is told at a call, as the structure that it reads.
+/// The numbers that one kernel receives in a call, as the structure that it reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Params {
+pub struct Params(pub(crate) Numbers);
+
+/// The structure of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Numbers {
     /// Of a forward kernel.
     Forward(ForwardParams),
     /// Of a kernel of a backward pass.
@@ -185,19 +189,19 @@ pub enum Params {
 impl Params {
     /// The name of the structure in MSL, its size, and where its members begin.
     pub fn layout(&self) -> (&'static str, usize, &'static [(&'static str, usize)]) {
-        match self {
-            Params::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
-            Params::Backward(_) => (BackwardParams::NAME, std::mem::size_of::<BackwardParams>(), BackwardParams::OFFSETS),
-            Params::Sum(_) => (SumParams::NAME, std::mem::size_of::<SumParams>(), SumParams::OFFSETS),
+        match &self.0 {
+            Numbers::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
+            Numbers::Backward(_) => (BackwardParams::NAME, std::mem::size_of::<BackwardParams>(), BackwardParams::OFFSETS),
+            Numbers::Sum(_) => (SumParams::NAME, std::mem::size_of::<SumParams>(), SumParams::OFFSETS),
         }
     }
 
     /// The structure as a kernel reads it.
     pub fn bytes(&self) -> Vec<u8> {
-        match self {
-            Params::Forward(params) => params.bytes(),
-            Params::Backward(params) => params.bytes(),
-            Params::Sum(params) => params.bytes(),
+        match &self.0 {
+            Numbers::Forward(params) => params.bytes(),
+            Numbers::Backward(params) => params.bytes(),
+            Numbers::Sum(params) => params.bytes(),
         }
     }
 }

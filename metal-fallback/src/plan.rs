@@ -1,7 +1,7 @@
 //! What problems and plans are made of.
 
 use crate::packed::Tokens;
-use crate::params::Params;
+use crate::params::{BackwardParams, ForwardParams, Numbers, Params};
 use crate::source::PARAMS_SLOT;
 use sdpa_core::DType;
 
@@ -127,7 +127,7 @@ pub struct Plan {
     pub buffers: Vec<Binding>,
     /// Threadgroup memory, by its slots: the MSL type of elements, and bytes.
     pub threadgroup: Vec<(&'static str, usize)>,
-    pub(crate) params: Params,
+    pub(crate) params: Numbers,
 }
 
 /// What a plan has besides its source.
@@ -141,7 +141,7 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    pub(crate) fn plan(self, source: String, entry: &'static str, params: Params) -> Plan {
+    pub(crate) fn plan(self, source: String, entry: &'static str, params: Numbers) -> Plan {
         let Cut { grid, threads, registers, mut buffers, threadgroup } = self;
         buffers.sort_by_key(|b| b.slot);
         Plan { source, entry, grid, registers, threads, buffers, threadgroup, params }
@@ -152,17 +152,17 @@ impl Plan {
     /// The parameters of a call with this scale; of packed documents, with so many tokens, or as many as there may be.
     pub fn params(&self, attn_scale: f32, said: Option<Tokens>) -> Params {
         let scale = attn_scale.clamp(f32::MIN, f32::MAX);
-        match self.params {
-            Params::Forward(params) => {
+        Params(match self.params {
+            Numbers::Forward(params) => {
                 let Tokens { queries, keys } = Tokens { queries: params.tokens_q, keys: params.tokens_kv }.up_to(said);
-                Params::Forward(crate::ForwardParams { scale, tokens_q: queries, tokens_kv: keys, ..params })
+                Numbers::Forward(ForwardParams { scale, tokens_q: queries, tokens_kv: keys, ..params })
             }
-            Params::Backward(params) => {
+            Numbers::Backward(params) => {
                 let Tokens { queries, keys } = Tokens { queries: params.tokens_q, keys: params.tokens_kv }.up_to(said);
-                Params::Backward(crate::BackwardParams { scale, tokens_q: queries, tokens_kv: keys, ..params })
+                Numbers::Backward(BackwardParams { scale, tokens_q: queries, tokens_kv: keys, ..params })
             }
-            Params::Sum(params) => Params::Sum(params),
-        }
+            Numbers::Sum(params) => Numbers::Sum(params),
+        })
     }
 }
 

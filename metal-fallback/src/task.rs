@@ -268,7 +268,7 @@ mod tests {
     #[test]
     fn documents_reach_as_far_as_their_tokens() {
         let mut forward = forward([-3, 1000, 20, 1]);
-        (forward.seq_len_kv, forward.packed) = (false, Some(sdpa_core::Packed { cross: true, wide: true, ..sdpa_core::Packed::default() }));
+        (forward.seq_len_kv, forward.packed) = (false, Some(sdpa_core::Packed::new().with_cross(true).with_wide(true)));
         let task = forward.task(None).unwrap();
         let reach = |operand: &Operand, said: Option<[i64; 2]>| task.reach(operand, said.map(|[queries, keys]| Tokens { queries, keys }));
         // As many as the documents would have if each were the longest.

@@ -5,8 +5,8 @@
 
 use sdpa::expr::{Axis, F32};
 use sdpa::{
-    AttentionSpec, DType, Dispatcher, Elements, ElementsMut, ExecutorName, HostBackward, HostForward, HostGradient, Layout, Mask, Param,
-    ParamValue, Preference, ScoreMod, Shape,
+    AttentionSpec, DType, Dispatcher, ExecutorName, HostBackward, HostForward, HostGradient, Layout, Mask, Param, Preference, ScoreMod,
+    Shape,
 };
 
 const SHAPE: Shape = Shape { batch: 4, heads_q: 4, heads_kv: 4, seq_q: 65, seq_kv: 65, dim_qk: 16, dim_v: 16 };
@@ -97,36 +97,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let attend = |layer: &Layer| -> Result<Attended, Box<dyn std::error::Error>> {
         let [q, k, v] = layer.weights.each_ref().map(|w| product(&x, w, FEATURES, WIDTH));
         let (mut o, mut stats) = (vec![0f32; TOKENS * WIDTH], vec![0f32; TOKENS * HEADS]);
-        let params = [Param { name: "rate", value: ParamValue::F32(&layer.rate) }];
+        let params = [Param::new("rate", &layer.rate)];
         if narrow {
             let [q, k, v] = [&q, &k, &v].map(|t| to_bf16(t));
             let mut out = to_bf16(&o);
-            forward.prepared.forward(HostForward {
-                q: Elements::BF16(&q),
-                k: Elements::BF16(&k),
-                v: Elements::BF16(&v),
-                o: ElementsMut::BF16(&mut out),
-                stats: Some(&mut stats),
-                row_max: None,
-                sum_exp: None,
-                amax: Vec::new(),
-                attn_scale: None,
-                params: &params,
-            })?;
+            forward.prepared.forward(HostForward::new(&q, &k, &v, &mut out).stats(&mut stats).params(&params))?;
             o = out.iter().map(|x| x.to_f32()).collect();
         } else {
-            forward.prepared.forward(HostForward {
-                q: Elements::F32(&q),
-                k: Elements::F32(&k),
-                v: Elements::F32(&v),
-                o: ElementsMut::F32(&mut o),
-                stats: Some(&mut stats),
-                row_max: None,
-                sum_exp: None,
-                amax: Vec::new(),
-                attn_scale: None,
-                params: &params,
-            })?;
+            forward.prepared.forward(HostForward::new(&q, &k, &v, &mut o).stats(&mut stats).params(&params))?;
         }
         Ok(([q, k, v], o, stats))
     };
@@ -145,46 +123,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         let mut gradients: [Vec<f32>; 3] = std::array::from_fn(|_| vec![0f32; TOKENS * WIDTH]);
         let mut d_rate = vec![0f32; HEADS];
-        let params = [Param { name: "rate", value: ParamValue::F32(&student.rate) }];
+        let params = [Param::new("rate", &student.rate)];
         let [dq, dk, dv] = &mut gradients;
         if narrow {
             let [q, k, v, o, d_o] = [&q, &k, &v, &o, &d_o].map(|t| to_bf16(t));
             let [mut gq, mut gk, mut gv] = [&q, &k, &v].map(Vec::clone);
-            backward.prepared.backward(HostBackward {
-                q: Elements::BF16(&q),
-                k: Elements::BF16(&k),
-                v: Elements::BF16(&v),
-                o: Elements::BF16(&o),
-                d_o: Elements::BF16(&d_o),
-                stats: &stats,
-                dq: ElementsMut::BF16(&mut gq),
-                dk: ElementsMut::BF16(&mut gk),
-                dv: ElementsMut::BF16(&mut gv),
-                amax: Vec::new(),
-                attn_scale: None,
-                params: &params,
-                gradients: Vec::new(),
-            })?;
+            backward.prepared.backward(HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut gq, &mut gk, &mut gv)).params(&params))?;
             for (to, from) in [(dq, gq), (dk, gk), (dv, gv)] {
                 *to = from.iter().map(|x| x.to_f32()).collect();
             }
         } else {
-            let rate = HostGradient { name: "rate", data: ElementsMut::F32(&mut d_rate) };
-            backward.prepared.backward(HostBackward {
-                q: Elements::F32(&q),
-                k: Elements::F32(&k),
-                v: Elements::F32(&v),
-                o: Elements::F32(&o),
-                d_o: Elements::F32(&d_o),
-                stats: &stats,
-                dq: ElementsMut::F32(dq),
-                dk: ElementsMut::F32(dk),
-                dv: ElementsMut::F32(dv),
-                amax: Vec::new(),
-                attn_scale: None,
-                params: &params,
-                gradients: vec![rate],
-            })?;
+            let rate = HostGradient::new("rate", &mut d_rate);
+            backward
+                .prepared
+                .backward(HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (dq, dk, dv)).params(&params).gradients([rate]))?;
         }
         let d_weights = gradients.each_ref().map(|g| transposed_product(&x, g, FEATURES, WIDTH));
         moments.step(&mut student, &d_weights, &d_rate);

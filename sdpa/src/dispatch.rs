@@ -22,7 +22,7 @@ use std::sync::Arc;
 #[cfg(any(feature = "cudnn", feature = "cuda", feature = "metal"))]
 use std::sync::OnceLock;
 
-/// Who is to run a problem: whoever can, or one executor alone.
+/// The executor that has to run a problem: the first that can, or one alone. Exhaustive: programs translate it to options of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Preference {
     /// The first of [`Dispatcher::executors_for`] that takes the problem.
@@ -32,8 +32,15 @@ pub enum Preference {
     Named(ExecutorName),
 }
 
+impl From<ExecutorName> for Preference {
+    fn from(executor: ExecutorName) -> Preference {
+        Preference::Named(executor)
+    }
+}
+
 /// A pass made ready: on which executor, and why not on those that were asked before it. What is `prepared` may be kept, and called any number of times.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Choice<P: ?Sized = dyn Prepared> {
     /// Who runs it.
     pub executor: ExecutorName,
@@ -264,7 +271,7 @@ impl Dispatcher {
             return known.as_ref().map_err(Clone::clone);
         }
         #[cfg(feature = "cudnn")]
-        let usual = || CudaOptions { driver: self.options.search.driver.clone(), ordinal: self.options.ordinal, ..CudaOptions::default() };
+        let usual = || CudaOptions::default().with_driver(self.options.search.driver.clone()).with_ordinal(self.options.ordinal);
         #[cfg(not(feature = "cudnn"))]
         let usual = CudaOptions::default;
         let mut options = self.kernels.clone().unwrap_or_else(usual);
@@ -417,7 +424,7 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
         }
     }
     Err(match declined.pop() {
-        Some(last) => Unsupported { before: declined, ..last }.into(),
+        Some(last) => last.after(declined).into(),
         None => absent(ExecutorName::new("none"), "no executor is compiled in".to_owned()),
     })
 }

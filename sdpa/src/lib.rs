@@ -1,7 +1,7 @@
 //! Scaled dot product attention, `o = softmax(mask(q·kᵀ · attn_scale)) · v`, on whatever this machine has.
 //!
 //! ```
-//! use sdpa::{AttentionSpec, DType, Dispatcher, Elements, ElementsMut, HostForward, Layout, Mask, Preference, Shape};
+//! use sdpa::{AttentionSpec, DType, Dispatcher, HostForward, Layout, Mask, Preference, Shape};
 //!
 //! let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
 //! let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
@@ -12,18 +12,7 @@
 //! }
 //! let (q, k, v) = (vec![0.5; 4 * 5 * 8], vec![0.25; 2 * 7 * 8], vec![2.0; 2 * 7 * 8]);
 //! let mut o = vec![f32::NAN; 4 * 5 * 8];
-//! choice.prepared.forward(HostForward {
-//!     q: Elements::F32(&q),
-//!     k: Elements::F32(&k),
-//!     v: Elements::F32(&v),
-//!     o: ElementsMut::F32(&mut o),
-//!     stats: None,
-//!     row_max: None,
-//!     sum_exp: None,
-//!     amax: Vec::new(),
-//!     attn_scale: None,
-//!     params: &[],
-//! })?;
+//! choice.prepared.forward(HostForward::new(&q, &k, &v, &mut o))?;
 //! assert!(o.iter().all(|x| (x - 2.0).abs() < 1e-6));
 //! # Ok::<(), sdpa::Error>(())
 //! ```
@@ -33,11 +22,16 @@
 //! `cpu`, `cuda`, `cudnn` and `metal` are the executors, all on by default; without `default-features` only what is named is compiled. `cudarc`, on by
 //! default: cudarc's streams and slices. `metrics`: counters of the caches of plans.
 //!
+//! # Crates in signatures
+//!
+//! [`half`] has the 16-bit floats, [`smallvec`] the lists of device parameters, and `sdpa::cudarc::cudarc` is cudarc: each in the version that this crate is built
+//! with.
+//!
 //! # The data path
 //!
 //! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it or says everything that is wrong.
 //! The [`Dispatcher`] asks executors for the problem; what it returns is [`Prepared`] and can be called any number of times.
-//! Every stage can be looked at: `cargo sdpa inspect`.
+//! [`attention`] does all of it in one call over slices. Every stage can be looked at: `cargo sdpa inspect`.
 //!
 //! # Executors
 //!
@@ -63,12 +57,14 @@
 //! padding: [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. An executor of your
 //! own: [`Dispatcher::with`]. The [`guide`] has a page for each topic; figures and the glossary are in `docs/` of the repository.
 
+mod attention;
 mod dispatch;
 #[cfg(any(feature = "cudnn", feature = "cuda"))]
 mod on_device;
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 mod tune;
 
+pub use attention::{AttentionCall, Execution, Pass, attention};
 pub use dispatch::{Choice, Dispatcher, Preference};
 #[cfg(feature = "metal")]
 pub use metal_fallback as metal;

@@ -47,7 +47,7 @@ impl Dispatcher {
     /// unsafe fn attend(all: &Dispatcher, stream: &Stream, problem: &Problem, [q, k, v, o]: [DeviceSlice; 4]) -> Result<(), Error> {
     ///     let choice = all.prepare_device(problem, Preference::Auto)?;
     ///     let (stats, row_max, sum_exp, attn_scale, workspace) = (None, None, None, None, None);
-    ///     let call = DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale, params: &[], amax: &[], workspace };
+    ///     let call = DeviceForward::new(q, k, v, o).stats(stats).row_max(row_max).sum_exp(sum_exp).attn_scale(attn_scale).workspace(workspace);
     ///     // SAFETY: the caller's.
     ///     unsafe { choice.prepared.submit(stream, &DeviceCall::from(&call)) }
     /// }
@@ -103,7 +103,7 @@ impl Dispatcher {
         }
         #[cfg(feature = "cuda")]
         if let Some(Ok(cuda)) = self.cuda.get() {
-            let without_cudnn = || CacheTrace { cudnn: "none".to_owned(), device: cuda.device().name().to_owned(), caches: Vec::new() };
+            let without_cudnn = || CacheTrace::new("none", cuda.device().name(), Vec::new());
             trace.get_or_insert_with(without_cudnn).caches.extend(cuda.snapshots());
         }
         trace

@@ -114,38 +114,11 @@ fn both<E: DeviceExecutor>(executor: &E) -> [OnDevice<E::Memory, E::Stream>; 2] 
 fn both_passes_reach_their_operands_by_one_call() {
     let arena: Arena = Mutex::new((0..9).map(|n| vec![n as f32]).collect());
     let [forward, backward] = both(&Copies);
-    let call = DeviceForward {
-        q: 0,
-        k: 1,
-        v: 2,
-        o: 3,
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        workspace: None,
-    };
+    let call = DeviceForward::new(0, 1, 2, 3);
     // SAFETY: nothing here is unsafe.
     unsafe { forward.submit(&arena, &(&call).into()) }.unwrap();
     assert_eq!(arena.lock().unwrap()[..5], [[0.0], [1.0], [2.0], [0.0], [4.0]]);
-    let call = DeviceBackward {
-        q: 4,
-        k: 1,
-        v: 2,
-        o: 3,
-        stats: 8,
-        d_o: 4,
-        dq: 5,
-        dk: 6,
-        dv: 7,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        gradients: &[],
-        workspace: None,
-    };
+    let call = DeviceBackward::new((4, 1, 2), (3, 8), 4, (5, 6, 7));
     // SAFETY: nothing here is unsafe.
     unsafe { backward.submit(&arena, &(&call).into()) }.unwrap();
     assert_eq!(arena.lock().unwrap()[3..], [[0.0], [4.0], [4.0], [4.0], [4.0], [8.0]]);
@@ -164,19 +137,7 @@ fn a_failure_of_the_environment_keeps_its_type() {
     })
     .join();
     let [forward, _] = both(&Copies);
-    let call = DeviceForward {
-        q: 0,
-        k: 0,
-        v: 0,
-        o: 0,
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        workspace: None,
-    };
+    let call = DeviceForward::new(0, 0, 0, 0);
     // SAFETY: nothing here is unsafe.
     let failed = unsafe { forward.submit(&arena, &(&call).into()) }.unwrap_err();
     assert!(failed.failure::<Failed>().is_some_and(|e| e.0.contains("poison")), "{failed}");

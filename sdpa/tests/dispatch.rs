@@ -11,8 +11,8 @@ fn dispatcher() -> Dispatcher {
     #[cfg(feature = "cudnn")]
     {
         let nowhere = |name: &str| Some(format!("/nowhere/{name}").into());
-        let search = sdpa::cudnn::Search { library: nowhere("libcudnn.so.9"), driver: nowhere("libcuda.so.1") };
-        Dispatcher::new(sdpa::cudnn::CudnnOptions { search, ..Default::default() })
+        let search = sdpa::cudnn::Search::default().with_library(nowhere("libcudnn.so.9")).with_driver(nowhere("libcuda.so.1"));
+        Dispatcher::new(sdpa::cudnn::CudnnOptions::default().with_search(search))
     }
     #[cfg(not(feature = "cudnn"))]
     Dispatcher::default()

@@ -17,8 +17,8 @@ fn dispatcher() -> Dispatcher {
     #[cfg(feature = "cudnn")]
     {
         let nowhere = |name: &str| Some(format!("/nowhere/{name}").into());
-        let search = sdpa::cudnn::Search { library: nowhere("libcudnn.so.9"), driver: nowhere("libcuda.so.1") };
-        Dispatcher::new(sdpa::cudnn::CudnnOptions { search, ..Default::default() })
+        let search = sdpa::cudnn::Search::default().with_library(nowhere("libcudnn.so.9")).with_driver(nowhere("libcuda.so.1"));
+        Dispatcher::new(sdpa::cudnn::CudnnOptions::default().with_search(search))
     }
     #[cfg(not(feature = "cudnn"))]
     Dispatcher::default()
@@ -67,7 +67,7 @@ fn bound(values: &[(String, Value)]) -> Vec<Param<'_>> {
             Value::I64(x) => ParamValue::I64(x),
         }
     }
-    values.iter().map(|(name, x)| Param { name, value: value(x) }).collect()
+    values.iter().map(|(name, x)| Param::new(name, value(x))).collect()
 }
 
 /// Results of a forward pass: the memory of `o`, and the row statistics in the order of [`Statistic::ALL`].
@@ -83,18 +83,8 @@ fn forward(problem: &Problem, prepared: &dyn Prepared) -> Forward {
     let mut rows = [(); 3].map(|()| vec![BEFORE; problem.stats_elements() as usize]);
     let mut given = Statistic::ALL.into_iter().zip(&mut rows).map(|(which, rows)| problem.computes(which).then_some(&mut rows[..]));
     let [stats, row_max, sum_exp] = [(); 3].map(|()| given.next().flatten());
-    let call = HostForward {
-        q: Elements::F32(&q),
-        k: Elements::F32(&k),
-        v: Elements::F32(&v),
-        o: ElementsMut::F32(&mut o),
-        stats,
-        row_max,
-        sum_exp,
-        attn_scale: None,
-        params: &bound(&values),
-        amax: Vec::new(),
-    };
+    let params = bound(&values);
+    let call = HostForward::new(&q, &k, &v, &mut o).statistics([stats, row_max, sum_exp]).params(&params);
     prepared.forward(call).unwrap();
     Forward { o, rows }
 }
@@ -108,22 +98,9 @@ fn backward(problem: &BackwardProblem, prepared: &dyn PreparedBackward) -> [Vec<
     let mut operands = [problem.dq(), problem.dk(), problem.dv()].map(|tensor| vec![BEFORE; len(tensor)]);
     let mut wrt: Vec<Vec<f32>> = problem.wrt().iter().map(|g| vec![BEFORE; problem.gradient_elements(&g.name) as usize]).collect();
     let [dq, dk, dv] = operands.each_mut().map(|x| ElementsMut::F32(x));
-    let gradients = problem.wrt().iter().zip(&mut wrt).map(|(g, x)| HostGradient { name: &g.name, data: ElementsMut::F32(x) });
-    let call = HostBackward {
-        q: Elements::F32(&q),
-        k: Elements::F32(&k),
-        v: Elements::F32(&v),
-        o: Elements::F32(&o),
-        d_o: Elements::F32(&d_o),
-        stats: &stats,
-        dq,
-        dk,
-        dv,
-        attn_scale: None,
-        params: &bound(&values),
-        gradients: gradients.collect(),
-        amax: Vec::new(),
-    };
+    let gradients = problem.wrt().iter().zip(&mut wrt).map(|(g, x)| HostGradient::new(&g.name, x));
+    let params = bound(&values);
+    let call = HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (dq, dk, dv)).params(&params).gradients(gradients);
     prepared.backward(call).unwrap();
     [operands.into(), wrt]
 }
@@ -207,7 +184,9 @@ fn results_are_known_whatever_a_specification_asks_for() {
                 assert!(o.iter().all(|x| x.is_finite() && *x != BEFORE), "{what}: {o:?}");
                 computed += 1;
             }
-            let mut spec = AttentionSpec { stats_base: StatsBase::Natural, ..spec }.backward();
+            let mut spec = spec;
+            spec.stats_base = StatsBase::Natural;
+            let mut spec = spec.backward();
             let of_scores = problem.score_mod().into_iter().flat_map(|trace| trace.params()).map(|p| p.name.as_str());
             for name in of_scores.chain(problem.sink().then_some(SINK)) {
                 spec = spec.wrt(name, DType::F32);
@@ -323,18 +302,7 @@ fn wrong_calls_are_refused() {
     let problem = dense([2, 3, 0], [2, 1]).with_stats().with_sink().validate().unwrap();
     let prepared = dispatcher().prepare(&problem, Preference::Auto).unwrap().prepared;
     let (q, mut o, mut stats) = (vec![0.0; len(problem.q())], vec![BEFORE; len(problem.o()) - 1], vec![BEFORE; 11]);
-    let call = HostForward {
-        q: Elements::F32(&q),
-        k: Elements::F32(&[]),
-        v: Elements::F16(&[]),
-        o: ElementsMut::F32(&mut o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        attn_scale: Some(f32::NAN),
-        params: &[],
-        amax: Vec::new(),
-    };
+    let call = HostForward::new(&q, Elements::F32(&[]), Elements::F16(&[]), &mut o).stats(&mut stats).attn_scale(f32::NAN);
     let Err(Error::Spec(errors)) = prepared.forward(call) else { panic!("it was not refused") };
     let fields: Vec<&str> = errors.0.iter().map(|error| error.field.as_str()).collect();
     assert_eq!(fields, ["v dtype", "o length", "stats length", "parameter sink", "attn_scale"]);
@@ -350,18 +318,10 @@ fn eight_bit_passes_report_no_magnitude() {
     let mut o = vec![F8E4M3::from_f32(BEFORE); len(problem.o())];
     let asked = Amax::told(&problem, Direction::Forward);
     let mut amax = vec![BEFORE; asked.len()];
-    let call = HostForward {
-        q: Elements::F8E4M3(&q),
-        k: Elements::F8E4M3(&[]),
-        v: Elements::F8E4M3(&[]),
-        o: ElementsMut::F8E4M3(&mut o),
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        attn_scale: None,
-        params: &bound(&values),
-        amax: asked.iter().zip(&mut amax).map(|(of, value)| HostAmax { of: *of, value }).collect(),
-    };
+    let params = bound(&values);
+    let call = HostForward::new(&q, Elements::F8E4M3(&[]), Elements::F8E4M3(&[]), &mut o)
+        .params(&params)
+        .amax(asked.iter().zip(&mut amax).map(|(of, value)| HostAmax::new(*of, value)));
     dispatcher().prepare(&problem, Preference::Auto).unwrap().prepared.forward(call).unwrap();
     assert!(o.iter().all(|x| x.to_bits() == 0));
     assert_eq!(amax, [0.0, 0.0]);
@@ -374,10 +334,10 @@ fn infinite_sinks() {
     let prepared = dispatcher().prepare(&problem, Preference::Auto).unwrap().prepared;
     let (mut o, mut rows) = ([BEFORE; 6], [[BEFORE; 2]; 3]);
     let [stats, row_max, sum_exp] = rows.each_mut().map(|rows| Some(&mut rows[..]));
-    let params = [Param { name: SINK, value: ParamValue::F32(&[f32::NEG_INFINITY, f32::INFINITY]) }];
+    let params = [Param::new(SINK, &[f32::NEG_INFINITY, f32::INFINITY])];
     let (q, o) = (Elements::F32(&[0.0; 8]), ElementsMut::F32(&mut o));
     let (k, v) = (Elements::F32(&[]), Elements::F32(&[]));
-    prepared.forward(HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: None, params: &params, amax: Vec::new() }).unwrap();
+    prepared.forward(HostForward::new(q, k, v, o).statistics([stats, row_max, sum_exp]).params(&params)).unwrap();
     let [stats, row_max, sum_exp] = rows;
     assert_eq!((stats[0], row_max, sum_exp[0]), (f32::NEG_INFINITY, [f32::NEG_INFINITY, f32::INFINITY], 0.0));
     assert!(stats[1].is_nan() && sum_exp[1].is_nan());
@@ -402,8 +362,8 @@ fn extents_that_stay_errors() {
     }
     for shape in [Shape { batch: 0, ..base }, Shape { seq_q: 0, ..base }, Shape { seq_kv: 0, ..base }] {
         let cases = [
-            (AttentionSpec::packed(DType::F32, shape, Packed { cross: true, ..Packed::default() }), "boundaries"),
-            (AttentionSpec::paged(DType::F32, shape, Paged { page_size: 4, pages: 3 }), "seq_len_kv"),
+            (AttentionSpec::packed(DType::F32, shape, Packed::new().with_cross(true)), "boundaries"),
+            (AttentionSpec::paged(DType::F32, shape, Paged::new(4, 3)), "seq_len_kv"),
             (AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bhsd).with_block_scales(), "whole tiles"),
         ];
         for (spec, why) in cases {
@@ -421,10 +381,10 @@ fn what_is_compiled_without_a_pass_is_declined() {
     use sdpa::nvidia::Job;
     let (all, target) = (dispatcher(), sdpa::cuda::Target::new(90, 132));
     let buckets = || sdpa::seq::Buckets::doubling(4, 16).ok();
-    let policy = sdpa::seq::SeqPolicy { q: buckets(), kv: buckets() };
+    let policy = sdpa::seq::SeqPolicy::new(buckets(), buckets());
     for extents in extents().filter(|extents| extents.contains(&0)) {
-        for spec in specs(extents, [2, 1]) {
-            let spec = AttentionSpec { dtype: DType::BF16, stats_base: StatsBase::Natural, ..spec };
+        for mut spec in specs(extents, [2, 1]) {
+            (spec.dtype, spec.stats_base) = (DType::BF16, StatsBase::Natural);
             let (problem, gradient) = (spec.validate().unwrap(), spec.backward().validate().unwrap());
             assert_eq!(all.executors_for(&problem), all.executors());
             assert_eq!(all.executors_for_backward(&gradient), all.executors());

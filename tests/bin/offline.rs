@@ -75,7 +75,7 @@ fn options(wanted: Wanted) -> PlanOptions {
         Wanted::Any => None,
         Wanted::Unified => Some(Form::Unified),
     };
-    PlanOptions { form, ..PlanOptions::default() }
+    PlanOptions::default().with_form(form)
 }
 
 fn ask(rows: &[Row]) -> Result<(), String> {
@@ -252,7 +252,7 @@ fn load(what: Option<&str>) -> Result<(), String> {
         Some("library") => Library::load(&Search::default()).err(),
         Some(other) => {
             Library::load(&Search::default()).map_err(|e| e.to_string())?;
-            Library::load(&Search { library: Some(other.into()), driver: None }).err()
+            Library::load(&Search::default().with_library(std::path::PathBuf::from(other))).err()
         }
         None => return Err("load executor | library | PATH of another library".to_owned()),
     };

@@ -82,44 +82,23 @@ fn executors() -> impl Iterator<Item = CudaExecutor> {
 fn run(executor: &CudaExecutor, numbers: &mut Numbers, boundaries: &[i64]) -> Result<(), sdpa::Error> {
     let [heads_q, heads_kv] = HEADS.map(|n| n as i64);
     let shape = Shape { batch: BATCH as i64, heads_q, heads_kv, seq_q: LONGEST, seq_kv: LONGEST, dim_qk: DIM as i64, dim_v: DIM as i64 };
-    let packed = Packed { wide: true, ..Packed::of(TOTAL as i64) };
+    let packed = Packed::of(TOTAL as i64).with_wide(true);
     let spec = AttentionSpec::packed(DType::BF16, shape, packed).mask(Mask::causal()).with_stats();
     let stream = executor.device().stream().unwrap();
     let [q, k, v, o] = [&numbers.q, &numbers.k, &numbers.v, &numbers.o].map(|x| up(executor, &stream, x));
     let (stats, cu) = (up(executor, &stream, &numbers.stats), up(executor, &stream, boundaries));
-    let params = [DeviceParam { name: CU_SEQLENS, value: DeviceValue::Tensor(DType::I64, whole(&cu)) }];
-    let call = DeviceForward {
-        q: whole(&q),
-        k: whole(&k),
-        v: whole(&v),
-        o: whole(&o),
-        stats: Some(whole(&stats)),
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &params,
-        workspace: None,
-    };
+    let params = [DeviceParam::new(CU_SEQLENS, DeviceValue::Tensor(DType::I64, whole(&cu)))];
+    let call = DeviceForward::new(whole(&q), whole(&k), whole(&v), whole(&o)).stats(whole(&stats)).params(&params);
     let ready = executor.prepare_device(&spec.validate().unwrap()).unwrap();
     submit(&*ready, &stream, &(&call).into())?;
     let [d_o, dq, dk, dv] = [&numbers.d_o, &numbers.dq, &numbers.dk, &numbers.dv].map(|x| up(executor, &stream, x));
-    let gradients = DeviceBackward {
-        q: whole(&q),
-        k: whole(&k),
-        v: whole(&v),
-        o: whole(&o),
-        stats: whole(&stats),
-        d_o: whole(&d_o),
-        dq: whole(&dq),
-        dk: whole(&dk),
-        dv: whole(&dv),
-        amax: &[],
-        attn_scale: None,
-        params: &params,
-        gradients: &[],
-        workspace: None,
-    };
+    let gradients = DeviceBackward::new(
+        (whole(&q), whole(&k), whole(&v)),
+        (whole(&o), whole(&stats)),
+        whole(&d_o),
+        (whole(&dq), whole(&dk), whole(&dv)),
+    )
+    .params(&params);
     let ready = executor.prepare_device_backward(&spec.backward().validate().unwrap()).unwrap();
     submit(&*ready, &stream, &(&gradients).into())?;
     let results = [(&o, &mut numbers.o), (&dq, &mut numbers.dq), (&dk, &mut numbers.dk), (&dv, &mut numbers.dv)];

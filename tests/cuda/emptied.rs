@@ -27,35 +27,13 @@ fn results(executor: &CudaExecutor) -> [Vec<bf16>; 4] {
     let [q, k, v, d_o] = [QUERIES, KEYS, KEYS, QUERIES].map(&mut drawn);
     let [o, dq, dk, dv] = [QUERIES, QUERIES, KEYS, KEYS].map(|rows| up(executor, &stream, &vec![bf16::NAN; rows * DIM]));
     let stats = up(executor, &stream, &[f32::NAN; QUERIES]);
-    let forward = DeviceForward {
-        q: whole(&q),
-        k: whole(&k),
-        v: whole(&v),
-        o: whole(&o),
-        stats: Some(whole(&stats)),
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        workspace: None,
-    };
-    let backward = DeviceBackward {
-        q: whole(&q),
-        k: whole(&k),
-        v: whole(&v),
-        o: whole(&o),
-        stats: whole(&stats),
-        d_o: whole(&d_o),
-        dq: whole(&dq),
-        dk: whole(&dk),
-        dv: whole(&dv),
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        gradients: &[],
-        workspace: None,
-    };
+    let forward = DeviceForward::new(whole(&q), whole(&k), whole(&v), whole(&o)).stats(whole(&stats));
+    let backward = DeviceBackward::new(
+        (whole(&q), whole(&k), whole(&v)),
+        (whole(&o), whole(&stats)),
+        whole(&d_o),
+        (whole(&dq), whole(&dk), whole(&dv)),
+    );
     let ready = executor.prepare_device(&spec.validate().unwrap()).unwrap();
     submit(&*ready, &stream, &(&forward).into()).unwrap();
     let ready = executor.prepare_device_backward(&spec.backward().validate().unwrap()).unwrap();

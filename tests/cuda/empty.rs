@@ -36,19 +36,7 @@ fn results_are_set_and_nothing_behind_them() {
     let [q, o] = [(); 2].map(|()| ones(&executor, &stream, elements));
     let statistics = [(); 3].map(|()| up(&executor, &stream, &vec![7f32; rows + 1]));
     let [stats, row_max, sum_exp] = statistics.each_ref().map(|buffer| Some(whole(buffer)));
-    let call = DeviceForward {
-        q: whole(&q),
-        k: NOWHERE,
-        v: NOWHERE,
-        o: whole(&o),
-        stats,
-        row_max,
-        sum_exp,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        workspace: None,
-    };
+    let call = DeviceForward::new(whole(&q), NOWHERE, NOWHERE, whole(&o)).stats(stats).row_max(row_max).sum_exp(sum_exp);
     let problem = spec.validate().unwrap();
     assert_eq!(executor.supports(&problem), Ok(()));
     submit(&*executor.prepare_device(&problem).unwrap(), &stream, &(&call).into()).unwrap();
@@ -65,22 +53,7 @@ fn gradients_of_keys_without_queries_are_zeros() {
     let problem = spec(DType::BF16, [2, 0, 3]).backward().validate().unwrap();
     let elements = 2 * 3 * 8;
     let [k, v, dk, dv] = [(); 4].map(|()| ones(&executor, &stream, elements));
-    let call = DeviceBackward {
-        q: NOWHERE,
-        k: whole(&k),
-        v: whole(&v),
-        o: NOWHERE,
-        stats: NOWHERE,
-        d_o: NOWHERE,
-        dq: NOWHERE,
-        dk: whole(&dk),
-        dv: whole(&dv),
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        gradients: &[],
-        workspace: None,
-    };
+    let call = DeviceBackward::new((NOWHERE, whole(&k), whole(&v)), (NOWHERE, NOWHERE), NOWHERE, (NOWHERE, whole(&dk), whole(&dv)));
     assert_eq!(executor.supports_backward(&problem), Ok(()));
     submit(&*executor.prepare_device_backward(&problem).unwrap(), &stream, &(&call).into()).unwrap();
     for buffer in [&dk, &dv] {

@@ -76,36 +76,14 @@ fn results(executor: &CudaExecutor, spec: &BackwardSpec) -> [Vec<f32>; 4] {
     let [q, k, v, d_o] = [(forward.q, 1), (forward.k, 2), (forward.v, 3), (spec.d_o, 4)].map(|(t, seed)| Rows::new(stream, t, Some(seed)));
     let [o, dq, dk, dv] = [forward.o, spec.dq, spec.dk, spec.dv].map(|t| Rows::new(stream, t, None));
     let stats = Buffer::new(stream.device(), 4 * (SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q) as usize).unwrap();
-    let call = DeviceForward {
-        q: whole(&q.buffer),
-        k: whole(&k.buffer),
-        v: whole(&v.buffer),
-        o: whole(&o.buffer),
-        stats: Some(whole(&stats)),
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        workspace: None,
-    };
+    let call = DeviceForward::new(whole(&q.buffer), whole(&k.buffer), whole(&v.buffer), whole(&o.buffer)).stats(whole(&stats));
     submit(&*executor.prepare_device(&forward.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
-    let call = DeviceBackward {
-        q: call.q,
-        k: call.k,
-        v: call.v,
-        o: call.o,
-        stats: whole(&stats),
-        d_o: whole(&d_o.buffer),
-        dq: whole(&dq.buffer),
-        dk: whole(&dk.buffer),
-        dv: whole(&dv.buffer),
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        gradients: &[],
-        workspace: None,
-    };
+    let call = DeviceBackward::new(
+        (call.q, call.k, call.v),
+        (call.o, whole(&stats)),
+        whole(&d_o.buffer),
+        (whole(&dq.buffer), whole(&dk.buffer), whole(&dv.buffer)),
+    );
     submit(&*executor.prepare_device_backward(&spec.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
     [o, dq, dk, dv].map(|rows| rows.read(stream))
 }
@@ -174,20 +152,8 @@ fn many_keys(executor: &CudaExecutor, seq_q: i64) {
         };
         let [k, v] = [(SHAPE.dim_qk, 2), (SHAPE.dim_v, 3)].map(|(dim, seed)| last(shape.heads_kv, seq_kv * dim, some * dim, seed));
         let bias = last(seq_q, seq_kv, some, 4);
-        let params = [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::BF16, whole(&bias)) }];
-        let call = DeviceForward {
-            q: whole(&q.buffer),
-            k: whole(&k),
-            v: whole(&v),
-            o: whole(&o.buffer),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params: &params,
-            workspace: None,
-        };
+        let params = [DeviceParam::new("bias", DeviceValue::Tensor(DType::BF16, whole(&bias)))];
+        let call = DeviceForward::new(whole(&q.buffer), whole(&k), whole(&v), whole(&o.buffer)).params(&params);
         submit(&*executor.prepare_device(&spec.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
         o.read(stream)
     };
@@ -211,7 +177,7 @@ fn packed_queries(executor: &CudaExecutor, [seq_q, seq_kv]: [i64; 2], before: i6
     let (stream, batch) = (&executor.device().stream().unwrap(), 2);
     let shape = Shape { batch, heads_q: 32, heads_kv: 4, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
     let (row, tokens) = (shape.heads_q * shape.dim_qk, before + batch * seq_q);
-    let packed = Packed { cross: true, wide: true, total_q: Some(tokens), total_kv: Some(batch * shape.seq_kv) };
+    let packed = Packed::new().with_cross(true).with_wide(true).with_totals(Some(tokens), Some(batch * shape.seq_kv));
     let spec = AttentionSpec::packed(DType::BF16, shape, packed).with_stats();
     let mut random = Random::new(7);
     let mut drawn = |elements: i64| (0..elements).map(|_| bf16::from_f64(random.normal())).collect::<Vec<_>>();
@@ -226,20 +192,8 @@ fn packed_queries(executor: &CudaExecutor, [seq_q, seq_kv]: [i64; 2], before: i6
     let boundaries = |first: i64, length: i64| up(executor, stream, &(0..=batch).map(|n| first + n * length).collect::<Vec<i64>>());
     let (of_q, of_kv) = (boundaries(before, seq_q), boundaries(0, shape.seq_kv));
     let params = [(CU_SEQLENS_Q, &of_q), (CU_SEQLENS_KV, &of_kv)]
-        .map(|(name, of)| DeviceParam { name, value: DeviceValue::Tensor(DType::I64, whole(of)) });
-    let call = DeviceForward {
-        q: whole(&q),
-        k: whole(&k),
-        v: whole(&v),
-        o: whole(&o),
-        stats: Some(whole(&stats)),
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &params,
-        workspace: None,
-    };
+        .map(|(name, of)| DeviceParam::new(name, DeviceValue::Tensor(DType::I64, whole(of))));
+    let call = DeviceForward::new(whole(&q), whole(&k), whole(&v), whole(&o)).stats(whole(&stats)).params(&params);
     submit(&*executor.prepare_device(&spec.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
     let mut outputs = vec![bf16::NAN; (batch * seq_q * row) as usize];
     o.download(stream, (2 * before * row) as usize, &mut outputs).unwrap();

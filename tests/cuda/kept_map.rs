@@ -28,7 +28,7 @@ fn told(plan: &CudaPlan, stream: &Stream, memory: &mut Memory<'_>, first: f32) -
     memory.poison().unwrap();
     let before = boxes();
     memory.call(|call| {
-        let params = [DeviceParam { name: "first", value: DeviceValue::Scalar(first) }];
+        let params = [DeviceParam::new("first", DeviceValue::Scalar(first))];
         submit(plan, stream, &DeviceCall { params: &params, workspace: None, ..*call }).unwrap();
     });
     let brought = boxes() - before;

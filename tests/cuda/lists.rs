@@ -6,7 +6,7 @@ use conformance::random::Random;
 use conformance::share::of_today;
 use half::bf16;
 use sdpa::cuda::CudaExecutor;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Shape};
+use sdpa::{AttentionSpec, DType, Elements, Executor, HostBackward, HostForward, Layout, Shape};
 
 const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 800, seq_kv: 900, dim_qk: 64, dim_v: 64 };
 
@@ -37,35 +37,10 @@ fn told(executor: &dyn Executor, mask: Option<&str>) -> Told {
     let before = boxes();
     let [o, dq, dk, dv] = &mut numbers;
     let [q, k, v, d_o] = [&q, &k, &v, &d_o].map(|of| Elements::BF16(of));
-    let call = HostForward {
-        q,
-        k,
-        v,
-        o: ElementsMut::BF16(o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(q, k, v, &mut *o).stats(&mut stats);
     executor.prepare(&spec.validate().unwrap()).unwrap().forward(call).unwrap();
     let between = boxes();
-    let call = HostBackward {
-        q,
-        k,
-        v,
-        o: Elements::BF16(o),
-        d_o,
-        stats: &stats,
-        dq: ElementsMut::BF16(dq),
-        dk: ElementsMut::BF16(dk),
-        dv: ElementsMut::BF16(dv),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-        gradients: Vec::new(),
-    };
+    let call = HostBackward::new((q, k, v), (&*o, &stats), d_o, (dq, dk, dv));
     executor.prepare_backward(&spec.backward().validate().unwrap()).unwrap().backward(call).unwrap();
     Told { numbers: numbers.into(), boxes: [between - before, boxes() - between] }
 }

@@ -191,9 +191,9 @@ fn gradient_of(spec: AttentionSpec) -> BackwardSpec {
 }
 
 /// The same with stats in base two, of every other seed.
-fn based(spec: AttentionSpec, seed: u64) -> AttentionSpec {
-    let base = if seed.is_multiple_of(2) { StatsBase::Two } else { StatsBase::Natural };
-    AttentionSpec { stats_base: base, ..spec }
+fn based(mut spec: AttentionSpec, seed: u64) -> AttentionSpec {
+    spec.stats_base = if seed.is_multiple_of(2) { StatsBase::Two } else { StatsBase::Natural };
+    spec
 }
 
 fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &CudaExecutor) -> Outcome<GradientDistance> {

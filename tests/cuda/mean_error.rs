@@ -6,7 +6,7 @@ use conformance::emulated::faulty;
 use conformance::random::Random;
 use half::bf16;
 use sdpa::cuda::CudaExecutor;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Shape};
+use sdpa::{AttentionSpec, DType, Elements, Executor, HostBackward, HostForward, Layout, Shape};
 
 const HEADS: usize = 2;
 const SEQ: usize = 192;
@@ -69,34 +69,9 @@ impl Numbers {
         let [q, k, v, d_o] = self.0.each_ref().map(|x| Elements::BF16(x));
         let [mut o, mut dq, mut dk, mut dv] = [(); 4].map(|()| vec![bf16::NAN; HEADS * SEQ * DIM]);
         let mut stats = vec![f32::NAN; HEADS * SEQ];
-        let forward = HostForward {
-            q,
-            k,
-            v,
-            o: ElementsMut::BF16(&mut o),
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: Some(SCALE as f32),
-            params: &[],
-        };
+        let forward = HostForward::new(q, k, v, &mut o).stats(&mut stats).attn_scale(SCALE as f32);
         executor.prepare(&spec.validate().unwrap()).unwrap().forward(forward).unwrap();
-        let backward = HostBackward {
-            q,
-            k,
-            v,
-            o: Elements::BF16(&o),
-            d_o,
-            stats: &stats,
-            dq: ElementsMut::BF16(&mut dq),
-            dk: ElementsMut::BF16(&mut dk),
-            dv: ElementsMut::BF16(&mut dv),
-            attn_scale: Some(SCALE as f32),
-            params: &[],
-            gradients: Vec::new(),
-            amax: Vec::new(),
-        };
+        let backward = HostBackward::new((q, k, v), (&o, &stats), d_o, (&mut dq, &mut dk, &mut dv)).attn_scale(SCALE as f32);
         executor.prepare_backward(&spec.backward().validate().unwrap()).unwrap().backward(backward).unwrap();
         dq.iter().map(|x| x.to_f64()).collect()
     }

@@ -151,7 +151,7 @@ fn each_device_and_problem_has_its_family() {
     let (Some(h200), Some(a100), Some(l40)) = (on(Emulated::H200, None), on(Emulated::A100, None), on(Emulated::L40, None)) else { return };
     let paged = |page_size| {
         let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 50, dim_qk: 64, dim_v: 64 };
-        AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages: 2 * (50 + page_size - 1) / page_size }).mask(Mask::padding())
+        AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, 2 * (50 + page_size - 1) / page_size)).mask(Mask::padding())
     };
     // Forward alone.
     for (page_size, family) in [(16, Family::Wgmma), (4, Family::Mma), (7, Family::Mma)] {

@@ -3,7 +3,7 @@
 use super::{executor, mma};
 use half::bf16;
 use sdpa::cpu::CpuExecutor;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, Executor, HostBackward, HostForward, Layout, Mask, Shape};
 
 const ROWS: usize = 150;
 const DIM: usize = 64;
@@ -21,34 +21,9 @@ fn passes(executor: &dyn Executor, spec: AttentionSpec, [q, k, v, d_o]: &[Vec<bf
     let problem = spec.backward().validate().unwrap();
     let [mut o, mut dq, mut dk, mut dv] = [(); 4].map(|()| vec![bf16::ZERO; ROWS * DIM]);
     let mut stats = vec![0f32; ROWS];
-    let call = HostForward {
-        q: Elements::BF16(q),
-        k: Elements::BF16(k),
-        v: Elements::BF16(v),
-        o: ElementsMut::BF16(&mut o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(q, k, v, &mut o).stats(&mut stats);
     executor.prepare(problem.forward()).unwrap().forward(call).unwrap();
-    let call = HostBackward {
-        q: Elements::BF16(q),
-        k: Elements::BF16(k),
-        v: Elements::BF16(v),
-        o: Elements::BF16(&o),
-        d_o: Elements::BF16(d_o),
-        stats: &stats,
-        dq: ElementsMut::BF16(&mut dq),
-        dk: ElementsMut::BF16(&mut dk),
-        dv: ElementsMut::BF16(&mut dv),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-        gradients: Vec::new(),
-    };
+    let call = HostBackward::new((q, k, v), (&o, &stats), d_o, (&mut dq, &mut dk, &mut dv));
     executor.prepare_backward(&problem).unwrap().backward(call).unwrap();
     ([o, dq, dk, dv], stats)
 }

@@ -44,7 +44,7 @@ impl Cache {
 
     /// The output, as bits.
     fn run(&self, executor: &CudaExecutor) -> Result<Vec<u16>, sdpa::Error> {
-        let paged = Paged { page_size: self.page as i64, pages: PAGES as i64 };
+        let paged = Paged::new(self.page as i64, PAGES as i64);
         let spec = AttentionSpec::paged(DType::BF16, SHAPE, paged).mask(Mask::padding());
         let stream = executor.device().stream().unwrap();
         let mut random = Random::new(5);
@@ -53,21 +53,9 @@ impl Cache {
         let [q, k, v, o] = [&queries, &self.k, &self.v, &results].map(|x| up(executor, &stream, x));
         let numbers = [&[2, 2, 2][..], &self.lengths, &self.table].map(|x| up(executor, &stream, x));
         let names = ["seq_len_q", "seq_len_kv", "page_table"];
-        let param = |n: usize| DeviceParam { name: names[n], value: DeviceValue::Tensor(DType::I32, whole(&numbers[n])) };
+        let param = |n: usize| DeviceParam::new(names[n], DeviceValue::Tensor(DType::I32, whole(&numbers[n])));
         let params = [param(0), param(1), param(2)];
-        let call = DeviceForward {
-            q: whole(&q),
-            k: whole(&k),
-            v: whole(&v),
-            o: whole(&o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params: &params,
-            workspace: None,
-        };
+        let call = DeviceForward::new(whole(&q), whole(&k), whole(&v), whole(&o)).params(&params);
         submit(&*executor.prepare_device(&spec.validate().unwrap()).unwrap(), &stream, &(&call).into())?;
         o.download(&stream, 0, &mut results).unwrap();
         Ok(results.into_iter().map(bf16::to_bits).collect())

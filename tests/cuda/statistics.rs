@@ -3,7 +3,7 @@
 use super::executor;
 use super::mma;
 use half::f16;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Shape};
+use sdpa::{AttentionSpec, DType, Executor, HostForward, Layout, Shape};
 
 const DIM: usize = 64;
 
@@ -20,18 +20,8 @@ fn rows_of_nan_are_told_of_as_such() {
             let rows = vec![f16::ONE; keys as usize * DIM];
             let mut o = [f16::ZERO; 2 * DIM];
             let [mut stats, mut row_max, mut sum_exp] = [[0f32; 2]; 3];
-            let call = HostForward {
-                q: Elements::F16(&q),
-                k: Elements::F16(&rows),
-                v: Elements::F16(&rows),
-                o: ElementsMut::F16(&mut o),
-                stats: Some(&mut stats),
-                row_max: Some(&mut row_max),
-                sum_exp: Some(&mut sum_exp),
-                amax: Vec::new(),
-                attn_scale: Some(0.125),
-                params: &[],
-            };
+            let call =
+                HostForward::new(&q, &rows, &rows, &mut o).stats(&mut stats).row_max(&mut row_max).sum_exp(&mut sum_exp).attn_scale(0.125);
             executor.prepare(&spec.validate().unwrap()).unwrap().forward(call).unwrap();
             assert!(o[..DIM].iter().all(|o| o.is_nan()) && o[DIM..] == [f16::ONE; DIM], "{keys} keys: {o:?}");
             assert!([stats, row_max, sum_exp].iter().all(|of| of[0].is_nan()), "{keys} keys: {stats:?} {row_max:?} {sum_exp:?}");

@@ -58,7 +58,7 @@ impl Subject {
             Reason::Limit { .. } | Reason::KnownBad { .. } => true,
             // Gradients that engines do not sum are refused by name.
             Reason::Refused { text, .. } => case.backward.as_ref().is_some_and(|b| !b.wrt.is_empty()) && text.contains("the gradient of"),
-            Reason::Absent(_) | Reason::Failed(_) => false,
+            Reason::Absent(_) | Reason::Failed(_) | _ => false,
         };
         case.skip.contains_key(name) || !self.on_cpu() && (!required(name) || said().is_err_and(|e| e.reasons.iter().all(documented)))
     }

@@ -2,7 +2,7 @@
 
 use conformance::say::skip;
 use sdpa::library::softcap;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, ExecutorName, HostForward, Layout, Param, ParamValue, Shape};
+use sdpa::{AttentionSpec, DType, Executor, ExecutorName, HostForward, Layout, Param, Shape};
 
 /// One program, two values of a scalar: bound, and by default. A cache must not keep the value of the first problem.
 pub(crate) fn keeps_values_apart(executor: &dyn Executor) {
@@ -20,19 +20,8 @@ pub(crate) fn keeps_values_apart(executor: &dyn Executor) {
     let prepared = problems.each_ref().map(|p| executor.prepare(p).unwrap());
     let run = |which: usize, cap: Option<f32>| {
         let mut o = [half(f32::NAN); 8];
-        let params: Vec<Param<'_>> = cap.map(|cap| Param { name: "cap", value: ParamValue::Scalar(cap) }).into_iter().collect();
-        let call = HostForward {
-            q: Elements::F16(&q),
-            k: Elements::F16(&k),
-            v: Elements::F16(&v),
-            o: ElementsMut::F16(&mut o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: Some(1.0),
-            params: &params,
-        };
+        let params: Vec<Param<'_>> = cap.map(|cap| Param::new("cap", cap)).into_iter().collect();
+        let call = HostForward::new(&q, &k, &v, &mut o).attn_scale(1.0).params(&params);
         prepared[which].forward(call).unwrap();
         f64::from(o[0])
     };

@@ -50,7 +50,7 @@ pub enum Emulated {
 pub fn executor_on(device: Emulated, family: Option<Family>) -> Result<CudaExecutor, String> {
     Toolchain::find()?;
     let file = find()?;
-    let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ordinal: device as u32, family, ..CudaOptions::default() };
+    let options = CudaOptions::default().with_driver(file.clone()).with_nvrtc(file).with_ordinal(device as u32).with_family(family);
     CudaExecutor::new(options).map_err(|e| e.to_string())
 }
 

@@ -80,19 +80,19 @@ pub fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
     match lies {
         Lies::Paged(seq_q, page_size, packed) => {
             let few = few(seq_q);
-            let cache = Paged { page_size, pages: 900 };
+            let cache = Paged::new(page_size, 900);
             let [k, v] = [few.k, few.v].map(|tensor| cache.dense(tensor.dims, Layout::Bshd));
-            let paged = AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, k, v, paged: Some(cache), ..few }.with_stats();
+            let paged = few.with_score_mods(dense.score_mods).with_masks(dense.masks).with_k(k).with_v(v).with_paged(cache).with_stats();
             if packed { paged.with_packed_queries(700) } else { paged }
         }
-        Lies::Few(seq_q) => AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..few(seq_q) }.with_stats().with_sink(),
+        Lies::Few(seq_q) => few(seq_q).with_score_mods(dense.score_mods).with_masks(dense.masks).with_stats().with_sink(),
         Lies::Packed(cross, wide) => {
             let [batch, heads_q, seq, dim_qk] = dense.q.dims;
             let [_, heads_kv, seq_kv, dim_v] = dense.v.dims;
             let seq_q = if cross { seq } else { seq_kv };
             let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v };
-            let packed = AttentionSpec::packed(dtype, shape, Packed { cross, wide, ..Packed::default() });
-            AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..packed }.with_stats()
+            let packed = AttentionSpec::packed(dtype, shape, Packed::new().with_cross(cross).with_wide(wide));
+            packed.with_score_mods(dense.score_mods).with_masks(dense.masks).with_stats()
         }
     }
 }
@@ -164,7 +164,7 @@ pub fn mma_texts(&(dims, dtype, wide, score_mod, masks): &MmaRow) -> Vec<(&'stat
     }));
     let paged = (masks == ["causal"]).then(|| {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 300, seq_kv: 700, dim_qk: dims[0], dim_v: dims[1] };
-        let paged = AttentionSpec::paged(dtype, shape, Paged { page_size: 7, pages: 300 }).mask(Mask::padding());
+        let paged = AttentionSpec::paged(dtype, shape, Paged::new(7, 300)).mask(Mask::padding());
         mma::forward_text(&mma::forward(&paged.validate().unwrap()).unwrap(), &config)
     });
     let texts = texts.chain(paged.map(|paged| ("forward, pages,", paged)));

@@ -78,8 +78,8 @@ impl Recorder {
     pub fn with(options: CudnnOptions) -> Result<Recorder, String> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let file = find()?;
-        let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
-        let executor = CudnnExecutor::new(CudnnOptions { search, ..options }).unwrap_or_else(|e| panic!("{e}"));
+        let search = Search::default().with_library(file.clone()).with_driver(file.clone());
+        let executor = CudnnExecutor::new(options.with_search(search)).unwrap_or_else(|e| panic!("{e}"));
         // Nothing here may submit to a real device.
         assert_eq!(executor.library().path(), file);
         Ok(Recorder::of(&file, executor, turn).unwrap_or_else(|e| panic!("{e}")))

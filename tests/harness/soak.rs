@@ -219,11 +219,9 @@ impl World {
 /// # Errors
 /// A problem that cannot be made.
 pub fn soak(size: Soak) -> Result<ScheduleReport, String> {
-    let limits = Limits {
-        bytes: size.bytes,
-        refusals: std::time::Duration::from_millis(5),
-        ..Limits::entries(NonZeroUsize::new(size.entries).unwrap_or(NonZeroUsize::MIN))
-    };
+    let limits = Limits::entries(NonZeroUsize::new(size.entries).unwrap_or(NonZeroUsize::MIN))
+        .with_bytes(size.bytes)
+        .with_refusals(std::time::Duration::from_millis(5));
     let world = World {
         size,
         jobs: (0..size.shapes).map(job).collect::<Result<_, _>>()?,

@@ -92,8 +92,8 @@ impl Timed {
             Lies::Dense(layout) => AttentionSpec::dense(self.dtype, self.shape, *layout),
             Lies::Packed(lengths) => AttentionSpec::packed(self.dtype, self.shape, Packed::of(lengths.iter().map(|&n| i64::from(n)).sum())),
             Lies::Paged(page_size) => {
-                let per_entry = Paged { page_size: *page_size, pages: 1 }.pages_of(self.shape.seq_kv);
-                AttentionSpec::paged(self.dtype, self.shape, Paged { page_size: *page_size, pages: per_entry * self.shape.batch })
+                let per_entry = Paged::new(*page_size, 1).pages_of(self.shape.seq_kv);
+                AttentionSpec::paged(self.dtype, self.shape, Paged::new(*page_size, per_entry * self.shape.batch))
             }
         };
         if !self.score_mod.is_empty() {

@@ -6,8 +6,8 @@ use sdpa::expr::{Axis, F16, F32};
 use sdpa::library::{alibi_with, bias, document, softcap};
 use sdpa::params::bind;
 use sdpa::{
-    AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Paged, Param, ParamValue,
-    ScoreMod, Shape, SpecErrors,
+    AttentionSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Paged, Param, ParamValue, ScoreMod, Shape,
+    SpecErrors,
 };
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 3, seq_kv: 5, dim_qk: 8, dim_v: 8 };
@@ -19,7 +19,7 @@ fn spec() -> AttentionSpec {
 }
 
 fn given<'a>(all: &[(&'a str, ParamValue<'a>)]) -> Vec<Param<'a>> {
-    all.iter().map(|&(name, value)| Param { name, value }).collect()
+    all.iter().map(|&(name, value)| Param::new(name, value)).collect()
 }
 
 fn fields(errors: &SpecErrors) -> Vec<String> {
@@ -40,18 +40,7 @@ impl Memory {
 
     /// Fields of everything that is wrong with a forward call.
     fn forward(&mut self, params: &[Param<'_>]) -> Vec<String> {
-        let call = HostForward {
-            q: Elements::F32(&self.q),
-            k: Elements::F32(&self.kv),
-            v: Elements::F32(&self.kv),
-            o: ElementsMut::F32(&mut self.o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-        };
+        let call = HostForward::new(&self.q, &self.kv, &self.kv, &mut self.o).params(params);
         call.check(&spec().validate().unwrap()).err().map_or_else(Vec::new, |e| fields(&e))
     }
 }
@@ -149,7 +138,7 @@ fn a_value_is_of_the_type_and_length_that_is_declared() {
         let problem = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd).score_mod(score_mod).validate().unwrap();
         for (m, (dtype, value)) in values.iter().enumerate() {
             assert_eq!(value.dtype(), *dtype);
-            let bound = problem.bind(&[Param { name: "x", value: *value }]);
+            let bound = problem.bind(&[Param::new("x", *value)]);
             assert_eq!(bound.is_ok(), n == m, "{kind} and {dtype:?}");
             if let Err(errors) = bound {
                 assert_eq!(fields(&errors), ["parameter x"]);
@@ -161,11 +150,11 @@ fn a_value_is_of_the_type_and_length_that_is_declared() {
     let declared = declared.validate().unwrap().params().iter().find(|p| p.name == "x").cloned().unwrap();
     for (n, right) in [(0, false), (3, false), (4, true), (5, false)] {
         let value = vec![0f32; n];
-        let bound = bind(std::slice::from_ref(&declared), [2, 4, 3, 5], &[Param { name: "x", value: ParamValue::F32(&value) }]);
+        let bound = bind(std::slice::from_ref(&declared), [2, 4, 3, 5], &[Param::new("x", &value)]);
         assert_eq!(bound.map_err(|e| fields(&e)).err(), if right { None } else { Some(vec!["parameter x length".to_owned()]) });
     }
     let problem = spec().validate().unwrap();
-    let bound = problem.bind(&[Param { name: "cap", value: ParamValue::Scalar(f32::NAN) }]);
+    let bound = problem.bind(&[Param::new("cap", f32::NAN)]);
     assert!(bound.is_err_and(|e| e.to_string().contains("a number")));
 }
 
@@ -183,36 +172,19 @@ fn gradients_are_checked_in_the_same_way() {
     let check = |gradients: Vec<HostGradient<'_>>, params: &[Param<'_>]| {
         let Memory { q, kv, o, stats } = Memory::new();
         let (mut dq, mut dk, mut dv) = (q.clone(), kv.clone(), kv.clone());
-        let call = HostBackward {
-            q: Elements::F32(&q),
-            k: Elements::F32(&kv),
-            v: Elements::F32(&kv),
-            o: Elements::F32(&o),
-            d_o: Elements::F32(&o),
-            stats: &stats,
-            dq: ElementsMut::F32(&mut dq),
-            dk: ElementsMut::F32(&mut dk),
-            dv: ElementsMut::F32(&mut dv),
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-            gradients,
-        };
+        let call = HostBackward::new((&q, &kv, &kv), (&o, &stats), &o, (&mut dq, &mut dk, &mut dv)).params(params).gradients(gradients);
         call.check(&backward).err().map_or_else(Vec::new, |e| fields(&e))
     };
     let (mut d_bias, mut d_cap, mut long, mut wide) = (vec![bf16::ZERO; 60], vec![0f32; 1], vec![0f32; 2], vec![f16::ZERO; 60]);
-    let right = vec![
-        HostGradient { name: "cap", data: ElementsMut::F32(&mut d_cap) },
-        HostGradient { name: "bias", data: ElementsMut::BF16(&mut d_bias) },
-    ];
+    let right = vec![HostGradient::new("cap", &mut d_cap), HostGradient::new("bias", &mut d_bias)];
     assert_eq!(check(right, &params), [""; 0]);
     assert_eq!(check(Vec::new(), &params), ["gradient of bias", "gradient of cap"]);
     let mut again = vec![0f32; 1];
     let wrong = vec![
-        HostGradient { name: "slopes", data: ElementsMut::F32(&mut again) },
-        HostGradient { name: "cap", data: ElementsMut::F32(&mut long) },
-        HostGradient { name: "cap", data: ElementsMut::F32(&mut d_cap) },
-        HostGradient { name: "bias", data: ElementsMut::F16(&mut wide) },
+        HostGradient::new("slopes", &mut again),
+        HostGradient::new("cap", &mut long),
+        HostGradient::new("cap", &mut d_cap),
+        HostGradient::new("bias", &mut wide),
     ];
     let want = ["parameter slopes", "gradient of slopes", "gradient of cap", "gradient of cap length", "gradient of bias"];
     assert_eq!(check(wrong, &params[1..]), want);
@@ -241,7 +213,7 @@ fn what_gradients_may_be_asked_for() {
 /// Lengths are 32-bit numbers, one of each batch entry, and tables have a row for each.
 #[test]
 fn lengths_are_32_bits_wide_and_tables_have_whole_rows() {
-    let paged = AttentionSpec::paged(DType::F32, SHAPE, Paged { page_size: 4, pages: 9 }).mask(Mask::padding()).validate().unwrap();
+    let paged = AttentionSpec::paged(DType::F32, SHAPE, Paged::new(4, 9)).mask(Mask::padding()).validate().unwrap();
     let (lengths, table, wide) = ([3, 5], [0, 1, 2, 3], [3i64, 5]);
     let bind = |seq_len_kv: ParamValue<'_>, page_table: ParamValue<'_>| {
         let all = [("seq_len_q", ParamValue::I32(&lengths)), ("seq_len_kv", seq_len_kv), ("page_table", page_table)];
@@ -264,18 +236,7 @@ fn a_scale_in_memory_is_a_score_mod() {
     let (q, k, v) = (numbers(192, 0.7), numbers(160, 0.3), numbers(160, 1.1));
     let run = |spec: &AttentionSpec, attn_scale: f32, params: &[Param<'_>]| {
         let mut o = vec![0.0; 192];
-        let call = HostForward {
-            q: Elements::F32(&q),
-            k: Elements::F32(&k),
-            v: Elements::F32(&v),
-            o: ElementsMut::F32(&mut o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: Some(attn_scale),
-            params,
-        };
+        let call = HostForward::new(&q, &k, &v, &mut o).attn_scale(attn_scale).params(params);
         CpuExecutor::default().prepare(&spec.validate().unwrap()).unwrap().forward(call).unwrap();
         o
     };

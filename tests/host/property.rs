@@ -378,11 +378,13 @@ proptest! {
         o_dtype in proptest::option::weighted(0.3, dtype()),
     ) {
         let [q, k, v, o] = tensors;
-        let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed { cross, wide, total_q, total_kv });
-        let paged = paged.map(|[page_size, pages]| Paged { page_size, pages });
+        let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed::new().with_cross(cross).with_wide(wide).with_totals(total_q, total_kv));
+        let paged = paged.map(|[page_size, pages]| Paged::new(page_size, pages));
         let stats_base = if row_max { StatsBase::Two } else { StatsBase::Natural };
         let dropout = dropout.map(sdpa::Dropout::new);
-        let spec = AttentionSpec { dtype, o_dtype, block_scaled, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout, stats, stats_base, row_max, sum_exp };
+        let mut spec = AttentionSpec::strided(dtype, [q, k, v], o).with_masks(masks).with_packed(packed).with_paged(paged);
+        (spec.o_dtype, spec.block_scaled, spec.sink, spec.dropout) = (o_dtype, block_scaled, sink, dropout);
+        (spec.stats, spec.stats_base, spec.row_max, spec.sum_exp) = (stats, stats_base, row_max, sum_exp);
         if let Err(e) = spec.validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }

@@ -5,9 +5,7 @@ use sdpa::cache::{CacheValue, Limits, PlanCache, Weight};
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::lower::Job;
 use sdpa::seq::{Buckets, SeqPolicy};
-use sdpa::{
-    AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, Param, ScoreMod, Shape, TensorSpec,
-};
+use sdpa::{AttentionSpec, DType, Elements, Executor, HostBackward, HostForward, Layout, Mask, Param, ScoreMod, Shape, TensorSpec};
 use std::num::NonZeroUsize;
 
 /// Rows that every buffer has room for.
@@ -40,37 +38,12 @@ fn compute(spec: &AttentionSpec, [q, k, v, d_o]: [&[f32]; 4], params: &[Param<'_
     let problem = spec.validate().unwrap();
     let (mut o, mut stats) = (vec![f32::NAN; room(&spec.o)], vec![f32::NAN; problem.stats_elements() as usize]);
     let [q, k, v] = [q, k, v].map(Elements::F32);
-    let call = HostForward {
-        q,
-        k,
-        v,
-        o: ElementsMut::F32(&mut o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params,
-    };
+    let call = HostForward::new(q, k, v, &mut o).stats(&mut stats).params(params);
     cpu.prepare(&problem).unwrap().forward(call).unwrap();
     let mut gradients = [&spec.q, &spec.k, &spec.v].map(|tensor| vec![f32::NAN; room(tensor)]);
     let [dq, dk, dv] = &mut gradients;
     let backward = cpu.prepare_backward(&spec.backward().validate().unwrap()).unwrap();
-    let call = HostBackward {
-        q,
-        k,
-        v,
-        o: Elements::F32(&o),
-        d_o: Elements::F32(d_o),
-        stats: &stats,
-        dq: ElementsMut::F32(dq),
-        dk: ElementsMut::F32(dk),
-        dv: ElementsMut::F32(dv),
-        amax: Vec::new(),
-        attn_scale: None,
-        params,
-        gradients: Vec::new(),
-    };
+    let call = HostBackward::new((q, k, v), (&o, &stats), d_o, (dq, dk, dv)).params(params);
     backward.backward(call).unwrap();
     Results { o, stats, gradients }
 }
@@ -103,7 +76,7 @@ const MASKS: [&[&str]; 11] = [
 #[test]
 fn a_bucket_computes_what_the_exact_length_does() {
     let mut random = Random::new(11);
-    let policy = SeqPolicy { q: Some(Buckets::new([1, 8, 40, 96]).unwrap()), kv: Some(Buckets::multiples(24, 96).unwrap()) };
+    let policy = SeqPolicy::new(Buckets::new([1, 8, 40, 96]).unwrap(), Buckets::multiples(24, 96).unwrap());
     for round in 0..66 {
         let seq_q = if round % 6 == 0 { 1 } else { random.between(1, 90) };
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q, seq_kv: random.between(1, 90), dim_qk: 16, dim_v: 8 };
@@ -162,12 +135,12 @@ fn builds(policy: &SeqPolicy, lengths: impl Iterator<Item = (i64, i64)>, capacit
 
 #[test]
 fn a_decode_loop_and_a_training_run_make_as_many_plans_as_buckets() {
-    let decode = SeqPolicy { q: None, kv: Some(Buckets::doubling(128, 4096).unwrap()) };
+    let decode = SeqPolicy::new(None, Buckets::doubling(128, 4096).unwrap());
     assert_eq!(builds(&decode, (1..=4096).map(|n| (1, n)), 4096, "causal-bottom-right"), [6, 6]);
     let mut random = Random::new(3);
     let lengths: Vec<i64> = (0..500).map(|_| random.between(64, 2048)).collect();
     let buckets = Buckets::multiples(256, 2048).unwrap();
-    let training = SeqPolicy { q: Some(buckets.clone()), kv: Some(buckets) };
+    let training = SeqPolicy::new(buckets.clone(), buckets);
     let run = |policy: &SeqPolicy| builds(policy, lengths.iter().map(|&n| (n, n)), 2048, "causal");
     assert_eq!(run(&training), [8, 8]);
     let exact = run(&SeqPolicy::default());
@@ -180,7 +153,7 @@ fn a_decode_loop_and_a_training_run_make_as_many_plans_as_buckets() {
 #[test]
 fn what_a_bucket_cannot_be_is_told_at_once() {
     let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 10, seq_kv: 30, dim_qk: 16, dim_v: 16 };
-    let policy = SeqPolicy { q: Some(Buckets::new([16]).unwrap()), kv: Some(Buckets::new([16, 20]).unwrap()) };
+    let policy = SeqPolicy::new(Buckets::new([16]).unwrap(), Buckets::new([16, 20]).unwrap());
     let mut wrong = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
     wrong.masks = vec!["natten:3".parse().unwrap(), "causal".parse().unwrap()];
     wrong.score_mods = vec!["score * f32(seq_kv - k)".parse().unwrap()];
@@ -190,7 +163,7 @@ fn what_a_bucket_cannot_be_is_told_at_once() {
     assert!(errors[0].to_string().contains("at most 20") && errors[1].to_string().contains("fixed capacity"), "{errors:?}");
     let mut padded = spec(shape, Layout::Bshd);
     padded.masks = vec![Mask::padding(), Mask::causal_bottom_right()];
-    let wide = SeqPolicy { q: None, kv: Some(Buckets::new([64]).unwrap()) };
+    let wide = SeqPolicy::new(None, Buckets::new([64]).unwrap());
     assert_eq!(wide.bucket(&padded).unwrap_err().0[0].field, "masks");
     // The ends are by one's own lengths, if these are of both sides.
     padded.masks[1] = Mask::causal_ends();

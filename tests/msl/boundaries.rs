@@ -4,15 +4,13 @@ use super::emulation;
 use conformance::msl::Emulated;
 use conformance::random::Random;
 use metal_fallback::{Backward, Call, Contents, Forward, Kernels, Operand, Runner, Task, Tokens};
-use sdpa::{
-    AttentionSpec, DType, Elements, ElementsMut, Error, Executor, HostForward, Mask, Packed, Param, ParamValue, SINK, ScoreMod, Shape,
-};
+use sdpa::{AttentionSpec, DType, Error, Executor, HostForward, Mask, Packed, Param, SINK, ScoreMod, Shape};
 use std::borrow::Cow;
 
 /// Longest documents off every block.
 const SHAPE: Shape = Shape { batch: 4, heads_q: 4, heads_kv: 2, seq_q: 20, seq_kv: 41, dim_qk: 20, dim_v: 12 };
 /// More than a call has.
-const MOST: Packed = Packed { cross: true, wide: false, total_q: Some(90), total_kv: Some(110) };
+const MOST: Packed = Packed::new().with_cross(true).with_totals(Some(90), Some(110));
 const TOKENS: Tokens = Tokens { queries: 50, keys: 61 };
 
 /// Boundaries of queries and of keys.
@@ -34,7 +32,7 @@ const FALLING: [Both; 2] = [[[30, 10, 20, 5, 40], [0, 61, 0, 61, 0]], [[GREATEST
 
 fn spec(wide: bool) -> AttentionSpec {
     let bias: ScoreMod = "tensor bias[head, q, k]: f32; score + bias".parse().unwrap();
-    AttentionSpec::packed(DType::F32, SHAPE, Packed { wide, ..MOST }).mask(Mask::causal_ends()).score_mod(bias).with_sink().with_stats()
+    AttentionSpec::packed(DType::F32, SHAPE, MOST.with_wide(wide)).mask(Mask::causal_ends()).score_mod(bias).with_sink().with_stats()
 }
 
 /// Everything that a pass writes, of random numbers and of declared tensors that are given by their names.
@@ -125,19 +123,8 @@ fn calls_with_wrong_boundaries_are_refused_before_anything_runs() {
     let (k, v) = (of(61, SHAPE.heads_kv, SHAPE.dim_qk), of(61, SHAPE.heads_kv, SHAPE.dim_v));
     let call = |of_q: &[i32], of_k: &[i32]| {
         let mut o = of(50, SHAPE.heads_q, SHAPE.dim_v);
-        let params = [("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_k)].map(|(name, of)| Param { name, value: ParamValue::I32(of) });
-        let call = HostForward {
-            q: Elements::F32(&q),
-            k: Elements::F32(&k),
-            v: Elements::F32(&v),
-            o: ElementsMut::F32(&mut o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params: &params,
-        };
+        let params = [("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_k)].map(|(name, of)| Param::new(name, of));
+        let call = HostForward::new(&q, &k, &v, &mut o).params(&params);
         let told = match prepared.forward(call) {
             Ok(_) => return Ok(()),
             Err(Error::Spec(e)) => e.to_string(),

@@ -10,8 +10,8 @@ use conformance::share::{DAYS, of_today};
 use metal_fallback::Kernels;
 use sdpa::cpu::CpuExecutor;
 use sdpa::{
-    AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout,
-    Packed, Param, ParamValue, SINK, ScoreMod, Shape,
+    AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Packed, Param,
+    ParamValue, SINK, ScoreMod, Shape,
 };
 use std::f32::consts::LN_2;
 use std::ops::Range;
@@ -113,18 +113,7 @@ impl Operands {
     }
 
     fn forward(&mut self, executor: &dyn Executor, spec: &AttentionSpec, params: &[Param<'_>]) -> Result<(), String> {
-        let call = HostForward {
-            q: Elements::F32(&self.q),
-            k: Elements::F32(&self.k),
-            v: Elements::F32(&self.v),
-            o: ElementsMut::F32(&mut self.o),
-            stats: Some(&mut self.stats),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: SCALE,
-            params,
-        };
+        let call = HostForward::new(&self.q, &self.k, &self.v, &mut self.o).stats(&mut self.stats).attn_scale(SCALE).params(params);
         let prepared = executor.prepare(&spec.validate().map_err(|e| e.to_string())?).map_err(|e| e.to_string())?;
         prepared.forward(call).map(|_| ()).map_err(|e| e.to_string())
     }
@@ -133,24 +122,10 @@ impl Operands {
     fn gradients(&self, executor: &dyn Executor, spec: &AttentionSpec, params: &[Param<'_>]) -> Result<[Vec<f32>; 5], String> {
         let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|of| vec![f32::NAN; of.len()]);
         let [mut d_bias, mut d_sink] = [bias(spec).len(), SINKS.len()].map(|len| vec![f32::NAN; len]);
-        let call = HostBackward {
-            q: Elements::F32(&self.q),
-            k: Elements::F32(&self.k),
-            v: Elements::F32(&self.v),
-            o: Elements::F32(&self.o),
-            d_o: Elements::F32(&self.d_o),
-            stats: &self.stats,
-            dq: ElementsMut::F32(&mut dq),
-            dk: ElementsMut::F32(&mut dk),
-            dv: ElementsMut::F32(&mut dv),
-            amax: Vec::new(),
-            attn_scale: SCALE,
-            params,
-            gradients: vec![
-                HostGradient { name: BIAS, data: ElementsMut::F32(&mut d_bias) },
-                HostGradient { name: SINK, data: ElementsMut::F32(&mut d_sink) },
-            ],
-        };
+        let call = HostBackward::new((&self.q, &self.k, &self.v), (&self.o, &self.stats), &self.d_o, (&mut dq, &mut dk, &mut dv))
+            .attn_scale(SCALE)
+            .params(params)
+            .gradients([HostGradient::new(BIAS, &mut d_bias), HostGradient::new(SINK, &mut d_sink)]);
         let problem = spec.backward().wrt(BIAS, DType::F32).wrt(SINK, DType::F32).validate().map_err(|e| e.to_string())?;
         let prepared = executor.prepare_backward(&problem).map_err(|e| e.to_string())?;
         prepared.backward(call).map_err(|e| e.to_string())?;
@@ -182,7 +157,7 @@ fn quarters(len: i64, random: &mut Random) -> Vec<f32> {
 }
 
 fn param<'a>(name: &'a str, value: ParamValue<'a>) -> Param<'a> {
-    Param { name, value }
+    Param::new(name, value)
 }
 
 /// A bias over heads, queries and keys.
@@ -262,7 +237,7 @@ fn of_documents(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(),
     let shape = masked_shape(seq_q);
     let of_q = [0, seq_q as i32, seq_q as i32 + 2, 2 * seq_q as i32 + 1];
     let of_k = [0, 20, 29, 70];
-    let packed = Packed { cross: true, total_q: Some(of_q[3].into()), total_kv: Some(of_k[3].into()), ..Packed::default() };
+    let packed = Packed::new().with_cross(true).with_totals(Some(of_q[3].into()), Some(of_k[3].into()));
     let spec = AttentionSpec::packed(DType::F32, shape, packed).with_sink().with_stats();
     let spec = spec.score_mod(added(to_rows)).mask("causal-ends".parse().unwrap());
     let params = [param("cu_seqlens_q", ParamValue::I32(&of_q)), param("cu_seqlens_kv", ParamValue::I32(&of_k))];

@@ -8,7 +8,7 @@ use sdpa::paged::PAGE_TABLE;
 use sdpa::{AttentionSpec, DType, Mask, Paged, Shape};
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 41, dim_qk: 20, dim_v: 12 };
-const CACHE: Paged = Paged { page_size: 7, pages: 5 };
+const CACHE: Paged = Paged::new(7, 5);
 
 /// Tables, and what they come to.
 const SAME: [[[i32; 12]; 2]; 2] = [

@@ -7,8 +7,8 @@ use half::{bf16, f16};
 use metal_fallback::Kernels;
 use sdpa::cpu::CpuExecutor;
 use sdpa::{
-    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Param,
-    ParamValue, SINK, Shape,
+    AttentionSpec, BackwardProblem, DType, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Param, ParamValue, SINK,
+    Shape,
 };
 
 const SHAPE: Shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 90, seq_kv: 41, dim_qk: 20, dim_v: 44 };
@@ -18,7 +18,7 @@ fn normal(n: i64, random: &mut Random) -> Vec<f32> {
 }
 
 fn param<'a>(name: &'a str, value: ParamValue<'a>) -> Param<'a> {
-    Param { name, value }
+    Param::new(name, value)
 }
 
 /// The output and stats of random operands; the last of many queries keep no key.
@@ -31,18 +31,8 @@ fn forward(executor: &dyn Executor, shape: Shape, sinks: &[f32]) -> Result<[Vec<
     let [k, v] = [dim_qk, dim_v].map(|dim| normal(batch * heads_kv * seq_kv * dim, &mut random));
     let mut o = vec![f32::NAN; (batch * heads_q * seq_q * dim_v) as usize];
     let mut stats = vec![f32::NAN; (batch * heads_q * seq_q) as usize];
-    let call = HostForward {
-        q: Elements::F32(&q),
-        k: Elements::F32(&k),
-        v: Elements::F32(&v),
-        o: ElementsMut::F32(&mut o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[param(SINK, ParamValue::F32(sinks))],
-    };
+    let params = [param(SINK, ParamValue::F32(sinks))];
+    let call = HostForward::new(&q, &k, &v, &mut o).stats(&mut stats).params(&params);
     let prepared = executor.prepare(&spec.validate().map_err(|e| e.to_string())?).map_err(|e| e.to_string())?;
     prepared.forward(call).map_err(|e| e.to_string())?;
     Ok([o, stats])
@@ -177,25 +167,14 @@ fn backward(executor: &dyn Executor, given: &Given, data: ElementsMut<'_>) -> Re
     let [q, k, v] = [forward.q(), forward.k(), forward.v()].map(|t| vec![0.0f32; t.dims.iter().product::<i64>() as usize]);
     let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(Clone::clone);
     let [seq_len_q, seq_len_kv] = &LENGTHS;
-    let call = HostBackward {
-        q: Elements::F32(&q),
-        k: Elements::F32(&k),
-        v: Elements::F32(&v),
-        o: Elements::F32(&given.o),
-        d_o: Elements::F32(&given.d_o),
-        stats: &given.stats,
-        dq: ElementsMut::F32(&mut dq),
-        dk: ElementsMut::F32(&mut dk),
-        dv: ElementsMut::F32(&mut dv),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[
-            param("seq_len_q", ParamValue::I32(seq_len_q)),
-            param("seq_len_kv", ParamValue::I32(seq_len_kv)),
-            param(SINK, ParamValue::F32(&SINKS)),
-        ],
-        gradients: vec![HostGradient { name: SINK, data }],
-    };
+    let params = [
+        param("seq_len_q", ParamValue::I32(seq_len_q)),
+        param("seq_len_kv", ParamValue::I32(seq_len_kv)),
+        param(SINK, ParamValue::F32(&SINKS)),
+    ];
+    let call = HostBackward::new((&q, &k, &v), (&given.o, &given.stats), &given.d_o, (&mut dq, &mut dk, &mut dv))
+        .params(&params)
+        .gradients([HostGradient::new(SINK, data)]);
     let prepared = executor.prepare_backward(&problem).map_err(|e| e.to_string())?;
     prepared.backward(call).map(|_| ()).map_err(|e| e.to_string())
 }

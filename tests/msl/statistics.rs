@@ -4,7 +4,7 @@ use super::emulation;
 use conformance::msl::Emulated;
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Shape};
+use sdpa::{AttentionSpec, DType, Executor, HostForward, Layout, Shape};
 
 const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 300, dim_qk: 8, dim_v: 8 };
 const ROWS: usize = 10;
@@ -18,18 +18,7 @@ pub(super) fn odd(executor: &MetalExecutor) -> Result<(), String> {
     let odd = [(2, f32::NAN), (7, f32::INFINITY)];
     odd.into_iter().for_each(|(row, x)| q[row * 8] = x);
     let (mut o, mut row_max, mut sum_exp) = (vec![0f32; ROWS * 8], [0f32; ROWS], [0f32; ROWS]);
-    let call = HostForward {
-        q: Elements::F32(&q),
-        k: Elements::F32(&k),
-        v: Elements::F32(&k),
-        o: ElementsMut::F32(&mut o),
-        stats: None,
-        row_max: Some(&mut row_max),
-        sum_exp: Some(&mut sum_exp),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(&q, &k, &k, &mut o).row_max(&mut row_max).sum_exp(&mut sum_exp);
     prepared.forward(call).map_err(|e| e.to_string())?;
     for row in 0..ROWS {
         let is_odd = odd.iter().any(|(at, _)| *at == row);

@@ -20,7 +20,7 @@ fn h200() -> Option<(&'static Library, DeviceProfile)> {
             return None;
         }
     };
-    let library = Library::load(&Search { library: Some(runtime.library), driver: Some(runtime.driver) }).unwrap();
+    let library = Library::load(&Search::default().with_library(runtime.library).with_driver(runtime.driver)).unwrap();
     let profile = std::fs::read_to_string(repository("cudnn-graph/devprops/h200.json")).unwrap();
     Some((library, DeviceProfile::from_json(&profile).unwrap()))
 }
@@ -31,7 +31,7 @@ fn problem(seq_q: i64, seq_kv: i64) -> Job {
 }
 
 fn options(policy: Policy) -> PlanOptions {
-    PlanOptions { form: Some(Form::Composite), policy, ..PlanOptions::default() }
+    PlanOptions::default().with_form(Form::Composite).with_policy(policy)
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn a_workspace_limit_takes_another_configuration_or_says_why_not() {
     let free = build(library, &target, &problem(1, 4000), &options(Policy::default())).unwrap();
     let bytes = free.plan.workspace_bytes();
     assert!(bytes > 0, "decode splits the keys, which takes memory");
-    let limited = Policy { max_workspace: Some(bytes - 1), ..Policy::default() };
+    let limited = Policy::default().with_max_workspace(bytes - 1);
     let small = build(library, &target, &problem(1, 4000), &options(limited.clone())).unwrap();
     assert!(small.plan.workspace_bytes() < bytes);
     let over: Vec<_> = small.plan.report().candidates.iter().filter(|c| matches!(c.outcome, Outcome::PassedOver(_))).collect();
@@ -58,10 +58,10 @@ fn an_engine_that_is_avoided_is_not_taken_and_one_that_is_preferred_is() {
     };
     let first = chosen(Policy::default());
     let engine = |tag: &str| tag.split('_').next().unwrap_or(tag).to_owned();
-    let other = chosen(Policy { avoid: vec![engine(&first)], ..Policy::default() });
+    let other = chosen(Policy::default().with_avoid(vec![engine(&first)]));
     assert_ne!(engine(&first), engine(&other));
-    assert_eq!(chosen(Policy { prefer: vec![other.clone()], ..Policy::default() }), other);
-    let none = Policy { avoid: vec![engine(&first), engine(&other)], ..Policy::default() };
+    assert_eq!(chosen(Policy::default().with_prefer(vec![other.clone()])), other);
+    let none = Policy::default().with_avoid(vec![engine(&first), engine(&other)]);
     let refusal = build(library, &target, &problem(2048, 2048), &options(none)).unwrap_err().to_string();
     assert!(refusal.contains("passed over: the policy avoids"), "{refusal}");
 }

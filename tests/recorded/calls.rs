@@ -16,7 +16,7 @@ use sdpa::cudnn::Error;
 use sdpa::cudnn::lower::{Operand, Supply};
 use sdpa::cudnn::schedule::Role;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Shape, TensorSpec, library};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, HostForward, Layout, Mask, Shape, TensorSpec, library};
 use std::sync::Arc;
 
 /// The recorder, or a word about it.
@@ -68,14 +68,14 @@ impl Memory {
     fn call(&self, stats: bool, attn_scale: Option<f32>) -> DeviceForward<'_> {
         let [q, k, v, o] = [&self.q, &self.k, &self.v, &self.o].map(whole);
         let (stats, workspace) = (stats.then(|| whole(&self.stats)), Some(whole(&self.workspace)));
-        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale, params: &[], workspace }
+        DeviceForward::new(q, k, v, o).stats(stats).attn_scale(attn_scale).workspace(workspace)
     }
 
     fn backward_call(&self) -> DeviceBackward<'_> {
         let [q, k, v, o] = [&self.q, &self.k, &self.v, &self.o].map(whole);
         let [d_o, dq, dk, dv] = self.gradients.as_ref().unwrap().each_ref().map(whole);
         let (stats, workspace) = (whole(&self.stats), Some(whole(&self.workspace)));
-        DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &[], gradients: &[], workspace }
+        DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).workspace(workspace)
     }
 }
 
@@ -212,11 +212,11 @@ fn packs_are_made_for_new_addresses_and_for_nothing_else() {
     // Any address that differs, and the workspace.
     let other = Memory::forward(&f.recorder, &f.spec, f.planned.workspace_bytes());
     let swaps = [
-        DeviceForward { q: whole(&other.q), ..call },
-        DeviceForward { k: whole(&other.k), ..call },
-        DeviceForward { v: whole(&other.v), ..call },
-        DeviceForward { o: whole(&other.o), ..call },
-        DeviceForward { workspace: Some(whole(&other.workspace)), ..call },
+        call.q(whole(&other.q)),
+        call.k(whole(&other.k)),
+        call.v(whole(&other.v)),
+        call.o(whole(&other.o)),
+        call.workspace(whole(&other.workspace)),
     ];
     for swap in &swaps {
         assert_eq!((made(&|| drop(f.run(swap))), made(&|| drop(f.run(swap)))), (1, 0));
@@ -250,19 +250,19 @@ fn a_forward_call_that_is_wrong_submits_nothing() {
     let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
     let off = |slice: DeviceSlice| DeviceSlice { address: slice.address + 8, ..slice };
     for (how, wrong) in [("short", &short as &dyn Fn(DeviceSlice) -> DeviceSlice), ("misaligned", &off)] {
-        f.refused(&format!("q {how}"), &DeviceForward { q: wrong(call.q), ..call });
-        f.refused(&format!("k {how}"), &DeviceForward { k: wrong(call.k), ..call });
-        f.refused(&format!("v {how}"), &DeviceForward { v: wrong(call.v), ..call });
-        f.refused(&format!("o {how}"), &DeviceForward { o: wrong(call.o), ..call });
-        f.refused(&format!("stats {how}"), &DeviceForward { stats: call.stats.map(wrong), ..call });
-        f.refused(&format!("workspace {how}"), &DeviceForward { workspace: call.workspace.map(wrong), ..call });
+        f.refused(&format!("q {how}"), &call.q(wrong(call.q)));
+        f.refused(&format!("k {how}"), &call.k(wrong(call.k)));
+        f.refused(&format!("v {how}"), &call.v(wrong(call.v)));
+        f.refused(&format!("o {how}"), &call.o(wrong(call.o)));
+        f.refused(&format!("stats {how}"), &call.stats(call.stats.map(wrong)));
+        f.refused(&format!("workspace {how}"), &call.workspace(call.workspace.map(wrong)));
     }
-    f.refused("no stats", &DeviceForward { stats: None, ..call });
+    f.refused("no stats", &call.stats(None));
     for scale in [0.0, -1.0, f32::NAN] {
-        f.refused(&format!("a scale of {scale}"), &DeviceForward { attn_scale: Some(scale), ..call });
+        f.refused(&format!("a scale of {scale}"), &call.attn_scale(scale));
     }
-    let params = [DeviceParam { name: "cap", value: DeviceValue::Scalar(1.0) }];
-    f.refused("a parameter too many", &DeviceForward { params: &params, ..call });
+    let params = [DeviceParam::new("cap", DeviceValue::Scalar(1.0))];
+    f.refused("a parameter too many", &call.params(&params));
     assert_eq!(what(&f.run(&call)), [EXECUTION], "the call itself is right");
 }
 
@@ -329,11 +329,11 @@ fn a_wrong_call_with_copied_operands_submits_nothing() {
     let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
     let off = |slice: DeviceSlice| DeviceSlice { address: slice.address + 1, ..slice };
     for (how, wrong) in [("short", &short as &dyn Fn(DeviceSlice) -> DeviceSlice), ("misaligned", &off)] {
-        f.refused(&format!("k, which is read in place, {how}"), &DeviceForward { k: wrong(call.k), ..call });
-        f.refused(&format!("q {how}"), &DeviceForward { q: wrong(call.q), ..call });
-        f.refused(&format!("v {how}"), &DeviceForward { v: wrong(call.v), ..call });
-        f.refused(&format!("o {how}"), &DeviceForward { o: wrong(call.o), ..call });
-        f.refused(&format!("workspace {how}"), &DeviceForward { workspace: call.workspace.map(wrong), ..call });
+        f.refused(&format!("k, which is read in place, {how}"), &call.k(wrong(call.k)));
+        f.refused(&format!("q {how}"), &call.q(wrong(call.q)));
+        f.refused(&format!("v {how}"), &call.v(wrong(call.v)));
+        f.refused(&format!("o {how}"), &call.o(wrong(call.o)));
+        f.refused(&format!("workspace {how}"), &call.workspace(call.workspace.map(wrong)));
     }
 }
 
@@ -353,7 +353,7 @@ fn a_backward_call_is_one_execution_on_exactly_what_it_names() {
     let handle = recorder.executor().library().handle(&stream).unwrap();
     let before = recorder.created(Kind::VARIANT_PACK);
     for scale in [None, Some(2.0)] {
-        let call = DeviceBackward { attn_scale: scale, ..memory.backward_call() };
+        let call = memory.backward_call().attn_scale(scale);
         let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &call));
         result.unwrap();
         let [entry] = &entries[..] else { panic!("{} entries", entries.len()) };
@@ -376,12 +376,12 @@ fn a_backward_call_is_one_execution_on_exactly_what_it_names() {
     let call = memory.backward_call();
     let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
     let wrong = [
-        ("d_o", DeviceBackward { d_o: short(call.d_o), ..call }),
-        ("dq", DeviceBackward { dq: short(call.dq), ..call }),
-        ("dk", DeviceBackward { dk: short(call.dk), ..call }),
-        ("dv", DeviceBackward { dv: short(call.dv), ..call }),
-        ("stats", DeviceBackward { stats: short(call.stats), ..call }),
-        ("workspace", DeviceBackward { workspace: call.workspace.map(short), ..call }),
+        ("d_o", call.d_o(short(call.d_o))),
+        ("dq", call.dq(short(call.dq))),
+        ("dk", call.dk(short(call.dk))),
+        ("dv", call.dv(short(call.dv))),
+        ("stats", call.stats(short(call.stats))),
+        ("workspace", call.workspace(call.workspace.map(short))),
     ];
     for (name, call) in &wrong {
         let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, call));
@@ -413,10 +413,9 @@ fn the_gradient_of_a_sum_is_added_to_zeros_in_the_workspace() {
     let copy = run(&planned, &Role::Copy(Operand::DQ));
     let piece = attention.address(uid(&planned, Operand::DQ)).unwrap();
     assert_copy(dq, [(tensor(copy, "from"), piece), (tensor(copy, "to"), call.dq.address)]);
-    for (name, wrong) in [
-        ("d_o", DeviceBackward { d_o: DeviceSlice { bytes: 0, ..call.d_o }, ..call }),
-        ("dq", DeviceBackward { dq: DeviceSlice { bytes: call.dq.bytes - 1, ..call.dq }, ..call }),
-    ] {
+    for (name, wrong) in
+        [("d_o", call.d_o(DeviceSlice { bytes: 0, ..call.d_o })), ("dq", call.dq(DeviceSlice { bytes: call.dq.bytes - 1, ..call.dq }))]
+    {
         let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &wrong));
         is_refused(name, &result, &entries);
     }
@@ -430,9 +429,9 @@ fn the_gradient_of_a_bias_is_summed_after_the_attention() {
     let stream = recorder.stream();
     let handle = recorder.executor().library().handle(&stream).unwrap();
     let (bias, gradient) = (recorder.buffer(8 * 4), recorder.buffer(8 * 2));
-    let params = [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::F32, whole(&bias)) }];
-    let gradients = [DeviceGradient { name: "bias", slice: whole(&gradient) }];
-    let call = DeviceBackward { params: &params, gradients: &gradients, ..memory.backward_call() };
+    let params = [DeviceParam::new("bias", DeviceValue::Tensor(DType::F32, whole(&bias)))];
+    let gradients = [DeviceGradient::new("bias", whole(&gradient))];
+    let call = memory.backward_call().params(&params).gradients(&gradients);
     let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &call));
     result.unwrap();
     let steps: Vec<_> = planned.schedule.runs().filter(|run| matches!(run.role, Role::Sum(..))).collect();
@@ -450,14 +449,13 @@ fn the_gradient_of_a_bias_is_summed_after_the_attention() {
     assert_eq!(rounded.address(tensor(rounding, "from").uid()), Some(from));
     let end = rounded.address(tensor(rounding, "to").uid());
     assert_eq!((Some(copy.from), copy.to, copy.bytes), (end, gradient.address(), 8 * 2));
-    let short = [DeviceGradient { name: "bias", slice: DeviceSlice { bytes: 8 * 2 - 1, ..whole(&gradient) } }];
-    let off =
-        [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::F32, DeviceSlice { address: bias.address() + 2, ..whole(&bias) }) }];
+    let short = [DeviceGradient::new("bias", DeviceSlice { bytes: 8 * 2 - 1, ..whole(&gradient) })];
+    let off = [DeviceParam::new("bias", DeviceValue::Tensor(DType::F32, DeviceSlice { address: bias.address() + 2, ..whole(&bias) }))];
     for (name, wrong) in [
-        ("no gradient", DeviceBackward { gradients: &[], ..call }),
-        ("a short gradient", DeviceBackward { gradients: &short, ..call }),
-        ("no bias", DeviceBackward { params: &[], ..call }),
-        ("a misaligned bias", DeviceBackward { params: &off, ..call }),
+        ("no gradient", call.gradients(&[])),
+        ("a short gradient", call.gradients(&short)),
+        ("no bias", call.params(&[])),
+        ("a misaligned bias", call.params(&off)),
     ] {
         let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &wrong));
         is_refused(name, &result, &entries);
@@ -468,8 +466,8 @@ fn the_gradient_of_a_bias_is_summed_after_the_attention() {
 fn scalars_of_a_score_mod_are_numbers_of_the_call() {
     let Some(f) = forward(spec().score_mod(library::softcap(30.0))) else { return };
     let scalars = |cap: f32| {
-        let params = [DeviceParam { name: "cap", value: DeviceValue::Scalar(cap) }];
-        let entries = f.run(&DeviceForward { params: &params, ..f.memory.call(false, None) });
+        let params = [DeviceParam::new("cap", DeviceValue::Scalar(cap))];
+        let entries = f.run(&f.memory.call(false, None).params(&params));
         let [entry] = &entries[..] else { panic!("{} entries", entries.len()) };
         let numbers: Vec<f32> = f.planned.plan.ports().values.iter().filter_map(|p| entry.number(p.id.uid())).collect();
         numbers
@@ -522,18 +520,7 @@ fn host_memory_goes_up_and_comes_down_and_nothing_of_it_stays() {
     let prepared = recorder.executor().prepare(&spec.validate().unwrap()).unwrap();
     let [q, k, v, mut o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|t| vec![bf16::ZERO; t.extent().unwrap() as usize]);
     let before = recorder.allocated();
-    let call = HostForward {
-        q: Elements::BF16(&q),
-        k: Elements::BF16(&k),
-        v: Elements::BF16(&v),
-        o: ElementsMut::BF16(&mut o),
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(&q, &k, &v, &mut o);
     let (result, entries) = recorder.record(|| prepared.forward(call));
     assert_eq!(result.unwrap().workspace_bytes, 4096);
     assert_eq!(what(&entries), [UPLOAD, UPLOAD, UPLOAD, FILL, FILL, EXECUTION, DOWNLOAD]);

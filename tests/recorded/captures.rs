@@ -20,7 +20,7 @@ fn recorder() -> Option<Recorder> {
 
 /// One with room for a single plan.
 fn narrow() -> Option<Recorder> {
-    let options = CudnnOptions { forward: Limits::entries(NonZeroUsize::MIN), ..CudnnOptions::default() };
+    let options = CudnnOptions::default().with_forward(Limits::entries(NonZeroUsize::MIN));
     Recorder::with(options).map_err(|why| skip("recording", &why)).ok()
 }
 
@@ -41,7 +41,7 @@ impl Memory {
 
     fn call(&self) -> DeviceForward<'static> {
         let [q, k, v, o] = self.buffers.each_ref().map(whole);
-        DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace: None }
+        DeviceForward::new(q, k, v, o)
     }
 }
 
@@ -307,7 +307,7 @@ fn the_callers_context_is_as_it_was_after_every_call() {
     let (first, second) = (recorder.executor().device(), Driver::load(None).unwrap().device(1).unwrap());
     let (stream, spec) = (recorder.stream(), spec(64));
     let memory = Memory::new(&recorder, &spec);
-    let other = CudnnExecutor::new(CudnnOptions { ordinal: 1, ..CudnnOptions::default() }).unwrap();
+    let other = CudnnExecutor::new(CudnnOptions::default().with_ordinal(1)).unwrap();
     let bytes = |t: &sdpa::TensorSpec| Buffer::new(second, t.extent().unwrap().unsigned_abs() as usize * 2).unwrap();
     let on_second = Memory { buffers: [&spec.q, &spec.k, &spec.v, &spec.o].map(bytes) };
     let second_stream = second.stream().unwrap();
@@ -392,10 +392,10 @@ fn a_failure_is_not_taken_for_a_refusal_and_not_remembered() {
 fn an_automatic_choice_does_not_turn_a_failure_into_the_cpu() {
     let Some(recorder) = recorder() else { return };
     let library = recorder.executor().library().path();
-    let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library.clone()) };
+    let search = cudnn_graph::Search::default().with_library(library.clone()).with_driver(library.clone());
     // Native kernels would take the problem if another test had loaded an NVRTC.
-    let kernels = CudaOptions { driver: Some(library), nvrtc: Some("/nowhere/libnvrtc.so.13".into()), ..CudaOptions::default() };
-    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, use_ledger: false, ..CudnnOptions::default() }).with_kernels(kernels);
+    let kernels = CudaOptions::default().with_driver(library).with_nvrtc(std::path::PathBuf::from("/nowhere/libnvrtc.so.13"));
+    let dispatcher = sdpa::Dispatcher::new(CudnnOptions::default().with_search(search).with_use_ledger(false)).with_kernels(kernels);
     let problem = spec(72).validate().unwrap();
     recorder.fail_plans(4004, 20);
     let failed = dispatcher.prepare(&problem, sdpa::Preference::Auto).unwrap_err();
@@ -409,8 +409,8 @@ fn an_automatic_choice_does_not_turn_a_failure_into_the_cpu() {
 fn cudnn_comes_first_where_plan_files_are_attached_to_it() {
     let Some(recorder) = recorder() else { return };
     let library = recorder.executor().library().path();
-    let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library) };
-    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, use_ledger: false, ..CudnnOptions::default() });
+    let search = cudnn_graph::Search::default().with_library(library.clone()).with_driver(library);
+    let dispatcher = sdpa::Dispatcher::new(CudnnOptions::default().with_search(search).with_use_ledger(false));
     let problem = spec(2048).mask("natten:65".parse().unwrap()).validate().unwrap();
     let first = || dispatcher.executors_for(&problem)[0];
     assert_eq!(first(), sdpa::ExecutorName::CUDA);

@@ -19,9 +19,9 @@ const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 512, seq_
 fn all(cudnn: Option<PathBuf>, nvrtc: Option<PathBuf>) -> Option<Dispatcher> {
     let file = recorder::find().map_err(|why| skip("recording", &why)).ok()?;
     let compiler = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
-    let search = Search { library: Some(cudnn.unwrap_or_else(|| file.clone())), driver: Some(file.clone()) };
-    let kernels = CudaOptions { driver: Some(file), nvrtc: Some(nvrtc.unwrap_or(compiler)), ..CudaOptions::default() };
-    Some(Dispatcher::new(CudnnOptions { search, use_ledger: false, ..CudnnOptions::default() }).with_kernels(kernels))
+    let search = Search::default().with_library(cudnn.unwrap_or_else(|| file.clone())).with_driver(file.clone());
+    let kernels = CudaOptions::default().with_driver(file).with_nvrtc(nvrtc.unwrap_or(compiler));
+    Some(Dispatcher::new(CudnnOptions::default().with_search(search).with_use_ledger(false)).with_kernels(kernels))
 }
 
 fn both() -> Option<(Recorder, Dispatcher)> {
@@ -67,13 +67,13 @@ impl Memory {
     fn forward(&self) -> DeviceForward<'static> {
         let (q, k, o) = (whole(&self.q), whole(&self.k), whole(&self.o));
         let stats = Some(whole(&self.stats));
-        DeviceForward { q, k, v: k, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace: None }
+        DeviceForward::new(q, k, k, o).stats(stats)
     }
 
     fn backward(&self, written: &[Buffer; 3]) -> DeviceBackward<'static> {
         let (q, k, o) = (whole(&self.q), whole(&self.k), whole(&self.o));
         let ([dq, dk, dv], stats, gradients) = (written.each_ref().map(whole), whole(&self.stats), &[]);
-        DeviceBackward { q, k, v: k, o, stats, d_o: o, dq, dk, dv, attn_scale: None, params: &[], gradients, amax: &[], workspace: None }
+        DeviceBackward::new((q, k, k), (o, stats), o, (dq, dk, dv)).gradients(gradients)
     }
 }
 
@@ -120,11 +120,11 @@ fn kernels_come_first_but_for_exceptions_and_a_name_is_kept() {
 #[test]
 fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
     let Some((_recorder, all)) = both() else { return };
-    let wide = AttentionSpec { dtype: DType::F32, ..spec("causal") };
+    let wide = spec("causal").with_dtype(DType::F32);
     let choice = forward(&all, &wide, Preference::Auto).unwrap();
     assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
     assert!(choice.declined[0].executor == ExecutorName::CUDNN && choice.declined[0].to_string().contains("f32"), "{:?}", choice.declined);
-    let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default()).mask(RULE.parse().unwrap());
+    let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
     // Kernels with `mma.sync`, which alone of ours take one order, are not asked before cuDNN.
     let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
@@ -145,11 +145,11 @@ fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
 fn with_ledger(evidence: &Evidence) -> Option<Dispatcher> {
     let file = recorder::find().map_err(|why| skip("recording", &why)).ok()?;
     let nvrtc = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
-    let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
+    let search = Search::default().with_library(file.clone()).with_driver(file.clone());
     let (device, release) = ("a test".to_owned(), RELEASE.to_owned());
     let about = About { cudnn: Version::new(9, 19, 0), sm: 90, device, release, right: 0, wrong: 0 };
-    let options = CudnnOptions { search, ledgers: vec![evidence.ledger(about)], ..CudnnOptions::default() };
-    Some(Dispatcher::new(options).with_kernels(CudaOptions { driver: Some(file), nvrtc: Some(nvrtc), ..CudaOptions::default() }))
+    let options = CudnnOptions::default().with_search(search).with_ledgers(vec![evidence.ledger(about)]);
+    Some(Dispatcher::new(options).with_kernels(CudaOptions::default().with_driver(file).with_nvrtc(nvrtc)))
 }
 
 /// Both passes of a problem in three shapes.
@@ -157,7 +157,7 @@ fn passes(of: &AttentionSpec) -> Vec<Job> {
     let of_shape = |seq: i64| {
         let shape = Shape { seq_q: seq, seq_kv: seq, ..SHAPE };
         let dense = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
-        let spec = AttentionSpec { q: dense.q, k: dense.k, v: dense.v, o: dense.o, ..of.clone() };
+        let spec = of.clone().with_q(dense.q).with_k(dense.k).with_v(dense.v).with_o(dense.o);
         [spec.validate().unwrap().into(), spec.backward().validate().unwrap().into()]
     };
     [512, 256, 128].into_iter().flat_map(of_shape).collect()
@@ -198,7 +198,7 @@ fn cudnn_comes_first_only_where_its_ledger_covers_the_problem() {
 #[test]
 fn cudnn_computes_unproven_problems_that_kernels_do_not_support() {
     let Some(all) = with_ledger(&Evidence::default()) else { return };
-    let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default()).mask(RULE.parse().unwrap());
+    let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
     let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
     let declined: Vec<ExecutorName> = choice.declined.iter().map(|declined| declined.executor).collect();
@@ -210,8 +210,8 @@ fn cudnn_computes_unproven_problems_that_kernels_do_not_support() {
 fn the_ledger_of_the_release_is_in_use_unless_it_is_turned_off() {
     let Ok(file) = recorder::find().map_err(|why| skip("recording", &why)) else { return };
     let unproven = |use_ledger: bool| {
-        let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
-        let cudnn = CudnnExecutor::new(CudnnOptions { search, use_ledger, ..CudnnOptions::default() }).unwrap();
+        let search = Search::default().with_library(file.clone()).with_driver(file.clone());
+        let cudnn = CudnnExecutor::new(CudnnOptions::default().with_search(search).with_use_ledger(use_ledger)).unwrap();
         let job = spec("causal").validate().unwrap();
         (cudnn.ledger().is_some(), cudnn.unproven(&job).map(|unproven| unproven.to_string()))
     };
@@ -223,7 +223,7 @@ fn the_ledger_of_the_release_is_in_use_unless_it_is_turned_off() {
 #[test]
 fn a_name_never_falls_back() {
     let Some((recorder, all)) = both() else { return };
-    let wide = AttentionSpec { dtype: DType::F32, ..spec("causal") };
+    let wide = spec("causal").with_dtype(DType::F32);
     let (refused, entries) = recorder.record(|| forward(&all, &wide, Preference::Named(ExecutorName::CUDNN)));
     let Err(Error::Unsupported(refused)) = refused else { panic!("{refused:?}") };
     assert_eq!((refused.executor, refused.before.len(), entries.len()), (ExecutorName::CUDNN, 0, 0));
@@ -288,7 +288,7 @@ fn what_is_prepared_is_kept_by_problem_and_by_the_caller() {
     drop(all);
     recorder.submit(&*kept, &stream, &(&memory.forward()).into()).unwrap();
     let short = DeviceSlice { bytes: 8, ..whole(&memory.q) };
-    let wrong = DeviceForward { q: short, ..memory.forward() };
+    let wrong = memory.forward().q(short);
     let (done, entries) = recorder.record(|| recorder.submit(&*kept, &stream, &(&wrong).into()));
     assert!(done.is_err_and(|e| e.to_string().contains("q length")) && entries.is_empty());
     drop(kept);

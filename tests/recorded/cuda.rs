@@ -15,7 +15,7 @@ fn executor(entries: usize) -> Option<(Recorder, CudaExecutor)> {
     let recorder = Recorder::load().map_err(|why| skip("recording", &why)).ok()?;
     let nvrtc = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
     let plans = Limits::entries(NonZeroUsize::new(entries)?);
-    let options = CudaOptions { nvrtc: Some(nvrtc), plans, kernels: plans, ..CudaOptions::default() };
+    let options = CudaOptions::default().with_nvrtc(nvrtc).with_plans(plans).with_kernels(plans);
     Some((recorder, CudaExecutor::new(options).unwrap_or_else(|e| panic!("{e}"))))
 }
 
@@ -32,7 +32,7 @@ fn memory(recorder: &Recorder, spec: &AttentionSpec) -> [Buffer; 4] {
 
 fn call<'a>([q, k, v, o]: &[Buffer; 4], params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
     let [q, k, v, o] = [q, k, v, o].map(whole);
-    DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params, workspace: None }
+    DeviceForward::new(q, k, v, o).params(params)
 }
 
 /// A call over memory of the recording library.
@@ -86,8 +86,8 @@ fn tiles_of_documents_are_listed_and_maps_reach_the_tokens_there_are() {
         let operand = |tensor: &TensorSpec| recorder.buffer(packed::memory(tensor, tokens).extent().unwrap().unsigned_abs() * 2);
         let buffers = [&spec.q, &spec.k, &spec.v, &spec.o].map(operand);
         let (stats, boundaries) = (recorder.buffer(tokens as u64 * 4 * 4), recorder.buffer(12));
-        let params = [DeviceParam { name: "cu_seqlens", value: DeviceValue::Tensor(DType::I32, whole(&boundaries)) }];
-        let right = DeviceForward { stats: Some(whole(&stats)), ..call(&buffers, &params) };
+        let params = [DeviceParam::new("cu_seqlens", DeviceValue::Tensor(DType::I32, whole(&boundaries)))];
+        let right = call(&buffers, &params).stats(whole(&stats));
         recorder.submit(&*ready, &stream, &(&right).into()).unwrap();
         let (done, entries) = recorder.record(|| recorder.submit(&*ready, &stream, &(&right).into()));
         done.unwrap();
@@ -107,11 +107,11 @@ fn keys_of_few_queries_are_met_in_parts() {
     let stream = recorder.stream();
     let shape = Shape { batch: 3, heads_q: 12, heads_kv: 2, seq_q: 2, seq_kv: 9000, dim_qk: 64, dim_v: 64 };
     let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bshd).mask(Mask::padding());
-    let cache = Paged { page_size: 16, pages: 700 };
+    let cache = Paged::new(16, 700);
     let paged = AttentionSpec::paged(DType::F16, shape, cache).mask(Mask::padding());
     let [lengths_q, lengths_kv] = [(); 2].map(|()| recorder.buffer(12));
     let table = recorder.buffer(4 * 3 * 563);
-    let named = |name, buffer| DeviceParam { name, value: DeviceValue::Tensor(DType::I32, whole(buffer)) };
+    let named = |name, buffer| DeviceParam::new(name, DeviceValue::Tensor(DType::I32, whole(buffer)));
     let params = [named("seq_len_q", &lengths_q), named("seq_len_kv", &lengths_kv), named("page_table", &table)];
     for (spec, params) in [(dense, &params[..2]), (paged, &params)] {
         let problem = spec.validate().unwrap();
@@ -140,14 +140,13 @@ fn what_is_wrong_with_a_call_is_told_at_once_and_nothing_is_launched() {
     let short = |buffer: &Buffer| DeviceSlice { bytes: buffer.bytes() as u64 - 2, ..whole(buffer) };
     let lengths = recorder.buffer(8);
     let params = [
-        DeviceParam { name: "seq_len_q", value: DeviceValue::Tensor(DType::I32, whole(&lengths)) },
-        DeviceParam { name: "seq_len_kv", value: DeviceValue::Scalar(3.0) },
-        DeviceParam { name: "slope", value: DeviceValue::Scalar(1.0) },
+        DeviceParam::new("seq_len_q", DeviceValue::Tensor(DType::I32, whole(&lengths))),
+        DeviceParam::new("seq_len_kv", DeviceValue::Scalar(3.0)),
+        DeviceParam::new("slope", DeviceValue::Scalar(1.0)),
     ];
     let [q, ..] = &buffers;
     let right = call(&buffers, &params);
-    let wrong =
-        DeviceForward { q: short(q), k: DeviceSlice { address: right.k.address + 8, ..right.k }, attn_scale: Some(f32::NAN), ..right };
+    let wrong = right.q(short(q)).k(DeviceSlice { address: right.k.address + 8, ..right.k }).attn_scale(f32::NAN);
     let (done, entries) = recorder.record(|| submit((&recorder, &executor), &stream, &spec, &wrong));
     let Err(Error::Spec(errors)) = done else { panic!("{done:?}") };
     let told: Vec<&str> = errors.0.iter().map(|e| e.field.as_str()).collect();
@@ -166,7 +165,7 @@ fn a_plan_that_was_evicted_stays_until_its_work_is_done_and_in_graphs() {
     let (first, second) = (spec(), spec().with_sink());
     let buffers = memory(&recorder, &first);
     let sink = recorder.buffer(16);
-    let params = [DeviceParam { name: "sink", value: DeviceValue::Tensor(DType::F32, whole(&sink)) }];
+    let params = [DeviceParam::new("sink", DeviceValue::Tensor(DType::F32, whole(&sink)))];
     let once = |stream: &Stream, spec: &AttentionSpec, params: &[DeviceParam<'_>]| {
         submit((&recorder, &executor), stream, spec, &call(&buffers, params))
     };

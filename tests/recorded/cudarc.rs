@@ -47,14 +47,13 @@ fn passes(recorder: &Recorder, executor: &impl NvidiaExecutor, what: u32) {
     let of = |heads: usize| -> CudaSlice<bf16> { stream.alloc_zeros(heads * 512 * 64).unwrap() };
     let (q, k, mut o, mut stats) = (of(4), of(2), of(4), stream.alloc_zeros::<f32>(4 * 512).unwrap());
     let bias = stream.alloc_zeros::<f32>(4 * 512 * 512).unwrap();
-    let params = [Param { name: "bias", value: Value::F32(&bias) }];
+    let params = [Param::new("bias", Value::F32(&bias))];
     let (spec, backward) = (spec(), spec().backward().wrt("bias", DType::BF16));
     let [there, back] = [Attention::new(executor, &spec).unwrap(), Attention::backward_of(executor, &backward).unwrap()];
     assert!(!there.prepared().engine().is_empty() && there.prepared().copied().is_empty());
     let submitted = |done: Result<(), CudarcError>| done.unwrap_or_else(|e| panic!("{e}"));
     let ((), entries) = recorder.record(|| {
-        let stats = Some(&mut stats as _);
-        let call = Forward { q: &q, k: &k, v: &k, o: &mut o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &params };
+        let call = Forward::new(&q, &k, &k, &mut o).stats(&mut stats).params(&params);
         submitted(there.forward(&stream, call));
     });
     assert!(entries.iter().any(|entry| entry.what == what), "{entries:?}");
@@ -63,14 +62,16 @@ fn passes(recorder: &Recorder, executor: &impl NvidiaExecutor, what: u32) {
         let gradients = vec![("bias", ValueMut::BF16(&mut d_bias))];
         let (dq, dk, dv) = (&mut dq as _, &mut dk as _, &mut dv as _);
         let (q, k, o, stats, attn_scale, params) = (&q, &k, &o, &stats, None, &params[..]);
-        submitted(back.backward(&stream, Backward { q, k, v: k, o, stats, d_o: o, dq, dk, dv, attn_scale, params, gradients }));
+        submitted(back.backward(
+            &stream,
+            Backward::new((q, k, k), (o, stats), o, (dq, dk, dv)).attn_scale(attn_scale).params(params).gradients(gradients),
+        ));
     });
     assert!(entries.iter().any(|entry| entry.what == what), "{entries:?}");
     // Too short a key, no stats, an unknown parameter; slices of another type; another pass's gradient.
     let short = stream.alloc_zeros::<bf16>(16).unwrap();
-    let unknown = [Param { name: "slope", value: Value::Scalar(1.0) }];
-    let call =
-        Forward { q: &q, k: &short, v: &k, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &unknown };
+    let unknown = [Param::new("slope", Value::Scalar(1.0))];
+    let call = Forward::new(&q, &short, &k, &mut o).params(&unknown);
     let (done, entries) = recorder.record(|| there.forward(&stream, call));
     let Err(CudarcError::Sdpa(Error::Spec(errors))) = done else { panic!("{done:?}") };
     for field in ["k length", "stats", "parameter slope", "parameter bias"] {
@@ -78,7 +79,7 @@ fn passes(recorder: &Recorder, executor: &impl NvidiaExecutor, what: u32) {
     }
     assert!(entries.iter().all(|entry| entry.what != what));
     let (x, mut y) = (stream.alloc_zeros::<f32>(4 * 512 * 64).unwrap(), stream.alloc_zeros::<f32>(4 * 512 * 64).unwrap());
-    let call = Forward { q: &x, k: &x, v: &x, o: &mut y, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] };
+    let call = Forward::new(&x, &x, &x, &mut y);
     let (done, entries) = recorder.record(|| there.forward(&stream, call));
     assert!(done.is_err_and(|e| e.to_string().contains("slice dtype is f32")) && entries.is_empty());
 }
@@ -91,7 +92,7 @@ fn either_executor_takes_cudarcs_slices() {
     let Some(recorder) = Recorder::load().map_err(|why| skip("recording", &why)).ok() else { return };
     passes(&recorder, recorder.executor(), EXECUTION);
     let Some(nvrtc) = nvrtc::find().map_err(|why| skip("recording", &why)).ok() else { return };
-    let options = CudaOptions { nvrtc: Some(nvrtc.path()), ..CudaOptions::default() };
+    let options = CudaOptions::default().with_nvrtc(nvrtc.path());
     passes(&recorder, &CudaExecutor::new(options).unwrap(), LAUNCH);
     assert_eq!(recorder.faults(), 0);
 }

@@ -34,7 +34,7 @@ impl Loop {
     /// One query for each entry, dense or packed.
     fn new(packed: bool) -> Option<Loop> {
         let recorder = Recorder::load().map_err(|why| skip("recording", &why)).ok()?;
-        let cache = Paged { page_size: 16, pages: 80 };
+        let cache = Paged::new(16, 80);
         let spec = AttentionSpec::paged(DType::BF16, SHAPE, cache);
         let spec = if packed { spec.with_packed_queries(SHAPE.batch) } else { spec.mask(Mask::padding()) };
         let problem = spec.validate().unwrap();
@@ -58,25 +58,13 @@ impl Loop {
         let value = |slice: DeviceSlice| DeviceValue::Tensor(DType::I32, slice);
         let (name, queries) = &self.queries;
         let params = [
-            DeviceParam { name, value: value(whole(queries)) },
-            DeviceParam { name: SEQ_LEN_KV, value: value(self.lengths(step)) },
-            DeviceParam { name: PAGE_TABLE, value: value(whole(&self.table)) },
+            DeviceParam::new(name, value(whole(queries))),
+            DeviceParam::new(SEQ_LEN_KV, value(self.lengths(step))),
+            DeviceParam::new(PAGE_TABLE, value(whole(&self.table))),
         ];
         let [k, v] = self.containers.each_ref().map(whole);
         let [q, o] = [step, step + 1].map(|n| whole(&self.rows[n as usize]));
-        let call = DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params: &params,
-            workspace: None,
-        };
+        let call = DeviceForward::new(q, k, v, o).params(&params);
         self.recorder.functional(stream, &self.spec, &call)
     }
 

@@ -34,7 +34,7 @@ fn fills(entries: &[Entry]) -> Vec<(u64, u64, u64)> {
 }
 
 fn call([q, k, v, o]: [DeviceSlice; 4]) -> DeviceForward<'static> {
-    DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace: None }
+    DeviceForward::new(q, k, v, o)
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn results_with_elements_are_set_and_the_others_need_no_memory() {
         let buffers = [queries * 64, keys * 64, keys * 32, queries * 32].map(|n| memory(&recorder, n));
         let rows = [(); 3].map(|()| memory(&recorder, 2 * queries));
         let [stats, row_max, sum_exp] = rows.each_ref().map(|(_, slice)| Some(*slice));
-        let call = DeviceForward { stats, row_max, sum_exp, ..call(buffers.each_ref().map(|(_, slice)| *slice)) };
+        let call = call(buffers.each_ref().map(|(_, slice)| *slice)).stats(stats).row_max(row_max).sum_exp(sum_exp);
         let ready = recorder.executor().prepare_device(&spec.validate().unwrap()).unwrap();
         let (done, entries) = recorder.record(|| recorder.submit(&*ready, &stream, &(&call).into()));
         done.unwrap_or_else(|e| panic!("{extents:?}: {e}"));
@@ -73,26 +73,11 @@ fn gradients_of_parameters_are_zeros_too() {
         let (stats, sink, d_sink) = (memory(&recorder, queries * 2), recorder.buffer(16), recorder.buffer(16));
         let (bias, d_bias) = (memory(&recorder, 2 * 4 * seq_kv), memory(&recorder, 4 * seq_kv));
         let params = [
-            DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::F32, bias.1) },
-            DeviceParam { name: SINK, value: DeviceValue::Tensor(DType::F32, whole(&sink)) },
+            DeviceParam::new("bias", DeviceValue::Tensor(DType::F32, bias.1)),
+            DeviceParam::new(SINK, DeviceValue::Tensor(DType::F32, whole(&sink))),
         ];
-        let gradients = [DeviceGradient { name: "bias", slice: d_bias.1 }, DeviceGradient { name: SINK, slice: whole(&d_sink) }];
-        let call = DeviceBackward {
-            q: q.1,
-            k: k.1,
-            v: v.1,
-            o: o.1,
-            stats: stats.1,
-            d_o: d_o.1,
-            dq: dq.1,
-            dk: dk.1,
-            dv: dv.1,
-            amax: &[],
-            attn_scale: None,
-            params: &params,
-            gradients: &gradients,
-            workspace: None,
-        };
+        let gradients = [DeviceGradient::new("bias", d_bias.1), DeviceGradient::new(SINK, whole(&d_sink))];
+        let call = DeviceBackward::new((q.1, k.1, v.1), (o.1, stats.1), d_o.1, (dq.1, dk.1, dv.1)).params(&params).gradients(&gradients);
         let ready = recorder.executor().prepare_device_backward(&spec.validate().unwrap()).unwrap();
         let (done, entries) = recorder.record(|| recorder.submit(&*ready, &stream, &(&call).into()));
         done.unwrap_or_else(|e| panic!("{extents:?}: {e}"));
@@ -112,9 +97,9 @@ fn wrong_calls_submit_nothing() {
     let ready = recorder.executor().prepare_device(&spec([2, 5, 0]).with_stats().validate().unwrap()).unwrap();
     let (q, o, stats) = (recorder.buffer(2 * 5 * 4 * 64 * 2), recorder.buffer(2 * 5 * 4 * 32 * 2 - 1), recorder.buffer(160));
     let wrong = [
-        DeviceForward { stats: Some(whole(&stats)), ..call([whole(&q), NOWHERE, NOWHERE, whole(&o)]) },
-        DeviceForward { stats: Some(whole(&stats)), ..call([NOWHERE, NOWHERE, NOWHERE, whole(&q)]) },
-        DeviceForward { stats: Some(NOWHERE), ..call([whole(&q), NOWHERE, NOWHERE, whole(&q)]) },
+        call([whole(&q), NOWHERE, NOWHERE, whole(&o)]).stats(whole(&stats)),
+        call([NOWHERE, NOWHERE, NOWHERE, whole(&q)]).stats(whole(&stats)),
+        call([whole(&q), NOWHERE, NOWHERE, whole(&q)]).stats(NOWHERE),
         call([whole(&q), NOWHERE, NOWHERE, whole(&q)]),
     ];
     for (call, field) in wrong.iter().zip(["o length", "q length", "stats length", "stats"]) {
@@ -130,7 +115,7 @@ fn declined<T>(made: Result<T, Error>) -> Vec<String> {
     let Err(Error::Unsupported(why)) = made else { panic!("it was not declined") };
     let field = |reason: Reason| match reason {
         Reason::Limit { field, .. } => field,
-        other @ (Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_)) => other.to_string(),
+        other @ (Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _) => other.to_string(),
     };
     why.reasons.into_iter().map(field).collect()
 }

@@ -294,8 +294,8 @@ fn so_it_does_with_how_documents_are_packed() {
 const PAGED_CHANGES: [Change; 9] = [
     ("nothing", false, |_| ()),
     ("whether it is paged", true, |s| s.paged = None),
-    ("longer pages", true, |s| paged(s, Paged { page_size: 32, ..CACHE })),
-    ("more pages", true, |s| paged(s, Paged { pages: 11, ..CACHE })),
+    ("longer pages", true, |s| paged(s, Paged::new(32, CACHE.pages))),
+    ("more pages", true, |s| paged(s, Paged::new(CACHE.page_size, 11))),
     ("head-major pages of keys", true, |s| s.k = CACHE.dense(s.k.dims, Layout::Bhsd)),
     ("pages of values farther apart", true, |s| s.v.strides[0] += 64),
     ("the most keys of an entry", true, |s| {
@@ -306,7 +306,7 @@ const PAGED_CHANGES: [Change; 9] = [
     ("packed queries", true, |s| s.packed = s.clone().with_packed_queries(9).packed),
 ];
 
-const CACHE: Paged = Paged { page_size: 16, pages: 9 };
+const CACHE: Paged = Paged::new(16, 9);
 
 /// Pages in place of those that are there.
 fn paged(spec: &mut AttentionSpec, paged: Paged) {

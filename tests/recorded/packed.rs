@@ -26,7 +26,7 @@ const NO_KEY: u64 = 0xff80_0000;
 fn spec(cross: bool) -> AttentionSpec {
     let (seq_kv, total_kv) = if cross { (96, TOTAL_KV) } else { (64, TOTAL_Q) };
     let shape = Shape { batch: BATCH, heads_q: 8, heads_kv: 2, seq_q: 64, seq_kv, dim_qk: 64, dim_v: 128 };
-    let packed = Packed { cross, wide: false, total_q: Some(TOTAL_Q), total_kv: Some(total_kv) };
+    let packed = Packed::new().with_cross(cross).with_totals(Some(TOTAL_Q), Some(total_kv));
     AttentionSpec::packed(DType::BF16, shape, packed).mask(Mask::causal()).with_stats()
 }
 
@@ -78,13 +78,13 @@ impl Calls {
 
     fn params(&self) -> Vec<DeviceParam<'static>> {
         let value = |dtype: DType, buffer: &Buffer| DeviceValue::Tensor(dtype, whole(buffer));
-        self.boundaries.iter().map(|(name, dtype, buffer)| DeviceParam { name, value: value(*dtype, buffer) }).collect()
+        self.boundaries.iter().map(|(name, dtype, buffer)| DeviceParam::new(name, value(*dtype, buffer))).collect()
     }
 
     fn forward<'a>(&self, params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
         let (stats, workspace) = (Some(whole(&self.stats)), Some(whole(&self.workspace)));
-        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params, workspace }
+        DeviceForward::new(q, k, v, o).stats(stats).params(params).workspace(workspace)
     }
 
     fn handle(&self) -> Handle<'_> {
@@ -102,7 +102,7 @@ impl Calls {
         let [q, k, v, o, d_o, dq, dk, dv] =
             [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|x| self.slice(x));
         let (stats, workspace, gradients) = (whole(&self.stats), Some(whole(&self.workspace)), &[][..]);
-        let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace };
+        let call = DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).params(params).gradients(gradients).workspace(workspace);
         let (result, entries) = self.recorder.record(|| self.recorder.backward(&self.planned, &self.handle(), &call));
         result.unwrap_or_else(|e| panic!("{e}"));
         entries
@@ -186,7 +186,7 @@ const CROSS_TOKENS: [u64; 2] = [TOTAL_Q.unsigned_abs(), TOTAL_KV.unsigned_abs()]
 fn documents_are_told_before_the_attention_that_reads_them() {
     for wide in [false, true] {
         let mut spec = spec(false);
-        spec.packed = spec.packed.map(|packed| Packed { wide, ..packed });
+        spec.packed = spec.packed.map(|packed| packed.with_wide(wide));
         let Some(calls) = Calls::new(spec.validate().unwrap().into()) else { return };
         let params = calls.params();
         let entries = calls.run(&calls.planned, &calls.forward(&params));
@@ -199,7 +199,7 @@ fn documents_are_told_before_the_attention_that_reads_them() {
         calls.assert_apart(pieces);
         // Boundaries of another type are refused.
         let other = if wide { DType::I32 } else { DType::I64 };
-        let params = [DeviceParam { name: CU_SEQLENS, value: DeviceValue::Tensor(other, whole(&calls.boundaries[0].2)) }];
+        let params = [DeviceParam::new(CU_SEQLENS, DeviceValue::Tensor(other, whole(&calls.boundaries[0].2)))];
         let (result, entries) = calls.recorder.record(|| calls.recorder.forward(&calls.planned, &calls.handle(), &calls.forward(&params)));
         assert!(result.is_err() && entries.is_empty());
     }
@@ -223,16 +223,16 @@ fn tokens_are_as_many_as_the_shortest_memory_holds_and_no_more_than_the_problem_
         assert_eq!(tokens(&call), all);
         let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
         let fewer = |side: Side| if cross { std::array::from_fn(|n| all[n] - u64::from(n == side as usize)) } else { all.map(|n| n - 1) };
-        assert_eq!(tokens(&DeviceForward { q: short(call.q), ..call }), fewer(Side::Queries));
-        assert_eq!(tokens(&DeviceForward { o: short(call.o), ..call }), fewer(Side::Queries));
-        assert_eq!(tokens(&DeviceForward { stats: call.stats.map(short), ..call }), fewer(Side::Queries));
-        assert_eq!(tokens(&DeviceForward { k: short(call.k), ..call }), fewer(Side::Keys));
-        assert_eq!(tokens(&DeviceForward { v: short(call.v), ..call }), fewer(Side::Keys));
+        assert_eq!(tokens(&call.q(short(call.q))), fewer(Side::Queries));
+        assert_eq!(tokens(&call.o(short(call.o))), fewer(Side::Queries));
+        assert_eq!(tokens(&call.stats(call.stats.map(short))), fewer(Side::Queries));
+        assert_eq!(tokens(&call.k(short(call.k))), fewer(Side::Keys));
+        assert_eq!(tokens(&call.v(short(call.v))), fewer(Side::Keys));
         let of_q = calls.planned.job.tensor(Operand::Q).unwrap().strides[2].unsigned_abs() * 2;
-        assert_eq!(tokens(&DeviceForward { q: DeviceSlice { bytes: 7 * of_q, ..call.q }, ..call })[0], 7);
-        assert_eq!(tokens(&DeviceForward { q: DeviceSlice { bytes: 7 * of_q - 1, ..call.q }, ..call })[0], 6);
+        assert_eq!(tokens(&call.q(DeviceSlice { bytes: 7 * of_q, ..call.q }))[0], 7);
+        assert_eq!(tokens(&call.q(DeviceSlice { bytes: 7 * of_q - 1, ..call.q }))[0], 6);
         let larger = calls.recorder.buffer(1000 * of_q);
-        assert_eq!(tokens(&DeviceForward { q: whole(&larger), ..call }), all);
+        assert_eq!(tokens(&call.q(whole(&larger))), all);
     }
 }
 
@@ -261,7 +261,7 @@ fn every_row_statistic_is_filled_and_has_room_for_so_many_tokens() {
     let params = calls.params();
     let rows = calls.planned.job.problem().stats_tensor();
     let [row_max, sum_exp] = [(); 2].map(|()| calls.recorder.buffer(calls.stats.bytes() as u64));
-    let call = DeviceForward { row_max: Some(whole(&row_max)), sum_exp: Some(whole(&sum_exp)), ..calls.forward(&params) };
+    let call = calls.forward(&params).row_max(whole(&row_max)).sum_exp(whole(&sum_exp));
     let entries = calls.run(&calls.planned, &call);
     let [.., stats_fill, max_fill, sum_fill] = &entries[..] else { panic!("{:?}", what(&entries)) };
     for (fill, of, bits) in [(stats_fill, &calls.stats, NO_KEY), (max_fill, &row_max, NO_KEY), (sum_fill, &sum_exp, 0)] {
@@ -269,7 +269,7 @@ fn every_row_statistic_is_filled_and_has_room_for_so_many_tokens() {
     }
     let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
     let fewer = [CROSS_TOKENS[0] - 1, CROSS_TOKENS[1]];
-    for call in [DeviceForward { row_max: call.row_max.map(short), ..call }, DeviceForward { sum_exp: call.sum_exp.map(short), ..call }] {
+    for call in [call.row_max(call.row_max.map(short)), call.sum_exp(call.sum_exp.map(short))] {
         let entries = calls.run(&calls.planned, &call);
         calls.assert_fills(entries.last().unwrap(), (sum_exp.address(), Side::Queries), &rows, [4, 0], fewer);
     }
@@ -301,7 +301,7 @@ fn gradients_are_told_and_filled_as_results_are() {
 fn many_documents_take_more_blocks() {
     for (batch, blocks) in [(127, 1), (128, 2), (300, 3)] {
         let shape = Shape { batch, heads_q: 2, heads_kv: 2, seq_q: 8, seq_kv: 8, dim_qk: 64, dim_v: 64 };
-        let spec = AttentionSpec::packed(DType::F16, shape, Packed::default()).with_stats();
+        let spec = AttentionSpec::packed(DType::F16, shape, Packed::new()).with_stats();
         let Some(calls) = Calls::new(spec.validate().unwrap().into()) else { return };
         let params = calls.params();
         let entries = calls.run(&calls.planned, &calls.forward(&params));
@@ -333,7 +333,7 @@ fn launches_are_captured_and_replayed_with_the_attention() {
     recorder.replayed(&mut replay, &calls.forward(&others)).unwrap();
     assert_eq!(replay.captures(), 2);
     let short = DeviceSlice { bytes: call.q.bytes - 1, ..call.q };
-    recorder.replayed(&mut replay, &DeviceForward { q: short, params: &others, ..call }).unwrap();
+    recorder.replayed(&mut replay, &call.q(short).params(&others)).unwrap();
     assert_eq!((replay.captures(), recorder.faults()), (3, 0));
 }
 
@@ -403,7 +403,7 @@ fn what_differs_in_how_documents_are_packed_is_told() {
         let mut one = spec(true);
         if name == "cross" {
             one = spec(false);
-            one.packed = one.packed.map(|packed| Packed { cross: true, ..packed });
+            one.packed = one.packed.map(|packed| packed.with_cross(true));
         }
         let mut other = one.clone();
         change(other.packed.as_mut().unwrap());

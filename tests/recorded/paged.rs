@@ -12,7 +12,7 @@ use sdpa::cudnn::schedule::Step;
 use sdpa::cudnn::{CudnnOptions, DeviceForward, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::packed::memory;
 use sdpa::paged::PAGE_TABLE;
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Paged, Param, ParamValue, Shape};
+use sdpa::{AttentionSpec, DType, Executor, HostForward, Layout, Mask, Paged, Param, Shape};
 use std::sync::Arc;
 
 const SHAPE: Shape = Shape { batch: 3, heads_q: 8, heads_kv: 2, seq_q: 66, seq_kv: 333, dim_qk: 64, dim_v: 128 };
@@ -20,7 +20,7 @@ const SHAPE: Shape = Shape { batch: 3, heads_q: 8, heads_kv: 2, seq_q: 66, seq_k
 const OF_PLAN: u64 = 4096;
 
 fn cache(page_size: i64) -> Paged {
-    Paged { page_size, pages: 50 }
+    Paged::new(page_size, 50)
 }
 
 fn spec(page_size: i64) -> AttentionSpec {
@@ -71,25 +71,13 @@ impl Calls {
 
     fn params(&self) -> Vec<DeviceParam<'_>> {
         let value = |buffer: &Buffer| DeviceValue::Tensor(DType::I32, whole(buffer));
-        self.params.iter().map(|(name, buffer)| DeviceParam { name, value: value(buffer) }).collect()
+        self.params.iter().map(|(name, buffer)| DeviceParam::new(name, value(buffer))).collect()
     }
 
     fn call<'a>(&self, params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
         let stats = self.planned.job.problem().stats().then(|| whole(&self.stats));
-        DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params,
-            workspace: Some(whole(&self.workspace)),
-        }
+        DeviceForward::new(q, k, v, o).stats(stats).params(params).workspace(whole(&self.workspace))
     }
 
     fn handle(&self) -> Handle<'_> {
@@ -196,8 +184,8 @@ fn a_table_or_a_container_that_is_too_short_is_refused() {
         let params = calls.params();
         let call = calls.call(&params);
         let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
-        assert!(calls.refused(&DeviceForward { k: short(call.k), ..call }).contains("k length"));
-        assert!(calls.refused(&DeviceForward { v: short(call.v), ..call }).contains("v length"));
+        assert!(calls.refused(&call.k(short(call.k))).contains("k length"));
+        assert!(calls.refused(&call.v(short(call.v))).contains("v length"));
         let slice = whole(&calls.params.iter().find(|(name, _)| name == PAGE_TABLE).unwrap().1);
         for value in [
             DeviceValue::Tensor(DType::I32, DeviceSlice { bytes: slice.bytes - 4, ..slice }),
@@ -308,17 +296,17 @@ fn packed_queries_are_told_beside_the_table_and_filled_where_there_are_no_keys()
     // Fewer queries fit into shorter memory; a container that is shorter is none.
     let rows = |call: &DeviceForward<'_>| calls.run(&calls.planned, call)[0].pointers[2];
     let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
-    for shorter in [DeviceForward { q: short(call.q), ..call }, DeviceForward { stats: call.stats.map(short), ..call }] {
+    for shorter in [call.q(short(call.q)), call.stats(call.stats.map(short))] {
         assert_eq!(rows(&shorter), TOTAL.unsigned_abs() - 1);
     }
-    assert!(calls.refused(&DeviceForward { v: short(call.v), ..call }).contains("v length"));
+    assert!(calls.refused(&call.v(short(call.v))).contains("v length"));
 }
 
 /// Containers have pages, and may have fewer or more tokens than all entries together; packed queries beside them have what their boundaries say.
 #[test]
 fn host_memory_goes_up_as_containers() {
     for (pages, packs) in [(2, false), (400, false), (400, true)] {
-        let spec = AttentionSpec::paged(DType::BF16, SHAPE, Paged { page_size: 16, pages });
+        let spec = AttentionSpec::paged(DType::BF16, SHAPE, Paged::new(16, pages));
         let spec = if packs { spec.with_packed_queries(TOTAL) } else { spec };
         let problem = spec.validate().unwrap();
         let Some(recorder) = Recorder::load().map_err(|why| skip("recording", &why)).ok() else { return };
@@ -331,23 +319,11 @@ fn host_memory_goes_up_as_containers() {
         let [q, k, v, mut o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| vec![bf16::ZERO; elements(operand)]);
         let table: Vec<i32> = (0..3 * 21).map(|n| n % 2).collect();
         let (boundaries, lengths) = ([0, 1, 31, 90], [5, 0, 333]);
-        let param = |name, value| Param { name, value: ParamValue::I32(value) };
-        let mut params = vec![param(PAGE_TABLE, &table)];
+        let mut params = vec![Param::new(PAGE_TABLE, &table)];
         if packs {
-            params.extend([param("cu_seqlens_q", &boundaries), param("seq_len_kv", &lengths)]);
+            params.extend([Param::new("cu_seqlens_q", &boundaries), Param::new("seq_len_kv", &lengths)]);
         }
-        let call = HostForward {
-            q: Elements::BF16(&q),
-            k: Elements::BF16(&k),
-            v: Elements::BF16(&v),
-            o: ElementsMut::BF16(&mut o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params: &params,
-        };
+        let call = HostForward::new(&q, &k, &v, &mut o).params(&params);
         let (result, entries) = recorder.record(|| prepared.forward(call));
         result.unwrap();
         let uploads: Vec<u64> = entries.iter().filter(|entry| entry.what == UPLOAD).map(|entry| entry.bytes).collect();
@@ -362,8 +338,8 @@ fn host_memory_goes_up_as_containers() {
 #[test]
 fn forms_are_timed_over_whole_containers() {
     for pages in [2, 400] {
-        let problem = AttentionSpec::paged(DType::F16, Shape { seq_q: 1, ..SHAPE }, Paged { page_size: 16, pages }).validate().unwrap();
-        let options = CudnnOptions { tune: true, ..CudnnOptions::default() };
+        let problem = AttentionSpec::paged(DType::F16, Shape { seq_q: 1, ..SHAPE }, Paged::new(16, pages)).validate().unwrap();
+        let options = CudnnOptions::default().with_tune(true);
         let Some(recorder) = Recorder::with(options).map_err(|why| skip("recording", &why)).ok() else { return };
         let (built, entries) = recorder.record(|| recorder.executor().attention(&problem).map(|_| ()));
         built.unwrap();

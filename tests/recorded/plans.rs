@@ -64,7 +64,7 @@ fn every_plan_in_a_file_says_what_it_is_for_and_which_graph_it_is_of() {
 
 #[test]
 fn rechecks_compare_tables_by_their_bits() {
-    let Some(recorder) = recorder(CudnnOptions { recheck: true, ..CudnnOptions::default() }) else { return };
+    let Some(recorder) = recorder(CudnnOptions::default().with_recheck(true)) else { return };
     // Of the first head: a table holds what is no number.
     let nan = spec().score_mod("score + sqrt(f32(head) - 1)".parse().unwrap());
     let problem = nan.validate().unwrap();
@@ -109,12 +109,13 @@ fn what_is_wrong_with_a_call_is_told_at_once() {
     let handle = recorder.executor().library().handle(&stream).unwrap();
     let buffer = recorder.buffer(1 << 22);
     let (all, workspace) = (whole(&buffer), recorder.buffer(planned.workspace_bytes()));
-    let scalar = |x| DeviceParam { name: "cap", value: DeviceValue::Scalar(x) };
-    let bias = |dtype| DeviceParam { name: "bias", value: DeviceValue::Tensor(dtype, all) };
-    let gradient = |name| DeviceGradient { name, slice: all };
+    let scalar = |x| DeviceParam::new("cap", DeviceValue::Scalar(x));
+    let bias = |dtype| DeviceParam::new("bias", DeviceValue::Tensor(dtype, all));
+    let gradient = |name| DeviceGradient::new(name, all);
     let told = |change: &dyn Fn(&mut DeviceBackward<'_>), params: &[DeviceParam<'_>], gradients: &[DeviceGradient<'_>]| {
         let (q, k, v, o, d_o, dq, dk, dv, stats, workspace) = (all, all, all, all, all, all, all, all, all, Some(whole(&workspace)));
-        let mut call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace };
+        let mut call =
+            DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).params(params).gradients(gradients).workspace(workspace);
         change(&mut call);
         let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &call));
         assert!(entries.is_empty() || result.is_ok(), "{entries:?}");

@@ -78,47 +78,21 @@ impl Calls {
     fn run(&self, gradient: bool) -> Vec<Entry> {
         let value = |dtype: DType, buffer: &Buffer| DeviceValue::Tensor(dtype, whole(buffer));
         let params: Vec<DeviceParam<'_>> =
-            self.params.iter().map(|(name, dtype, buffer)| DeviceParam { name, value: value(*dtype, buffer) }).collect();
+            self.params.iter().map(|(name, dtype, buffer)| DeviceParam::new(name, value(*dtype, buffer))).collect();
         let workspace = Some(whole(&self.workspace));
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
         let (result, entries) = match &self.planned.job {
             Job::Forward(problem) => {
                 let stats = problem.stats().then(|| whole(&self.stats));
-                let call = DeviceForward {
-                    q,
-                    k,
-                    v,
-                    o,
-                    stats,
-                    row_max: None,
-                    sum_exp: None,
-                    amax: &[],
-                    attn_scale: None,
-                    params: &params,
-                    workspace,
-                };
+                let call = DeviceForward::new(q, k, v, o).stats(stats).params(&params).workspace(workspace);
                 self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle(), &call))
             }
             Job::Backward(_) => {
                 let [d_o, dq, dk, dv] = [Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|operand| self.slice(operand));
-                let gradients = gradient.then(|| DeviceGradient { name: SINK, slice: whole(&self.gradient) });
+                let gradients = gradient.then(|| DeviceGradient::new(SINK, whole(&self.gradient)));
                 let (stats, gradients) = (whole(&self.stats), gradients.as_slice());
-                let call = DeviceBackward {
-                    q,
-                    k,
-                    v,
-                    o,
-                    stats,
-                    d_o,
-                    dq,
-                    dk,
-                    dv,
-                    amax: &[],
-                    attn_scale: None,
-                    params: &params,
-                    gradients,
-                    workspace,
-                };
+                let call =
+                    DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).params(&params).gradients(gradients).workspace(workspace);
                 self.recorder.record(|| self.recorder.backward(&self.planned, &self.handle(), &call))
             }
         };
@@ -150,7 +124,8 @@ fn the_softmax_of_many_queries_reads_the_sink() {
 #[test]
 fn rows_of_one_query_get_theirs_behind_the_attention() {
     for told in [true, false] {
-        let spec = AttentionSpec { stats: told, ..decode() };
+        let mut spec = decode();
+        spec.stats = told;
         let problem = spec.validate().unwrap();
         let Some(calls) = Calls::new(problem.clone().into()) else { return };
         let entries = calls.run(false);
@@ -219,7 +194,8 @@ fn rows_past_a_length_and_outside_of_documents_are_left_out() {
 
 #[test]
 fn a_sink_is_of_the_key() {
-    let (with, without) = (spec(), AttentionSpec { sink: false, ..spec() });
+    let (with, mut without) = (spec(), spec());
+    without.sink = false;
     for (one, two) in [
         (Job::from(with.validate().unwrap()), Job::from(without.validate().unwrap())),
         (with.backward().validate().unwrap().into(), without.backward().validate().unwrap().into()),

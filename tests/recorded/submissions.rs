@@ -105,16 +105,16 @@ impl Memory {
         let first = self.tensors.len();
         let tensors = self.params.iter().enumerate().filter_map(|(n, (name, tensor))| {
             let (dtype, buffer) = tensor.as_ref()?;
-            Some(DeviceParam { name, value: DeviceValue::Tensor(*dtype, wrong.bend(first + n, exact(buffer))) })
+            Some(DeviceParam::new(name, DeviceValue::Tensor(*dtype, wrong.bend(first + n, exact(buffer)))))
         });
         let mut params = with_defaults(declared, tensors.collect());
         let scalars = self.params.iter().filter(|(name, tensor)| tensor.is_none() && params.iter().all(|p| p.name != name));
-        let scalars: Vec<_> = scalars.map(|(name, _)| DeviceParam { name, value: DeviceValue::Scalar(1.5) }).collect();
+        let scalars: Vec<_> = scalars.map(|(name, _)| DeviceParam::new(name, DeviceValue::Scalar(1.5))).collect();
         params.extend(scalars);
         let first = first + self.params.len();
         let gradients = self.gradients.iter().enumerate();
         let gradients: Vec<_> =
-            gradients.map(|(n, (name, buffer))| DeviceGradient { name, slice: wrong.bend(first + n, exact(buffer)) }).collect();
+            gradients.map(|(n, (name, buffer))| DeviceGradient::new(name, wrong.bend(first + n, exact(buffer)))).collect();
         let last = first + self.gradients.len();
         let of_rows: [DeviceSlice; 3] = std::array::from_fn(|n| wrong.bend(last + n, exact(&self.statistics[n])));
         let workspace = Some(wrong.bend(last + of_rows.len(), exact(&self.workspace)));
@@ -123,13 +123,13 @@ impl Memory {
         if self.tensors.len() == 4 {
             let asked = |statistic: Statistic| planned.job.problem().computes(statistic).then_some(of_rows[statistic as usize]);
             let [stats, row_max, sum_exp] = Statistic::ALL.map(asked);
-            let call = DeviceForward { q, k, v, o, stats, row_max, sum_exp, amax: &[], attn_scale: None, params, workspace };
+            let call = DeviceForward::new(q, k, v, o).stats(stats).row_max(row_max).sum_exp(sum_exp).params(params).workspace(workspace);
             return recorder.record(|| recorder.forward(planned, handle, &call));
         }
         let [d_o, dq, dk, dv] = ["d_o", "dq", "dk", "dv"].map(|name| self.tensor(wrong, name));
         let gradients = &gradients[..];
         let call =
-            DeviceBackward { q, k, v, o, stats: of_rows[0], d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace };
+            DeviceBackward::new((q, k, v), (o, of_rows[0]), d_o, (dq, dk, dv)).params(params).gradients(gradients).workspace(workspace);
         recorder.record(|| recorder.backward(planned, handle, &call))
     }
 }

@@ -16,9 +16,12 @@ fn dispatcher(tune: bool) -> Option<(Recorder, Dispatcher)> {
     let recorder = Recorder::load().map_err(|why| skip("recording", &why)).ok()?;
     let file = recorder::find().unwrap();
     let compiler = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
-    let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
-    let kernels = CudaOptions { driver: Some(file), nvrtc: Some(compiler), ..CudaOptions::default() };
-    Some((recorder, Dispatcher::new(CudnnOptions { search, tune, use_ledger: false, ..CudnnOptions::default() }).with_kernels(kernels)))
+    let search = Search::default().with_library(file.clone()).with_driver(file.clone());
+    let kernels = CudaOptions::default().with_driver(file).with_nvrtc(compiler);
+    Some((
+        recorder,
+        Dispatcher::new(CudnnOptions::default().with_search(search).with_tune(tune).with_use_ledger(false)).with_kernels(kernels),
+    ))
 }
 
 fn spec(mask: &str) -> AttentionSpec {
@@ -69,7 +72,7 @@ fn nothing_is_timed_where_that_is_not_asked_for_or_one_declines() {
     assert_eq!(chosen(&usual, &spec("dilated:4 & causal")), [(ExecutorName::CUDA, None); 2]);
     drop(recorder);
     let Some((_recorder, tuned)) = dispatcher(true) else { return };
-    let wide = AttentionSpec { dtype: DType::F32, ..spec("causal") };
+    let wide = spec("causal").with_dtype(DType::F32);
     assert_eq!(chosen(&tuned, &wide), [(ExecutorName::CUDA, None); 2]);
 }
 

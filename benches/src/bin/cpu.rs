@@ -81,18 +81,7 @@ impl Ready {
         macro_rules! call {
             ($variant:ident, $buffers:expr) => {{
                 let [q, k, v, o] = $buffers;
-                HostForward {
-                    q: Elements::$variant(q),
-                    k: Elements::$variant(k),
-                    v: Elements::$variant(v),
-                    o: ElementsMut::$variant(o),
-                    stats: None,
-                    row_max: None,
-                    sum_exp: None,
-                    amax: Vec::new(),
-                    attn_scale: None,
-                    params: &[],
-                }
+                HostForward::new(Elements::$variant(q), Elements::$variant(k), Elements::$variant(v), ElementsMut::$variant(o))
             }};
         }
         self.prepared.forward(match &mut self.buffers {

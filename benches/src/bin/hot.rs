@@ -111,23 +111,11 @@ fn forward(path: &str, recorder: &Recorder, spec: &AttentionSpec, calls: u64) ->
         (0..SETS).map(|_| [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)))).collect();
     let call = |set: &[Buffer; 4]| {
         let [q, k, v, o] = set.each_ref().map(whole);
-        DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params: &[],
-            workspace: Some(whole(&workspace)),
-        }
+        DeviceForward::new(q, k, v, o).workspace(whole(&workspace))
     };
     let calls_of_sets: Vec<DeviceForward<'_>> = sets.iter().map(call).collect();
     let same = calls_of_sets[0];
-    let own = DeviceForward { workspace: None, ..same };
+    let own = same.workspace(None);
     let handle = executor.library().handle(&stream)?;
 
     let found = |problem: &Problem| -> Result<()> {
@@ -161,7 +149,7 @@ fn params(recorder: &Recorder, given: &[Given]) -> (Vec<Buffer>, Vec<DeviceParam
         }
     };
     let mut value = value;
-    let params = given.iter().map(|(name, given)| DeviceParam { name, value: value(given) }).collect();
+    let params = given.iter().map(|(name, given)| DeviceParam::new(name, value(given))).collect();
     (buffers, params)
 }
 
@@ -171,19 +159,7 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
     let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
     let [q, k, v, o] = operands.each_ref().map(whole);
     let (_buffers, params) = params(recorder, given);
-    let call = DeviceForward {
-        q,
-        k,
-        v,
-        o,
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &params,
-        workspace: None,
-    };
+    let call = DeviceForward::new(q, k, v, o).params(&params);
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
 }
 
@@ -192,14 +168,13 @@ fn chosen(recorder: &Recorder, calls: u64) -> Result<()> {
     let shape = Shape { seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64, ..SHAPE };
     let spec = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd).score_mod("softcap:30".parse()?);
     let (problem, stream, file) = (spec.validate()?, recorder.stream(), recorder::find()?);
-    let search = Search { library: Some(file.clone()), driver: Some(file) };
-    let all = Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() });
+    let search = Search::default().with_library(file.clone()).with_driver(file);
+    let all = Dispatcher::new(CudnnOptions::default().with_search(search));
     let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
     let [q, k, v, o] = operands.each_ref().map(whole);
     let (_buffers, params) = params(recorder, &[("cap", None)]);
     let params = &params;
-    let call =
-        DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params, workspace: None };
+    let call = DeviceForward::new(q, k, v, o).params(params);
     let one = |_| {
         let choice = all.prepare_device(black_box(&problem), Preference::Auto)?;
         Ok(recorder.submit(&*choice.prepared, &stream, &black_box(&call).into())?)
@@ -219,9 +194,9 @@ fn backward(recorder: &Recorder, backward: &BackwardSpec, given: &[Given], calls
     let stats = whole(&stats);
     let memory: Vec<Buffer> = backward.wrt.iter().map(|_| recorder.buffer(2 * 32)).collect();
     let gradients: Vec<DeviceGradient<'_>> =
-        backward.wrt.iter().zip(&memory).map(|(asked, memory)| DeviceGradient { name: &asked.name, slice: whole(memory) }).collect();
+        backward.wrt.iter().zip(&memory).map(|(asked, memory)| DeviceGradient::new(&asked.name, whole(memory))).collect();
     let (params, gradients) = (&params[..], &gradients[..]);
-    let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace: None };
+    let call = DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).params(params).gradients(gradients);
     count(recorder, calls, Box::new(|_| Ok(recorder.functional_backward(&stream, black_box(backward), black_box(&call))?)))
 }
 
@@ -243,7 +218,7 @@ mod over_cudarc {
         let (q, k, v, mut o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?);
         let attention = Attention::new(recorder.executor(), spec)?;
         let one = |_| {
-            let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] };
+            let call = Forward::new(&q, &k, &v, &mut o);
             Ok(attention.forward(&stream, black_box(call))?)
         };
         count(recorder, calls, Box::new(one))
@@ -258,20 +233,7 @@ mod over_cudarc {
         let stats = stream.alloc_zeros::<f32>((SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q) as usize)?;
         let attention = Attention::backward_of(recorder.executor(), &spec.backward())?;
         let one = |_| {
-            let call = Backward {
-                q: &q,
-                k: &k,
-                v: &v,
-                o: &o,
-                stats: &stats,
-                d_o: &d_o,
-                dq: &mut dq,
-                dk: &mut dk,
-                dv: &mut dv,
-                attn_scale: None,
-                params: &[],
-                gradients: Vec::new(),
-            };
+            let call = Backward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv));
             Ok(attention.backward(&stream, black_box(call))?)
         };
         count(recorder, calls, Box::new(one))

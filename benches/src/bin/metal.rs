@@ -121,37 +121,16 @@ fn time<T: Element>(shape: Shape, forward: &dyn Prepared, backward: &dyn Prepare
     let d_o = normal(batch * heads_q * seq_q * dim_v);
     let mut o = vec![T::ZERO; d_o.len()];
     let mut stats = vec![0.0f32; (batch * heads_q * seq_q) as usize];
-    let timed_forward = median(|| {
-        forward.forward(HostForward {
-            q: T::read(&q),
-            k: T::read(&k),
-            v: T::read(&v),
-            o: T::written(&mut o),
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params: &[],
-        })
-    })?;
+    let timed_forward =
+        median(|| forward.forward(HostForward::new(T::read(&q), T::read(&k), T::read(&v), T::written(&mut o)).stats(&mut stats)))?;
     let [mut dq, mut dk, mut dv] = [q.len(), k.len(), v.len()].map(|n| vec![T::ZERO; n]);
     let timed_backward = median(|| {
-        backward.backward(HostBackward {
-            q: T::read(&q),
-            k: T::read(&k),
-            v: T::read(&v),
-            o: T::read(&o),
-            d_o: T::read(&d_o),
-            stats: &stats,
-            dq: T::written(&mut dq),
-            dk: T::written(&mut dk),
-            dv: T::written(&mut dv),
-            amax: Vec::new(),
-            attn_scale: None,
-            params: &[],
-            gradients: Vec::new(),
-        })
+        backward.backward(HostBackward::new(
+            (T::read(&q), T::read(&k), T::read(&v)),
+            (T::read(&o), &stats),
+            T::read(&d_o),
+            (T::written(&mut dq), T::written(&mut dk), T::written(&mut dv)),
+        ))
     })?;
     Ok([timed_forward, timed_backward])
 }

@@ -8,7 +8,7 @@ use half::bf16;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
 use sdpa::seq::{Buckets, SeqPolicy};
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Param, Shape, TensorSpec};
+use sdpa::{AttentionSpec, DType, Elements, Executor, HostForward, Layout, Mask, Param, Shape, TensorSpec};
 
 /// Rows that every buffer has room for.
 const CAPACITY: i64 = 4096;
@@ -29,18 +29,7 @@ fn room(tensor: &TensorSpec) -> TensorSpec {
 fn forward(executor: &dyn Executor, spec: &AttentionSpec, qkv: [Elements<'_>; 3], params: &[Param<'_>]) -> Result<Vec<bf16>> {
     let mut o = vec![bf16::NAN; room(&spec.o).extent().unwrap_or(0) as usize];
     let [q, k, v] = qkv;
-    let call = HostForward {
-        q,
-        k,
-        v,
-        o: ElementsMut::BF16(&mut o),
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params,
-    };
+    let call = HostForward::new(q, k, v, &mut o).params(params);
     executor.prepare(&spec.validate()?)?.forward(call)?;
     Ok(o)
 }
@@ -66,8 +55,8 @@ pub(crate) fn run(calls: u64) -> Result<()> {
     let cudnn = CudnnExecutor::new(CudnnOptions::default())?;
     let cpu = CpuExecutor::default();
     let kv = Some(Buckets::doubling(128, CAPACITY)?);
-    let decode = SeqPolicy { q: None, kv: kv.clone() };
-    let prompts = SeqPolicy { q: Some(Buckets::doubling(64, CAPACITY)?), kv };
+    let decode = SeqPolicy::new(None, kv.clone());
+    let prompts = SeqPolicy::new(Buckets::doubling(64, CAPACITY)?, kv);
     let mut random = Random::new(1);
     let exact = spec(1, 1);
     let mut draw = |tensor: &TensorSpec| inputs::random(&room(tensor), DType::BF16, 1.0, &mut random);

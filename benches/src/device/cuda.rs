@@ -9,7 +9,7 @@ use sdpa::{AttentionSpec, BackwardSpec, DType, SINK};
 use std::sync::{Mutex, PoisonError};
 
 pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
-    executor_of(CudaOptions { tile, ..CudaOptions::default() })
+    executor_of(CudaOptions::default().with_tile(tile))
 }
 
 pub(crate) fn executor_of(options: CudaOptions) -> Result<CudaExecutor> {

@@ -13,7 +13,7 @@ const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
 
 /// Cases, some of the library and random problems, forward and gradients; `first` is where random ones begin.
 pub(crate) fn run(random: u64, first: u64) -> Result<()> {
-    let executor = &executor_of(CudaOptions { family: Some(Family::Mma), ..CudaOptions::default() })?;
+    let executor = &executor_of(CudaOptions::default().with_family(Family::Mma))?;
     let mut failed = 0;
     let mut ends = |part: &str, tally: Tally| {
         println!("{}", tally.summary(&format!("{NAME}, {part}")));

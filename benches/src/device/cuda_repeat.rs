@@ -30,7 +30,7 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
     let square = |dim| shape([16, 4], [700, 700], dim);
     let forward = |spec: AttentionSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
     let backward = |spec: BackwardSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
-    let packed = AttentionSpec::packed(DType::BF16, square(128), Packed::default()).with_stats().mask("causal".parse()?);
+    let packed = AttentionSpec::packed(DType::BF16, square(128), Packed::new()).with_stats().mask("causal".parse()?);
     let capped = spec(square(64), "causal")?.score_mod("softcap:30".parse()?);
     let biased = spec(square(64), "causal")?.score_mod("bias:h".parse()?);
     Ok(vec![
@@ -81,7 +81,7 @@ fn most_off(first: &Results, again: &Results) -> f32 {
 pub(crate) fn run(times: u64) -> Result<()> {
     let mut failed = 0;
     for (what, job, family, one_order) in passes()? {
-        let executor = crate::cuda::executor_of(CudaOptions { family: Some(family), ..CudaOptions::default() })?;
+        let executor = crate::cuda::executor_of(CudaOptions::default().with_family(family))?;
         let (plan, stream) = (made(&executor, &job)?, executor.device().stream()?);
         let mut memory = Memory::new(&stream, &job, plan.workspace_bytes())?;
         let start = Instant::now();

@@ -151,11 +151,11 @@ pub(crate) fn speed(backward: bool, rows: u64) -> Result<()> {
 
 /// Problems that both families of kernels take, forward and backward, in turns where the device has both; and of f32, which one takes.
 pub(crate) fn families() -> Result<()> {
-    let executor = |family| executor_of(CudaOptions { family: Some(family), ..CudaOptions::default() });
+    let executor = |family| executor_of(CudaOptions::default().with_family(family));
     let executors = Family::ALL.map(executor).into_iter().collect::<Result<Vec<_>>>()?;
     let stream = executors[0].device().stream()?;
     for (row, dtype) in ROWS.into_iter().flat_map(|row| [DType::BF16, DType::F32].map(|dtype| (row, dtype))) {
-        let spec = AttentionSpec { dtype, ..spec(row)? };
+        let spec = spec(row)?.with_dtype(dtype);
         let problem = spec.validate()?;
         let plans: Vec<_> = executors.iter().filter_map(|executor| executor.attention(&problem).ok()).map(|(plan, _)| plan).collect();
         let passes: Vec<&Pass> = plans.iter().map(|plan| &**plan as &Pass).collect();
@@ -216,7 +216,7 @@ pub(crate) fn few() -> Result<()> {
         let mut spec = match lies {
             Lies::Dense => AttentionSpec::dense(DType::BF16, shape, Layout::Bshd),
             Lies::Packed => AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq_q)),
-            Lies::Paged(page_size) => AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages: batch * seq_kv / page_size }),
+            Lies::Paged(page_size) => AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, batch * seq_kv / page_size)),
         };
         if !mask.is_empty() {
             spec = spec.mask(mask.parse()?);

@@ -38,17 +38,7 @@ pub(crate) fn run() -> Result<()> {
         let (dq, dk, dv) = (uploads.clone_htod(bf16s(&q)?)?, uploads.clone_htod(bf16s(&k)?)?, uploads.clone_htod(bf16s(&v)?)?);
         let mut o = uploads.clone_htod(&vec![bf16::NAN; 2 * 4 * 129 * 64])?;
         let mut stats = uploads.clone_htod(&vec![f32::NAN; 2 * 4 * 129])?;
-        let call = Forward {
-            q: &dq,
-            k: &dk,
-            v: &dv,
-            o: &mut o,
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            attn_scale: None,
-            params: &[],
-        };
+        let call = Forward::new(&dq, &dk, &dv, &mut o).stats(&mut stats);
         attention.forward(&compute, call)?;
         let (o, stats) = (uploads.clone_dtoh(&o)?, uploads.clone_dtoh(&stats)?);
         let textbook = oracle::Problem {
@@ -73,8 +63,7 @@ pub(crate) fn run() -> Result<()> {
             return Err("the adapter for cudarc is wrong".into());
         }
         let mut short = uploads.clone_htod(&[bf16::NAN; 4])?;
-        let call =
-            Forward { q: &dq, k: &dk, v: &dv, o: &mut short, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] };
+        let call = Forward::new(&dq, &dk, &dv, &mut short);
         if attention.forward(&compute, call).is_ok() {
             return Err("an output that is too short was taken".into());
         }
@@ -103,23 +92,7 @@ fn captures_leave_nothing(executor: &CudnnExecutor) -> Result<()> {
     let mut most = 0;
     for _ in 0..40 {
         stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL)?;
-        let submitted = attention.backward(
-            &stream,
-            Backward {
-                q: &q,
-                k: &k,
-                v: &v,
-                o: &o,
-                stats: &stats,
-                d_o: &d_o,
-                dq: &mut dq,
-                dk: &mut dk,
-                dv: &mut dv,
-                attn_scale: None,
-                params: &[],
-                gradients: Vec::new(),
-            },
-        );
+        let submitted = attention.backward(&stream, Backward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv)));
         let graph = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)?;
         submitted?;
         drop(graph.ok_or("nothing was captured")?);
@@ -149,10 +122,7 @@ fn captured(executor: &CudnnExecutor) -> Result<()> {
     let attention = sdpa::cudarc::Attention::new(executor, &spec)?;
     macro_rules! call {
         () => {
-            attention.forward(
-                &stream,
-                Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] },
-            )
+            attention.forward(&stream, Forward::new(&q, &k, &v, &mut o))
         };
     }
     call!()?;

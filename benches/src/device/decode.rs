@@ -64,7 +64,7 @@ fn numbers(stream: &Stream, buffer: &Buffer) -> Result<Vec<f64>> {
 
 impl Loop {
     fn new(stream: &Stream, packed: bool, steps: usize) -> Result<Loop> {
-        let cache = Paged { page_size: PAGE as i64, pages: PAGES as i64 };
+        let cache = Paged::new(PAGE as i64, PAGES as i64);
         let spec = AttentionSpec::paged(DType::BF16, SHAPE, cache);
         let spec = if packed { spec.with_packed_queries(SHAPE.batch) } else { spec.mask(Mask::padding()) };
         let container = |seed| -> Result<(Buffer, Vec<f64>)> {
@@ -106,25 +106,13 @@ impl Loop {
         let lengths = DeviceSlice { address: self.lengths.address() + step as u64 * bytes, bytes };
         let (name, queries) = &self.queries;
         let params = [
-            DeviceParam { name, value: value(slice(queries)) },
-            DeviceParam { name: "seq_len_kv", value: value(lengths) },
-            DeviceParam { name: "page_table", value: value(slice(&self.table)) },
+            DeviceParam::new(name, value(slice(queries))),
+            DeviceParam::new("seq_len_kv", value(lengths)),
+            DeviceParam::new("page_table", value(slice(&self.table))),
         ];
         let [k, v] = self.containers.each_ref().map(|(container, _)| slice(container));
         let [q, o] = [step, step + 1].map(|n| slice(&self.rows[n]));
-        let call = DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params: &params,
-            workspace: None,
-        };
+        let call = DeviceForward::new(q, k, v, o).params(&params);
         // SAFETY: the caller's.
         unsafe { executor.sdpa(stream, &self.spec, &call) }
     }

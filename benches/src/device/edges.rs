@@ -27,7 +27,7 @@ fn look(name: &str, executor: &dyn Executor, seeds: Range<u64>) -> u64 {
 pub(crate) fn run(seeds: &Range<u64>) -> Result<()> {
     let mut failed = look("cudnn", &executor(PlanOptions::default())?, seeds.clone());
     for family in [Family::Wgmma, Family::Mma] {
-        let executor = cuda::executor_of(CudaOptions { family: Some(family), ..CudaOptions::default() })?;
+        let executor = cuda::executor_of(CudaOptions::default().with_family(family))?;
         failed += look(&format!("cuda, {family:?}"), &executor, seeds.clone());
     }
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }

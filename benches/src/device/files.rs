@@ -38,7 +38,7 @@ fn made(executor: &CudnnExecutor) -> Made {
 
 fn executor() -> Result<CudnnExecutor> {
     let limits = Limits::entries(NonZeroUsize::new(4096).unwrap_or(NonZeroUsize::MIN));
-    Ok(CudnnExecutor::new(CudnnOptions { forward: limits, backward: limits, recheck: true, ..CudnnOptions::default() })?)
+    Ok(CudnnExecutor::new(CudnnOptions::default().with_forward(limits).with_backward(limits).with_recheck(true))?)
 }
 
 fn run_all(label: &str, executor: &CudnnExecutor) -> Result<usize> {

@@ -137,7 +137,7 @@ pub(crate) fn worker(way: &str, folder: &str, question: &str) -> Result<()> {
         let cudnn = CudnnExecutor::new(CudnnOptions::default())?;
         measured(&cudnn, format!("{}, cuDNN {}", cudnn.device().name(), cudnn.library().version()), &question, start)?
     } else {
-        let cuda = CudaExecutor::new(CudaOptions { kernel_cache: Some(KernelCache::new(folder)), ..CudaOptions::default() })?;
+        let cuda = CudaExecutor::new(CudaOptions::default().with_kernel_cache(KernelCache::new(folder)))?;
         let [major, minor] = cuda.nvrtc().version();
         let answer = measured(&cuda, format!("{}, NVRTC {major}.{minor}", cuda.device().name()), &question, start)?;
         let wanted = if way == Way::Cold { Origin::Compiled } else { Origin::Cache };

@@ -26,7 +26,7 @@ struct Place {
 
 impl Place {
     fn new(ordinal: u32, specs: &[AttentionSpec]) -> Result<Place> {
-        let executor = CudnnExecutor::new(CudnnOptions { ordinal, ..CudnnOptions::default() })?;
+        let executor = CudnnExecutor::new(CudnnOptions::default().with_ordinal(ordinal))?;
         let stream = Arc::new(executor.device().stream()?);
         let (mut memories, mut replays) = (Vec::new(), Vec::new());
         for (n, spec) in specs.iter().enumerate() {

@@ -164,7 +164,7 @@ fn retired_behind_its_work() -> Result<()> {
 
 /// One entry: a call that misses and evicts, inside its own capture.
 fn a_miss_inside_a_capture() -> Result<()> {
-    let executor = CudnnExecutor::new(CudnnOptions { forward: Limits::entries(NonZeroUsize::MIN), ..CudnnOptions::default() })?;
+    let executor = CudnnExecutor::new(CudnnOptions::default().with_forward(Limits::entries(NonZeroUsize::MIN)))?;
     let (stream, aside) = (executor.device().stream()?, executor.device().stream()?);
     for seq in [500, 600, 700] {
         let spec = spec(seq, &[], &["causal"])?;
@@ -224,7 +224,7 @@ fn replays_on_threads(executor: &CudnnExecutor) -> Result<usize> {
         Ok(CALLS)
     };
     let others = || -> std::result::Result<(), String> {
-        let narrow = CudnnOptions { forward: Limits::entries(NonZeroUsize::MIN), ..CudnnOptions::default() };
+        let narrow = CudnnOptions::default().with_forward(Limits::entries(NonZeroUsize::MIN));
         let executor = CudnnExecutor::new(narrow).map_err(|e| e.to_string())?;
         let stream = executor.device().stream().map_err(|e| e.to_string())?;
         for seq in [140, 150, 160, 140, 150] {
@@ -252,7 +252,7 @@ fn replays_on_threads(executor: &CudnnExecutor) -> Result<usize> {
 /// One entry for four specifications: every call evicts the plan of the one before, which may still run.
 fn evicted_while_in_flight() -> Result<usize> {
     let limits = Limits::entries(NonZeroUsize::MIN);
-    let executor = CudnnExecutor::new(CudnnOptions { forward: limits, ..CudnnOptions::default() })?;
+    let executor = CudnnExecutor::new(CudnnOptions::default().with_forward(limits))?;
     let stream = executor.device().stream()?;
     let mut all = Vec::new();
     for seq in [700, 900, 1100, 1300] {

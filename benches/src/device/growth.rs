@@ -152,7 +152,7 @@ pub(crate) fn run() -> Result<()> {
         mask: Mask::causal_bottom_right(),
         capacity: 4096,
         decode: true,
-        policy: SeqPolicy { q: None, kv: Some(Buckets::doubling(128, 4096)?) },
+        policy: SeqPolicy::new(None, Buckets::doubling(128, 4096)?),
         lengths: (1..=4096).collect(),
         timed: vec![1, 100, 128, 129, 200, 300, 512, 513, 777, 1024, 1025, 1500, 2048, 2049, 3000, 4096],
     })?;
@@ -164,7 +164,7 @@ pub(crate) fn run() -> Result<()> {
         mask: Mask::causal(),
         capacity: 2048,
         decode: false,
-        policy: SeqPolicy { q: Some(buckets.clone()), kv: Some(buckets) },
+        policy: SeqPolicy::new(buckets.clone(), buckets),
         timed: lengths[..24].to_vec(),
         lengths,
     })

@@ -4,7 +4,7 @@
 mod rows;
 
 use crate::setup::{Result, Tensors, bare_pack, executor, problems};
-use sdpa::cudnn::{DeviceForward, PlanOptions, Replay};
+use sdpa::cudnn::{PlanOptions, Replay};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -39,8 +39,8 @@ pub(crate) fn run() -> Result<()> {
     let call = tensors.call(None);
     let handle = executor.library().handle(&stream)?;
     let mut pack = bare_pack(&planned, &tensors)?;
-    let kept = DeviceForward { workspace: None, ..call };
-    let other = DeviceForward { workspace: None, ..others.call(None) };
+    let kept = call.workspace(None);
+    let other = others.call(None).workspace(None);
     let mut replay = Replay::new(planned.clone(), stream.clone())?;
     let bare_graph = {
         let aside = executor.device().stream()?;

@@ -113,27 +113,26 @@ impl<'a> Case<'a> {
                 ParamKind::Tensor { axes: _, dtype } => DeviceValue::Tensor(dtype, at(&p.name)?),
                 ParamKind::Scalar => DeviceValue::Scalar(p.default.unwrap_or(1.0)),
             };
-            params.push(DeviceParam { name: &p.name, value });
+            params.push(DeviceParam::new(&p.name, value));
         }
         let [q, k, v, o] = [at("q")?, at("k")?, at("v")?, at("o")?];
         let workspace = Some(at("workspace")?);
         let handle = self.executor.library().handle(self.stream)?;
         if let Job::Forward(_) = self.planned.job {
             let stats = if self.stats { Some(at("stats")?) } else { None };
-            let call =
-                DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &params, workspace };
+            let call = DeviceForward::new(q, k, v, o).stats(stats).params(&params).workspace(workspace);
             // SAFETY: every slice is a part of a buffer of this device, which outlives the synchronisation; the promise is kept where made.
             unsafe { self.planned.forward(&handle, &call) }?;
         } else {
             let mut gradients = Vec::new();
             for name in &self.gradients {
-                gradients.push(DeviceGradient { name, slice: at(&format!("d {name}"))? });
+                gradients.push(DeviceGradient::new(name, at(&format!("d {name}"))?));
             }
             let [d_o, dq, dk, dv] = [Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|operand| at(operand.name()));
             let (d_o, dq, dk, dv, stats) = (d_o?, dq?, dk?, dv?, at("stats")?);
             let gradients = &gradients;
             let call =
-                DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &params, gradients, workspace };
+                DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).params(&params).gradients(gradients).workspace(workspace);
             // SAFETY: as above.
             unsafe { self.planned.backward(&handle, &call) }?;
         }

@@ -179,14 +179,13 @@ fn pass(executor: &On, stream: &Stream, spec: &BackwardSpec, backward: bool, fro
         let [q, k, v, o, d_o] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO].map(|operand| at(&places, operand));
         let [dq, dk, dv] = GRADIENTS.map(|operand| at(&places, operand));
         let (stats, workspace) = (slice(&stats), Some(slice(&workspace)));
-        let call =
-            DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &[], gradients: &[], workspace };
+        let call = DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).workspace(workspace);
         // SAFETY: whole buffers of this device, which outlive the synchronisation.
         unsafe { ready.submit(stream, &(&call).into()) }?;
     } else {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| at(&places, operand));
         let (stats, workspace) = (Some(slice(&stats)), Some(slice(&workspace)));
-        let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace };
+        let call = DeviceForward::new(q, k, v, o).stats(stats).workspace(workspace);
         // SAFETY: as above.
         unsafe { ready.submit(stream, &(&call).into()) }?;
     }
@@ -226,19 +225,7 @@ fn small(executor: &On, stream: &Stream, shape: Shape, causal: bool) -> Result<S
     let stats = Buffer::new(stream.device(), usize::try_from(shape.seq_q * 4)?)?;
     let workspace = Buffer::new(stream.device(), usize::try_from(ready.workspace_bytes())?)?;
     let [q, k, v, o] = [0, 1, 2, 3].map(|n: usize| slice(&places[n].buffer));
-    let call = DeviceForward {
-        q,
-        k,
-        v,
-        o,
-        stats: Some(slice(&stats)),
-        row_max: None,
-        sum_exp: None,
-        amax: &[],
-        attn_scale: None,
-        params: &[],
-        workspace: Some(slice(&workspace)),
-    };
+    let call = DeviceForward::new(q, k, v, o).stats(slice(&stats)).workspace(slice(&workspace));
     // SAFETY: whole buffers of this device, which outlive the synchronisation.
     unsafe { ready.submit(stream, &(&call).into()) }?;
     stream.synchronize()?;

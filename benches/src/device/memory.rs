@@ -134,7 +134,7 @@ impl Memory {
         let told = Amax::told(problem, job.direction());
         let numbers = Buffer::new(stream.device(), 16 * told.len().max(1))?;
         let place = |n: usize| DeviceSlice { address: numbers.address() + 16 * n as u64, bytes: 4 };
-        let amax = told.iter().enumerate().map(|(n, of)| DeviceAmax { of: *of, slice: place(n) }).collect();
+        let amax = told.iter().enumerate().map(|(n, of)| DeviceAmax::new(*of, place(n))).collect();
         let workspace = Buffer::new(stream.device(), workspace as usize)?;
         Ok(Memory { operands, stats, params, gradients, amax, _told: numbers, workspace })
     }
@@ -211,7 +211,7 @@ impl Memory {
             (ParamKind::Scalar, _) => p.default.map(DeviceValue::Scalar),
             (ParamKind::Tensor { .. }, None) => None,
         };
-        self.params.iter().filter_map(|p| Some(DeviceParam { name: &p.0.name, value: value(p)? })).collect()
+        self.params.iter().filter_map(|p| Some(DeviceParam::new(&p.0.name, value(p)?))).collect()
     }
 
     /// The workspace that it was made with.
@@ -227,19 +227,12 @@ impl Memory {
         workspace: Option<DeviceSlice>,
     ) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.at(operand));
-        DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats: self.stats.as_ref().map(slice),
-            row_max: None,
-            sum_exp: None,
-            amax: &self.amax,
-            attn_scale,
-            params,
-            workspace,
-        }
+        DeviceForward::new(q, k, v, o)
+            .stats(self.stats.as_ref().map(slice))
+            .attn_scale(attn_scale)
+            .params(params)
+            .amax(&self.amax)
+            .workspace(workspace)
     }
 
     /// # Safety
@@ -268,7 +261,7 @@ impl Memory {
             return Ok(unsafe { replay.forward(&self.forward_call(&self.params(), attn_scale, None)) }?);
         }
         let (params, gradients) = (self.params(), self.gradients());
-        let call = DeviceBackward { workspace: None, ..self.backward_call(&params, &gradients, attn_scale)? };
+        let call = self.backward_call(&params, &gradients, attn_scale)?.workspace(None);
         // SAFETY: the caller's.
         Ok(unsafe { replay.backward(&call) }?)
     }
@@ -302,7 +295,7 @@ impl Memory {
 
     /// Memory for gradients of parameters.
     pub(crate) fn gradients(&self) -> Vec<DeviceGradient<'_>> {
-        self.gradients.iter().map(|(name, b)| DeviceGradient { name, slice: slice(b) }).collect()
+        self.gradients.iter().map(|(name, b)| DeviceGradient::new(name, slice(b))).collect()
     }
 
     /// # Safety
@@ -332,21 +325,16 @@ impl Memory {
         attn_scale: Option<f32>,
     ) -> Result<DeviceBackward<'a>> {
         let Some(stats) = self.stats.as_ref().map(slice) else { return Err("the backward pass reads stats".into()) };
-        Ok(DeviceBackward {
-            q: self.at(Operand::Q),
-            k: self.at(Operand::K),
-            v: self.at(Operand::V),
-            o: self.at(Operand::O),
-            stats,
-            d_o: self.at(Operand::DO),
-            dq: self.at(Operand::DQ),
-            dk: self.at(Operand::DK),
-            dv: self.at(Operand::DV),
-            amax: &self.amax,
-            attn_scale,
-            params,
-            gradients,
-            workspace: Some(slice(&self.workspace)),
-        })
+        Ok(DeviceBackward::new(
+            (self.at(Operand::Q), self.at(Operand::K), self.at(Operand::V)),
+            (self.at(Operand::O), stats),
+            self.at(Operand::DO),
+            (self.at(Operand::DQ), self.at(Operand::DK), self.at(Operand::DV)),
+        )
+        .attn_scale(attn_scale)
+        .params(params)
+        .gradients(gradients)
+        .amax(&self.amax)
+        .workspace(slice(&self.workspace)))
     }
 }

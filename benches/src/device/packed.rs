@@ -56,7 +56,7 @@ impl Case {
         let bounded = draw.between(0, 1) == 0;
         let total = |n: usize| bounded.then(|| totals[n].max(1));
         let wide = draw.between(0, 2) == 0;
-        let packed = Packed { cross, wide, total_q: total(0), total_kv: total(if cross { 1 } else { 0 }) };
+        let packed = Packed::new().with_cross(cross).with_wide(wide).with_totals(total(0), total(if cross { 1 } else { 0 }));
         let shape = Shape { batch: documents, heads_q: heads_kv * group, heads_kv, seq_q, seq_kv, dim_qk, dim_v };
         let mut spec = AttentionSpec::packed(dtype, shape, packed).with_stats();
         let mask = pick(draw, &["", "causal", "window:33,0", "window:17,9", "prefix-lm:20", "k % 3 != 1"]);
@@ -162,45 +162,24 @@ impl Case {
                 Some(name) => DeviceValue::Tensor(if self.wide() { DType::I64 } else { DType::I32 }, self.arena.at(name)?),
                 None => DeviceValue::Scalar(p.default.unwrap_or(1.0)),
             };
-            params.push(DeviceParam { name: &p.name, value });
+            params.push(DeviceParam::new(&p.name, value));
         }
         let handle = executor.library().handle(stream)?;
         let (q_slice, k, v, o) = (at("q", &spec.q, q)?, at("k", &spec.k, kv)?, at("v", &spec.v, kv)?, at("o", &spec.o, q)?);
         let stats = self.arena.at(if tokens.is_some() { "stats by itself" } else { "stats" })?;
         if let Some(forward) = planned[0] {
-            let call = DeviceForward {
-                q: q_slice,
-                k,
-                v,
-                o,
-                stats: Some(stats),
-                row_max: None,
-                sum_exp: None,
-                amax: &[],
-                attn_scale: None,
-                params: &params,
-                workspace: None,
-            };
+            let call = DeviceForward::new(q_slice, k, v, o).stats(stats).params(&params);
             // SAFETY: every slice is a part of a buffer of this device, which outlives the synchronisation.
             unsafe { forward.forward(&handle, &call) }?;
         }
         if let Some(backward) = planned[1] {
-            let call = DeviceBackward {
-                q: q_slice,
-                k,
-                v,
-                o,
-                stats,
-                d_o: at("d_o", &spec.o, q)?,
-                dq: at("dq", &spec.q, q)?,
-                dk: at("dk", &spec.k, kv)?,
-                dv: at("dv", &spec.v, kv)?,
-                amax: &[],
-                attn_scale: None,
-                params: &params,
-                gradients: &[],
-                workspace: None,
-            };
+            let call = DeviceBackward::new(
+                (q_slice, k, v),
+                (o, stats),
+                at("d_o", &spec.o, q)?,
+                (at("dq", &spec.q, q)?, at("dk", &spec.k, kv)?, at("dv", &spec.v, kv)?),
+            )
+            .params(&params);
             // SAFETY: as above.
             unsafe { backward.backward(&handle, &call) }?;
         }

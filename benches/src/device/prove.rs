@@ -21,7 +21,7 @@ const EXECUTORS: [&str; 5] = ["cpu", "cuda", "cuda-mma", "cudnn", "auto"];
 /// The executor, and what it runs on.
 fn executor(name: &str) -> Result<(Box<dyn Executor>, String)> {
     let kernels = |family| {
-        let cuda = CudaExecutor::new(CudaOptions { family, ..CudaOptions::default() })?;
+        let cuda = CudaExecutor::new(CudaOptions::default().with_family(family))?;
         let [major, minor] = cuda.nvrtc().version();
         let on = format!("{}, sm {}, NVRTC {major}.{minor}", cuda.device().name(), cuda.device().sm());
         Ok::<(Box<dyn Executor>, String), Box<dyn std::error::Error>>((Box::new(cuda), on))

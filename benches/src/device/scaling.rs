@@ -5,7 +5,7 @@
 use crate::setup::{Result, Tensors, bare_pack, executor, problems};
 use cudnn_graph::Stream;
 use sdpa::cudnn::lower::Job;
-use sdpa::cudnn::{CudnnExecutor, DeviceForward, PlanOptions};
+use sdpa::cudnn::{CudnnExecutor, PlanOptions};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -44,7 +44,7 @@ fn owns(executor: &CudnnExecutor, spec: &AttentionSpec, count: usize) -> Result<
 fn hits(executor: &CudnnExecutor, spec: &AttentionSpec, owns: &[Own], how: How) -> Result<Vec<f64>> {
     let start = Barrier::new(owns.len());
     let run = |own: &Own| -> Result<Vec<f64>> {
-        let call = DeviceForward { workspace: None, ..own.tensors.call(None) };
+        let call = own.tensors.call(None).workspace(None);
         let problem = spec.validate()?;
         let job = Job::from(problem.clone());
         let planned = executor.attention(&problem)?.0;

@@ -12,7 +12,7 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// The executor, and a line about where it runs.
 pub(crate) fn executor(plan: PlanOptions) -> Result<CudnnExecutor> {
-    let executor = CudnnExecutor::new(CudnnOptions { plan, ..CudnnOptions::default() })?;
+    let executor = CudnnExecutor::new(CudnnOptions::default().with_plan(plan))?;
     println!("{}, cuDNN {} from {}", executor.device().name(), executor.library().version(), executor.library().path().display());
     Ok(executor)
 }
@@ -59,7 +59,7 @@ pub(crate) fn fp8_problems() -> Vec<(String, AttentionSpec)> {
 /// One of them.
 pub(crate) fn fp8_row(batch: i64, heads: i64, seq: i64, masks: &[Mask], dtype: DType) -> (String, AttentionSpec) {
     let (name, spec) = row(batch, heads, heads, seq, seq, 128, masks);
-    (format!("{dtype} {name}"), AttentionSpec { dtype, ..spec })
+    (format!("{dtype} {name}"), spec.with_dtype(dtype))
 }
 
 /// Lengths from 8 to 512, with and without a mask, few and many heads.
@@ -130,19 +130,7 @@ impl Tensors {
         let slice = |b: &Buffer| DeviceSlice { address: b.address(), bytes: b.bytes() as u64 };
         let [q, k, v, o] = [0, 1, 2, 3].map(|n| slice(&self.buffers[n]));
         let stats = self.stats.then(|| slice(&self.buffers[4]));
-        DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale,
-            params: &[],
-            workspace: Some(slice(&self.workspace)),
-        }
+        DeviceForward::new(q, k, v, o).stats(stats).attn_scale(attn_scale).workspace(slice(&self.workspace))
     }
 }
 

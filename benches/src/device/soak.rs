@@ -15,7 +15,7 @@ use sdpa::cudnn::Error;
 use sdpa::cudnn::lower::Job;
 use sdpa::cudnn::planfile::{PlanFile, Record, write};
 use sdpa::cudnn::{CudnnExecutor, DeviceForward, PlanOptions, Planned, Plans, plan, portable};
-use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, Elements, Executor, HostForward, Layout, Mask, Shape};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -170,19 +170,7 @@ impl Room {
         }
         self.buffers[3].fill(&self.stream, 0xff)?;
         let [q, k, v, o] = [0, 1, 2, 3].map(|n| slice(&self.buffers[n]));
-        let call = DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: &[],
-            attn_scale: None,
-            params: &[],
-            workspace: Some(slice(&self.workspace)),
-        };
+        let call = DeviceForward::new(q, k, v, o).workspace(slice(&self.workspace));
         // SAFETY: whole buffers of this device that outlive the stream's work, which nobody else uses.
         Ok(unsafe { planned.forward(handle, &call) }?)
     }
@@ -194,18 +182,7 @@ impl Room {
         let (mut got, mut want) = (vec![bf16::NAN; count], vec![bf16::NAN; count]);
         self.buffers[3].download(&self.stream, 0, &mut got)?;
         let [q, k, v] = [0, 1, 2].map(|n: usize| Elements::BF16(&self.host[n]));
-        let call = HostForward {
-            q,
-            k,
-            v,
-            o: ElementsMut::BF16(&mut want),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params: &[],
-        };
+        let call = HostForward::new(q, k, v, &mut want);
         cpu.prepare(&spec.validate()?)?.forward(call)?;
         let difference = |(a, b): (&bf16, &bf16)| (a.to_f64() - b.to_f64()).abs();
         Ok(got.iter().zip(&want).map(difference).fold(0.0, |most, x| if x.is_nan() { f64::INFINITY } else { f64::max(most, x) }))
@@ -222,11 +199,8 @@ pub(crate) fn run(calls: u64, shapes: u64) -> Result<()> {
     let executor = executor(PlanOptions::default())?;
     let shapes = shapes.clamp(16, LONGEST as u64 - 7) as i64;
     let jobs: Vec<Job> = (0..shapes).map(|n| Ok(Job::from(spec(8 + n).validate()?))).collect::<Result<_>>()?;
-    let limits = Limits {
-        bytes: BYTES,
-        refusals: Duration::from_millis(5),
-        ..Limits::entries(NonZeroUsize::new(ENTRIES).unwrap_or(NonZeroUsize::MIN))
-    };
+    let limits =
+        Limits::entries(NonZeroUsize::new(ENTRIES).unwrap_or(NonZeroUsize::MIN)).with_bytes(BYTES).with_refusals(Duration::from_millis(5));
     let cache = Plans::new("soak", limits);
     let (counts, next, memory) = (Counts::default(), AtomicU64::new(0), [const { AtomicU64::new(0) }; 2]);
     let folder = std::env::temp_dir().join(format!("soak-{}", std::process::id()));

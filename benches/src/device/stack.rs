@@ -55,19 +55,9 @@ pub(crate) fn run(batch: u64, seq: u64) -> Result<()> {
     let step = || -> Result<()> {
         let mut q = slice(&x);
         for layer in &layers {
-            let call = DeviceForward {
-                q,
-                k: slice(&layer.k),
-                v: slice(&layer.v),
-                o: slice(&layer.o),
-                stats: Some(slice(&layer.stats)),
-                row_max: None,
-                sum_exp: None,
-                amax: &[],
-                attn_scale: None,
-                params: &[],
-                workspace: Some(slice(&workspace)),
-            };
+            let call = DeviceForward::new(q, slice(&layer.k), slice(&layer.v), slice(&layer.o))
+                .stats(slice(&layer.stats))
+                .workspace(slice(&workspace));
             // SAFETY: the memory is whole buffers of this device; the stream is waited for before they go.
             unsafe { forward.forward(&handle, &call) }?;
             q = slice(&layer.o);
@@ -75,22 +65,13 @@ pub(crate) fn run(batch: u64, seq: u64) -> Result<()> {
         let mut d_o = slice(&grad);
         for (n, layer) in layers.iter().enumerate().rev() {
             let dq = slice(&flow[n % 2]);
-            let call = DeviceBackward {
-                q: if n == 0 { slice(&x) } else { slice(&layers[n - 1].o) },
-                k: slice(&layer.k),
-                v: slice(&layer.v),
-                o: slice(&layer.o),
-                stats: slice(&layer.stats),
+            let call = DeviceBackward::new(
+                (if n == 0 { slice(&x) } else { slice(&layers[n - 1].o) }, slice(&layer.k), slice(&layer.v)),
+                (slice(&layer.o), slice(&layer.stats)),
                 d_o,
-                dq,
-                dk: slice(&layer.dk),
-                dv: slice(&layer.dv),
-                amax: &[],
-                attn_scale: None,
-                params: &[],
-                gradients: &[],
-                workspace: Some(slice(&workspace)),
-            };
+                (dq, slice(&layer.dk), slice(&layer.dv)),
+            )
+            .workspace(slice(&workspace));
             // SAFETY: as above.
             unsafe { backward.backward(&handle, &call) }?;
             d_o = dq;

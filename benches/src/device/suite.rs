@@ -152,7 +152,7 @@ impl Part {
     /// What plans of it look like.
     fn options(self, form: Option<Form>) -> PlanOptions {
         let pieces = if matches!(self, Part::Pieces) { Pieces::Always } else { Pieces::Auto };
-        PlanOptions { form, pieces, ..PlanOptions::default() }
+        PlanOptions::default().with_form(form).with_pieces(pieces)
     }
 
     /// Both passes of every case and of random problems; how many failed.

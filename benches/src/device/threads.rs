@@ -82,7 +82,7 @@ pub(crate) fn run(seconds: u64) -> Result<()> {
     let each = Duration::from_secs(seconds) / (forms.len() * specs().len() * sharings.len()) as u32;
     let mut wrong = 0;
     for &form in forms {
-        let executor = executor(PlanOptions { form: Some(form), ..PlanOptions::default() })?;
+        let executor = executor(PlanOptions::default().with_form(form))?;
         for (name, spec) in specs() {
             for sharing in sharings {
                 wrong += stress(&executor, form, name, &spec, sharing, each)?;
@@ -112,7 +112,7 @@ fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: 
         let planned = if shared {
             executor.attention(&problem)?.0
         } else {
-            let options = PlanOptions { form: Some(form), ..PlanOptions::default() };
+            let options = PlanOptions::default().with_form(form);
             Arc::new(plan::build(executor.library(), &Target::Handle(&handle), &problem.clone().into(), &options)?)
         };
         let scale = 0.05 + 0.01 * n as f32;

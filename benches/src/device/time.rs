@@ -88,9 +88,9 @@ pub(crate) fn run() -> Result<()> {
             if let Some(turn) = question.turn {
                 return turns.take(&stream, &question, turn);
             }
-            let plan = PlanOptions { form: question.form, pieces: question.pieces, ..PlanOptions::default() };
+            let plan = PlanOptions::default().with_form(question.form).with_pieces(question.pieces);
             if !executors.contains_key(&plan) {
-                executors.insert(plan.clone(), CudnnExecutor::new(CudnnOptions { plan: plan.clone(), ..CudnnOptions::default() })?);
+                executors.insert(plan.clone(), CudnnExecutor::new(CudnnOptions::default().with_plan(plan.clone()))?);
             }
             answer(&executors[&plan], &stream, &question)
         });
@@ -112,7 +112,7 @@ pub(crate) fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64>
     for &length in documents.iter().filter(|&&length| length > 0) {
         let shape = Shape { batch: 1, seq_q: length.into(), seq_kv: length.into(), ..question.shape };
         let alone = AttentionSpec::dense(question.dtype, shape, question.layout);
-        all += one(&AttentionSpec { masks: backward.forward.masks.clone(), ..alone }.backward())?;
+        all += one(&alone.with_masks(backward.forward.masks.clone()).backward())?;
     }
     Ok(all)
 }
@@ -125,8 +125,8 @@ pub(crate) fn asked(question: &Question) -> Result<BackwardSpec> {
         spec = AttentionSpec::packed(question.dtype, question.shape, Packed::of(total));
     }
     if let Some(page_size) = question.paged {
-        let per_entry = Paged { page_size, pages: 1 }.pages_of(question.shape.seq_kv);
-        spec = AttentionSpec::paged(question.dtype, question.shape, Paged { page_size, pages: per_entry * question.shape.batch });
+        let per_entry = Paged::new(page_size, 1).pages_of(question.shape.seq_kv);
+        spec = AttentionSpec::paged(question.dtype, question.shape, Paged::new(page_size, per_entry * question.shape.batch));
     }
     spec.sink = question.sink;
     spec.o_dtype = question.o_dtype;

@@ -6,7 +6,7 @@ use conformance::runner;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
 
 pub(crate) fn run() -> Result<()> {
-    let timed = CudnnExecutor::new(CudnnOptions { tune: true, ..CudnnOptions::default() })?;
+    let timed = CudnnExecutor::new(CudnnOptions::default().with_tune(true))?;
     let usual = CudnnExecutor::new(CudnnOptions::default())?;
     println!("{}, cuDNN {}", timed.device().name(), timed.library().version());
     for (name, spec) in problems() {

@@ -33,12 +33,29 @@ type GetVersion = unsafe extern "C" fn() -> usize;
 /// Where to look for the libraries. Relative paths are taken from the current folder and made absolute; the current folder
 /// itself is never searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Search {
     /// `libcudnn.so.9`, or a folder that holds it. Else the variable `CUDNN_GRAPH_LIBRARY`, else the wheels of the active
     /// Python environment, else the system's loader.
     pub library: Option<PathBuf>,
     /// `libcuda.so.1`. Else the variable `CUDNN_GRAPH_DRIVER`, else the system's loader.
     pub driver: Option<PathBuf>,
+}
+
+impl Search {
+    /// Sets `libcudnn.so.9`, or a folder that holds it.
+    #[must_use]
+    pub fn with_library(mut self, library: impl Into<Option<PathBuf>>) -> Self {
+        self.library = library.into();
+        self
+    }
+
+    /// Sets the file of the driver, `libcuda.so.1`.
+    #[must_use]
+    pub fn with_driver(mut self, driver: impl Into<Option<PathBuf>>) -> Self {
+        self.driver = driver.into();
+        self
+    }
 }
 
 /// The cuDNN of this process: one, never unloaded.

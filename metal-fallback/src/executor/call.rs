@@ -135,12 +135,8 @@ fn run(device: &str, ready: &dyn Ready, call: Call<'_>) -> Result<Report, Error>
     let ran = ready.run(call)?;
     let kernels = ready.task().plans().iter().map(|plan| format!("{} of {} threads", plan.entry, plan.threads));
     let engine = format!("{device}: {}", kernels.collect::<Vec<_>>().join(", "));
-    Ok(Report {
-        compute: ran.kernels,
-        copied: ran.copied.iter().map(Operand::name).collect(),
-        engine,
-        workspace_bytes: ready.task().scratch_bytes(),
-    })
+    let copied = ran.copied.iter().map(Operand::name).collect();
+    Ok(Report::new(engine, ran.kernels).with_copied(copied).with_workspace_bytes(ready.task().scratch_bytes()))
 }
 
 impl Prepared for MetalForward {
@@ -174,7 +170,7 @@ impl PreparedBackward for MetalBackward {
             (Operand::DK, written(dk)),
             (Operand::DV, written(dv)),
         ];
-        operands.extend(gradients.into_iter().map(|HostGradient { name, data }| {
+        operands.extend(gradients.into_iter().map(|HostGradient { name, data, .. }| {
             let operand = Operand::Gradient { name: name.to_owned(), dtype: data.dtype(), elements: data.len() as i64 };
             (operand, written(data))
         }));

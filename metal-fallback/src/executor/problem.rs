@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn packed_queries_beside_pages_are_declined_and_either_alone_is_not() {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 30, dim_qk: 8, dim_v: 8 };
-        let pages = AttentionSpec::paged(DType::F16, shape, Paged { page_size: 7, pages: 9 });
+        let pages = AttentionSpec::paged(DType::F16, shape, Paged::new(7, 9));
         let supports = |spec: &AttentionSpec| Forward::from(&spec.validate().unwrap()).supports();
         supports(&pages.clone().mask(Mask::padding())).unwrap();
         let declined = supports(&pages.with_packed_queries(12)).unwrap_err();
@@ -81,15 +81,15 @@ mod tests {
     fn what_the_kernels_do_not_do_is_told_by_its_field() {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 8, dim_v: 8 };
         let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd);
-        let paged = AttentionSpec::paged(DType::F16, shape, Paged { page_size: 4, pages: 6 });
+        let paged = AttentionSpec::paged(DType::F16, shape, Paged::new(4, 6));
         let narrow = AttentionSpec::dense(DType::F8E5M2, Shape { dim_qk: 32, ..shape }, Layout::Bhsd);
         let cases = [
             (dense.clone(), &[][..]),
-            (AttentionSpec::packed(DType::F16, shape, Packed::default()), &[]),
+            (AttentionSpec::packed(DType::F16, shape, Packed::new()), &[]),
             (paged.clone().with_sink(), &[]),
             (dense.clone().with_dropout(0.5), &[]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
-            (AttentionSpec { dtype: DType::F8E4M3, ..dense.clone() }, &["dtype"]),
+            (dense.clone().with_dtype(DType::F8E4M3), &["dtype"]),
             (narrow.with_block_scales(), &["dtype", "block_scaled"]),
             (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
             (dense.clone().with_stats().with_row_max().with_sum_exp(), &[]),
@@ -99,7 +99,7 @@ mod tests {
             let told = supported(spec.validate().unwrap().facts()).err().unwrap_or_default();
             let field = |reason: &Reason| match reason {
                 Reason::Limit { field, .. } => field.clone(),
-                Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),
+                Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _ => format!("{reason:?}"),
             };
             assert_eq!(told.iter().map(field).collect::<Vec<_>>(), fields);
         }

@@ -67,6 +67,7 @@ impl fmt::Display for Difference {
 
 /// A key that is, or was, in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Nearest {
     /// What is known of its entry.
     pub entry: EntryFacts,
@@ -77,6 +78,8 @@ pub struct Nearest {
 }
 
 /// What became of a key.
+///
+/// Exhaustive: reports have a text for each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
@@ -97,6 +100,7 @@ pub enum State {
 
 /// The answer to *why did this miss*.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Explanation {
     /// The key in a few words.
     pub label: String,

@@ -41,7 +41,7 @@ pub struct CacheStats {
     pub not_kept: u64,
 }
 
-/// Where the time of a build went. In files, times are whole microseconds.
+/// Where the time of a build went. In files, times are whole microseconds. Exhaustive, so that values set what they know and leave the rest to `Default`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BuildTime {
     /// The whole build.
@@ -87,6 +87,8 @@ pub struct EntryFacts {
 }
 
 /// Why an entry was dropped.
+///
+/// Exhaustive: reports have a text for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
@@ -113,6 +115,8 @@ impl Why {
 }
 
 /// What happened to a cache.
+///
+/// Exhaustive: reports have a line for each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
@@ -213,4 +217,11 @@ pub struct CacheTrace {
     pub device: String,
     /// A snapshot of each cache.
     pub caches: Vec<CacheSnapshot>,
+}
+
+impl CacheTrace {
+    /// Snapshots of the caches of one executor, on this runtime and device.
+    pub fn new(cudnn: impl Into<String>, device: impl Into<String>, caches: Vec<CacheSnapshot>) -> CacheTrace {
+        CacheTrace { cudnn: cudnn.into(), device: device.into(), caches }
+    }
 }

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Memory of one value, in bytes, as far as it is known.
+/// Memory of one value, in bytes, as far as it is known. A plain value, written as a literal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
     /// Bytes of host memory.
@@ -32,7 +32,16 @@ impl AddAssign for Weight {
 }
 
 /// The bounds of a cache. Both hold at any time: what would break one is not kept.
+///
+/// ```
+/// use sdpa_cache::Limits;
+/// use std::num::NonZeroUsize;
+///
+/// let limits = Limits::entries(NonZeroUsize::new(64).unwrap()).with_bytes(2 << 30);
+/// assert_eq!((limits.entries.get(), limits.bytes), (64, 2 << 30));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Limits {
     /// Number of entries.
     pub entries: NonZeroUsize,
@@ -43,6 +52,27 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Sets the number of entries.
+    #[must_use]
+    pub fn with_entries(mut self, entries: NonZeroUsize) -> Self {
+        self.entries = entries;
+        self
+    }
+
+    /// Sets the sum of [`Weight::bytes`] over all entries.
+    #[must_use]
+    pub fn with_bytes(mut self, bytes: u64) -> Self {
+        self.bytes = bytes;
+        self
+    }
+
+    /// Sets how long *unsupported* is remembered.
+    #[must_use]
+    pub fn with_refusals(mut self, refusals: Duration) -> Self {
+        self.refusals = refusals;
+        self
+    }
+
     /// So many entries, 16 GiB, refusals for a minute.
     pub fn entries(entries: NonZeroUsize) -> Limits {
         Limits { entries, bytes: 16 << 30, refusals: Duration::from_secs(60) }

@@ -70,7 +70,7 @@ impl BuildError for Failure {
 type Cache = PlanCache<u32, Value, String>;
 
 fn limits(entries: usize, bytes: u64) -> Limits {
-    Limits { bytes, ..Limits::entries(NonZeroUsize::new(entries).unwrap()) }
+    Limits::entries(NonZeroUsize::new(entries).unwrap()).with_bytes(bytes)
 }
 
 fn cache(entries: usize) -> Cache {
@@ -115,7 +115,7 @@ fn a_failed_build_is_tried_again_and_a_refusal_is_not() {
     assert_eq!((c.stats().failures, c.stats().refusals, c.stats().entries), (2, 1, 1));
     c.clear();
     assert!(c.get_or_build(&2, ok(1)).is_ok());
-    c.resize(Limits { refusals: Duration::ZERO, ..c.limits() });
+    c.resize(c.limits().with_refusals(Duration::ZERO));
     assert!(c.get_or_build(&3, never).is_err());
     assert!(c.get_or_build(&3, ok(1)).is_ok(), "it was to be forgotten at once");
 }

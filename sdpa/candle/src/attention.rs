@@ -8,7 +8,7 @@ use crate::param::{self, Bound, Value};
 use crate::pass::{Outputs, Pass, alignment};
 use candle_core::op::BackpropOp;
 use candle_core::{Result, Tensor};
-use sdpa::{AttentionSpec, BackwardSpec, Dropout, ExecutorName, Mask, ScoreMod, SpecError, StatsBase, TensorSpec};
+use sdpa::{AttentionSpec, BackwardSpec, Dropout, ExecutorName, Mask, ScoreMod, SpecError, TensorSpec};
 
 /// Attention over candle's tensors, `softmax(mask(score_mods(q·kᵀ · scale))) · v`, as a differentiable function.
 ///
@@ -313,27 +313,11 @@ impl Call<'_> {
         let dims = [q.dims[0], q.dims[1], q.dims[2], v.dims[3]];
         let layout = if out == Order::Bhsd { sdpa::Layout::Bhsd } else { sdpa::Layout::Bshd };
         let Attention { score_mods, masks, sink, dropout, .. } = self.attention;
-        Ok((
-            AttentionSpec {
-                dtype,
-                o_dtype: None,
-                block_scaled: false,
-                q,
-                k,
-                v,
-                o: TensorSpec::dense(dims, layout),
-                score_mods: score_mods.clone(),
-                packed: self.documents.map(|documents| documents.packed()),
-                paged: None,
-                masks: masks.clone(),
-                sink: *sink,
-                dropout: *dropout,
-                stats,
-                stats_base: StatsBase::Natural,
-                row_max: false,
-                sum_exp: false,
-            },
-            out,
-        ))
+        let mut spec = AttentionSpec::strided(dtype, [q, k, v], TensorSpec::dense(dims, layout))
+            .with_score_mods(score_mods.clone())
+            .with_masks(masks.clone())
+            .with_packed(self.documents.map(|documents| documents.packed()));
+        (spec.sink, spec.dropout, spec.stats) = (*sink, *dropout, stats);
+        Ok((spec, out))
     }
 }

@@ -48,7 +48,7 @@ pub fn dispatcher(device: &CudaDevice) -> Arc<Dispatcher> {
     if let Some(there) = dispatchers.get(&ordinal) {
         return there.clone();
     }
-    let options = CudnnOptions { ordinal: u32::try_from(ordinal).unwrap_or(u32::MAX), ..CudnnOptions::default() };
+    let options = CudnnOptions::default().with_ordinal(u32::try_from(ordinal).unwrap_or(u32::MAX));
     let made = Arc::new(Dispatcher::new(options));
     if made.device().is_ok() {
         dispatchers.insert(ordinal, made.clone());
@@ -155,7 +155,7 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
                 Viewed::I64(x) => Value::I64(x),
                 Viewed::Bool(x) => Value::Bool(x),
             };
-            Param { name: &bound.name, value }
+            Param::new(&bound.name, value)
         })
         .collect();
     f(&values)
@@ -191,8 +191,8 @@ fn forward_of<T: Number>(pass: &Pass, (executor, attention): (ExecutorName, &Att
     let (q, k, v) = (view::<T>(&guards[0], q)?, view::<T>(&guards[1], k)?, view::<T>(&guards[2], v)?);
     let params: Vec<&Bound> = pass.params.iter().zip(&pass.only_backward).filter(|(_, only)| !**only).map(|(p, _)| p).collect();
     with_params(&params, |params| {
-        let stats = stats.as_mut().map(|stats| stats as _);
-        let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats, row_max: None, sum_exp: None, attn_scale: pass.attn_scale, params };
+        let mut call = Forward::new(&q, &k, &v, &mut o).attn_scale(pass.attn_scale).params(params);
+        call.stats = stats.as_mut().map(|stats| stats as _);
         attention.forward(&stream, call).map_err(|error| failed(executor, error))
     })?;
     let wrapped = |stats| Storage::Cuda(CudaStorage::wrap_cuda_slice::<f32>(stats, device.clone()));
@@ -262,20 +262,10 @@ fn backward_of<T: Number>(
             };
             (g.name.as_str(), value)
         });
-        let call = Backward {
-            q: &q,
-            k: &k,
-            v: &v,
-            o: &o,
-            stats: &stats,
-            d_o: &d_o as &dyn DevicePtr<T>,
-            dq: &mut dq,
-            dk: &mut dk,
-            dv: &mut dv,
-            attn_scale: pass.attn_scale,
-            params,
-            gradients: gradients.collect(),
-        };
+        let call = Backward::new((&q, &k, &v), (&o, &stats), &d_o as &dyn DevicePtr<T>, (&mut dq, &mut dk, &mut dv))
+            .attn_scale(pass.attn_scale)
+            .params(params)
+            .gradients(gradients);
         attention.backward(&stream, call).map_err(|error| failed(executor, error))
     })?;
     let operands = [dq, dk, dv].map(|x| Storage::Cuda(CudaStorage::wrap_cuda_slice(x, device.clone())));

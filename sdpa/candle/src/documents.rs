@@ -62,7 +62,7 @@ impl Documents {
 
     pub(crate) fn packed(&self) -> Packed {
         let total = self.most.map(|most| i64::try_from(most).unwrap_or(i64::MAX));
-        Packed { cross: self.keys.is_some(), wide: self.wide(), total_q: total, total_kv: total }
+        Packed::new().with_cross(self.keys.is_some()).with_wide(self.wide()).with_totals(total, total)
     }
 
     /// Whether boundaries are read as i64: those of one call are of one type.

@@ -108,7 +108,7 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
         .zip(&guards)
         .map(|(bound, guard)| {
             let storage = guard.as_ref().map(|guard| storage(guard)).transpose()?;
-            Ok(Param { name: &bound.name, value: value(&bound.value, storage)? })
+            Ok(Param::new(&bound.name, value(&bound.value, storage)?))
         })
         .collect::<Result<_>>()?;
     f(&values)
@@ -125,18 +125,10 @@ pub(crate) fn forward(pass: &Pass) -> Result<Outputs> {
     let at = |n: usize| read(storage(&guards[n])?, &pass.operands[n], problem.dtype());
     let params: Vec<&Bound> = pass.params.iter().zip(&pass.only_backward).filter(|(_, only)| !**only).map(|(p, _)| p).collect();
     with_params(&params, |params| {
-        let call = HostForward {
-            q: at(0)?,
-            k: at(1)?,
-            v: at(2)?,
-            o: o.write(),
-            stats: stats.as_deref_mut(),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: pass.attn_scale,
-            params,
-        };
+        let call = HostForward::new(at(0)?, at(1)?, at(2)?, o.write())
+            .statistics([stats.as_deref_mut(), None, None])
+            .attn_scale(pass.attn_scale)
+            .params(params);
         prepared.forward(call).map_err(wrap)
     })?;
     Ok(Outputs { o: o.done(), stats: stats.map(|stats| Storage::Cpu(CpuStorage::F32(stats))) })
@@ -157,22 +149,11 @@ pub(crate) fn backward(pass: &Pass, problem: &BackwardProblem, upstream: &Upstre
     let stats = upstream.stats.storage_and_layout().0;
     let stats = &storage(&stats)?.as_slice::<f32>()?[span(upstream.stats)];
     with_params(&pass.params.iter().collect::<Vec<_>>(), |params| {
-        let gradients = asked.iter().zip(&mut wrt).map(|(g, fresh)| HostGradient { name: &g.name, data: fresh.write() }).collect();
-        let call = HostBackward {
-            q: at(0)?,
-            k: at(1)?,
-            v: at(2)?,
-            o: at(3)?,
-            d_o: at(4)?,
-            stats,
-            dq: dq.write(),
-            dk: dk.write(),
-            dv: dv.write(),
-            amax: Vec::new(),
-            attn_scale: pass.attn_scale,
-            params,
-            gradients,
-        };
+        let gradients = asked.iter().zip(&mut wrt).map(|(g, fresh)| HostGradient::new(&g.name, fresh.write()));
+        let call = HostBackward::new((at(0)?, at(1)?, at(2)?), (at(3)?, stats), at(4)?, (dq.write(), dk.write(), dv.write()))
+            .attn_scale(pass.attn_scale)
+            .params(params)
+            .gradients(gradients);
         prepared.backward(call).map_err(wrap)
     })?;
     Ok(Gradients { operands: [dq.done(), dk.done(), dv.done()], params: wrt.into_iter().map(Fresh::done).collect() })

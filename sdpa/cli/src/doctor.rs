@@ -13,7 +13,6 @@ use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
 use metal_fallback::{Declined, Facts};
 use sdpa::cuda::KernelCache;
-use sdpa::cudnn::CudnnOptions;
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use sdpa::{Dispatcher, Preference};
 use sdpa_driver::Nvrtc;
@@ -123,7 +122,7 @@ pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     let ledgers = ledger::of_user(&mut mistakes);
     mistakes.finish(Some(()))?;
     let _step = Progress::new(json).spinner("looking around");
-    let dispatcher = Dispatcher::new(CudnnOptions { ledgers, ..args.places.options() }).with_kernel_cache(kernel_cache.clone());
+    let dispatcher = Dispatcher::new(args.places.options().with_ledgers(ledgers)).with_kernel_cache(kernel_cache.clone());
     let executors = vec![cpu(&dispatcher), cuda(&dispatcher, args, kernel_cache.as_ref()), cudnn(&dispatcher, args), metal(&dispatcher)];
     let findings = Findings { executors };
     let outcome = if findings.executors.iter().any(|f| f.works) { Outcome::Good } else { Outcome::NoExecutor };
@@ -172,7 +171,7 @@ fn install_gpu(why: &Declined) -> String {
         Declined::NoDevice { .. } => "nothing: Metal is on Apple machines".to_owned(),
         Declined::NoGpu => "run it in a session that sees the GPU: a virtual machine or a sandbox may hide it".to_owned(),
         Declined::System { needs, .. } => format!("update the system to {needs}"),
-        Declined::Gpu { .. } => "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned(),
+        Declined::Gpu { .. } | _ => "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned(),
     }
 }
 

@@ -51,7 +51,8 @@ fn located(path: &str, error: &ExprError) -> Wrong {
         | ExprError::Default { .. }
         | ExprError::Extents { .. }
         | ExprError::Indices { .. }
-        | ExprError::NoDerivative { .. } => (format!("{path}:1:1"), error.to_string()),
+        | ExprError::NoDerivative { .. }
+        | _ => (format!("{path}:1:1"), error.to_string()),
     }
 }
 

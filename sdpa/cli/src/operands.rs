@@ -334,18 +334,13 @@ impl Operands {
     pub(crate) fn forward(&mut self, prepared: &dyn Prepared, problem: &sdpa::Problem, attn_scale: f32) -> Result<Report, Error> {
         let names: Vec<&str> = problem.params().iter().map(|d| d.name.as_str()).collect();
         let params: Vec<Param<'_>> = self.params.iter().filter(|p| names.contains(&p.name.as_str())).map(Bound::param).collect();
-        prepared.forward(HostForward {
-            q: self.q.elements(),
-            k: self.k.elements(),
-            v: self.v.elements(),
-            o: self.o.elements_mut(),
-            stats: self.stats.as_deref_mut(),
-            row_max: self.row_max.as_deref_mut(),
-            sum_exp: self.sum_exp.as_deref_mut(),
-            amax: self.scales.room(problem, Direction::Forward),
-            attn_scale: Some(attn_scale),
-            params: &params,
-        })
+        prepared.forward(
+            HostForward::new(self.q.elements(), self.k.elements(), self.v.elements(), self.o.elements_mut())
+                .statistics([self.stats.as_deref_mut(), self.row_max.as_deref_mut(), self.sum_exp.as_deref_mut()])
+                .attn_scale(attn_scale)
+                .params(&params)
+                .amax(self.scales.room(problem, Direction::Forward)),
+        )
     }
 
     /// Computes gradients; `None` where there is no room for them.
@@ -358,21 +353,20 @@ impl Operands {
         let declared = |bound: &&Bound| problem.params().iter().any(|p| p.name == bound.name);
         let params: Vec<Param<'_>> = self.params.iter().filter(declared).map(Bound::param).collect();
         let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_mut()?;
-        Some(prepared.backward(HostBackward {
-            q: self.q.elements(),
-            k: self.k.elements(),
-            v: self.v.elements(),
-            o: self.o.elements(),
-            d_o: d_o.elements(),
-            stats: self.stats.as_deref()?,
-            dq: dq.elements_mut(),
-            dk: dk.elements_mut(),
-            dv: dv.elements_mut(),
-            amax: self.scales.room(problem.forward(), Direction::Backward),
-            attn_scale: Some(attn_scale),
-            params: &params,
-            gradients: wrt.iter_mut().map(|(name, data)| HostGradient { name, data: data.elements_mut() }).collect(),
-        }))
+        Some(
+            prepared.backward(
+                HostBackward::new(
+                    (self.q.elements(), self.k.elements(), self.v.elements()),
+                    (self.o.elements(), self.stats.as_deref()?),
+                    d_o.elements(),
+                    (dq.elements_mut(), dk.elements_mut(), dv.elements_mut()),
+                )
+                .attn_scale(attn_scale)
+                .params(&params)
+                .gradients(wrt.iter_mut().map(|(name, data)| HostGradient::new(name, data.elements_mut())))
+                .amax(self.scales.room(problem.forward(), Direction::Backward)),
+            ),
+        )
     }
 
     /// What is made 8-bit floats of.

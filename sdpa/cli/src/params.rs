@@ -53,7 +53,7 @@ impl Bound {
             Values::Bool(x) => ParamValue::Bool(x),
             Values::F8E8M0(x) => ParamValue::F8E8M0(x),
         };
-        Param { name: &self.name, value }
+        Param::new(&self.name, value)
     }
 
     /// The number that it is, under its name.

@@ -66,7 +66,7 @@ pub(crate) fn make(
 ) -> Result<PlanReport, Failure> {
     let _step = progress.spinner("asking cuDNN");
     let mut options = places.options();
-    options.plan = PlanOptions { form, ..PlanOptions::default() };
+    options.plan = PlanOptions::default().with_form(form);
     let environment = |e: cudnn_graph::Error| failure(&Error::failed(ExecutorName::CUDNN, e));
     if let Some(profile) = profile {
         let library = stand_in::load(&options.search).map_err(environment)?;

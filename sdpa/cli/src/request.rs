@@ -27,7 +27,7 @@ use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::expr::Declared;
 use sdpa::library::T5;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, DType, Layout, Mask, Packed, Problem, ScoreMod, Shape, Side, StatsBase};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, Side, StatsBase};
 
 /// The problem of `run`, `inspect` and `show`.
 #[derive(Debug)]
@@ -91,8 +91,8 @@ impl PlaceArgs {
 
     /// How cuDNN is set up.
     pub(crate) fn options(&self) -> CudnnOptions {
-        let search = Search { library: self.cudnn.clone(), driver: self.driver.clone() };
-        CudnnOptions { search, ..CudnnOptions::default() }
+        let search = Search::default().with_library(self.cudnn.clone()).with_driver(self.driver.clone());
+        CudnnOptions::default().with_search(search)
     }
 }
 
@@ -256,7 +256,7 @@ impl Request {
             (any.dtype, any.o_dtype) = (DType::F32, None);
         }
         any.paged = paging.as_ref().map(Paging::any);
-        any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
+        any.packed = packing.as_ref().map(|packing| packing.packed.with_totals(None, None));
         let right =
             packing.as_ref().is_none_or(|packing| packing.judge(scores.filter(|_| input || args.shape.is_some()), tokens, mistakes));
         if let (Some(paging), Some(scores)) = (&paging, scores) {
@@ -313,7 +313,8 @@ impl Request {
                         entry.into_iter().for_each(|entry| fits(header, name, entry, want, layout, mistakes));
                     }
                 }
-                let mut backward = BackwardSpec { wrt: judged.wrt, ..spec.backward() };
+                let mut backward = spec.backward();
+                backward.wrt = judged.wrt;
                 backward.deterministic = gradient.is_some_and(|g| g.deterministic);
                 (backward.d_o_dtype, backward.gradient_dtype) = (d_o_dtype.map(Element::dtype), gradient_dtype.map(Element::dtype));
                 let problem = valid(backward.validate(), |errors| {

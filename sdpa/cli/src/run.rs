@@ -19,7 +19,6 @@ use choose::{Chosen, choose};
 use plans::Plans;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cuda::KernelCache;
-use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::ledger::Ledger;
 use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Report, Side};
@@ -87,7 +86,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let Order { request, .. } = &order;
     let scale = request.attn_scale();
 
-    let options = CudnnOptions { tune: args.tune, ledgers: order.ledgers.clone(), ..args.places.options() };
+    let options = args.places.options().with_tune(args.tune).with_ledgers(order.ledgers.clone());
     let dispatcher = Dispatcher::new(options).with_kernel_cache(order.kernel_cache.clone());
     let chosen = {
         let _step = progress.spinner("preparing");

@@ -65,7 +65,7 @@ impl Scales {
             let Some(scale) = named(&planned.declared.name) else { continue };
             let (bound, _) = planned.load(request.header(), seed).map_err(|e| Failure::environment("memory", e))?;
             let value = bound.at([0; 4]) as f32;
-            if let Err(SpecError { field: _, value, rule }) = scale.check(value) {
+            if let Err(SpecError { value, rule, .. }) = scale.check(value) {
                 mistakes.add(format!("--input: {scale}"), format!("is {value}; expected {rule}"));
             }
             given.insert(scale, value);
@@ -160,7 +160,7 @@ impl Scales {
         self.told.retain(|(of, _)| !told.contains(of));
         let first = self.told.len();
         self.told.extend(told.iter().map(|of| (*of, f32::NAN)));
-        self.told[first..].iter_mut().map(|(of, value)| HostAmax { of: *of, value }).collect()
+        self.told[first..].iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
     }
 
     /// Every number by its name, as it is written to files.

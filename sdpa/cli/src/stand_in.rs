@@ -15,7 +15,7 @@ pub(crate) fn load(search: &Search) -> Result<&'static Library, Error> {
     // Removed at the end of this function: what was loaded stays mapped, and cuDNN finds it by its soname.
     let file = if is_needed(search) { file() } else { None };
     match &file {
-        Some(file) => Library::load(&Search { driver: Some(file.path().to_owned()), ..search.clone() }),
+        Some(file) => Library::load(&search.clone().with_driver(file.path().to_owned())),
         None => Library::load(search),
     }
 }

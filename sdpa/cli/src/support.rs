@@ -122,7 +122,7 @@ impl Elsewhere {
     fn new(said: Result<(), Unsupported>) -> Elsewhere {
         let of_problem = |reason: &Reason| match reason {
             Reason::Absent(_) | Reason::Failed(_) => false,
-            Reason::Limit { .. } | Reason::KnownBad { .. } | Reason::Refused { .. } => true,
+            Reason::Limit { .. } | Reason::KnownBad { .. } | Reason::Refused { .. } | _ => true,
         };
         let reasons: Vec<Reason> = said.err().map_or_else(Vec::new, |e| e.reasons).into_iter().filter(of_problem).collect();
         Elsewhere { taken: reasons.is_empty(), reasons: reasons.iter().map(ToString::to_string).collect() }

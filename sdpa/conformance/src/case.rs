@@ -9,7 +9,7 @@ use crate::paging::Paging;
 use crate::random::Random;
 pub use backward::{Backward, Place};
 use sdpa::library::{MASKS, SCORE_MODS};
-use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, Packed, ScoreMod, Shape, Side, StatsBase};
+use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, Shape, Side, StatsBase};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -335,7 +335,7 @@ impl Case {
             for tensor in [&mut spec.k, &mut spec.v] {
                 tensor.strides = paging.strides(tensor.dims, self.kv_gap);
             }
-            spec.packed = spec.packed.map(|packed| Packed { total_kv: None, ..packed });
+            spec.packed = spec.packed.map(|packed| packed.with_totals(packed.total_q, None));
         }
         if self.packed_qkv {
             for tensor in [&mut spec.q, &mut spec.k, &mut spec.v] {

@@ -69,7 +69,7 @@ impl Bound {
             Values::I64(x) => ParamValue::I64(x),
             Values::Bool(x) => ParamValue::Bool(x),
         };
-        Param { name: self.name, value }
+        Param::new(self.name, value)
     }
 }
 

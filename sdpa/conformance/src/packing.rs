@@ -92,7 +92,7 @@ impl Packing {
     /// What a specification says of them.
     pub fn packed(&self) -> Packed {
         let total = |side| (!self.unbounded).then(|| self.before + self.lengths(side).iter().sum::<i64>());
-        Packed { cross: self.lengths_kv.is_some(), wide: self.wide, total_q: total(Side::Queries), total_kv: total(Side::Keys) }
+        Packed::new().with_cross(self.lengths_kv.is_some()).with_wide(self.wide).with_totals(total(Side::Queries), total(Side::Keys))
     }
 
     /// The boundaries of sides as parameters.

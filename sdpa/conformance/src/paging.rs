@@ -66,7 +66,7 @@ impl Paging {
 
     /// What a specification says of a cache for so many batch entries of so many keys.
     pub fn paged(&self, batch: i64, seq_kv: i64) -> Paged {
-        Paged { page_size: self.page_size, pages: batch * pages_of(seq_kv, self.page_size) + self.shared + self.spare }
+        Paged::new(self.page_size, batch * pages_of(seq_kv, self.page_size) + self.shared + self.spare)
     }
 
     /// Strides of keys or values, with so many elements between rows.
@@ -160,7 +160,7 @@ mod tests {
             shared: 1,
             spare: 1,
         };
-        assert_eq!(paging.paged(3, 5), Paged { page_size: 2, pages: 11 });
+        assert_eq!(paging.paged(3, 5), Paged::new(2, 11));
         let cache = paging.cache([3, 4, 1, 5], Some(&[3.0, 0.0, 5.0]), &mut Random::new(1));
         assert_eq!(([&cache.table[0][..2], &cache.table[2]]), [&[0, 1][..], &[0, 2, 3]]);
         assert_eq!(cache.bound().dims, [3, 1, 1, 3]);

@@ -269,18 +269,16 @@ fn computed<T>(
     let mut amax = narrowed.amax(Direction::Forward);
     let mut of_rows = Statistic::ALL.map(|_| inputs::poisoned(of_stats.clone(), DType::F32));
     let [stats, row_max, sum_exp] = of_rows.each_mut();
-    let call = HostForward {
-        q: q.elements(),
-        k: k.elements(),
-        v: v.elements(),
-        o: o.elements_mut(),
-        stats: stats.numbers_mut().filter(|_| spec.stats),
-        row_max: row_max.numbers_mut().filter(|_| spec.row_max),
-        sum_exp: sum_exp.numbers_mut().filter(|_| spec.sum_exp),
-        amax: narrow::room(&mut amax),
-        attn_scale: draw.attn_scale,
-        params: &narrowed.params(Direction::Forward, own.params(library.map_or_else(Vec::new, Library::params))),
-    };
+    let params = narrowed.params(Direction::Forward, own.params(library.map_or_else(Vec::new, Library::params)));
+    let call = HostForward::new(q.elements(), k.elements(), v.elements(), o.elements_mut())
+        .statistics([
+            stats.numbers_mut().filter(|_| spec.stats),
+            row_max.numbers_mut().filter(|_| spec.row_max),
+            sum_exp.numbers_mut().filter(|_| spec.sum_exp),
+        ])
+        .attn_scale(draw.attn_scale)
+        .params(&params)
+        .amax(narrow::room(&mut amax));
     let report = prepared.forward(call).map_err(|e| Box::new(Outcome::Fail(format!("forward: {e}"))))?;
     let written = Statistic::ALL.into_iter().zip(&of_rows).map(|(statistic, written)| (statistic.name(), &of_stats, written));
     for (name, of, written) in written.chain([("the output", &of_o, &o)]) {
@@ -416,7 +414,7 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
             *align = if *align == Align::BottomRight { Align::Ends } else { Align::TopLeft };
         }
     }
-    spec.packed = Some(Packed { cross, wide, total_q: said.then_some(total_q), total_kv: said.then_some(total_kv) });
+    spec.packed = Some(Packed::new().with_cross(cross).with_wide(wide).with_totals(said.then_some(total_q), said.then_some(total_kv)));
 }
 
 /// The same in a paged cache alone: pages of any size, in any order of their axes, with lengths or without, or with packed queries. For forward passes.
@@ -436,7 +434,7 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
         let total = random.between(if said { longest } else { batch * longest }, batch * longest).max(2);
         place_packed(&mut spec.q, total, random);
         place_packed(&mut spec.o, total, random);
-        spec.packed = Some(Packed { cross: true, wide: random.between(0, 3) == 0, total_q: said.then_some(total), total_kv: None });
+        spec.packed = Some(Packed::new().with_cross(true).with_wide(random.between(0, 3) == 0).with_totals(said.then_some(total), None));
     } else if random.between(0, 2) > 0 {
         spec.masks.push(Mask::padding());
     }
@@ -447,7 +445,7 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
             }
         }
     }
-    spec.paged = Some(Paged { page_size, pages });
+    spec.paged = Some(Paged::new(page_size, pages));
     spec
 }
 

@@ -29,6 +29,7 @@ use std::sync::Arc;
 /// # Ok::<(), sdpa_core::SpecErrors>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct BackwardSpec {
     /// The attention whose gradient is asked for. Which row statistics it asks for does not matter here: stats are always read, the others never.
     pub forward: AttentionSpec,
@@ -56,6 +57,7 @@ pub struct BackwardSpec {
 
 /// A declared parameter whose gradient is asked for: a dense tensor over the axes of the parameter, one element for a scalar.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GradientSpec {
     /// The parameter: a scalar, or a tensor of floats.
     pub name: String,
@@ -99,6 +101,34 @@ impl BackwardSpec {
     #[must_use]
     pub fn deterministic(mut self) -> Self {
         self.deterministic = true;
+        self
+    }
+
+    /// Sets the extents and strides of the gradient of the output.
+    #[must_use]
+    pub fn with_d_o(mut self, d_o: TensorSpec) -> Self {
+        self.d_o = d_o;
+        self
+    }
+
+    /// Sets the extents and strides of the gradient of the queries.
+    #[must_use]
+    pub fn with_dq(mut self, dq: TensorSpec) -> Self {
+        self.dq = dq;
+        self
+    }
+
+    /// Sets the extents and strides of the gradient of the keys.
+    #[must_use]
+    pub fn with_dk(mut self, dk: TensorSpec) -> Self {
+        self.dk = dk;
+        self
+    }
+
+    /// Sets the extents and strides of the gradient of the values.
+    #[must_use]
+    pub fn with_dv(mut self, dv: TensorSpec) -> Self {
+        self.dv = dv;
         self
     }
 

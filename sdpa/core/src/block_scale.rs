@@ -279,7 +279,7 @@ mod tests {
 
     #[test]
     fn numbers_are_narrowed_block_by_block() {
-        let problem = AttentionSpec { dtype: DType::F8E5M2, ..spec() }.validate().unwrap();
+        let problem = spec().with_dtype(DType::F8E5M2).validate().unwrap();
         for operand in [Operand::Q, Operand::V] {
             let (scales, tensor) = (problem.block_scales(operand).unwrap(), *problem.tensor(operand).unwrap());
             let numbers: Vec<f32> =
@@ -348,7 +348,7 @@ mod tests {
         let text = serde_json::to_string(&spec()).unwrap();
         assert_eq!(serde_json::from_str::<AttentionSpec>(&text).unwrap(), spec());
         // Scales of tensors are none of this problem's.
-        let told = problem.bind(&[Param { name: "descale_q", value: ParamValue::F32(&[1.0]) }]).unwrap_err();
+        let told = problem.bind(&[Param::new("descale_q", &[1.0])]).unwrap_err();
         assert_eq!(told.0.len(), 4, "{told}");
     }
 
@@ -358,7 +358,7 @@ mod tests {
         let odd = Shape { dim_qk: 40, ..shape() };
         let mut wrong = AttentionSpec::dense(DType::BF16, odd, Layout::Bhsd).with_block_scales();
         wrong.packed = Some(Packed::of(400));
-        wrong.paged = Some(Paged { page_size: 16, pages: 90 });
+        wrong.paged = Some(Paged::new(16, 90));
         let told = fields(&wrong);
         for field in ["dtype", "q.dims[3] (dim_qk)", "packed", "paged"] {
             assert!(told.iter().any(|f| f == field), "{field}: {told:?}");

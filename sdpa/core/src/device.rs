@@ -19,6 +19,7 @@ use std::sync::Arc;
 
 /// A declared parameter and its value in one call.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceParam<'a, M> {
     /// The name that it was declared by.
     pub name: &'a str,
@@ -26,7 +27,7 @@ pub struct DeviceParam<'a, M> {
     pub value: DeviceValue<M>,
 }
 
-/// The value of a declared parameter: a number, or the memory of a tensor.
+/// The value of a declared parameter: a number, or the memory of a tensor. Exhaustive: executors match every kind of value.
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceValue<M> {
     /// The number of a scalar.
@@ -37,6 +38,13 @@ pub enum DeviceValue<M> {
     /// of its axis: executors that would spend something on clamping them spend nothing (cuDNN from 9.26 on). **A length that breaks the
     /// promise has results written past the end of `stats` and of gradients.**
     WithinExtent(DType, M),
+}
+
+impl<'a, M> DeviceParam<'a, M> {
+    /// Binds a value to the declared parameter `name`.
+    pub fn new(name: &'a str, value: DeviceValue<M>) -> DeviceParam<'a, M> {
+        DeviceParam { name, value }
+    }
 }
 
 impl<M: Copy> DeviceValue<M> {
@@ -72,6 +80,7 @@ pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DevicePar
 
 /// Where the gradient of a declared parameter goes.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceGradient<'a, M> {
     /// The name of the parameter.
     pub name: &'a str,
@@ -81,6 +90,7 @@ pub struct DeviceGradient<'a, M> {
 
 /// Where a call of 8-bit floats writes the largest magnitude of one tensor.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceAmax<M> {
     /// The tensor whose largest magnitude is written.
     pub of: Amax,
@@ -90,6 +100,7 @@ pub struct DeviceAmax<M> {
 
 /// Device memory and numbers of one forward call. Memory of a tensor without elements may have the address 0.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceForward<'a, M> {
     /// Queries, strided as the problem says.
     pub q: M,
@@ -118,6 +129,7 @@ pub struct DeviceForward<'a, M> {
 
 /// Device memory and numbers of one backward call. Memory of a tensor without elements may have the address 0.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceBackward<'a, M> {
     /// Queries, strided as the problem says.
     pub q: M,
@@ -149,7 +161,183 @@ pub struct DeviceBackward<'a, M> {
     pub workspace: Option<M>,
 }
 
-/// A call of either pass, its operands as a table. [`DeviceForward`] and [`DeviceBackward`] become one.
+impl<'a, M> DeviceGradient<'a, M> {
+    /// Writes the gradient of the declared parameter `name` to `slice`.
+    pub fn new(name: &'a str, slice: M) -> DeviceGradient<'a, M> {
+        DeviceGradient { name, slice }
+    }
+}
+
+impl<M> DeviceAmax<M> {
+    /// Writes the largest magnitude of the tensor `of` to `slice`.
+    pub fn new(of: Amax, slice: M) -> DeviceAmax<M> {
+        DeviceAmax { of, slice }
+    }
+}
+
+impl<'a, M> DeviceForward<'a, M> {
+    /// A call over these operands, with the default scale, no parameters, and nothing written but `o`.
+    pub fn new(q: M, k: M, v: M, o: M) -> DeviceForward<'a, M> {
+        DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[], amax: &[], workspace: None }
+    }
+
+    /// Sets the queries.
+    #[must_use]
+    pub fn q(mut self, q: M) -> Self {
+        self.q = q;
+        self
+    }
+
+    /// Sets the keys.
+    #[must_use]
+    pub fn k(mut self, k: M) -> Self {
+        self.k = k;
+        self
+    }
+
+    /// Sets the values.
+    #[must_use]
+    pub fn v(mut self, v: M) -> Self {
+        self.v = v;
+        self
+    }
+
+    /// Sets the output.
+    #[must_use]
+    pub fn o(mut self, o: M) -> Self {
+        self.o = o;
+        self
+    }
+
+    /// Sets where `stats` are written, for a problem that asks for them.
+    #[must_use]
+    pub fn stats(mut self, stats: impl Into<Option<M>>) -> Self {
+        self.stats = stats.into();
+        self
+    }
+
+    /// Sets where the largest score of each row is written, for a problem that asks for it.
+    #[must_use]
+    pub fn row_max(mut self, row_max: impl Into<Option<M>>) -> Self {
+        self.row_max = row_max.into();
+        self
+    }
+
+    /// Sets where the sum of exponentials of each row is written, for a problem that asks for it.
+    #[must_use]
+    pub fn sum_exp(mut self, sum_exp: impl Into<Option<M>>) -> Self {
+        self.sum_exp = sum_exp.into();
+        self
+    }
+
+    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    #[must_use]
+    pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
+        self.attn_scale = attn_scale.into();
+        self
+    }
+
+    /// Sets the values of declared parameters, every one; see [`with_defaults`].
+    #[must_use]
+    pub fn params(mut self, params: &'a [DeviceParam<'a, M>]) -> Self {
+        self.params = params;
+        self
+    }
+
+    /// Sets where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    #[must_use]
+    pub fn amax(mut self, amax: &'a [DeviceAmax<M>]) -> Self {
+        self.amax = amax;
+        self
+    }
+
+    /// Sets the scratch memory; `None` for memory that is kept for calls of this thread on this stream.
+    #[must_use]
+    pub fn workspace(mut self, workspace: impl Into<Option<M>>) -> Self {
+        self.workspace = workspace.into();
+        self
+    }
+}
+
+impl<'a, M> DeviceBackward<'a, M> {
+    /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
+    /// `k` and `v`; with the default scale and no parameters.
+    pub fn new((q, k, v): (M, M, M), (o, stats): (M, M), d_o: M, (dq, dk, dv): (M, M, M)) -> DeviceBackward<'a, M> {
+        DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &[], gradients: &[], amax: &[], workspace: None }
+    }
+
+    /// Sets the stats of the forward pass.
+    #[must_use]
+    pub fn stats(mut self, stats: M) -> Self {
+        self.stats = stats;
+        self
+    }
+
+    /// Sets the gradient of the output.
+    #[must_use]
+    pub fn d_o(mut self, d_o: M) -> Self {
+        self.d_o = d_o;
+        self
+    }
+
+    /// Sets the gradient of the queries.
+    #[must_use]
+    pub fn dq(mut self, dq: M) -> Self {
+        self.dq = dq;
+        self
+    }
+
+    /// Sets the gradient of the keys.
+    #[must_use]
+    pub fn dk(mut self, dk: M) -> Self {
+        self.dk = dk;
+        self
+    }
+
+    /// Sets the gradient of the values.
+    #[must_use]
+    pub fn dv(mut self, dv: M) -> Self {
+        self.dv = dv;
+        self
+    }
+
+    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    #[must_use]
+    pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
+        self.attn_scale = attn_scale.into();
+        self
+    }
+
+    /// Sets the values of declared parameters, every one; see [`with_defaults`].
+    #[must_use]
+    pub fn params(mut self, params: &'a [DeviceParam<'a, M>]) -> Self {
+        self.params = params;
+        self
+    }
+
+    /// Sets where gradients of declared parameters are written.
+    #[must_use]
+    pub fn gradients(mut self, gradients: &'a [DeviceGradient<'a, M>]) -> Self {
+        self.gradients = gradients;
+        self
+    }
+
+    /// Sets where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    #[must_use]
+    pub fn amax(mut self, amax: &'a [DeviceAmax<M>]) -> Self {
+        self.amax = amax;
+        self
+    }
+
+    /// Sets the scratch memory; `None` for memory that is kept for calls of this thread on this stream.
+    #[must_use]
+    pub fn workspace(mut self, workspace: impl Into<Option<M>>) -> Self {
+        self.workspace = workspace.into();
+        self
+    }
+}
+
+/// A call of either pass, its operands as a table. [`DeviceForward`] and [`DeviceBackward`] become one. Exhaustive, so that executors can list the fields.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceCall<'a, M> {
     /// By [`Operand`], in the order of [`Operand::ALL`]; `None` for those that the pass does not have.

@@ -6,6 +6,7 @@ use std::fmt;
 /// One rule that a field of the specification or of a call breaks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{field} is {value}: {rule}")]
+#[non_exhaustive]
 pub struct SpecError {
     /// The field, as it is spelled in Rust: `k.dims[1] (heads_kv)`.
     pub field: String,
@@ -75,6 +76,7 @@ impl fmt::Display for ExecutorName {
 /// Why an executor does not run a problem.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "kind", content = "detail")]
+#[non_exhaustive]
 pub enum Reason {
     /// A limit of the executor on a field of the problem.
     #[error("{field} is {value}: {limit}")]
@@ -120,9 +122,10 @@ pub enum Reason {
 ///
 /// let first = Unsupported::new(ExecutorName::CUDNN, vec![Reason::Absent("there is no cuDNN".to_owned())]);
 /// let last = Unsupported::new(ExecutorName::CUDA, vec![Reason::Absent("there is no NVRTC".to_owned())]);
-/// assert_eq!(Unsupported { before: vec![first], ..last }.to_string(), "cudnn: there is no cuDNN\ncuda: there is no NVRTC");
+/// assert_eq!(last.after(vec![first]).to_string(), "cudnn: there is no cuDNN\ncuda: there is no NVRTC");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Unsupported {
     /// The executor that refuses.
     pub executor: ExecutorName,
@@ -137,6 +140,13 @@ impl Unsupported {
     /// A refusal of one executor.
     pub fn new(executor: ExecutorName, reasons: Vec<Reason>) -> Unsupported {
         Unsupported { executor, reasons, before: Vec::new() }
+    }
+
+    /// The same refusal, after those of executors that were asked before.
+    #[must_use]
+    pub fn after(mut self, before: Vec<Unsupported>) -> Unsupported {
+        self.before = before;
+        self
     }
 
     /// Every refusal, in the order of asking.
@@ -166,6 +176,7 @@ impl std::error::Error for Unsupported {}
 
 /// A failure of what an executor runs on: a library, a driver, a device, memory.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Failure {
     /// The executor that failed.
     pub executor: ExecutorName,

@@ -74,6 +74,7 @@ pub trait PreparedBackward: Debug + Send + Sync {
 
 /// What one call did.
 #[derive(Clone, Debug, Default, Serialize)]
+#[non_exhaustive]
 pub struct Report {
     /// Time in the kernels alone, without copies between host and device.
     pub compute: Duration,
@@ -83,4 +84,25 @@ pub struct Report {
     pub engine: String,
     /// Bytes of scratch memory that the call used.
     pub workspace_bytes: u64,
+}
+
+impl Report {
+    /// A report of `engine`, which ran for `compute`, with nothing copied and no scratch memory.
+    pub fn new(engine: impl Into<String>, compute: Duration) -> Report {
+        Report { compute, copied: Vec::new(), engine: engine.into(), workspace_bytes: 0 }
+    }
+
+    /// Sets the operands that were copied first.
+    #[must_use]
+    pub fn with_copied(mut self, copied: Vec<&'static str>) -> Report {
+        self.copied = copied;
+        self
+    }
+
+    /// Sets the bytes of scratch memory that the call used.
+    #[must_use]
+    pub fn with_workspace_bytes(mut self, bytes: u64) -> Report {
+        self.workspace_bytes = bytes;
+        self
+    }
 }

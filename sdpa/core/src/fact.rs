@@ -235,15 +235,15 @@ mod tests {
     }
 
     fn narrow() -> AttentionSpec {
-        AttentionSpec { dtype: DType::F8E4M3, ..dense() }
+        dense().with_dtype(DType::F8E4M3)
     }
 
     fn forward() -> Vec<AttentionSpec> {
         let masked = |text: &str| dense().mask(text.parse().unwrap());
-        let packed = |packed: Packed| AttentionSpec { packed: Some(packed), ..dense() };
+        let packed = |packed: Packed| dense().with_packed(packed);
         let in_pages = |page_size: i64, pages: i64| {
             let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 40, dim_qk: 64, dim_v: 64 };
-            AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages })
+            AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, pages))
         };
         let mut aligned = dense();
         aligned.v.alignment = 2;
@@ -251,17 +251,17 @@ mod tests {
         apart.o.strides[0] += 64;
         vec![
             dense(),
-            AttentionSpec { dtype: DType::F16, ..dense() },
+            dense().with_dtype(DType::F16),
             narrow(),
             narrow().with_output_in(DType::BF16),
             narrow().with_block_scales(),
             aligned,
             apart,
-            packed(Packed::default()),
-            packed(Packed { cross: true, ..Packed::default() }),
-            packed(Packed { wide: true, ..Packed::default() }),
-            packed(Packed { cross: true, total_q: Some(50), ..Packed::default() }),
-            packed(Packed { cross: true, total_kv: Some(50), ..Packed::default() }),
+            packed(Packed::new()),
+            packed(Packed::new().with_cross(true)),
+            packed(Packed::new().with_wide(true)),
+            packed(Packed::new().with_cross(true).with_totals(Some(50), None)),
+            packed(Packed::new().with_cross(true).with_totals(None, Some(50))),
             in_pages(8, 30),
             in_pages(8, 31),
             in_pages(16, 30),

@@ -323,7 +323,7 @@ mod tests {
             }
         }
         // A tensor of a score_mod is none of them.
-        let own = AttentionSpec { dtype: DType::BF16, ..spec() }.score_mod("tensor scale_o[]: f32; score * scale_o".parse().unwrap());
+        let own = spec().with_dtype(DType::BF16).score_mod("tensor scale_o[]: f32; score * scale_o".parse().unwrap());
         let own = own.validate().unwrap();
         assert!(Fp8Scales::mistakes(&own, own.params(), &[ParamValue::F32(&[-1.0])]).is_empty());
     }
@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(spec().with_output_in(DType::F8E4M3).validate().unwrap(), base);
         let refused = |spec: AttentionSpec| spec.validate().unwrap_err().0.into_iter().map(|e| e.field).collect::<Vec<_>>();
         assert_eq!(refused(spec().with_output_in(DType::F32)), ["o_dtype"]);
-        let wide = AttentionSpec { dtype: DType::BF16, ..spec() };
+        let wide = spec().with_dtype(DType::BF16);
         assert_eq!(refused(wide.clone().with_output_in(DType::F16)), ["o_dtype"]);
         assert!(wide.with_output_in(DType::BF16).validate().is_ok());
     }
@@ -366,7 +366,7 @@ mod tests {
     #[test]
     fn calls_have_room_for_each_amax_once() {
         let wrong = |dtype, given: &[Amax]| {
-            let problem = AttentionSpec { dtype, ..spec() }.validate().unwrap();
+            let problem = spec().with_dtype(dtype).validate().unwrap();
             let errors = Amax::check(&problem, Direction::Forward, given.iter().copied());
             errors.into_iter().map(|e| format!("{} {}", e.field, e.value)).collect::<Vec<_>>()
         };

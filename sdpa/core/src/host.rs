@@ -12,8 +12,18 @@ use crate::statistic::Statistic;
 use crate::tensor::{Elements, ElementsMut, Param};
 use crate::{Pages, packed, params};
 
-/// One forward call over host memory.
+/// One forward call over host memory: [`HostForward::new`], then what the problem asks for besides.
+///
+/// ```
+/// use sdpa_core::{Elements, HostForward};
+///
+/// let (q, k, v) = (vec![0.5f32; 64], vec![0.25f32; 64], vec![2.0f32; 64]);
+/// let (mut o, mut stats) = (vec![0f32; 64], vec![0f32; 8]);
+/// let call = HostForward::new(&q, &k, &v, &mut o).stats(&mut stats).attn_scale(0.125);
+/// assert!(matches!(call.q, Elements::F32(_)) && call.attn_scale == Some(0.125));
+/// ```
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct HostForward<'a> {
     /// Queries, strided as the problem says.
     pub q: Elements<'a>,
@@ -37,8 +47,9 @@ pub struct HostForward<'a> {
     pub amax: Vec<HostAmax<'a>>,
 }
 
-/// One backward call over host memory.
+/// One backward call over host memory: [`HostBackward::new`], then what the problem asks for besides.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct HostBackward<'a> {
     /// Queries, strided as the problem says.
     pub q: Elements<'a>,
@@ -70,6 +81,7 @@ pub struct HostBackward<'a> {
 
 /// Where the gradient of a declared parameter goes.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct HostGradient<'a> {
     /// The name of the parameter.
     pub name: &'a str,
@@ -79,11 +91,163 @@ pub struct HostGradient<'a> {
 
 /// Where a call of 8-bit floats writes the largest magnitude of one tensor.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct HostAmax<'a> {
     /// The tensor whose largest magnitude is written.
     pub of: Amax,
     /// Where the magnitude is written.
     pub value: &'a mut f32,
+}
+
+impl<'a> HostForward<'a> {
+    /// A call over these operands, with the default scale, no parameters, and nothing written but `o`.
+    pub fn new(
+        q: impl Into<Elements<'a>>,
+        k: impl Into<Elements<'a>>,
+        v: impl Into<Elements<'a>>,
+        o: impl Into<ElementsMut<'a>>,
+    ) -> HostForward<'a> {
+        HostForward {
+            q: q.into(),
+            k: k.into(),
+            v: v.into(),
+            o: o.into(),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &[],
+            amax: Vec::new(),
+        }
+    }
+
+    /// Sets where `stats` are written, for a problem that [asks for them](crate::AttentionSpec::with_stats).
+    #[must_use]
+    pub fn stats(mut self, stats: &'a mut [f32]) -> Self {
+        self.stats = Some(stats);
+        self
+    }
+
+    /// Sets where the largest score of each row is written, for a problem that [asks for it](crate::AttentionSpec::with_row_max).
+    #[must_use]
+    pub fn row_max(mut self, row_max: &'a mut [f32]) -> Self {
+        self.row_max = Some(row_max);
+        self
+    }
+
+    /// Sets where the sum of exponentials of each row is written, for a problem that [asks for it](crate::AttentionSpec::with_sum_exp).
+    #[must_use]
+    pub fn sum_exp(mut self, sum_exp: &'a mut [f32]) -> Self {
+        self.sum_exp = Some(sum_exp);
+        self
+    }
+
+    /// Sets all row statistics, in the order of [`Statistic::ALL`]: `None` for each that the problem does not ask for.
+    #[must_use]
+    pub fn statistics(mut self, [stats, row_max, sum_exp]: [Option<&'a mut [f32]>; 3]) -> Self {
+        (self.stats, self.row_max, self.sum_exp) = (stats, row_max, sum_exp);
+        self
+    }
+
+    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    #[must_use]
+    pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
+        self.attn_scale = attn_scale.into();
+        self
+    }
+
+    /// Sets the values of declared parameters.
+    #[must_use]
+    pub fn params(mut self, params: &'a [Param<'a>]) -> Self {
+        self.params = params;
+        self
+    }
+
+    /// Adds where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    #[must_use]
+    pub fn amax(mut self, amax: impl IntoIterator<Item = HostAmax<'a>>) -> Self {
+        self.amax.extend(amax);
+        self
+    }
+}
+
+impl<'a> HostBackward<'a> {
+    /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
+    /// `k` and `v`; with the default scale and no parameters.
+    ///
+    /// ```
+    /// use sdpa_core::HostBackward;
+    ///
+    /// let (q, k, v, o, d_o) = (vec![0.5f32; 64], vec![0.25f32; 64], vec![2.0f32; 64], vec![2.0f32; 64], vec![1.0f32; 64]);
+    /// let stats = vec![0.0; 8];
+    /// let (mut dq, mut dk, mut dv) = (vec![0f32; 64], vec![0f32; 64], vec![0f32; 64]);
+    /// let call = HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv)).attn_scale(0.125);
+    /// assert_eq!(call.dq.len(), 64);
+    /// ```
+    pub fn new(
+        (q, k, v): (impl Into<Elements<'a>>, impl Into<Elements<'a>>, impl Into<Elements<'a>>),
+        (o, stats): (impl Into<Elements<'a>>, &'a [f32]),
+        d_o: impl Into<Elements<'a>>,
+        (dq, dk, dv): (impl Into<ElementsMut<'a>>, impl Into<ElementsMut<'a>>, impl Into<ElementsMut<'a>>),
+    ) -> HostBackward<'a> {
+        HostBackward {
+            q: q.into(),
+            k: k.into(),
+            v: v.into(),
+            o: o.into(),
+            d_o: d_o.into(),
+            stats,
+            dq: dq.into(),
+            dk: dk.into(),
+            dv: dv.into(),
+            attn_scale: None,
+            params: &[],
+            gradients: Vec::new(),
+            amax: Vec::new(),
+        }
+    }
+
+    /// Sets what multiplies the scores, as in the forward pass; `None` for `1 / √dim_qk`.
+    #[must_use]
+    pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
+        self.attn_scale = attn_scale.into();
+        self
+    }
+
+    /// Sets the values of declared parameters, those of the forward pass.
+    #[must_use]
+    pub fn params(mut self, params: &'a [Param<'a>]) -> Self {
+        self.params = params;
+        self
+    }
+
+    /// Adds where gradients of declared parameters are written.
+    #[must_use]
+    pub fn gradients(mut self, gradients: impl IntoIterator<Item = HostGradient<'a>>) -> Self {
+        self.gradients.extend(gradients);
+        self
+    }
+
+    /// Adds where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    #[must_use]
+    pub fn amax(mut self, amax: impl IntoIterator<Item = HostAmax<'a>>) -> Self {
+        self.amax.extend(amax);
+        self
+    }
+}
+
+impl<'a> HostGradient<'a> {
+    /// Writes the gradient of the declared parameter `name` to `data`.
+    pub fn new(name: &'a str, data: impl Into<ElementsMut<'a>>) -> HostGradient<'a> {
+        HostGradient { name, data: data.into() }
+    }
+}
+
+impl<'a> HostAmax<'a> {
+    /// Writes the largest magnitude of the tensor `of` to `value`.
+    pub fn new(of: Amax, value: &'a mut f32) -> HostAmax<'a> {
+        HostAmax { of, value }
+    }
 }
 
 /// Memory of an operand: read or written, as [`Operand::written`] says.
@@ -107,7 +271,7 @@ pub enum HostStats<'a> {
 }
 
 /// A call of either pass, its operands as a table: for executors that do the same with each. [`HostForward`] and [`HostBackward`]
-/// become one.
+/// become one. Exhaustive, so that executors can list the fields.
 #[derive(Debug)]
 pub struct HostCall<'a> {
     /// The operands of the pass, in the order of [`Direction::operands`](crate::operand::Direction::operands).

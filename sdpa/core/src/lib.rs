@@ -45,6 +45,19 @@ mod statistic;
 pub mod tensor;
 mod unproven;
 
+/// The crate of [`f16`](half::f16) and [`bf16`](half::bf16), which [`Elements`] has slices of.
+///
+/// ```
+/// use sdpa_core::Elements;
+/// use sdpa_core::half::bf16;
+///
+/// let elements = Elements::from(&[bf16::ONE; 4]);
+/// assert_eq!(elements.len(), 4);
+/// ```
+pub use half;
+/// The crate of the lists in [`device::DeviceParams`].
+pub use smallvec;
+
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
 pub use block_scale::{BLOCK, BlockScale, BlockScales};
 pub use device::{DeviceAmax, DeviceExecutor, DevicePrepared};

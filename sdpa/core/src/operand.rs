@@ -32,6 +32,8 @@ impl Direction {
 }
 
 /// An operand of a pass that is strided as the problem says.
+///
+/// Exhaustive: tables of operands must have an entry for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operand {

@@ -34,6 +34,7 @@ pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 /// Beside [pages](crate::Paged) it is the queries that are packed, and keys have lengths of their own, the declared parameter `seq_len_kv` in place of
 /// [`CU_SEQLENS_KV`]: see [`AttentionSpec::with_packed_queries`](crate::AttentionSpec::with_packed_queries).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Packed {
     /// Keys have boundaries of their own.
     #[serde(default)]
@@ -51,9 +52,44 @@ pub struct Packed {
 }
 
 impl Packed {
+    /// Queries and keys are of the same documents, with `batch · seq_q` and `batch · seq_kv` tokens at most; boundaries are i32.
+    pub const fn new() -> Packed {
+        Packed { cross: false, wide: false, total_q: None, total_kv: None }
+    }
+
     /// Queries and keys are of the same documents, which have at most `total` tokens together in a call; boundaries are i32.
-    pub fn of(total: i64) -> Packed {
-        Packed { total_q: Some(total), total_kv: Some(total), ..Packed::default() }
+    pub const fn of(total: i64) -> Packed {
+        Packed::new().with_totals(Some(total), Some(total))
+    }
+
+    /// Sets whether keys have boundaries of their own.
+    #[must_use]
+    pub const fn with_cross(mut self, cross: bool) -> Self {
+        self.cross = cross;
+        self
+    }
+
+    /// Sets whether boundaries are i64, not i32.
+    #[must_use]
+    pub const fn with_wide(mut self, wide: bool) -> Self {
+        self.wide = wide;
+        self
+    }
+
+    /// Sets the most tokens of queries and of keys that a call has; `None`: `batch · seq_q` and `batch · seq_kv`.
+    ///
+    /// ```
+    /// use sdpa_core::{Packed, packed::CU_SEQLENS_KV};
+    /// use sdpa_core::operand::Side;
+    ///
+    /// // Cross attention: queries and keys have boundaries of their own.
+    /// let packed = Packed::new().with_cross(true).with_totals(Some(9000), Some(12000));
+    /// assert_eq!(packed.boundaries(Side::Keys), CU_SEQLENS_KV);
+    /// ```
+    #[must_use]
+    pub const fn with_totals(mut self, total_q: Option<i64>, total_kv: Option<i64>) -> Self {
+        (self.total_q, self.total_kv) = (total_q, total_kv);
+        self
     }
 
     /// The name of the parameter with the boundaries of one side.
@@ -264,7 +300,7 @@ mod tests {
     fn one_token_in_all_overlaps_nothing() {
         let shape = Shape { batch: 1, seq_q: 1, seq_kv: 1, ..shape() };
         for total in [None, Some(1)] {
-            let packed = Packed { total_q: total, total_kv: total, ..Packed::default() };
+            let packed = Packed { total_q: total, total_kv: total, ..Packed::new() };
             let spec = |layout: Layout| {
                 let mut spec = AttentionSpec::packed(DType::F16, shape, packed);
                 for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
@@ -307,16 +343,16 @@ mod tests {
     #[test]
     fn boundaries_are_declared_once_where_they_are_the_same() {
         let names = |packed: Packed| packed.declared(&Side::ALL).into_iter().map(|p| p.name).collect::<Vec<_>>();
-        assert_eq!(names(Packed::default()), [CU_SEQLENS]);
-        assert_eq!(names(Packed { cross: true, ..Packed::default() }), [CU_SEQLENS_Q, CU_SEQLENS_KV]);
-        let declared = problem(Packed::default()).params().to_vec();
+        assert_eq!(names(Packed::new()), [CU_SEQLENS]);
+        assert_eq!(names(Packed { cross: true, ..Packed::new() }), [CU_SEQLENS_Q, CU_SEQLENS_KV]);
+        let declared = problem(Packed::new()).params().to_vec();
         assert_eq!(params::elements(&declared[0], [3, 4, 9, 9]), 4);
     }
 
     #[test]
     fn boundaries_that_contradict_the_problem_are_told() {
         let problem = problem(Packed::of(23));
-        let documents = |cu: &[i32]| problem.documents(&[Param { name: CU_SEQLENS, value: ParamValue::I32(cu) }]);
+        let documents = |cu: &[i32]| problem.documents(&[Param::new(CU_SEQLENS, cu)]);
         let found = documents(&[0, 9, 9, 14]).unwrap().unwrap();
         assert_eq!(found.of(Side::Keys), [0..9, 9..9, 9..14]);
         let told = |cu: &[i32]| documents(cu).unwrap_err().0.into_iter().map(|e| e.to_string()).collect::<Vec<_>>().join("; ");
@@ -330,14 +366,14 @@ mod tests {
         assert!(told(&[0, 1, 2]).contains("4 elements"), "{}", told(&[0, 1, 2]));
         let wide = self::problem(Packed { wide: true, ..Packed::of(23) });
         let cu: &[i64] = &[-1, i64::MIN, i64::MAX, i64::MAX];
-        let told = wide.documents(&[Param { name: CU_SEQLENS, value: ParamValue::I64(cu) }]).unwrap_err().to_string();
+        let told = wide.documents(&[Param::new(CU_SEQLENS, cu)]).unwrap_err().to_string();
         assert!(told.contains("at least 0") && told.contains("at most 9 tokens of document 1"), "{told}");
     }
 
     #[test]
     fn ends_of_documents_are_corners_of_their_own_where_keys_have_boundaries() {
         let of = |cross: bool, masks: &[&str]| {
-            let packed = if cross { Packed { cross, ..Packed::default() } } else { Packed::of(30) };
+            let packed = if cross { Packed { cross, ..Packed::new() } } else { Packed::of(30) };
             let mut spec = AttentionSpec::packed(DType::F16, shape(), packed);
             spec.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
             spec.validate()
@@ -360,7 +396,7 @@ mod tests {
 
     #[test]
     fn what_a_packed_problem_cannot_be_is_told_at_once() {
-        let packed = Packed { cross: true, total_q: Some(0), ..Packed::default() };
+        let packed = Packed { cross: true, total_q: Some(0), ..Packed::new() };
         let spec = AttentionSpec::packed(DType::F16, Shape { seq_kv: 11, ..shape() }, packed).mask(Mask::padding()).mask(Mask::window(
             Some(2),
             Some(0),

@@ -33,6 +33,7 @@ pub const PAGE_TABLE: &str = "page_table";
 /// decoding and chunked prefill mean by causal. There is no backward pass: a cache is read, not trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Paged {
     /// Tokens of a page, at least 1.
     pub page_size: i64,
@@ -41,6 +42,17 @@ pub struct Paged {
 }
 
 impl Paged {
+    /// Containers of `pages` pages, each of `page_size` tokens.
+    ///
+    /// ```
+    /// use sdpa_core::Paged;
+    /// let cache = Paged::new(16, 2500);
+    /// assert_eq!(cache.pages_of(17), 2);
+    /// ```
+    pub const fn new(page_size: i64, pages: i64) -> Paged {
+        Paged { page_size, pages }
+    }
+
     /// The fields, each with its name.
     fn fields(&self) -> [(&'static str, i64); 2] {
         [("page_size", self.page_size), ("pages", self.pages)]
@@ -98,7 +110,7 @@ impl AttentionSpec {
     /// use sdpa_core::{AttentionSpec, DType, Mask, Paged, Shape};
     /// // One query each for 32 sequences of at most 4,096 tokens, whose cache has room for 40,000 tokens in all.
     /// let shape = Shape { batch: 32, heads_q: 32, heads_kv: 8, seq_q: 1, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
-    /// let cache = Paged { page_size: 16, pages: 2500 };
+    /// let cache = Paged::new(16, 2500);
     /// let problem = AttentionSpec::paged(DType::BF16, shape, cache).mask(Mask::padding()).validate()?;
     /// assert_eq!(problem.params().last().map(|p| p.name.as_str()), Some("page_table"));
     /// assert_eq!(problem.k().strides, [16 * 8 * 128, 128, 8 * 128, 1]);
@@ -107,7 +119,7 @@ impl AttentionSpec {
     pub fn paged(dtype: DType, shape: Shape, paged: Paged) -> AttentionSpec {
         let spec = AttentionSpec::dense(dtype, shape, Layout::Bshd);
         let [k, v] = [spec.k, spec.v].map(|tensor| paged.dense(tensor.dims, Layout::Bshd));
-        AttentionSpec { k, v, paged: Some(paged), ..spec }
+        spec.with_k(k).with_v(v).with_paged(paged)
     }
 
     /// Packs the queries of a specification over pages: `q` and `o` are (total, heads_q, dim), the queries of sequence `n` are the tokens between two
@@ -118,7 +130,7 @@ impl AttentionSpec {
     /// use sdpa_core::{AttentionSpec, DType, Mask, Paged, Shape};
     /// // 32 sequences, of which each decodes one token or reads up to 256 of its prompt, 2,048 queries at most in one call.
     /// let shape = Shape { batch: 32, heads_q: 32, heads_kv: 8, seq_q: 256, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
-    /// let cache = Paged { page_size: 16, pages: 2500 };
+    /// let cache = Paged::new(16, 2500);
     /// let spec = AttentionSpec::paged(DType::BF16, shape, cache).with_packed_queries(2048).mask(Mask::causal_ends());
     /// let problem = spec.validate()?;
     /// let names: Vec<&str> = problem.params().iter().map(|p| p.name.as_str()).collect();
@@ -127,7 +139,7 @@ impl AttentionSpec {
     /// ```
     #[must_use]
     pub fn with_packed_queries(mut self, total_q: i64) -> Self {
-        self.packed = Some(Packed { cross: true, total_q: Some(total_q), ..Packed::default() });
+        self.packed = Some(Packed::new().with_cross(true).with_totals(Some(total_q), None));
         self
     }
 }
@@ -343,7 +355,7 @@ mod tests {
         let of = |cu: &[i32], lengths: &[i32]| {
             let table: &[i32] = &[6, 0, -1, -1, -1, -1, 3, 3, 1];
             let given = [("cu_seqlens_q", cu), (PAGE_TABLE, table), (SEQ_LEN_KV, lengths)];
-            let given = given.map(|(name, x)| Param { name, value: ParamValue::I32(x) });
+            let given = given.map(|(name, x)| Param::new(name, x));
             problem.documents(&given).and_then(|documents| {
                 let pages = problem.pages(&given)?;
                 let documents = documents.unwrap();
@@ -367,7 +379,7 @@ mod tests {
     fn pages_that_hold_keys_lie_within_the_containers() {
         let problem = spec().mask(Mask::padding()).validate().unwrap();
         let pages = |problem: &Problem, table: &[i32], lengths: &[i32]| {
-            let given = [(PAGE_TABLE, table), (SEQ_LEN_KV, lengths)].map(|(name, x)| Param { name, value: ParamValue::I32(x) });
+            let given = [(PAGE_TABLE, table), (SEQ_LEN_KV, lengths)].map(|(name, x)| Param::new(name, x));
             problem.pages(&given).map(|pages| {
                 let pages = pages.unwrap();
                 [[0, 0], [0, 5], [2, 8]].map(|[batch, key]| pages.place(batch, key))
@@ -388,19 +400,16 @@ mod tests {
             let mut empty = spec();
             empty.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
             let empty = empty.validate().unwrap();
-            let given = [
-                Param { name: PAGE_TABLE, value: ParamValue::I32(&[-1; 9]) },
-                Param { name: SEQ_LEN_KV, value: ParamValue::I32(&[8, 0, 9]) },
-            ];
+            let given = [Param::new(PAGE_TABLE, &[-1; 9]), Param::new(SEQ_LEN_KV, &[8, 0, 9])];
             let given = &given[..1 + usize::from(empty.params().iter().any(|p| p.name == SEQ_LEN_KV))];
             assert!(empty.pages(given).unwrap().is_some(), "{masks:?}");
         }
         // Without lengths all keys are there.
         let whole = spec().validate().unwrap();
         let table = [0, 1, 2, 3, 4, 5, 6, 6, 9];
-        let told = whole.pages(&[Param { name: PAGE_TABLE, value: ParamValue::I32(&table) }]).unwrap_err().to_string();
+        let told = whole.pages(&[Param::new(PAGE_TABLE, &table)]).unwrap_err().to_string();
         assert!(told.starts_with("parameter page_table[2][2] is 9") && told.contains("9 keys"), "{told}");
-        let short = whole.pages(&[Param { name: PAGE_TABLE, value: ParamValue::I32(&table[1..]) }]).unwrap_err().to_string();
+        let short = whole.pages(&[Param::new(PAGE_TABLE, &table[1..])]).unwrap_err().to_string();
         assert!(short.contains("page_table length is 8: 9 elements"), "{short}");
         assert!(spec().mask(Mask::causal()).validate().unwrap().pages(&[]).is_err());
     }

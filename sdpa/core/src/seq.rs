@@ -7,7 +7,7 @@
 //! use sdpa_core::seq::{Buckets, SeqPolicy};
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 //!
-//! let policy = SeqPolicy { q: None, kv: Some(Buckets::doubling(128, 4096)?) };
+//! let policy = SeqPolicy::new(None, Buckets::doubling(128, 4096)?);
 //! let mut problems = std::collections::HashSet::new();
 //! for seq_kv in 1..=4096 {
 //!     // One query over a buffer of 4096 keys.
@@ -38,7 +38,7 @@ use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Axis, Node, Trace};
 use crate::mask::{Align, Kept, Mask, SEQ_LEN_KV, SEQ_LEN_Q, ends};
 use crate::spec::{AttentionSpec, TensorSpec};
-use crate::tensor::{Param, ParamValue};
+use crate::tensor::Param;
 use serde::{Deserialize, Serialize};
 
 /// The scalar by which a mask that is aligned to the lower right corner is moved.
@@ -98,6 +98,7 @@ impl Buckets {
 
 /// Which lengths are rounded up. None of them: every length has its own plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SeqPolicy {
     /// Buckets of `seq_q`; `None` leaves it as it is.
     pub q: Option<Buckets>,
@@ -107,6 +108,7 @@ pub struct SeqPolicy {
 
 /// A specification whose lengths are those of buckets.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Bucketed {
     /// To be validated and prepared in place of the exact one.
     pub spec: AttentionSpec,
@@ -125,12 +127,17 @@ impl Bucketed {
     /// the lengths is the caller's to fill: i32, one for each batch entry.
     pub fn params(&self) -> Vec<Param<'_>> {
         let lengths = [(SEQ_LEN_Q, &self.seq_len_q), (SEQ_LEN_KV, &self.seq_len_kv)];
-        let lengths = lengths.into_iter().filter(|_| self.padded).map(|(name, values)| Param { name, value: ParamValue::I32(values) });
-        lengths.chain(self.shift.map(|shift| Param { name: SEQ_SHIFT, value: ParamValue::Scalar(shift) })).collect()
+        let lengths = lengths.into_iter().filter(|_| self.padded).map(|(name, values)| Param::new(name, values));
+        lengths.chain(self.shift.map(|shift| Param::new(SEQ_SHIFT, shift))).collect()
     }
 }
 
 impl SeqPolicy {
+    /// A policy that rounds `seq_q` and `seq_kv` up to these buckets; `None` leaves a length as it is.
+    pub fn new(q: impl Into<Option<Buckets>>, kv: impl Into<Option<Buckets>>) -> SeqPolicy {
+        SeqPolicy { q: q.into(), kv: kv.into() }
+    }
+
     /// The specification of the bucket that the lengths of this one are in.
     ///
     /// # Errors

@@ -13,6 +13,8 @@ use crate::statistic::StatsBase;
 use serde::{Deserialize, Serialize};
 
 /// Order of the axes in memory, outermost first. Logical extents are always (batch, head, seq, dim).
+///
+/// Exhaustive: a new order of axes must stop whatever reads memory from compiling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Layout {
@@ -56,6 +58,8 @@ impl Layout {
 }
 
 /// Logical extents and memory strides of one operand.
+///
+/// A plain value: extents, strides and alignment are all that a strided tensor has, so it is written as a literal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorSpec {
     /// (batch, head, seq, dim), in elements.
@@ -108,6 +112,8 @@ impl TensorSpec {
 }
 
 /// The extents of an attention problem, for [`AttentionSpec::dense`].
+///
+/// A plain value with a name for each extent, written as a literal: seven numbers in a row would be confused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Shape {
     /// Number of batch entries; may be 0.
@@ -144,6 +150,7 @@ pub struct Shape {
 /// # Ok::<(), sdpa_core::SpecErrors>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct AttentionSpec {
     /// Element type of `q`, `k`, `v` and `o`: f16, bf16, f32, or an 8-bit float ([`fp8`](crate::fp8)). Scores and stats are always f32.
     pub dtype: DType,
@@ -221,16 +228,42 @@ impl AttentionSpec {
     }
 
     /// A specification over dense tensors, all in one order, with no mask and no stats.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q: 16, seq_kv: 32, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// assert_eq!(spec.k.strides, [32 * 2 * 64, 64, 2 * 64, 1]);
+    /// ```
     pub fn dense(dtype: DType, shape: Shape, layout: Layout) -> AttentionSpec {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
+        let q = TensorSpec::dense([batch, heads_q, seq_q, dim_qk], layout);
+        let k = TensorSpec::dense([batch, heads_kv, seq_kv, dim_qk], layout);
+        let v = TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout);
+        let o = TensorSpec::dense([batch, heads_q, seq_q, dim_v], layout);
+        AttentionSpec::strided(dtype, [q, k, v], o)
+    }
+
+    /// A specification over tensors of any strides, with no mask and no stats.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, TensorSpec};
+    /// // Queries, keys and values are slices of one projection, (batch, seq, 3, heads, dim).
+    /// let dims = [2, 8, 512, 64];
+    /// let slice = TensorSpec { dims, strides: [512 * 3 * 512, 64, 3 * 512, 1], alignment: 16 };
+    /// let spec = AttentionSpec::strided(DType::F16, [slice; 3], TensorSpec::dense(dims, Layout::Bshd));
+    /// assert_eq!(spec.validate()?.heads_q(), 8);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    pub fn strided(dtype: DType, [q, k, v]: [TensorSpec; 3], o: TensorSpec) -> AttentionSpec {
         AttentionSpec {
             dtype,
             o_dtype: None,
             block_scaled: false,
-            q: TensorSpec::dense([batch, heads_q, seq_q, dim_qk], layout),
-            k: TensorSpec::dense([batch, heads_kv, seq_kv, dim_qk], layout),
-            v: TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout),
-            o: TensorSpec::dense([batch, heads_q, seq_q, dim_v], layout),
+            q,
+            k,
+            v,
+            o,
             score_mods: Vec::new(),
             packed: None,
             paged: None,
@@ -259,7 +292,16 @@ impl AttentionSpec {
         AttentionSpec { packed: Some(packed), ..AttentionSpec::dense(dtype, shape, Layout::Bshd) }
     }
 
-    /// Adds a score_mod behind those that are there.
+    /// Adds a score_mod, applied after those that are there.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, ScoreMod, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let capped = ScoreMod::new("capped", |score, _, _| (score / 30.0).tanh() * 30.0)?;
+    /// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).score_mod(capped).validate()?;
+    /// assert!(problem.score_mod().is_some());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     #[must_use]
     pub fn score_mod(mut self, score_mod: ScoreMod) -> Self {
         self.score_mods.push(score_mod);
@@ -267,6 +309,15 @@ impl AttentionSpec {
     }
 
     /// Adds a mask. Masks combine: a key is kept where every one of them keeps it.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::causal()).mask(Mask::document());
+    /// let names: Vec<String> = spec.validate()?.params().iter().map(|p| p.name.clone()).collect();
+    /// assert_eq!(names, ["doc_q", "doc_k"]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Self {
         self.masks.push(mask);
@@ -351,7 +402,78 @@ impl AttentionSpec {
         self
     }
 
+    /// Sets the element type of `q`, `k`, `v` and `o`.
+    #[must_use]
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Sets the extents and strides of the queries.
+    #[must_use]
+    pub fn with_q(mut self, q: TensorSpec) -> Self {
+        self.q = q;
+        self
+    }
+
+    /// Sets the extents and strides of the keys.
+    #[must_use]
+    pub fn with_k(mut self, k: TensorSpec) -> Self {
+        self.k = k;
+        self
+    }
+
+    /// Sets the extents and strides of the values.
+    #[must_use]
+    pub fn with_v(mut self, v: TensorSpec) -> Self {
+        self.v = v;
+        self
+    }
+
+    /// Sets the extents and strides of the output.
+    #[must_use]
+    pub fn with_o(mut self, o: TensorSpec) -> Self {
+        self.o = o;
+        self
+    }
+
+    /// Sets the score_mods, in place of those that are there; [`AttentionSpec::score_mod`] adds one.
+    #[must_use]
+    pub fn with_score_mods(mut self, score_mods: Vec<ScoreMod>) -> Self {
+        self.score_mods = score_mods;
+        self
+    }
+
+    /// Sets the masks, in place of those that are there; [`AttentionSpec::mask`] adds one.
+    #[must_use]
+    pub fn with_masks(mut self, masks: Vec<Mask>) -> Self {
+        self.masks = masks;
+        self
+    }
+
+    /// Sets how batch entries are packed; `None` where each has memory of its own. [`AttentionSpec::packed`] lays the tensors out too.
+    #[must_use]
+    pub fn with_packed(mut self, packed: impl Into<Option<Packed>>) -> Self {
+        self.packed = packed.into();
+        self
+    }
+
+    /// Sets how keys and values lie in pages; `None` where they do not. [`AttentionSpec::paged`] lays the tensors out too.
+    #[must_use]
+    pub fn with_paged(mut self, paged: impl Into<Option<Paged>>) -> Self {
+        self.paged = paged.into();
+        self
+    }
+
     /// Asks for `stats`, which training needs and inference does not.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats().validate()?;
+    /// assert_eq!(problem.stats_elements(), 8 * 16);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     #[must_use]
     pub fn with_stats(mut self) -> Self {
         self.stats = true;

@@ -10,6 +10,8 @@ use std::fmt;
 /// A row statistic: one f32 for each query of each head, which a forward pass computes beside the output where it is asked to.
 ///
 /// All are laid out alike: (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch.
+///
+/// Exhaustive: tables of statistics must have an entry for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Statistic {
@@ -51,6 +53,8 @@ impl fmt::Display for Statistic {
 }
 
 /// The base of the logarithms in `stats`.
+///
+/// Exhaustive: a new base must stop executors from compiling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StatsBase {
@@ -122,7 +126,7 @@ impl Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AttentionSpec, DType, Elements, ElementsMut, HostForward, Packed, Param, ParamValue, Shape};
+    use crate::{AttentionSpec, DType, Elements, HostForward, Packed, Param, Shape};
 
     fn spec() -> AttentionSpec {
         let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 3, seq_kv: 4, dim_qk: 2, dim_v: 2 };
@@ -135,8 +139,7 @@ mod tests {
         let [stats, row_max, sum_exp] = memory.each_mut().map(Option::as_deref_mut);
         let (q, k, v) = (Elements::F32(&[0.0; 12]), Elements::F32(&[0.0; 12]), Elements::F32(&[0.0; 12]));
         let mut o = [0.0; 12];
-        let call =
-            HostForward { q, k, v, o: ElementsMut::F32(&mut o), stats, row_max, sum_exp, amax: Vec::new(), attn_scale: None, params };
+        let call = HostForward::new(q, k, v, &mut o).statistics([stats, row_max, sum_exp]).params(params);
         call.check(problem).map_or_else(|errors| errors.0.into_iter().map(|e| e.field).collect(), |_| Vec::new())
     }
 
@@ -155,7 +158,7 @@ mod tests {
     fn packed_calls_have_room_for_their_tokens() {
         let shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 3, seq_kv: 3, dim_qk: 2, dim_v: 2 };
         let problem = AttentionSpec::packed(DType::F32, shape, Packed::of(3)).with_row_max().with_sum_exp().validate().unwrap();
-        let params = [Param { name: "cu_seqlens", value: ParamValue::I32(&[0, 1, 3]) }];
+        let params = [Param::new("cu_seqlens", &[0, 1, 3])];
         assert!(refused(&problem, [None, Some(6), Some(9)], &params).is_empty());
         assert_eq!(refused(&problem, [None, Some(5), Some(6)], &params), ["row_max length"]);
     }

@@ -5,6 +5,18 @@ use crate::float8::{F8E4M3, F8E5M2, F8E8M0};
 use half::{bf16, f16};
 
 /// Elements of an operand in host memory, read only. Strides come from the problem.
+///
+/// Slices, vectors and arrays of each element type convert into it, so calls accept them as they are. Exhaustive: executors match every element type, so
+/// that a new one stops them from compiling.
+///
+/// ```
+/// use half::bf16;
+/// use sdpa_core::{DType, Elements};
+///
+/// let q = vec![bf16::ONE; 64];
+/// assert_eq!(Elements::from(&q).dtype(), DType::BF16);
+/// assert_eq!(Elements::from(&q[..32]).len(), 32);
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub enum Elements<'a> {
     /// binary32.
@@ -20,6 +32,15 @@ pub enum Elements<'a> {
 }
 
 /// Elements of an operand in host memory, to be written. Strides come from the problem.
+///
+/// Mutable slices, vectors and arrays of each element type convert into it. Exhaustive as [`Elements`] is.
+///
+/// ```
+/// use sdpa_core::{DType, ElementsMut};
+///
+/// let mut o = vec![0f32; 64];
+/// assert_eq!(ElementsMut::from(&mut o).dtype(), DType::F32);
+/// ```
 #[derive(Debug)]
 pub enum ElementsMut<'a> {
     /// binary32.
@@ -69,7 +90,58 @@ macro_rules! facts {
 facts!(Elements);
 facts!(ElementsMut);
 
-/// What is bound to a declared parameter of a score_mod or mask.
+macro_rules! conversions {
+    ($of:ident: $($variant:ident($t:ty)),*) => {$(
+        impl<'a> From<&'a [$t]> for $of<'a> {
+            fn from(elements: &'a [$t]) -> $of<'a> {
+                $of::$variant(elements)
+            }
+        }
+
+        impl<'a> From<&'a Vec<$t>> for $of<'a> {
+            fn from(elements: &'a Vec<$t>) -> $of<'a> {
+                $of::$variant(elements)
+            }
+        }
+
+        impl<'a, const N: usize> From<&'a [$t; N]> for $of<'a> {
+            fn from(elements: &'a [$t; N]) -> $of<'a> {
+                $of::$variant(elements)
+            }
+        }
+    )*};
+    (mut $of:ident: $($variant:ident($t:ty)),*) => {$(
+        impl<'a> From<&'a mut [$t]> for $of<'a> {
+            fn from(elements: &'a mut [$t]) -> $of<'a> {
+                $of::$variant(elements)
+            }
+        }
+
+        impl<'a> From<&'a mut Vec<$t>> for $of<'a> {
+            fn from(elements: &'a mut Vec<$t>) -> $of<'a> {
+                $of::$variant(elements)
+            }
+        }
+
+        impl<'a, const N: usize> From<&'a mut [$t; N]> for $of<'a> {
+            fn from(elements: &'a mut [$t; N]) -> $of<'a> {
+                $of::$variant(elements)
+            }
+        }
+    )*};
+}
+conversions!(Elements: F32(f32), F16(f16), BF16(bf16), F8E4M3(F8E4M3), F8E5M2(F8E5M2));
+conversions!(mut ElementsMut: F32(f32), F16(f16), BF16(bf16), F8E4M3(F8E4M3), F8E5M2(F8E5M2));
+conversions!(ParamValue: F32(f32), F16(f16), BF16(bf16), I32(i32), I64(i64), Bool(bool), F8E8M0(F8E8M0));
+
+impl From<f32> for ParamValue<'_> {
+    fn from(scalar: f32) -> Self {
+        ParamValue::Scalar(scalar)
+    }
+}
+
+/// What is bound to a declared parameter of a score_mod or mask. Numbers, and slices, vectors and arrays of each element type, convert into it.
+/// Exhaustive: executors match every kind of value, so that a new one stops them from compiling.
 #[derive(Clone, Copy, Debug)]
 pub enum ParamValue<'a> {
     /// The number of a scalar.
@@ -92,9 +164,25 @@ pub enum ParamValue<'a> {
 
 /// A declared parameter and its value in one call.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
     /// Its value in this call.
     pub value: ParamValue<'a>,
+}
+
+impl<'a> Param<'a> {
+    /// Binds a value, a number or the elements of a tensor, to the declared parameter `name`.
+    ///
+    /// ```
+    /// use sdpa_core::Param;
+    ///
+    /// let slopes = [0.5f32, 0.25];
+    /// let params = [Param::new("slope", &slopes), Param::new("cap", 30.0)];
+    /// assert_eq!(params[0].name, "slope");
+    /// ```
+    pub fn new(name: &'a str, value: impl Into<ParamValue<'a>>) -> Param<'a> {
+        Param { name, value: value.into() }
+    }
 }

@@ -10,10 +10,11 @@ use std::fmt;
 /// use sdpa_core::{ExecutorName, Unproven, Untested};
 ///
 /// let features = vec!["bool tensor in a mask with tensor over batch in a mask".to_owned()];
-/// let unproven = Unproven { executor: ExecutorName::CUDNN, runtime: "cuDNN 9.19.0, sm 90".to_owned(), what: Untested::Features(features) };
+/// let unproven = Unproven::new(ExecutorName::CUDNN, "cuDNN 9.19.0, sm 90", Untested::Features(features));
 /// assert_eq!(unproven.to_string(), "unproven on cuDNN 9.19.0, sm 90: bool tensor in a mask with tensor over batch in a mask");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Unproven {
     /// The executor.
     pub executor: ExecutorName,
@@ -26,6 +27,7 @@ pub struct Unproven {
 /// Missing evidence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Untested {
     /// There is no ledger for this library and device.
     Everything,
@@ -34,6 +36,11 @@ pub enum Untested {
 }
 
 impl Unproven {
+    /// What is not known of an executor's library and device.
+    pub fn new(executor: ExecutorName, runtime: impl Into<String>, what: Untested) -> Unproven {
+        Unproven { executor, runtime: runtime.into(), what }
+    }
+
     /// Whether there is a ledger for the library and the device.
     pub fn has_ledger(&self) -> bool {
         match self.what {

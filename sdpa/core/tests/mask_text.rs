@@ -103,7 +103,7 @@ fn masks_of_packed_documents_are_read_as_they_are_printed() {
     let shape = Shape { batch: 3, heads_q: 2, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
     let of = |masks: Vec<Mask>| {
         let mut spec = AttentionSpec::dense(DType::F32, shape, Layout::Bshd);
-        spec.packed = Some(Packed { cross: true, ..Packed::default() });
+        spec.packed = Some(Packed::new().with_cross(true));
         spec.masks = masks;
         spec.validate().map(|problem| problem.kept().clone())
     };

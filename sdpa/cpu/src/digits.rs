@@ -3,9 +3,7 @@
 use super::CpuExecutor;
 use super::isa::Isa;
 use sdpa_core::executor::Executor;
-use sdpa_core::{
-    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, HostBackward, HostForward, Layout, Problem, ScoreMod, Shape,
-};
+use sdpa_core::{AttentionSpec, BackwardProblem, DType, HostBackward, HostForward, Layout, Problem, ScoreMod, Shape};
 
 /// Operands of one head, row after row, and the scale.
 struct Head<'a> {
@@ -29,18 +27,7 @@ fn spec(shape: Shape, score_mod: &str) -> AttentionSpec {
 fn forward(isa: Isa, problem: &Problem, head: &Head<'_>) -> (Vec<f32>, Vec<f32>) {
     let seq_q = problem.seq_q() as usize;
     let (mut o, mut stats) = (vec![f32::NAN; seq_q * problem.dim_v() as usize], vec![f32::NAN; seq_q]);
-    let call = HostForward {
-        q: Elements::F32(head.q),
-        k: Elements::F32(head.k),
-        v: Elements::F32(head.v),
-        o: ElementsMut::F32(&mut o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: Some(head.scale),
-        params: &[],
-    };
+    let call = HostForward::new(head.q, head.k, head.v, &mut o).stats(&mut stats).attn_scale(head.scale);
     CpuExecutor::with_isa(isa).prepare(problem).unwrap().forward(call).unwrap();
     (o, stats)
 }
@@ -49,21 +36,7 @@ fn forward(isa: Isa, problem: &Problem, head: &Head<'_>) -> (Vec<f32>, Vec<f32>)
 fn backward(isa: Isa, problem: &BackwardProblem, head: &Head<'_>, [o, stats, d_o]: [&[f32]; 3]) -> [Vec<f32>; 3] {
     let mut gradients = [head.q.len(), head.k.len(), head.v.len()].map(|n| vec![f32::NAN; n]);
     let [dq, dk, dv] = &mut gradients;
-    let call = HostBackward {
-        q: Elements::F32(head.q),
-        k: Elements::F32(head.k),
-        v: Elements::F32(head.v),
-        o: Elements::F32(o),
-        d_o: Elements::F32(d_o),
-        stats,
-        dq: ElementsMut::F32(dq),
-        dk: ElementsMut::F32(dk),
-        dv: ElementsMut::F32(dv),
-        amax: Vec::new(),
-        attn_scale: Some(head.scale),
-        params: &[],
-        gradients: Vec::new(),
-    };
+    let call = HostBackward::new((head.q, head.k, head.v), (o, stats), d_o, (dq, dk, dv)).attn_scale(head.scale);
     CpuExecutor::with_isa(isa).prepare_backward(problem).unwrap().backward(call).unwrap();
     gradients
 }

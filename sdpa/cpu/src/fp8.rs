@@ -150,7 +150,7 @@ pub(super) fn bytes(problem: &Problem, direction: Direction, of: impl Fn(Operand
 impl CpuPrepared {
     /// A forward pass over operands that are 8-bit floats.
     pub(super) fn run_narrow(&self, call: HostForward<'_>, scale: f32) -> Result<Report, Error> {
-        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, amax } = call;
+        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, amax, .. } = call;
         let problem = &self.problem;
         let values = problem.bind(params)?;
         let scales = Fp8Scales::new(problem.params(), &values);
@@ -197,7 +197,7 @@ impl CpuPrepared {
 impl CpuBackward {
     /// A backward pass over operands that are 8-bit floats.
     pub(super) fn run_narrow(&self, call: HostBackward<'_>, scale: f32) -> Result<Report, Error> {
-        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, amax } = call;
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, amax, .. } = call;
         let problem = self.problem();
         let declared = problem.params();
         let values: Vec<ParamValue<'_>> = params::bind(declared, problem.forward().extents(), params)?;

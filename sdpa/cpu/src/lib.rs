@@ -176,7 +176,7 @@ impl Prepared for CpuPrepared {
         if self.problem.dtype().is_fp8() {
             return self.run_narrow(call, scale);
         }
-        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, amax: _ } = call;
+        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, .. } = call;
         // In the order of `Statistic::ALL`.
         let statistics = [stats, row_max, sum_exp];
         match o {
@@ -327,12 +327,8 @@ fn wrong_types() -> Error {
 }
 
 fn report(started: Instant, isa: Isa, threads: usize, workspace: usize) -> Report {
-    Report {
-        compute: started.elapsed(),
-        copied: Vec::new(),
-        engine: format!("cpu {}, {threads} thread{}", isa.name(), if threads == 1 { "" } else { "s" }),
-        workspace_bytes: workspace as u64,
-    }
+    let engine = format!("cpu {}, {threads} thread{}", isa.name(), if threads == 1 { "" } else { "s" });
+    Report::new(engine, started.elapsed()).with_workspace_bytes(workspace as u64)
 }
 
 impl<T: Element> Call<'_, T> {

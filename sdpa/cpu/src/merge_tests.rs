@@ -4,7 +4,7 @@ use crate::CpuExecutor;
 use crate::isa::Isa;
 use crate::tests::Random;
 use sdpa_core::executor::Executor;
-use sdpa_core::{Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Param, ParamValue, SINK, Shape};
+use sdpa_core::{Align, AttentionSpec, DType, HostForward, Layout, Mask, Param, SINK, Shape};
 
 const HEADS: usize = 2;
 const QUERIES: usize = 9;
@@ -31,22 +31,11 @@ fn attend(isa: Isa, threads: usize, [q, k, v]: [&[f32]; 3], mask: Mask, sink: Op
     };
     let mut spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(mask).with_stats().with_row_max().with_sum_exp();
     spec.sink = sink.is_some();
-    let params: Vec<Param<'_>> = sink.map(|sink| Param { name: SINK, value: ParamValue::F32(sink) }).into_iter().collect();
+    let params: Vec<Param<'_>> = sink.map(|sink| Param::new(SINK, sink)).into_iter().collect();
     let mut o = vec![f32::NAN; HEADS * QUERIES * DIM];
     let [mut stats, mut row_max, mut sum_exp] = [(); 3].map(|()| vec![f32::NAN; HEADS * QUERIES]);
     let prepared = CpuExecutor::with_isa(isa).prepare(&spec.validate().unwrap()).unwrap();
-    let call = HostForward {
-        q: Elements::F32(q),
-        k: Elements::F32(k),
-        v: Elements::F32(v),
-        o: ElementsMut::F32(&mut o),
-        stats: Some(&mut stats),
-        row_max: Some(&mut row_max),
-        sum_exp: Some(&mut sum_exp),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &params,
-    };
+    let call = HostForward::new(q, k, v, &mut o).stats(&mut stats).row_max(&mut row_max).sum_exp(&mut sum_exp).params(&params);
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| prepared.forward(call)).unwrap();
     Part { o, stats, row_max, sum_exp }
 }

@@ -6,8 +6,8 @@ use crate::tests::{Random, Tensor, at_ends, masks, told};
 use sdpa_core::executor::Executor;
 use sdpa_core::packed::{CU_SEQLENS_KV, CU_SEQLENS_Q, memory};
 use sdpa_core::{
-    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Error, HostBackward, HostForward, Layout, Packed, Param, ParamValue,
-    Shape, Side, TensorSpec,
+    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Error, HostBackward, HostForward, Layout, Packed, Param, Shape, Side,
+    TensorSpec,
 };
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ fn random_spec(random: &mut Random) -> (AttentionSpec, Boundaries, [i64; 2]) {
     };
     let (of_queries, queries) = drawn(random, shape.batch, shape.seq_q);
     let (of_keys, keys) = drawn(random, shape.batch, shape.seq_kv);
-    let packed = Packed { cross: true, wide: false, total_q: Some(queries), total_kv: Some(keys) };
+    let packed = Packed::new().with_cross(true).with_totals(Some(queries), Some(keys));
     let mut spec = AttentionSpec::packed(DType::F32, shape, packed).with_stats();
     spec.masks = masks(random, shape.seq_kv);
     at_ends(&mut spec.masks);
@@ -103,43 +103,20 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
     let (mut o, mut stats) = (filled(forward.o(), queries, of_q, None), filled(&forward.stats_tensor(), queries, of_q, None));
     let mut gradients = [(problem.dq(), queries, of_q), (problem.dk(), keys, of_k), (problem.dv(), keys, of_k)]
         .map(|(spec, tokens, boundaries)| filled(spec, tokens, boundaries, None));
-    let params = &[(CU_SEQLENS_Q, of_q), (CU_SEQLENS_KV, of_k)].map(|(name, cu)| Param { name, value: ParamValue::I32(cu) });
+    let params = &[(CU_SEQLENS_Q, of_q), (CU_SEQLENS_KV, of_k)].map(|(name, cu)| Param::new(name, cu));
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     pool.install(|| {
         let (q, k, v) = (Elements::F32(&q.data), Elements::F32(&k.data), Elements::F32(&v.data));
         let o = ElementsMut::F32(&mut o.data);
-        let call = HostForward {
-            q,
-            k,
-            v,
-            o,
-            stats: Some(&mut stats.data),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-        };
+        let call = HostForward::new(q, k, v, o).stats(&mut stats.data).params(params);
         let report = executor.prepare(forward).unwrap().forward(call).unwrap();
         assert!(report.workspace_bytes <= executor.workspace_bytes(forward), "{forward:?}");
     });
     let [dq, dk, dv] = &mut gradients;
     pool.install(|| {
-        let call = HostBackward {
-            q: Elements::F32(&q.data),
-            k: Elements::F32(&k.data),
-            v: Elements::F32(&v.data),
-            o: Elements::F32(&o.data),
-            d_o: Elements::F32(&d_o.data),
-            stats: &stats.data,
-            dq: ElementsMut::F32(&mut dq.data),
-            dk: ElementsMut::F32(&mut dk.data),
-            dv: ElementsMut::F32(&mut dv.data),
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-            gradients: Vec::new(),
-        };
+        let call =
+            HostBackward::new((&q.data, &k.data, &v.data), (&o.data, &stats.data), &d_o.data, (&mut dq.data, &mut dk.data, &mut dv.data))
+                .params(params);
         let report = executor.prepare_backward(problem).unwrap().backward(call).unwrap();
         // Parts that wait for one of a thread that stands still are not bounded.
         assert!(threads > 1 || report.workspace_bytes <= executor.backward_workspace_bytes(problem), "{problem:?}");
@@ -231,43 +208,19 @@ fn wrong_boundaries_are_told_and_nothing_is_written() {
         (&[0, 3, 4], 20, "4 elements"),
     ];
     for (cu, tokens, rule) in cases {
-        let params = &[Param { name: "cu_seqlens", value: ParamValue::I32(cu) }];
+        let params = &[Param::new("cu_seqlens", cu)];
         let memory = |side: Side| vec![1.0f32; tokens * if side == Side::Queries { 16 } else { 8 }];
         let poison = |side: Side| memory(side).into_iter().map(|_| f32::NAN).collect::<Vec<f32>>();
         let (q, k, mut o, mut stats) = (memory(Side::Queries), memory(Side::Keys), poison(Side::Queries), vec![f32::NAN; 2 * tokens]);
         let (of_q, of_k) = (Elements::F32(&q), Elements::F32(&k));
-        let call = HostForward {
-            q: of_q,
-            k: of_k,
-            v: of_k,
-            o: ElementsMut::F32(&mut o),
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-        };
+        let call = HostForward::new(of_q, of_k, of_k, &mut o).stats(&mut stats).params(params);
         let told = executor.prepare(&problem).unwrap().forward(call).unwrap_err();
         assert!(matches!(&told, Error::Spec(errors) if errors.to_string().contains(rule)), "{cu:?}: {told}");
         assert!(o.iter().chain(&stats).all(|x| x.is_nan()), "{cu:?}");
 
         let [mut dq, mut dk, mut dv] = [poison(Side::Queries), poison(Side::Keys), poison(Side::Keys)];
-        let call = HostBackward {
-            q: of_q,
-            k: of_k,
-            v: of_k,
-            o: of_q,
-            d_o: of_q,
-            stats: &vec![0.0; 2 * tokens],
-            dq: ElementsMut::F32(&mut dq),
-            dk: ElementsMut::F32(&mut dk),
-            dv: ElementsMut::F32(&mut dv),
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-            gradients: Vec::new(),
-        };
+        let stats = vec![0.0; 2 * tokens];
+        let call = HostBackward::new((of_q, of_k, of_k), (of_q, &stats), of_q, (&mut dq, &mut dk, &mut dv)).params(params);
         let told = executor.prepare_backward(&backward).unwrap().backward(call).unwrap_err();
         assert!(matches!(&told, Error::Spec(errors) if errors.to_string().contains(rule)), "{cu:?}: {told}");
         assert!([&dq, &dk, &dv].into_iter().flatten().all(|x| x.is_nan()), "{cu:?}");

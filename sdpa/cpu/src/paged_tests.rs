@@ -6,9 +6,7 @@ use crate::tests::{Random, Tensor, at_ends, forward_with, indices, masks, of_row
 use sdpa_core::executor::Executor;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
-use sdpa_core::{
-    AttentionSpec, DType, Elements, ElementsMut, Error, HostForward, Layout, Mask, Paged, Param, ParamValue, Problem, Shape, TensorSpec,
-};
+use sdpa_core::{AttentionSpec, DType, Elements, Error, HostForward, Layout, Mask, Paged, Param, Problem, Shape, TensorSpec};
 
 /// What is behind the last key of an entry in the table.
 const ANYTHING: [i32; 4] = [-1, i32::MAX, i32::MIN, 0];
@@ -46,12 +44,11 @@ impl Cache {
                 table.push(if there { before.or_else(|| free.pop()).unwrap_or(0) } else { random.pick(&ANYTHING) });
             }
         }
-        (Cache { queries, keys, table }, Paged { page_size, pages: used as i64 + 1 + random.below(3) as i64 })
+        (Cache { queries, keys, table }, Paged::new(page_size, used as i64 + 1 + random.below(3) as i64))
     }
 
     fn params(&self) -> [Param<'_>; 3] {
-        [(SEQ_LEN_Q, &self.queries), (SEQ_LEN_KV, &self.keys), (PAGE_TABLE, &self.table)]
-            .map(|(name, x)| Param { name, value: ParamValue::I32(x) })
+        [(SEQ_LEN_Q, &self.queries), (SEQ_LEN_KV, &self.keys), (PAGE_TABLE, &self.table)].map(|(name, x)| Param::new(name, x))
     }
 
     /// Where a key is: its page and its token.
@@ -169,7 +166,7 @@ type Wrong<'a> = (&'a [i32], [i32; 2], usize, &'a [&'a str]);
 #[test]
 fn a_wrong_page_table_is_told_and_nothing_is_written() {
     let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 3, seq_kv: 9, dim_qk: 8, dim_v: 8 };
-    let problem = AttentionSpec::paged(DType::F32, shape, Paged { page_size: 4, pages: 5 }).mask(Mask::padding()).validate().unwrap();
+    let problem = AttentionSpec::paged(DType::F32, shape, Paged::new(4, 5)).mask(Mask::padding()).validate().unwrap();
     let container = 5 * 4 * 8;
     let cases: [Wrong<'_>; 6] = [
         (&[0, 1, -1, 2, 3, 4], [9, 9], container, &["parameter page_table[0][2] is -1: between 0 and 4"]),
@@ -181,21 +178,10 @@ fn a_wrong_page_table_is_told_and_nothing_is_written() {
     ];
     for (table, keys, len, rules) in cases {
         let params = [(SEQ_LEN_Q, &[3, 3][..]), (SEQ_LEN_KV, &keys), (PAGE_TABLE, table)];
-        let params = params.map(|(name, x)| Param { name, value: ParamValue::I32(x) });
+        let params = params.map(|(name, x)| Param::new(name, x));
         let (q, k, mut o) = (vec![1.0; 96], vec![1.0; len], vec![f32::NAN; 96]);
         let [q, k] = [&q, &k].map(|x| Elements::F32(x));
-        let call = HostForward {
-            q,
-            k,
-            v: k,
-            o: ElementsMut::F32(&mut o),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params: &params,
-        };
+        let call = HostForward::new(q, k, k, &mut o).params(&params);
         let told = CpuExecutor::new().prepare(&problem).unwrap().forward(call).unwrap_err();
         let right = |errors: &str| errors.lines().count() == rules.len() && rules.iter().all(|rule| errors.contains(rule));
         assert!(matches!(&told, Error::Spec(errors) if right(&errors.to_string())), "{table:?}: {told}");

@@ -188,18 +188,17 @@ pub(super) fn forward_with(
             let [q, k, v] = inputs.map(|t| narrowed::<$ty>(&t.data));
             let mut out = narrowed::<$ty>(&o.data);
             let report = pool.install(|| {
-                prepared.forward(HostForward {
-                    q: Elements::$variant(&q),
-                    k: Elements::$variant(&k),
-                    v: Elements::$variant(&v),
-                    o: ElementsMut::$variant(&mut out),
-                    stats,
-                    row_max,
-                    sum_exp,
-                    amax: Vec::new(),
-                    attn_scale: scale,
-                    params,
-                })
+                prepared.forward(
+                    HostForward::new(
+                        Elements::$variant(&q),
+                        Elements::$variant(&k),
+                        Elements::$variant(&v),
+                        ElementsMut::$variant(&mut out),
+                    )
+                    .statistics([stats, row_max, sum_exp])
+                    .attn_scale(scale)
+                    .params(params),
+                )
             });
             o.data = widened(&out);
             report

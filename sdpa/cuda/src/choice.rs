@@ -211,7 +211,7 @@ mod tests {
         for mask in ["", "causal", "window:300,20", "prefix-lm:100", "natten:65", "document", "padding", "array:qk"] {
             assert_eq!([forward(&spec(SHAPE, mask)), backward(spec(SHAPE, mask))], [None, None], "{mask}");
         }
-        let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default());
+        let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new());
         assert_eq!([forward(&packed), backward(packed)], [None, None]);
         let dropped = |seq_q| spec(Shape { seq_q, ..SHAPE }, "causal").with_dropout(0.1);
         assert_eq!([forward(&dropped(2048)), backward(dropped(2048)), forward(&dropped(40))], [None; 3]);
@@ -229,12 +229,12 @@ mod tests {
         assert_eq!([2, 3, 30, 31].map(|n| backward(of_sines(n))), [None, sines_back, sines_back, None]);
         let documents = |seq| forward(&spec(Shape { seq_q: seq, seq_kv: seq, ..SHAPE }, "document"));
         assert_eq!([1535, 1536].map(documents), [Some("a mask of documents, fewer than 1,536 tokens"), None]);
-        let capped = |dtype| AttentionSpec { dtype, ..spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()) };
+        let capped = |dtype| spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()).with_dtype(dtype);
         assert_eq!([DType::F16, DType::BF16].map(|dtype| forward(&capped(dtype))), [Some("f16, a score_mod with tanh"), None]);
         assert_eq!(backward(capped(DType::F16)), None);
         let paged = |heads_q, seq_q, dim_qk, page_size| {
             let shape = Shape { heads_q, seq_q, dim_qk, ..SHAPE };
-            forward(&AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages: 2048 / page_size }))
+            forward(&AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, 2048 / page_size)))
         };
         let small = Some("keys in pages of 16, more than 64 queries, 64 tiles of queries or more");
         assert_eq!([paged(4, 2048, 128, 16), paged(4, 1921, 192, 8), paged(64, 65, 128, 16)], [small; 3]);
@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn other_types_have_no_exceptions_and_an_exception_says_why() {
-        assert_eq!(forward(&AttentionSpec { dtype: DType::F32, ..spec(Shape { seq_q: 1, ..SHAPE }, "") }), None);
+        assert_eq!(forward(&spec(Shape { seq_q: 1, ..SHAPE }, "").with_dtype(DType::F32)), None);
         let one = cudnn_first(Family::Wgmma, &spec(Shape { seq_q: 1, ..SHAPE }, "").validate().unwrap()).unwrap();
         let told = "cuDNN first: one query, 0.88 times as fast as cuDNN in the median (on an H200 cuDNN's kernel reads keys and values at 4.0 TB/s, this one at 3.5)";
         assert_eq!(one.to_string(), told);

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 ///
 /// # fn main() -> Result<(), sdpa_cuda::SettingError> {
 /// // The user's folder, unless SDPA_CACHE=off.
-/// let options = CudaOptions { kernel_cache: KernelCache::of_user()?, ..CudaOptions::default() };
+/// let options = CudaOptions::default().with_kernel_cache(KernelCache::of_user()?);
 /// // A folder of one's own, of at most 64 MiB.
 /// let own = KernelCache::new("/var/cache/service/kernels").with_limit(64 << 20);
 /// assert_eq!(own.limit(), 64 << 20);

@@ -23,7 +23,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 /// How an executor is set up.
+///
+/// ```
+/// use sdpa_cuda::{CudaOptions, KernelCache};
+///
+/// let options = CudaOptions::default().with_ordinal(1).with_kernel_cache(KernelCache::new("kernels"));
+/// assert!(options.kernel_cache.is_some());
+/// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CudaOptions {
     /// `libcuda.so.1`. Else the variable `CUDNN_GRAPH_DRIVER`, else the system's loader.
     pub driver: Option<PathBuf>,
@@ -42,6 +50,64 @@ pub struct CudaOptions {
     /// The cache on disk that kernels are looked for in before they are compiled, and kept in. Else none: [`KernelCache::of_user`] is the one that the command
     /// line and the Python package use.
     pub kernel_cache: Option<KernelCache>,
+}
+
+impl CudaOptions {
+    /// Sets the file of the driver, `libcuda.so.1`.
+    #[must_use]
+    pub fn with_driver(mut self, driver: impl Into<Option<PathBuf>>) -> Self {
+        self.driver = driver.into();
+        self
+    }
+
+    /// Sets the file of NVRTC, or a folder that has it.
+    #[must_use]
+    pub fn with_nvrtc(mut self, nvrtc: impl Into<Option<PathBuf>>) -> Self {
+        self.nvrtc = nvrtc.into();
+        self
+    }
+
+    /// Sets the number of the device, as the driver counts.
+    #[must_use]
+    pub fn with_ordinal(mut self, ordinal: u32) -> Self {
+        self.ordinal = ordinal;
+        self
+    }
+
+    /// Sets the tile configuration for every problem whose head dims it holds.
+    #[must_use]
+    pub fn with_tile(mut self, tile: impl Into<Option<Tile>>) -> Self {
+        self.tile = tile.into();
+        self
+    }
+
+    /// Sets the only family of kernels that is used.
+    #[must_use]
+    pub fn with_family(mut self, family: impl Into<Option<Family>>) -> Self {
+        self.family = family.into();
+        self
+    }
+
+    /// Sets the bounds of the plans that are kept.
+    #[must_use]
+    pub fn with_plans(mut self, plans: Limits) -> Self {
+        self.plans = plans;
+        self
+    }
+
+    /// Sets the bounds of the kernels that are kept.
+    #[must_use]
+    pub fn with_kernels(mut self, kernels: Limits) -> Self {
+        self.kernels = kernels;
+        self
+    }
+
+    /// Sets the cache on disk that kernels are looked for in before they are compiled.
+    #[must_use]
+    pub fn with_kernel_cache(mut self, kernel_cache: impl Into<Option<KernelCache>>) -> Self {
+        self.kernel_cache = kernel_cache.into();
+        self
+    }
 }
 
 impl Default for CudaOptions {

@@ -32,8 +32,10 @@ mod family;
 pub mod files;
 mod head_sections;
 pub mod kernel;
+#[doc(hidden)]
 pub mod map;
 mod matrix;
+#[doc(hidden)]
 pub mod mma;
 mod parameter_gradients;
 mod params;
@@ -42,12 +44,14 @@ mod plan;
 mod problem;
 mod schedule;
 mod shares;
+#[doc(hidden)]
 pub mod source;
 mod target;
 pub mod tile;
 mod wgmma;
 mod work;
 
+#[doc(hidden)]
 pub use backward::{Along, Backward};
 pub use choice::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
 pub use disk::KernelCache;
@@ -57,6 +61,7 @@ pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;
 pub use files::{KernelFileError, KernelHead, OtherKeys};
 pub use plan::CudaPlan;
+#[doc(hidden)]
 pub use problem::{Forward, Packs};
 pub use schedule::{LaunchReport, ScheduleReport, SlotReport, StepReport};
 pub use sdpa_driver::{Error as DriverError, Nvrtc};

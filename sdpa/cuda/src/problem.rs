@@ -242,7 +242,7 @@ mod tests {
         let refused = Forward::of(&spec.validate().unwrap()).err();
         let field = |reason: Reason| match reason {
             Reason::Limit { field, .. } => field,
-            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),
+            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _ => format!("{reason:?}"),
         };
         refused.map_or_else(Vec::new, |refused| refused.reasons.into_iter().map(field).collect())
     }
@@ -256,15 +256,15 @@ mod tests {
         assert_eq!(fields(&AttentionSpec::dense(DType::F32, SHAPE, Layout::Bshd)), ["dtype"]);
         let narrow = AttentionSpec::dense(DType::F8E4M3, Shape { dim_qk: 64, ..SHAPE }, Layout::Bshd);
         assert_eq!(fields(&narrow.with_block_scales())[..2], ["dtype", "block_scaled"]);
-        assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), [""; 0]);
-        let mut apart = AttentionSpec::packed(DType::F16, SHAPE, Packed::default());
+        assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::new())), [""; 0]);
+        let mut apart = AttentionSpec::packed(DType::F16, SHAPE, Packed::new());
         apart.o.strides[2] += 4;
         assert_eq!(fields(&apart), ["o strides (seq)"]);
         assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::of(1 << 30))), ["total_q", "total_kv"]);
-        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 48, pages: 6 })), [""; 0]);
-        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 16, pages: 6 }).with_packed_queries(9)), [""; 0]);
-        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 4, pages: 6 })), ["paged.page_size"]);
-        let mut apart = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 8, pages: 6 });
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged::new(48, 6))), [""; 0]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged::new(16, 6)).with_packed_queries(9)), [""; 0]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged::new(4, 6))), ["paged.page_size"]);
+        let mut apart = AttentionSpec::paged(DType::F16, SHAPE, Paged::new(8, 6));
         (apart.k.strides[0], apart.v.strides[2]) = (apart.k.strides[0] + 4, apart.v.strides[2] + 2);
         assert_eq!(fields(&apart), ["k strides (batch)", "v strides (seq)"]);
         let odd = Shape { dim_qk: 20, dim_v: 264, ..SHAPE };

@@ -70,7 +70,7 @@ impl CudnnExecutor {
     /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
     /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
     /// let (q, k, v, o) = (slice(8 * 128 * 64 * 2), slice(2 * 128 * 64 * 2), slice(2 * 128 * 64 * 2), slice(8 * 128 * 64 * 2));
-    /// let call = DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace: None };
+    /// let call = DeviceForward::new(q, k, v, o);
     /// // SAFETY: the slices are device memory of this device, as large as said, and nothing else writes them until the stream is done.
     /// unsafe { executor.sdpa(&stream, &spec, &call) }?;
     /// stream.synchronize()?;

@@ -23,7 +23,17 @@ use std::sync::{Arc, OnceLock};
 pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 
 /// How an executor is set up.
+///
+/// ```
+/// use sdpa_cache::Limits;
+/// use sdpa_cudnn::CudnnOptions;
+/// use std::num::NonZeroUsize;
+///
+/// let options = CudnnOptions::default().with_ordinal(1).with_forward(Limits::entries(NonZeroUsize::new(32).unwrap()));
+/// assert_eq!(options.ordinal, 1);
+/// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CudnnOptions {
     /// Where to look for cuDNN and the driver.
     pub search: Search,
@@ -46,6 +56,71 @@ pub struct CudnnOptions {
     pub use_ledger: bool,
     /// Make the graph of a pass again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
     pub recheck: bool,
+}
+
+impl CudnnOptions {
+    /// Sets where to look for cuDNN and the driver.
+    #[must_use]
+    pub fn with_search(mut self, search: Search) -> Self {
+        self.search = search;
+        self
+    }
+
+    /// Sets the number of the device, as the driver counts.
+    #[must_use]
+    pub fn with_ordinal(mut self, ordinal: u32) -> Self {
+        self.ordinal = ordinal;
+        self
+    }
+
+    /// Sets what plans may look like.
+    #[must_use]
+    pub fn with_plan(mut self, plan: PlanOptions) -> Self {
+        self.plan = plan;
+        self
+    }
+
+    /// Sets the bounds of the plans of forward passes that are kept.
+    #[must_use]
+    pub fn with_forward(mut self, forward: Limits) -> Self {
+        self.forward = forward;
+        self
+    }
+
+    /// Sets the bounds of the plans of backward passes that are kept.
+    #[must_use]
+    pub fn with_backward(mut self, backward: Limits) -> Self {
+        self.backward = backward;
+        self
+    }
+
+    /// Sets whether every configuration is timed when a plan is built: see [`CudnnOptions::tune`].
+    #[must_use]
+    pub fn with_tune(mut self, tune: bool) -> Self {
+        self.tune = tune;
+        self
+    }
+
+    /// Sets the ledgers that come before that of this release.
+    #[must_use]
+    pub fn with_ledgers(mut self, ledgers: Vec<Ledger>) -> Self {
+        self.ledgers = ledgers;
+        self
+    }
+
+    /// Sets whether a ledger is used, if there is one.
+    #[must_use]
+    pub fn with_use_ledger(mut self, use_ledger: bool) -> Self {
+        self.use_ledger = use_ledger;
+        self
+    }
+
+    /// Sets whether every hit makes the graph again, to test keys.
+    #[must_use]
+    pub fn with_recheck(mut self, recheck: bool) -> Self {
+        self.recheck = recheck;
+        self
+    }
 }
 
 impl Default for CudnnOptions {
@@ -182,7 +257,9 @@ impl CudnnExecutor {
 
     /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs; and what its masks cost. Changes nothing.
     pub fn explain(&self, job: &Job) -> Explanation {
-        Explanation { notes: cost::notes(job, self.options.pieces), ..self.cache(job).explain(job) }
+        let mut explanation = self.cache(job).explain(job);
+        explanation.notes = cost::notes(job, self.options.pieces);
+        explanation
     }
 
     /// How the two caches have been used: that of forward passes, that of backward ones.
@@ -192,11 +269,8 @@ impl CudnnExecutor {
 
     /// Everything that both caches know of themselves: written as JSON, what `cargo sdpa cache report` reads.
     pub fn cache_trace(&self) -> CacheTrace {
-        CacheTrace {
-            cudnn: self.library.version().to_string(),
-            device: self.device.name().to_owned(),
-            caches: vec![self.forward.snapshot(), self.backward.snapshot()],
-        }
+        let caches = vec![self.forward.snapshot(), self.backward.snapshot()];
+        CacheTrace::new(self.library.version().to_string(), self.device.name(), caches)
     }
 
     /// The plans of a problem, from the cache or made now; the flag says whether they were there.

@@ -15,6 +15,7 @@ use std::time::Instant;
 
 /// Why a plan file is of no use to an executor.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum AttachError {
     /// The file cannot be read or written.
     #[error(transparent)]

@@ -424,7 +424,7 @@ mod tests {
         // A key and a query of each entry in pages, as the covering found it wrong.
         let in_pages = |seq_kv: i64, text: &str| {
             let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 1, seq_kv, dim_qk: 64, dim_v: 64 };
-            let spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged { page_size: 16, pages: 9 });
+            let spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged::new(16, 9));
             spec.score_mod(text.parse().unwrap()).validate().unwrap().into()
         };
         let by_head = "tensor t[head]: f32; score * t";
@@ -467,12 +467,12 @@ mod tests {
     /// What is refused of a cache, by field.
     fn paged(page_size: i64, change: impl Fn(&mut AttentionSpec)) -> Vec<String> {
         let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 33, seq_kv: 333, dim_qk: 64, dim_v: 64 };
-        let mut spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged { page_size, pages: 70 });
+        let mut spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged::new(page_size, 70));
         change(&mut spec);
         let all = reasons(&spec.validate().unwrap().into(), v(27, 0), 90, false);
         let field = |reason: Reason| match reason {
             Reason::Limit { field, value: _, limit: _ } => field,
-            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => reason.to_string(),
+            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _ => reason.to_string(),
         };
         all.into_iter().map(field).collect()
     }
@@ -517,7 +517,7 @@ mod tests {
         let packed = |seq_q: i64, change: fn(&mut AttentionSpec)| {
             paged(16, |s| {
                 (s.q.dims[2], s.o.dims[2]) = (seq_q, seq_q);
-                s.packed = Some(sdpa_core::Packed { cross: true, total_q: Some(40), ..sdpa_core::Packed::default() });
+                s.packed = Some(sdpa_core::Packed::new().with_cross(true).with_totals(Some(40), None));
                 change(s);
             })
         };
@@ -538,7 +538,7 @@ mod tests {
 
     #[test]
     fn parts_of_pages_are_counted_in_32_bits() {
-        let many = |pages: i64| paged(7, |s| s.paged = Some(sdpa_core::Paged { page_size: 7, pages }));
+        let many = |pages: i64| paged(7, |s| s.paged = Some(sdpa_core::Paged::new(7, pages)));
         let most = i64::from(i32::MAX) / 7;
         assert!(many(most).is_empty());
         assert_eq!(many(most + 1), ["paged.pages"]);
@@ -547,7 +547,7 @@ mod tests {
     #[test]
     fn pages_are_asked_for_where_runtimes_know_them() {
         let shape = Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 64, seq_kv: 128, dim_qk: 64, dim_v: 64 };
-        let job: Job = AttentionSpec::paged(DType::F16, shape, sdpa_core::Paged { page_size: 16, pages: 9 }).validate().unwrap().into();
+        let job: Job = AttentionSpec::paged(DType::F16, shape, sdpa_core::Paged::new(16, 9)).validate().unwrap().into();
         let refused = |minor| reasons(&job, v(minor, 0), 90, false).iter().any(|reason| reason.to_string().contains("9.5 on"));
         assert!(refused(4) && !refused(5));
     }

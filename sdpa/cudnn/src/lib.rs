@@ -5,28 +5,40 @@
 //! [`Executor::prepare`](sdpa_core::Executor::prepare) takes host memory and is what the command line and
 //! the tests use; [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own, and `sdpa_nvidia::cudarc` takes
 //! cudarc's streams and slices.
+//!
+//! Modules that the documentation leaves out (`lower`, `schedule`, …) are how a problem becomes cuDNN graphs and plans. The command line and the tests of the
+//! workspace look at them; they may change in any release.
 
 mod bind;
 mod call;
+#[doc(hidden)]
 pub mod cost;
 mod error;
 mod executor;
 mod fact;
 mod files;
+#[doc(hidden)]
 pub mod guard;
+#[doc(hidden)]
 pub mod kernels;
 pub mod ledger;
+#[doc(hidden)]
 pub mod lower;
 mod model;
 mod named;
 mod order;
+#[doc(hidden)]
 pub mod pieces;
+#[doc(hidden)]
 pub mod plan;
 pub mod planfile;
+#[doc(hidden)]
 pub mod portable;
+#[doc(hidden)]
 pub mod quirks;
-pub mod raw;
+mod raw;
 mod replay;
+#[doc(hidden)]
 pub mod schedule;
 mod tune;
 mod used;
@@ -36,7 +48,7 @@ pub use cudnn_graph::{Buffer, Device, DeviceSlice, Error as BackendError, Handle
 pub use error::Error;
 pub use executor::{CudnnExecutor, CudnnOptions, Plans};
 pub use files::AttachError;
-pub use lower::dtype;
+pub use lower::{Form, Job};
 pub use plan::{Pieces, PlanOptions, Planned};
 pub use raw::{DeviceBackward, DeviceCall, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 pub use replay::Replay;

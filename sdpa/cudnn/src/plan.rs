@@ -20,6 +20,7 @@ use std::time::Instant;
 
 /// What plans of attention may look like.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[non_exhaustive]
 pub struct PlanOptions {
     /// How attention is put to cuDNN: this form alone; `None`: the better one first, then the other.
     pub form: Option<Form>,
@@ -29,9 +30,33 @@ pub struct PlanOptions {
     pub pieces: Pieces,
 }
 
+impl PlanOptions {
+    /// Sets the form in which attention is given to cuDNN; `None` tries both.
+    #[must_use]
+    pub fn with_form(mut self, form: impl Into<Option<Form>>) -> Self {
+        self.form = form.into();
+        self
+    }
+
+    /// Sets which engines are tried.
+    #[must_use]
+    pub fn with_policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// Sets whether masks that are unions of bands are computed band by band.
+    #[must_use]
+    pub fn with_pieces(mut self, pieces: Pieces) -> Self {
+        self.pieces = pieces;
+        self
+    }
+}
+
 /// Whether a pass is computed in [pieces](crate::pieces::Part).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Pieces {
     /// Where that is faster, by a rule that was measured.
     #[default]
@@ -351,7 +376,7 @@ pub(super) fn spellings(
     let named = if policy.pin.is_none() { named::engine(problem, runtime, target.sm()) } else { None };
     let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
     // The notes are those of the engine, not of this configuration of it.
-    let pinned = Policy { pin: Some(named.pin), deterministic: false, ..policy.clone() };
+    let pinned = policy.clone().with_pin(named.pin).with_deterministic(false);
     let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
     if !named.first {
         usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);

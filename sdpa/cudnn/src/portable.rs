@@ -24,6 +24,7 @@ const VERSION: u32 = 5;
 
 /// Why bytes are no plan for a pass.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PayloadError {
     /// The first line cannot be read.
     #[error("the first line cannot be read: {0}")]

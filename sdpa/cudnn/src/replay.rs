@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn calls_that_differ_in_anything_differ_in_bits() {
         let slice = |address| DeviceSlice { address, bytes: 64 };
-        let scalar = |name, x| DeviceParam { name, value: DeviceValue::Scalar(x) };
+        let scalar = |name, x| DeviceParam::new(name, DeviceValue::Scalar(x));
         let (stats, row_max, sum_exp) = (None, None, None);
         let call = DeviceCall {
             operands: [None; 8],
@@ -185,8 +185,8 @@ mod tests {
         let of = |operands: [Option<DeviceSlice>; 8]| baked(&DeviceCall { operands, ..call });
         let at = |place: usize, slice| of(std::array::from_fn(|n| if n == place { slice } else { operands[n] }));
         let params = |params: &[DeviceParam<'_>]| baked(&DeviceCall { operands, params, ..call });
-        let gradient = |name| baked(&DeviceCall { operands, gradients: &[DeviceGradient { name, slice: slice(1024) }], ..call });
-        let tensor = |dtype| params(&[DeviceParam { name: "cap", value: DeviceValue::Tensor(dtype, slice(1024)) }]);
+        let gradient = |name| baked(&DeviceCall { operands, gradients: &[DeviceGradient::new(name, slice(1024))], ..call });
+        let tensor = |dtype| params(&[DeviceParam::new("cap", DeviceValue::Tensor(dtype, slice(1024)))]);
         let calls = [
             of(operands),
             baked(&DeviceCall { operands, attn_scale: Some(0.5), ..call }),
@@ -204,7 +204,7 @@ mod tests {
             params(&[scalar("cap", 2.0), scalar("pac", 1.0)]),
             tensor(sdpa_core::DType::F32),
             tensor(sdpa_core::DType::F16),
-            params(&[DeviceParam { name: "cap", value: DeviceValue::WithinExtent(sdpa_core::DType::F16, slice(1024)) }]),
+            params(&[DeviceParam::new("cap", DeviceValue::WithinExtent(sdpa_core::DType::F16, slice(1024)))]),
             gradient("cap"),
             gradient("cup"),
         ];

@@ -2,9 +2,10 @@
 //! that is aligned as the specification says.
 //!
 //! ```no_run
-//! use cudarc::driver::CudaContext;
+//! use sdpa_core::half::bf16;
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 //! use sdpa_nvidia::NvidiaExecutor;
+//! use sdpa_nvidia::cudarc::driver::CudaContext;
 //! use sdpa_nvidia::cudarc::{Attention, Forward};
 //!
 //! // `CudnnExecutor`, `CudaExecutor`: made before cudarc is touched, which panics where there is no driver.
@@ -12,18 +13,23 @@
 //!     let stream = CudaContext::new(0)?.new_stream()?;
 //!     let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
 //!     let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
-//!     let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
+//!     let (q, k) = (stream.alloc_zeros::<bf16>(8 * 128 * 64)?, stream.alloc_zeros::<bf16>(2 * 128 * 64)?);
 //!     let (v, mut o) = (k.clone(), q.clone());
 //!     let attention = Attention::new(executor, &spec)?;
-//!     attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] })?;
+//!     attention.forward(&stream, Forward::new(&q, &k, &v, &mut o))?;
 //!     stream.synchronize()?;
 //!     Ok(())
 //! }
 //! ```
 #![allow(unsafe_code)]
 
+/// The crate whose streams and slices calls take, in the version that they take.
+pub use ::cudarc;
+/// The module of cudarc with contexts, streams and slices.
+pub use ::cudarc::driver;
+
 use crate::executor::NvidiaExecutor;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use ::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
 use sdpa_core::DType;
 use sdpa_core::backward::{BackwardProblem, BackwardSpec, GradientSpec};
 use sdpa_core::device::{
@@ -75,6 +81,7 @@ impl From<SpecErrors> for CudarcError {
 
 /// A declared parameter over cudarc's slices.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
@@ -84,6 +91,7 @@ pub struct Param<'a> {
 
 /// The value of a declared parameter: a number, or the slice of a tensor.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub enum Value<'a> {
     /// The number of a scalar.
     Scalar(f32),
@@ -104,6 +112,7 @@ pub enum Value<'a> {
 }
 
 /// One forward call over cudarc's slices.
+#[non_exhaustive]
 pub struct Forward<'a, T> {
     /// Queries, strided as the specification says.
     pub q: &'a dyn DevicePtr<T>,
@@ -126,6 +135,7 @@ pub struct Forward<'a, T> {
 }
 
 /// One backward call over cudarc's slices.
+#[non_exhaustive]
 pub struct Backward<'a, T> {
     /// Queries, strided as the specification says.
     pub q: &'a dyn DevicePtr<T>,
@@ -153,7 +163,96 @@ pub struct Backward<'a, T> {
     pub gradients: Vec<(&'a str, ValueMut<'a>)>,
 }
 
+impl<'a> Param<'a> {
+    /// Binds a value to the declared parameter `name`.
+    pub fn new(name: &'a str, value: Value<'a>) -> Param<'a> {
+        Param { name, value }
+    }
+}
+
+impl<'a, T> Forward<'a, T> {
+    /// A call over these slices, with the default scale, no parameters, and nothing written but `o`.
+    pub fn new(
+        q: &'a dyn DevicePtr<T>,
+        k: &'a dyn DevicePtr<T>,
+        v: &'a dyn DevicePtr<T>,
+        o: &'a mut dyn DevicePtrMut<T>,
+    ) -> Forward<'a, T> {
+        Forward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] }
+    }
+
+    /// Sets where `stats` are written, for a specification that asks for them.
+    #[must_use]
+    pub fn stats(mut self, stats: &'a mut dyn DevicePtrMut<f32>) -> Self {
+        self.stats = Some(stats);
+        self
+    }
+
+    /// Sets where the largest score of each row is written, for a specification that asks for it.
+    #[must_use]
+    pub fn row_max(mut self, row_max: &'a mut dyn DevicePtrMut<f32>) -> Self {
+        self.row_max = Some(row_max);
+        self
+    }
+
+    /// Sets where the sum of exponentials of each row is written, for a specification that asks for it.
+    #[must_use]
+    pub fn sum_exp(mut self, sum_exp: &'a mut dyn DevicePtrMut<f32>) -> Self {
+        self.sum_exp = Some(sum_exp);
+        self
+    }
+
+    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    #[must_use]
+    pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
+        self.attn_scale = attn_scale.into();
+        self
+    }
+
+    /// Sets the values of declared parameters.
+    #[must_use]
+    pub fn params(mut self, params: &'a [Param<'a>]) -> Self {
+        self.params = params;
+        self
+    }
+}
+
+impl<'a, T> Backward<'a, T> {
+    /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
+    /// `k` and `v`; with the default scale and no parameters.
+    pub fn new(
+        (q, k, v): (&'a dyn DevicePtr<T>, &'a dyn DevicePtr<T>, &'a dyn DevicePtr<T>),
+        (o, stats): (&'a dyn DevicePtr<T>, &'a dyn DevicePtr<f32>),
+        d_o: &'a dyn DevicePtr<T>,
+        (dq, dk, dv): (&'a mut dyn DevicePtrMut<T>, &'a mut dyn DevicePtrMut<T>, &'a mut dyn DevicePtrMut<T>),
+    ) -> Backward<'a, T> {
+        Backward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &[], gradients: Vec::new() }
+    }
+
+    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    #[must_use]
+    pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
+        self.attn_scale = attn_scale.into();
+        self
+    }
+
+    /// Sets the values of declared parameters.
+    #[must_use]
+    pub fn params(mut self, params: &'a [Param<'a>]) -> Self {
+        self.params = params;
+        self
+    }
+
+    /// Adds where gradients of declared parameters are written, by name.
+    #[must_use]
+    pub fn gradients(mut self, gradients: impl IntoIterator<Item = (&'a str, ValueMut<'a>)>) -> Self {
+        self.gradients.extend(gradients);
+        self
+    }
+}
+
 /// Where the gradient of a parameter goes, dense.
+#[non_exhaustive]
 pub enum ValueMut<'a> {
     /// As f32.
     F32(&'a mut dyn DevicePtrMut<f32>),
@@ -240,7 +339,7 @@ impl<'a> Slices<'a> {
             Value::I64(x) => DeviceValue::Tensor(DType::I64, slices.read(p.name, x)),
             Value::Bool(x) => DeviceValue::Tensor(DType::Bool, slices.read(p.name, x)),
         };
-        params.iter().map(|p| DeviceParam { name: p.name, value: value(p, self) }).collect()
+        params.iter().map(|p| DeviceParam::new(p.name, value(p, self))).collect()
     }
 }
 
@@ -289,19 +388,14 @@ impl Attention {
     pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
-        let device = DeviceForward {
-            q: slices.read("q", call.q),
-            k: slices.read("k", call.k),
-            v: slices.read("v", call.v),
-            o: slices.write("o", call.o),
-            stats: call.stats.map(|s| slices.write("stats", s)),
-            row_max: call.row_max.map(|s| slices.write("row_max", s)),
-            sum_exp: call.sum_exp.map(|s| slices.write("sum_exp", s)),
-            amax: &[],
-            attn_scale: call.attn_scale,
-            params: &with_defaults(&self.params, slices.params(call.params)),
-            workspace: None,
-        };
+        let params = with_defaults(&self.params, slices.params(call.params));
+        let device =
+            DeviceForward::new(slices.read("q", call.q), slices.read("k", call.k), slices.read("v", call.v), slices.write("o", call.o))
+                .stats(call.stats.map(|s| slices.write("stats", s)))
+                .row_max(call.row_max.map(|s| slices.write("row_max", s)))
+                .sum_exp(call.sum_exp.map(|s| slices.write("sum_exp", s)))
+                .attn_scale(call.attn_scale)
+                .params(&params);
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
         // events, recorded as the guards go, keep other streams off them.
         unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
@@ -314,27 +408,18 @@ impl Attention {
     pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
-        let gradients: SmallVec<[DeviceGradient<'_, DeviceSlice>; 4]> = call
-            .gradients
-            .into_iter()
-            .map(|(name, value)| DeviceGradient { name, slice: slices.gradient(&self.wrt, name, value) })
-            .collect();
-        let device = DeviceBackward {
-            q: slices.read("q", call.q),
-            k: slices.read("k", call.k),
-            v: slices.read("v", call.v),
-            o: slices.read("o", call.o),
-            stats: slices.read("stats", call.stats),
-            d_o: slices.read("d_o", call.d_o),
-            dq: slices.write("dq", call.dq),
-            dk: slices.write("dk", call.dk),
-            dv: slices.write("dv", call.dv),
-            amax: &[],
-            attn_scale: call.attn_scale,
-            params: &with_defaults(&self.params, slices.params(call.params)),
-            gradients: &gradients,
-            workspace: None,
-        };
+        let gradients: SmallVec<[DeviceGradient<'_, DeviceSlice>; 4]> =
+            call.gradients.into_iter().map(|(name, value)| DeviceGradient::new(name, slices.gradient(&self.wrt, name, value))).collect();
+        let params = with_defaults(&self.params, slices.params(call.params));
+        let device = DeviceBackward::new(
+            (slices.read("q", call.q), slices.read("k", call.k), slices.read("v", call.v)),
+            (slices.read("o", call.o), slices.read("stats", call.stats)),
+            slices.read("d_o", call.d_o),
+            (slices.write("dq", call.dq), slices.write("dk", call.dk), slices.write("dv", call.dv)),
+        )
+        .attn_scale(call.attn_scale)
+        .params(&params)
+        .gradients(&gradients);
         // SAFETY: as in the forward pass.
         unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
     }

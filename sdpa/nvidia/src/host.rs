@@ -110,7 +110,7 @@ impl Hosted {
 
     fn report(&self, compute: Duration) -> Report {
         let ready = &self.ready;
-        Report { compute, copied: ready.copied(), engine: ready.engine(), workspace_bytes: ready.workspace_bytes() }
+        Report::new(ready.engine(), compute).with_copied(ready.copied()).with_workspace_bytes(ready.workspace_bytes())
     }
 }
 
@@ -120,8 +120,8 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
 
 fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> DeviceParams<'a, DeviceSlice> {
     let value = |(p, up): (&Param<'a>, &Option<(DType, Buffer)>)| match (p.value, up) {
-        (_, Some((dtype, buffer))) => DeviceParam { name: p.name, value: DeviceValue::Tensor(*dtype, slice(buffer)) },
-        (ParamValue::Scalar(x), None) => DeviceParam { name: p.name, value: DeviceValue::Scalar(x) },
+        (_, Some((dtype, buffer))) => DeviceParam::new(p.name, DeviceValue::Tensor(*dtype, slice(buffer))),
+        (ParamValue::Scalar(x), None) => DeviceParam::new(p.name, DeviceValue::Scalar(x)),
         (
             ParamValue::F32(_)
             | ParamValue::F16(_)
@@ -131,7 +131,7 @@ fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> DeviceParams<
             | ParamValue::Bool(_)
             | ParamValue::F8E8M0(_),
             None,
-        ) => DeviceParam { name: p.name, value: DeviceValue::Scalar(f32::NAN) },
+        ) => DeviceParam::new(p.name, DeviceValue::Scalar(f32::NAN)),
     };
     params.iter().zip(uploaded).map(value).collect()
 }
@@ -245,12 +245,12 @@ impl Hosted {
             gradients.push((g.name, self.result(g.data.dtype().bytes(g.data.len() as u64)).map_err(failed)?));
         }
         let device_gradients: Vec<DeviceGradient<'_, DeviceSlice>> =
-            gradients.iter().map(|(name, buffer)| DeviceGradient { name, slice: slice(buffer) }).collect();
+            gradients.iter().map(|(name, buffer)| DeviceGradient::new(name, slice(buffer))).collect();
         let mut told = Vec::new();
         for amax in &call.amax {
             told.push((amax.of, self.result(size_of::<f32>() as u64).map_err(failed)?));
         }
-        let amax: Vec<DeviceAmax<DeviceSlice>> = told.iter().map(|(of, buffer)| DeviceAmax { of: *of, slice: slice(buffer) }).collect();
+        let amax: Vec<DeviceAmax<DeviceSlice>> = told.iter().map(|(of, buffer)| DeviceAmax::new(*of, slice(buffer))).collect();
         let workspace = self.result(self.ready.workspace_bytes()).map_err(failed)?;
         let device = DeviceCall {
             operands: operands.each_ref().map(|buffer| buffer.as_ref().map(slice)),

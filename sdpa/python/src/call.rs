@@ -119,7 +119,7 @@ impl Call<'_> {
                     DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => return Err(not_a_float(dtype)),
                 },
             };
-            params.push(Param { name, value });
+            params.push(Param::new(name, value));
         }
         run(&params)
     }
@@ -130,18 +130,17 @@ impl Call<'_> {
         let at = |n: usize, tensor: &TensorSpec| elements(dtype, self.operand(n)?, length(tensor));
         let rows = usize::try_from(problem.stats_elements()).unwrap_or(0);
         self.with_params(|params| {
-            prepared.forward(HostForward {
-                q: at(0, problem.q())?,
-                k: at(1, problem.k())?,
-                v: at(2, problem.v())?,
-                o: elements_mut(dtype, self.operand(3)?, length(problem.o()))?,
-                stats: self.stats.map(|address| write(address, rows)).transpose()?,
-                row_max: None,
-                sum_exp: None,
-                amax: Vec::new(),
-                attn_scale: self.scale,
-                params,
-            })
+            prepared.forward(
+                HostForward::new(
+                    at(0, problem.q())?,
+                    at(1, problem.k())?,
+                    at(2, problem.v())?,
+                    elements_mut(dtype, self.operand(3)?, length(problem.o()))?,
+                )
+                .statistics([self.stats.map(|address| write(address, rows)).transpose()?, None, None])
+                .attn_scale(self.scale)
+                .params(params),
+            )
         })
     }
 
@@ -155,23 +154,14 @@ impl Call<'_> {
         self.with_params(|params| {
             let gradients = problem.wrt().iter().zip(self.gradients).map(|(g, &address)| {
                 let n = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(0);
-                Ok(HostGradient { name: &g.name, data: elements_mut(g.dtype, address, n)? })
+                Ok(HostGradient::new(&g.name, elements_mut(g.dtype, address, n)?))
             });
-            prepared.backward(HostBackward {
-                q: at(0)?,
-                k: at(1)?,
-                v: at(2)?,
-                o: at(3)?,
-                d_o: at(4)?,
-                stats: read(stats, rows)?,
-                dq: to(5)?,
-                dk: to(6)?,
-                dv: to(7)?,
-                amax: Vec::new(),
-                attn_scale: self.scale,
-                params,
-                gradients: gradients.collect::<Result<_, Error>>()?,
-            })
+            prepared.backward(
+                HostBackward::new((at(0)?, at(1)?, at(2)?), (at(3)?, read(stats, rows)?), at(4)?, (to(5)?, to(6)?, to(7)?))
+                    .attn_scale(self.scale)
+                    .params(params)
+                    .gradients(gradients.collect::<Result<Vec<_>, Error>>()?),
+            )
         })
     }
 
@@ -199,7 +189,7 @@ impl Call<'_> {
             operands[operand as usize] = tensor.map(slice);
         }
         let params: Vec<DeviceParam<'_, DeviceSlice>> =
-            self.values.iter().map(|(name, value)| DeviceParam { name, value: on_device(*value) }).collect();
+            self.values.iter().map(|(name, value)| DeviceParam::new(name, on_device(*value))).collect();
         let gradients: Vec<DeviceGradient<'_, DeviceSlice>> = backward.map_or_else(Vec::new, |problem| {
             let room = |(g, &address)| {
                 let g: &GradientSpec = g;
@@ -207,7 +197,7 @@ impl Call<'_> {
                 DeviceSlice { address, bytes: bytes(g.dtype, n) }
             };
             let all = problem.wrt().iter().zip(self.gradients);
-            all.map(|(g, address)| DeviceGradient { name: &g.name, slice: room((g, address)) }).collect()
+            all.map(|(g, address)| DeviceGradient::new(&g.name, room((g, address)))).collect()
         });
         let rows = usize::try_from(problem.stats_elements()).unwrap_or(0);
         let call = DeviceCall {

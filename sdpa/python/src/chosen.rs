@@ -25,7 +25,7 @@ pub(crate) struct Chosen {
 impl Chosen {
     pub(crate) fn new(all: Arc<Dispatcher>, asked: &Asked, named: Option<ExecutorName>) -> Result<Chosen, Error> {
         let preference = named.map_or(Preference::Auto, Preference::Named);
-        let Choice { executor, prepared, declined, unproven } = match asked {
+        let Choice { executor, prepared, declined, unproven, .. } = match asked {
             Asked::Forward(problem) => all.prepare_device(problem, preference),
             Asked::Backward(problem) => all.prepare_device_backward(problem, preference),
         }?;

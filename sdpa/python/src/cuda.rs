@@ -78,9 +78,12 @@ pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatche
         }
         let ledgers = Ledger::all_of_user()?;
         let Libraries { cudnn, nvrtc } = LIBRARIES.get().cloned().unwrap_or_default();
-        let search = Search { library: cudnn, ..Search::default() };
-        let options = CudnnOptions { search, ordinal, ledgers, ..CudnnOptions::default() };
-        let made = Arc::new(Dispatcher::new(options).with_kernels(CudaOptions { nvrtc, ordinal, kernel_cache, ..CudaOptions::default() }));
+        let search = Search::default().with_library(cudnn);
+        let options = CudnnOptions::default().with_search(search).with_ordinal(ordinal).with_ledgers(ledgers);
+        let made = Arc::new(
+            Dispatcher::new(options)
+                .with_kernels(CudaOptions::default().with_nvrtc(nvrtc).with_ordinal(ordinal).with_kernel_cache(kernel_cache)),
+        );
         if made.device().is_ok() {
             dispatchers.insert(ordinal, made.clone());
         }

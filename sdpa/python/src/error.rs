@@ -14,7 +14,8 @@ fn exception(name: &str, arguments: impl for<'py> PyCallArgs<'py>) -> PyErr {
 
 /// Everything that is wrong, each with field, value and rule.
 pub(crate) fn spec(errors: SpecErrors) -> PyErr {
-    let told: Vec<(String, String, String)> = errors.0.into_iter().map(|SpecError { field, value, rule }| (field, value, rule)).collect();
+    let told: Vec<(String, String, String)> =
+        errors.0.into_iter().map(|SpecError { field, value, rule, .. }| (field, value, rule)).collect();
     exception("SpecError", (told,))
 }
 

@@ -4,7 +4,7 @@ use crate::error::{of, one};
 use crate::plan::{Asked, Plan};
 use pyo3::prelude::*;
 use sdpa::expr::{Axes, Declared, ParamKind};
-use sdpa::{AttentionSpec, BackwardSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, StatsBase, TensorSpec};
+use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, TensorSpec};
 use serde::Deserialize;
 
 /// The text of a program: JSON.
@@ -82,7 +82,8 @@ impl Program {
     fn params(&self) -> PyResult<Vec<Parameter>> {
         let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 1, seq_kv: 1, dim_qk: 8, dim_v: 8 };
         let of_any = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
-        let spec = AttentionSpec { score_mods: self.score_mods.clone(), masks: self.masks.clone(), sink: self.written.sink, ..of_any };
+        let mut spec = of_any.with_score_mods(self.score_mods.clone()).with_masks(self.masks.clone());
+        spec.sink = self.written.sink;
         let problem = spec.backward().validate().map_err(|e| of(e.into()))?;
         Ok(problem.params().iter().map(parameter).collect())
     }
@@ -103,29 +104,14 @@ impl Program {
         let &[q, k, v, o, ref rest @ ..] = tensors.as_slice() else {
             return Err(one("tensors", tensors.len(), "q, k, v, o, and of a backward pass d_o, dq, dk, dv"));
         };
-        let spec = AttentionSpec {
-            dtype: named(dtype)?,
-            o_dtype: None,
-            block_scaled: false,
-            q,
-            k,
-            v,
-            o,
-            score_mods: self.score_mods.clone(),
-            packed: None,
-            paged: None,
-            masks: self.masks.clone(),
-            sink: self.written.sink,
-            dropout: None,
-            stats,
-            stats_base: StatsBase::Natural,
-            row_max: false,
-            sum_exp: false,
-        };
+        let mut spec =
+            AttentionSpec::strided(named(dtype)?, [q, k, v], o).with_score_mods(self.score_mods.clone()).with_masks(self.masks.clone());
+        (spec.sink, spec.stats) = (self.written.sink, stats);
         let asked = match *rest {
             [] => Asked::Forward(Box::new(spec.validate().map_err(|e| of(e.into()))?)),
             [d_o, dq, dk, dv] => {
-                let mut backward = BackwardSpec { d_o, dq, dk, dv, deterministic: self.written.deterministic, ..spec.backward() };
+                let mut backward = spec.backward().with_d_o(d_o).with_dq(dq).with_dk(dk).with_dv(dv);
+                backward.deterministic = self.written.deterministic;
                 for (name, dtype) in wrt {
                     backward = backward.wrt(&name, named(&dtype)?);
                 }

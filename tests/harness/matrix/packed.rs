@@ -47,7 +47,7 @@ pub(super) fn rows() -> Result<Vec<Row>, String> {
         let dtype = [DType::BF16, DType::F16][(n + n / 4) % 2];
         // Fewer tokens than documents of the longest; unsaid now and then.
         let total = |seq: i64| (n % 5 > 0).then_some(BATCH * seq / 2);
-        let packed = Packed { cross, wide: n % 4 == 1, total_q: total(seq_q), total_kv: total(seq_kv) };
+        let packed = Packed::new().with_cross(cross).with_wide(n % 4 == 1).with_totals(total(seq_q), total(seq_kv));
         let mut spec = AttentionSpec::packed(dtype, shape, packed);
         for mask in masks {
             spec.masks.push(mask.parse().map_err(|e| format!("{e}"))?);

@@ -31,7 +31,7 @@ pub(super) fn rows() -> Result<Vec<Row>, String> {
         let (heads_q, heads_kv) = HEADS[(n + n / 6) % HEADS.len()];
         let dim = DIMS[(n + n / 20) % DIMS.len()];
         let shape = Shape { batch: BATCH, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
-        let mut paged = Paged { page_size, pages: 1 };
+        let mut paged = Paged::new(page_size, 1);
         paged.pages = BATCH * paged.pages_of(seq_kv) + 3;
         let mut spec = AttentionSpec::paged([DType::BF16, DType::F16][(n + n / 4) % 2], shape, paged);
         if n % 3 == 1 {
@@ -60,7 +60,7 @@ pub(super) fn rows() -> Result<Vec<Row>, String> {
         let (heads_q, heads_kv) = HEADS[(n + n / 6) % HEADS.len()];
         let dim = DIMS[(n + n / 4) % DIMS.len()];
         let shape = Shape { batch: BATCH, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
-        let paged = Paged { page_size, pages: BATCH * Paged { page_size, pages: 1 }.pages_of(seq_kv) };
+        let paged = Paged::new(page_size, BATCH * Paged::new(page_size, 1).pages_of(seq_kv));
         let dtype = [DType::BF16, DType::F16][(n + n / 4) % 2];
         let mut spec = AttentionSpec::paged(dtype, shape, paged).with_packed_queries(BATCH * seq_q);
         if !mask.is_empty() {

@@ -52,7 +52,7 @@ fn reason(reason: &Reason) -> String {
             }
             None => reason.to_string(),
         },
-        Reason::Limit { .. } | Reason::KnownBad { .. } | Reason::Absent(_) | Reason::Failed(_) => reason.to_string(),
+        Reason::Limit { .. } | Reason::KnownBad { .. } | Reason::Absent(_) | Reason::Failed(_) | _ => reason.to_string(),
     }
 }
 

@@ -87,8 +87,8 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
     let (plans, empty) = (folder.path("plans"), folder.path("empty"));
     let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 130, seq_kv: 130, dim_qk: 64, dim_v: 64 };
     let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal()).validate().unwrap();
-    let search = Search { library: Some(recording.clone()), driver: Some(recording) };
-    let executor = CudnnExecutor::new(CudnnOptions { search, ..CudnnOptions::default() }).unwrap();
+    let search = Search::default().with_library(recording.clone()).with_driver(recording);
+    let executor = CudnnExecutor::new(CudnnOptions::default().with_search(search)).unwrap();
     executor.save_plan(&problem.into(), &plans).unwrap();
     let run = |rest: &str| sdpa(words(&format!("run {places} --executor cudnn --shape 1,4,2,130,130,64 --json {rest}")));
     let from_file = |rest: &str| {

@@ -9,9 +9,7 @@ use cudnn_graph::ir::op::Op;
 use cudnn_graph::ir::{Reordering, TensorId};
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::lower::{self, Form, Job, Lowered, Operand, Supply};
-use sdpa::{
-    Amax, AttentionSpec, BlockScale, DType, Executor, F8E8M0, HostAmax, HostForward, Layout, Mask, Param, ParamValue, Problem, Shape,
-};
+use sdpa::{Amax, AttentionSpec, BlockScale, DType, Executor, F8E8M0, HostAmax, HostForward, Layout, Mask, Param, Problem, Shape};
 use std::collections::BTreeMap;
 
 /// The scales of an operand: as (batch, head, line, block), and as they lie in memory.
@@ -44,7 +42,7 @@ impl Scales {
     }
 
     fn param(&self) -> Param<'_> {
-        Param { name: self.which.name(), value: ParamValue::F8E8M0(&self.memory) }
+        Param::new(self.which.name(), &self.memory)
     }
 
     /// As the graph reads them: those of keys and values turned.
@@ -102,18 +100,12 @@ fn forward_passes_are_what_graphs_say() {
         let mut o = inputs::poisoned(&spec.o, dtype);
         let (mut stats, mut told) = (vec![f32::NAN; problem.stats_elements() as usize], f32::NAN);
         let of = |operand: Operand| memory.iter().find(|(own, _)| *own == operand).unwrap().1.elements();
-        let call = HostForward {
-            q: of(Operand::Q),
-            k: of(Operand::K),
-            v: of(Operand::V),
-            o: o.elements_mut(),
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            amax: vec![HostAmax { of: Amax::O, value: &mut told }],
-            attn_scale: Some(0.25),
-            params: &scales.each_ref().map(Scales::param),
-        };
+        let params = scales.each_ref().map(Scales::param);
+        let call = HostForward::new(of(Operand::Q), of(Operand::K), of(Operand::V), o.elements_mut())
+            .stats(&mut stats)
+            .attn_scale(0.25)
+            .params(&params)
+            .amax([HostAmax::new(Amax::O, &mut told)]);
         CpuExecutor::new().prepare(&problem).unwrap().forward(call).unwrap();
         let lowered = lower::lower(&job, Form::Composite, NEW).unwrap();
         let want = interpreted(&job, &lowered, &memory, &scales);

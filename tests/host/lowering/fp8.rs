@@ -10,7 +10,7 @@ use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::lower::{self, Form, Job, Lowered, Operand, Supply};
 use sdpa::{
     Amax, AttentionSpec, BackwardProblem, BackwardSpec, DType, Direction, Executor, Fp8Scale, HostAmax, HostBackward, HostForward, Layout,
-    Param, ParamValue, Shape,
+    Param, Shape,
 };
 use std::collections::BTreeMap;
 
@@ -52,7 +52,7 @@ impl Run {
     }
 
     fn params(&self) -> Vec<Param<'_>> {
-        self.scales.iter().map(|(name, value)| Param { name, value: ParamValue::F32(value) }).collect()
+        self.scales.iter().map(|(name, value)| Param::new(name, value)).collect()
     }
 
     /// What the graph computes, every rounding as it says.
@@ -108,7 +108,7 @@ pub(super) fn step(dtype: DType) -> f64 {
 }
 
 fn room(told: &mut [(Amax, f32)]) -> Vec<HostAmax<'_>> {
-    told.iter_mut().map(|(of, value)| HostAmax { of: *of, value }).collect()
+    told.iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
 }
 
 fn amax(direction: Direction) -> Vec<(Amax, f32)> {
@@ -147,20 +147,10 @@ fn stats(problem: &BackwardProblem, run: &Run) -> Vec<f32> {
     let one = [1.0];
     let mut params = run.params();
     params.retain(|p| forward.params().iter().any(|declared| declared.name == p.name));
-    params.push(Param { name: Fp8Scale::ScaleO.name(), value: ParamValue::F32(&one) });
+    params.push(Param::new(Fp8Scale::ScaleO.name(), &one));
     let (q, k, v) = (of(Operand::Q), of(Operand::K), of(Operand::V));
-    let call = HostForward {
-        q,
-        k,
-        v,
-        o: o.elements_mut(),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: room(&mut told),
-        attn_scale: Some(run.attn_scale),
-        params: &params,
-    };
+    let call =
+        HostForward::new(q, k, v, o.elements_mut()).stats(&mut stats).attn_scale(run.attn_scale).params(&params).amax(room(&mut told));
     CpuExecutor::new().prepare(forward).unwrap().forward(call).unwrap();
     stats
 }
@@ -182,18 +172,12 @@ fn forward_passes_are_what_graphs_say() {
         let mut stats = vec![f32::NAN; problem.stats_elements() as usize];
         let mut told = amax(Direction::Forward);
         let of = |operand: Operand| run.memory.iter().find(|(own, _)| *own == operand).unwrap().1.elements();
-        let call = HostForward {
-            q: of(Operand::Q),
-            k: of(Operand::K),
-            v: of(Operand::V),
-            o: o.elements_mut(),
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            amax: room(&mut told),
-            attn_scale: Some(run.attn_scale),
-            params: &run.params(),
-        };
+        let params = run.params();
+        let call = HostForward::new(of(Operand::Q), of(Operand::K), of(Operand::V), o.elements_mut())
+            .stats(&mut stats)
+            .attn_scale(run.attn_scale)
+            .params(&params)
+            .amax(room(&mut told));
         CpuExecutor::new().prepare(&problem).unwrap().forward(call).unwrap();
         run.stats = stats;
         for runtime in RUNTIMES {
@@ -229,21 +213,16 @@ fn backward_passes_are_what_graphs_say() {
         let mut told = amax(Direction::Backward);
         let of = |operand: Operand| run.memory.iter().find(|(own, _)| *own == operand).unwrap().1.elements();
         let [dq, dk, dv] = &mut results;
-        let call = HostBackward {
-            q: of(Operand::Q),
-            k: of(Operand::K),
-            v: of(Operand::V),
-            o: of(Operand::O),
-            d_o: of(Operand::DO),
-            stats: &run.stats,
-            dq: dq.elements_mut(),
-            dk: dk.elements_mut(),
-            dv: dv.elements_mut(),
-            amax: room(&mut told),
-            attn_scale: Some(run.attn_scale),
-            params: &run.params(),
-            gradients: Vec::new(),
-        };
+        let params = run.params();
+        let call = HostBackward::new(
+            (of(Operand::Q), of(Operand::K), of(Operand::V)),
+            (of(Operand::O), &run.stats),
+            of(Operand::DO),
+            (dq.elements_mut(), dk.elements_mut(), dv.elements_mut()),
+        )
+        .attn_scale(run.attn_scale)
+        .params(&params)
+        .amax(room(&mut told));
         CpuExecutor::new().prepare_backward(&problem).unwrap().backward(call).unwrap();
         for runtime in RUNTIMES {
             let lowered = lower::lower(&job, Form::Composite, runtime).unwrap();

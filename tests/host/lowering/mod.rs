@@ -527,7 +527,8 @@ fn row_statistics_come_alone_and_with_sinks() {
             assert_eq!([lowered.row_max, lowered.sum_exp].map(|tensor| tensor.is_some()), [spec.row_max, spec.sum_exp]);
             case.forward(&closures, form, runtime).unwrap_or_else(|e| panic!("{n}, {form} {runtime}: {e}"));
         }
-        let two = AttentionSpec { stats_base: StatsBase::Two, ..spec.clone() };
+        let mut two = spec.clone();
+        two.stats_base = StatsBase::Two;
         let case = Case { spec: &two, ..case };
         case.forward(&closures, Form::Composite, NEW).unwrap_or_else(|e| panic!("{n}, base two: {e}"));
         assert!(case.forward(&closures, Form::Unified, NEW).unwrap_err().contains("base two"));

@@ -9,7 +9,7 @@ use conformance::paging::{Cache, Paging};
 use conformance::random::Random;
 use cudnn_graph::encode::encode;
 use sdpa::cudnn::lower::{self, Form};
-use sdpa::{AttentionSpec, DType, Layout, Packed, SINK, ScoreMod, Shape, TensorSpec};
+use sdpa::{AttentionSpec, DType, Layout, SINK, ScoreMod, Shape, TensorSpec};
 use std::collections::BTreeMap;
 
 const MODS: [&[&str]; 6] = [&[], &["softcap:2"], &["alibi"], &["bias:hqk"], &["bias16:bk"], &["bias:bq", "softcap:2"]];
@@ -71,7 +71,7 @@ impl Drawn {
         let gap = random.pick(&[0, 0, 8]);
         let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats().with_row_max().with_sum_exp();
         spec.paged = Some(paging.paged(shape.batch, shape.seq_kv));
-        spec.packed = packing.as_ref().map(|packing| Packed { total_kv: None, ..packing.packed() });
+        spec.packed = packing.as_ref().map(|packing| packing.packed()).map(|packed| packed.with_totals(packed.total_q, None));
         for tensor in [&mut spec.k, &mut spec.v] {
             tensor.strides = paging.strides(tensor.dims, gap);
         }

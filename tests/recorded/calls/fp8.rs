@@ -5,13 +5,10 @@ use crate::is_newer;
 use conformance::recorder::entry::{DOWNLOAD, EXECUTION, FILL, UPLOAD};
 use cudnn_graph::Version;
 use sdpa::cudnn::lower::{self, Form, Job, Supply};
-use sdpa::{
-    Amax, AttentionSpec, DType, Direction, Elements, ElementsMut, Executor, F8E4M3, F8E5M2, Fp8Scale, HostAmax, HostBackward, HostForward,
-    Param, ParamValue,
-};
+use sdpa::{Amax, AttentionSpec, DType, Direction, Executor, F8E4M3, F8E5M2, Fp8Scale, HostAmax, HostBackward, HostForward, Param};
 
 fn narrow() -> AttentionSpec {
-    let mut spec = AttentionSpec { dtype: DType::F8E4M3, ..spec() };
+    let mut spec = spec().with_dtype(DType::F8E4M3);
     let dims = [spec.q.dims, spec.k.dims].map(|[b, _, s, _]| [b, 4, s, 128]);
     for (tensor, dims) in [(&mut spec.q, dims[0]), (&mut spec.k, dims[1]), (&mut spec.v, dims[1]), (&mut spec.o, dims[0])] {
         *tensor = sdpa::TensorSpec::dense(dims, sdpa::Layout::Bshd);
@@ -20,7 +17,7 @@ fn narrow() -> AttentionSpec {
 }
 
 fn scales(direction: Direction) -> Vec<Param<'static>> {
-    Fp8Scale::of(direction).iter().map(|scale| Param { name: scale.name(), value: ParamValue::F32(&[1.0]) }).collect()
+    Fp8Scale::of(direction).iter().map(|scale| Param::new(scale.name(), &[1.0])).collect()
 }
 
 /// A forward call over zeros; what is told of it, and how often each thing is done.
@@ -30,18 +27,9 @@ fn forward(told: &[Amax], params: &[Param<'_>]) -> Option<Result<Vec<u32>, Strin
     let prepared = recorder.executor().prepare(&spec.validate().unwrap()).unwrap();
     let [q, k, v, mut o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|t| vec![F8E4M3::default(); t.extent().unwrap() as usize]);
     let mut numbers = vec![0f32; told.len()];
-    let call = HostForward {
-        q: Elements::F8E4M3(&q),
-        k: Elements::F8E4M3(&k),
-        v: Elements::F8E4M3(&v),
-        o: ElementsMut::F8E4M3(&mut o),
-        stats: None,
-        row_max: None,
-        sum_exp: None,
-        amax: told.iter().zip(&mut numbers).map(|(of, value)| HostAmax { of: *of, value }).collect(),
-        attn_scale: None,
-        params,
-    };
+    let call = HostForward::new(&q, &k, &v, &mut o)
+        .params(params)
+        .amax(told.iter().zip(&mut numbers).map(|(of, value)| HostAmax::new(*of, value)));
     let (result, entries) = recorder.record(|| prepared.forward(call));
     Some(result.map(|_| what(&entries)).map_err(|e| e.to_string()))
 }
@@ -86,21 +74,10 @@ fn each_number_of_a_backward_pass_has_a_tensor_of_its_own() {
     let (d_o, mut dq, mut dk, mut dv) = (wide(&spec.d_o), wide(&spec.dq), wide(&spec.dk), wide(&spec.dv));
     let stats = vec![0f32; problem.forward().stats_elements() as usize];
     let mut told = [0f32; 4];
-    let call = HostBackward {
-        q: Elements::F8E4M3(&q),
-        k: Elements::F8E4M3(&k),
-        v: Elements::F8E4M3(&v),
-        o: Elements::F8E4M3(&o),
-        d_o: Elements::F8E5M2(&d_o),
-        stats: &stats,
-        dq: ElementsMut::F8E5M2(&mut dq),
-        dk: ElementsMut::F8E5M2(&mut dk),
-        dv: ElementsMut::F8E5M2(&mut dv),
-        amax: Amax::of(Direction::Backward).iter().zip(&mut told).map(|(of, value)| HostAmax { of: *of, value }).collect(),
-        attn_scale: None,
-        params: &scales(Direction::Backward),
-        gradients: Vec::new(),
-    };
+    let params = scales(Direction::Backward);
+    let call = HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv))
+        .params(&params)
+        .amax(Amax::of(Direction::Backward).iter().zip(&mut told).map(|(of, value)| HostAmax::new(*of, value)));
     let (result, entries) = recorder.record(|| prepared.backward(call));
     result.unwrap();
     let done = what(&entries);

@@ -6,9 +6,8 @@ use conformance::recorder::entry::{DOWNLOAD, EXECUTION, FILL, UPLOAD};
 use conformance::recorder::whole;
 use cudnn_graph::DeviceSlice;
 use half::bf16;
-use sdpa::cudnn::DeviceForward;
 use sdpa::cudnn::schedule::{Role, Step};
-use sdpa::{Elements, ElementsMut, Executor, HostForward, Mask, Statistic};
+use sdpa::{Executor, HostForward, Mask, Statistic};
 
 /// Each goes to its own tensor of the graph, and is there exactly when it is asked for.
 #[test]
@@ -23,7 +22,7 @@ fn each_statistic_is_bound_where_it_is_asked_for() {
         let memory = [(); 3].map(|()| f.recorder.buffer(2 * 8 * 64 * 4));
         let there = Statistic::ALL.map(|s| f.planned.job.problem().computes(s).then(|| whole(&memory[s as usize])));
         let [stats, row_max, sum_exp] = there;
-        let call = DeviceForward { stats, row_max, sum_exp, ..f.memory.call(false, None) };
+        let call = f.memory.call(false, None).stats(stats).row_max(row_max).sum_exp(sum_exp);
         let entries = f.run(&call);
         assert_eq!(what(&entries), [EXECUTION]);
         for statistic in Statistic::ALL {
@@ -34,9 +33,9 @@ fn each_statistic_is_bound_where_it_is_asked_for() {
         let off = |slice: DeviceSlice| DeviceSlice { address: slice.address + 8, ..slice };
         for (how, wrong) in [("short", &short as &dyn Fn(DeviceSlice) -> DeviceSlice), ("misaligned", &off)] {
             for (statistic, wrong) in [
-                (Statistic::Stats, DeviceForward { stats: stats.map(wrong), ..call }),
-                (Statistic::RowMax, DeviceForward { row_max: row_max.map(wrong), ..call }),
-                (Statistic::SumExp, DeviceForward { sum_exp: sum_exp.map(wrong), ..call }),
+                (Statistic::Stats, call.stats(stats.map(wrong))),
+                (Statistic::RowMax, call.row_max(row_max.map(wrong))),
+                (Statistic::SumExp, call.sum_exp(sum_exp.map(wrong))),
             ] {
                 if there[statistic as usize].is_some() {
                     f.refused(&format!("{n}: {statistic} {how}"), &wrong);
@@ -47,9 +46,9 @@ fn each_statistic_is_bound_where_it_is_asked_for() {
             Some(_) => None,
             None => Some(whole(&memory[statistic as usize])),
         };
-        f.refused("stats", &DeviceForward { stats: other(Statistic::Stats), ..call });
-        f.refused("row_max", &DeviceForward { row_max: other(Statistic::RowMax), ..call });
-        f.refused("sum_exp", &DeviceForward { sum_exp: other(Statistic::SumExp), ..call });
+        f.refused("stats", &call.stats(other(Statistic::Stats)));
+        f.refused("row_max", &call.row_max(other(Statistic::RowMax)));
+        f.refused("sum_exp", &call.sum_exp(other(Statistic::SumExp)));
     }
 }
 
@@ -60,7 +59,7 @@ fn what_is_missing_or_too_many_is_told_by_name() {
     }
     let Some(f) = forward(spec().with_row_max()) else { return };
     let memory = f.recorder.buffer(2 * 8 * 64 * 4);
-    let wrong = DeviceForward { sum_exp: Some(whole(&memory)), ..f.memory.call(false, None) };
+    let wrong = f.memory.call(false, None).sum_exp(whole(&memory));
     let told = f.recorder.record(|| f.recorder.forward(&f.planned, &f.handle(), &wrong)).0.unwrap_err().to_string();
     assert!(told.contains("row_max is absent") && told.contains("sum_exp is given"), "{told}");
 }
@@ -75,18 +74,7 @@ fn they_come_down_to_host_memory() {
     let prepared = recorder.executor().prepare(&spec.validate().unwrap()).unwrap();
     let [q, k, v, mut o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|t| vec![bf16::ZERO; t.extent().unwrap() as usize]);
     let [mut row_max, mut sum_exp] = [(); 2].map(|()| vec![0f32; 2 * 8 * 64]);
-    let call = HostForward {
-        q: Elements::BF16(&q),
-        k: Elements::BF16(&k),
-        v: Elements::BF16(&v),
-        o: ElementsMut::BF16(&mut o),
-        stats: None,
-        row_max: Some(&mut row_max),
-        sum_exp: Some(&mut sum_exp),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(&q, &k, &v, &mut o).row_max(&mut row_max).sum_exp(&mut sum_exp);
     let (result, entries) = recorder.record(|| prepared.forward(call));
     result.unwrap();
     assert_eq!(what(&entries), [UPLOAD, UPLOAD, UPLOAD, FILL, FILL, FILL, FILL, EXECUTION, DOWNLOAD, DOWNLOAD, DOWNLOAD]);

@@ -8,7 +8,7 @@ use cudnn_graph::ffi::pack::Pack;
 use cudnn_graph::ir::Scalar;
 use cudnn_graph::{Buffer, Handle, Plan, Stream};
 use sdpa::cudnn::schedule::{Number, Port, Step};
-use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, Planned};
+use sdpa::cudnn::{CudnnExecutor, Planned};
 use sdpa::{AttentionSpec, Mask, ScoreMod};
 use std::sync::Arc;
 
@@ -116,7 +116,7 @@ fn forward(executor: &CudnnExecutor, stream: &Stream, name: &'static str, spec: 
     let handle = executor.library().handle(stream)?;
     let params = memory.params();
     let given = memory.forward_call(&params, None, Some(memory.workspace()));
-    let kept = DeviceForward { workspace: None, ..given };
+    let kept = given.workspace(None);
     // SAFETY: the memory outlives the last synchronisation.
     let prepared = || Ok(unsafe { planned.forward(&handle, &given) }?);
     // SAFETY: as above.
@@ -132,7 +132,7 @@ fn backward(executor: &CudnnExecutor, stream: &Stream, name: &'static str, spec:
     let handle = executor.library().handle(stream)?;
     let (params, gradients) = (memory.params(), memory.gradients());
     let given = memory.backward_call(&params, &gradients, None)?;
-    let kept = DeviceBackward { workspace: None, ..given };
+    let kept = given.workspace(None);
     // SAFETY: as in the forward pass.
     let prepared = || Ok(unsafe { planned.backward(&handle, &given) }?);
     // SAFETY: as above.

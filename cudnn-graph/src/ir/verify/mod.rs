@@ -97,6 +97,7 @@ impl std::ops::Deref for Verified {
 /// One broken rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{at}: {message}")]
+#[non_exhaustive]
 pub struct VerifyError {
     /// The op or tensor, as printed.
     pub at: String,

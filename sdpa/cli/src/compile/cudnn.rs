@@ -32,7 +32,7 @@ impl Wanted {
 
     pub(crate) fn load(&self, driver: Option<&Path>) -> Result<&'static Library, Failure> {
         let failure = |message: String| Failure::Executor(vec![Line::new("cudnn", message)]);
-        let search = Search { library: self.library.clone(), driver: driver.map(Path::to_owned) };
+        let search = Search::default().with_library(self.library.clone()).with_driver(driver.map(Path::to_owned));
         let library = stand_in::load(&search).map_err(|e| failure(e.to_string()))?;
         let found = library.version().to_string();
         match &self.version {

@@ -83,7 +83,7 @@ struct Documents {
 impl Documents {
     fn packed(&self) -> Packed {
         let Documents { cross, wide, total_q, total_kv } = *self;
-        Packed { cross, wide, total_q, total_kv: if cross { total_kv } else { total_kv.or(total_q) } }
+        Packed::new().with_cross(cross).with_wide(wide).with_totals(total_q, if cross { total_kv } else { total_kv.or(total_q) })
     }
 }
 

@@ -4,7 +4,6 @@ use super::evidence;
 use crate::args::PlaceArgs;
 use crate::exit::{Failure, Line};
 use sdpa::cpu::CpuExecutor;
-use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::ledger::About as LedgerAbout;
 use sdpa::{Dispatcher, Executor, ExecutorName, Preference};
 use sdpa_conformance::prove::{About, Auto};
@@ -32,7 +31,7 @@ impl Subject {
     pub(super) fn open(preference: Preference, places: &PlaceArgs) -> Result<Subject, Failure> {
         // A ledger would keep a proof of cuDNN from asking what it refuses. The automatic choice is proven as it is.
         let use_ledger = preference != Preference::Named(ExecutorName::CUDNN);
-        let dispatcher = Dispatcher::new(CudnnOptions { use_ledger, ..places.options() });
+        let dispatcher = Dispatcher::new(places.options().with_use_ledger(use_ledger));
         let name = name(preference);
         let absent = |e: &dyn Display| Failure::Executor(vec![Line::new(name, format!("{e}; cargo sdpa doctor says what to do about it"))]);
         let mut ledger = None;

@@ -21,25 +21,9 @@ pub(super) fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: L
     let v = v.unwrap_or(k);
     let o = [q[0], q[1], q[2], v[3]];
     let [q, k, v, o] = [q, k, v, o].map(|dims| TensorSpec::dense(dims, layout));
-    Some(AttentionSpec {
-        dtype,
-        o_dtype: None,
-        block_scaled: false,
-        q,
-        k,
-        v,
-        o,
-        score_mods: Vec::new(),
-        packed: None,
-        paged: None,
-        masks: Vec::new(),
-        sink: false,
-        dropout: None,
-        stats,
-        stats_base: sdpa::StatsBase::Natural,
-        row_max: false,
-        sum_exp: false,
-    })
+    let mut spec = AttentionSpec::strided(dtype, [q, k, v], o);
+    spec.stats = stats;
+    Some(spec)
 }
 
 /// Errors without those about tensors that were filled in, and about `o` where they only repeat others.

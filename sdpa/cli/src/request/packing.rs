@@ -4,7 +4,7 @@ use crate::args::ProblemArgs;
 use crate::exit::Mistakes;
 use crate::header::Header;
 use sdpa::packed::CU_SEQLENS;
-use sdpa::{AttentionSpec, DType, Layout, Packed, Param, ParamValue, Shape, Side, SpecError, packed};
+use sdpa::{AttentionSpec, DType, Layout, Packed, Param, Shape, Side, SpecError, packed};
 
 /// What is known of packed documents.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ impl Packing {
             let option = given.iter().find(|(_, text)| text.is_some()).map_or(given[0].0, |(option, _)| option);
             mistakes.add(option, "needs --shape, whose batch is the number of documents, or --input");
         }
-        let packed = Packed { cross, ..Packed::default() };
+        let packed = Packed::new().with_cross(cross);
         let options = if cross { [given[1].0, given[2].0] } else { [given[0].0; 2] };
         let mut read = |text: Option<&str>, option: &str, side: Side| match text? {
             OF_INPUT => of_input(packed.boundaries(side), option, header, args.input.is_some(), mistakes),
@@ -134,7 +134,7 @@ impl Packing {
             let there = tokens[side as usize].or(self.of(side).map(end)).map(|tokens| tokens.max(least));
             there.or(self.packed.total(side))
         });
-        spec.packed = Some(Packed { total_q: queries, total_kv: keys.filter(|_| !self.paged), ..self.packed });
+        spec.packed = Some(self.packed.with_totals(queries, keys.filter(|_| !self.paged)));
         let of_keys = [(&mut spec.k, keys), (&mut spec.v, keys)].into_iter().filter(|_| !self.paged);
         for (tensor, tokens) in [(&mut spec.q, queries), (&mut spec.o, queries)].into_iter().chain(of_keys) {
             let [batch, heads, longest, dim] = tensor.dims;
@@ -158,8 +158,8 @@ fn of_input(name: &str, option: &str, header: Option<&Header>, input: bool, mist
 fn wrong(boundaries: &[i32], batch: i64, most: i64) -> Vec<SpecError> {
     let [batch, most] = [batch, most].map(|n| n.clamp(1, i64::from(i32::MAX)));
     let shape = Shape { batch, heads_q: 1, heads_kv: 1, seq_q: most, seq_kv: most, dim_qk: 1, dim_v: 1 };
-    let problem = AttentionSpec::packed(DType::F32, shape, Packed::default()).validate();
-    let documents = problem.and_then(|p| p.documents(&[Param { name: CU_SEQLENS, value: ParamValue::I32(boundaries) }]));
+    let problem = AttentionSpec::packed(DType::F32, shape, Packed::new()).validate();
+    let documents = problem.and_then(|p| p.documents(&[Param::new(CU_SEQLENS, boundaries)]));
     documents.err().map_or_else(Vec::new, |errors| errors.0)
 }
 

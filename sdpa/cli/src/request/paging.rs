@@ -161,13 +161,12 @@ impl Paging {
     }
 
     fn paged(&self, pages: i64) -> Paged {
-        Paged { page_size: self.page_size.unwrap_or(1), pages }
+        Paged::new(self.page_size.unwrap_or(1), pages)
     }
 
     /// A cache that breaks no rule, for what does not depend on its extents.
     pub(super) fn any(&self) -> Paged {
-        let Paged { page_size, .. } = self.paged(1);
-        Paged { page_size: page_size.clamp(1, i64::from(i32::MAX)), pages: 1 }
+        Paged::new(self.paged(1).page_size.clamp(1, i64::from(i32::MAX)), 1)
     }
 
     /// Pages of the containers: as many as there are, or as are said, or as all keys take.

@@ -217,7 +217,7 @@ struct Pass {
 
 impl Pass {
     fn new(report: Report, flops: f64) -> Pass {
-        let Report { engine, copied, workspace_bytes, compute } = report;
+        let Report { engine, copied, workspace_bytes, compute, .. } = report;
         let compute_ms = compute.as_secs_f64() * 1e3;
         let tflops = flops / (compute_ms.max(1e-6) * 1e9);
         Pass { engine, copied, workspace_bytes, compute_ms, tflops }

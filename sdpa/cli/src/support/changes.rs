@@ -120,7 +120,7 @@ fn of_pages(paged: &Paged) -> Vec<Change> {
     })];
     if tokens != paged.page_size {
         all.push(Change::new(format!("with pages of {tokens} tokens"), move |w| {
-            let paged = Paged { page_size: tokens, pages };
+            let paged = Paged::new(tokens, pages);
             w.forward.paged = Some(paged);
             [w.forward.k, w.forward.v] = [w.forward.k, w.forward.v].map(|tensor| paged.dense(tensor.dims, Layout::Bshd));
         }));

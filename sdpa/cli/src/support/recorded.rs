@@ -82,7 +82,7 @@ mod tests {
     fn every_kind_of_every_version_that_is_kept_has_counts() {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 64, seq_kv: 64, dim_qk: 64, dim_v: 64 };
         let spec = |dtype| AttentionSpec::dense(dtype, shape, Layout::Bshd);
-        let paged = AttentionSpec::paged(DType::BF16, shape, Paged { page_size: 16, pages: 9 });
+        let paged = AttentionSpec::paged(DType::BF16, shape, Paged::new(16, 9));
         let capped = spec(DType::BF16).score_mod("softcap:30".parse().unwrap());
         let specs =
             [spec(DType::BF16), paged, capped, spec(DType::F8E4M3), spec(DType::BF16).with_sink(), spec(DType::BF16).with_dropout(0.5)];

@@ -217,18 +217,11 @@ fn own_forward(
     let mut amax = narrowed.amax(Direction::Forward);
     let mut stats = Operand::filled(DType::F32, of_stats.elements(), f32::NAN);
     let (q, k, v) = (q.elements(), k.elements(), v.elements());
-    let call = HostForward {
-        q,
-        k,
-        v,
-        o: o.elements_mut(),
-        stats: stats.numbers_mut(),
-        row_max: None,
-        sum_exp: None,
-        amax: room(&mut amax),
-        attn_scale,
-        params,
-    };
+    let call = HostForward::new(q, k, v, o.elements_mut())
+        .statistics([stats.numbers_mut(), None, None])
+        .attn_scale(attn_scale)
+        .params(params)
+        .amax(room(&mut amax));
     prepared.forward(call).map_err(|e| Outcome::Fail(format!("forward: {e}")))?;
     Ok((o, stats))
 }
@@ -247,21 +240,16 @@ fn backward(
     let elements = |name: &str| problem.gradient_elements(name) as usize;
     let mut along: Vec<Operand> = problem.wrt().iter().map(|g| Operand::filled(g.dtype, elements(&g.name), f32::NAN)).collect();
     let [dq, dk, dv] = &mut written;
-    let call = HostBackward {
-        q: read.q.elements(),
-        k: read.k.elements(),
-        v: read.v.elements(),
-        o: read.o.elements(),
-        d_o: read.d_o.elements(),
-        stats: read.stats.numbers(),
-        dq: dq.elements_mut(),
-        dk: dk.elements_mut(),
-        dv: dv.elements_mut(),
-        amax: room(&mut amax),
-        attn_scale,
-        params,
-        gradients: problem.wrt().iter().zip(&mut along).map(|(g, to)| HostGradient { name: &g.name, data: to.elements_mut() }).collect(),
-    };
+    let call = HostBackward::new(
+        (read.q.elements(), read.k.elements(), read.v.elements()),
+        (read.o.elements(), read.stats.numbers()),
+        read.d_o.elements(),
+        (dq.elements_mut(), dk.elements_mut(), dv.elements_mut()),
+    )
+    .attn_scale(attn_scale)
+    .params(params)
+    .gradients(problem.wrt().iter().zip(&mut along).map(|(g, to)| HostGradient::new(&g.name, to.elements_mut())))
+    .amax(room(&mut amax));
     let report = prepared.backward(call).map_err(|e| Outcome::Fail(format!("backward: {e}")))?;
     for (name, operand) in results.iter().zip(&written) {
         if let Some(at) = inputs::written_gap(of(*name), operand) {

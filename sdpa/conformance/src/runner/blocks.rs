@@ -1,7 +1,7 @@
 //! Scales of blocks of 8-bit floats: drawn, laid out tile by tile, and told to the oracle element by element.
 
 use crate::random::Random;
-use sdpa::{AttentionSpec, F8E8M0, Operand, Param, ParamValue};
+use sdpa::{AttentionSpec, F8E8M0, Operand, Param};
 
 /// The scales of `q`, `k` and `v`.
 #[derive(Debug)]
@@ -67,6 +67,6 @@ impl Blocks {
 
     /// For a call.
     pub(super) fn params(&self) -> impl Iterator<Item = Param<'_>> {
-        self.0.iter().map(|of| Param { name: of.name, value: ParamValue::F8E8M0(&of.memory) })
+        self.0.iter().map(|of| Param::new(of.name, &of.memory))
     }
 }

@@ -2,9 +2,7 @@
 //! score_mod that makes −∞ of its score.
 
 use crate::random::Random;
-use sdpa::{
-    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape,
-};
+use sdpa::{AttentionSpec, BackwardProblem, DType, Elements, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape};
 
 /// A row of stats that says: nothing is attended to.
 const EMPTY: usize = 2;
@@ -123,37 +121,17 @@ fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spo
     let mut o = d_o.zeros();
     let mut stats = vec![0.0; (heads_q * seq_q) as usize];
     let prepared = executor.prepare(problem.forward()).map_err(|e| e.to_string())?;
-    let call = HostForward {
-        q: q.elements(),
-        k: k.elements(),
-        v: v.elements(),
-        o: ElementsMut::F32(&mut o.values),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(q.elements(), k.elements(), v.elements(), &mut o.values).stats(&mut stats);
     prepared.forward(call).map_err(|e| e.to_string())?;
     stats[EMPTY] = f32::NEG_INFINITY;
     let prepared = executor.prepare_backward(problem).map_err(|e| e.to_string())?;
     let [mut dq, mut dk, mut dv] = [q.zeros(), k.zeros(), v.zeros()];
-    let call = HostBackward {
-        q: q.elements(),
-        k: k.elements(),
-        v: v.elements(),
-        o: o.elements(),
-        d_o: d_o.elements(),
-        stats: &stats,
-        dq: ElementsMut::F32(&mut dq.values),
-        dk: ElementsMut::F32(&mut dk.values),
-        dv: ElementsMut::F32(&mut dv.values),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-        gradients: Vec::new(),
-    };
+    let call = HostBackward::new(
+        (q.elements(), k.elements(), v.elements()),
+        (o.elements(), &stats),
+        d_o.elements(),
+        (&mut dq.values, &mut dk.values, &mut dv.values),
+    );
     prepared.backward(call).map_err(|e| e.to_string())?;
     Ok([o, dq, dk, dv])
 }

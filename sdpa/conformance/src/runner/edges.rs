@@ -164,18 +164,7 @@ impl Edges {
             let (q, k) = (self.zeros(SHAPE.seq_q), self.zeros(SHAPE.seq_kv));
             for first in (0..keys).step_by(DIM) {
                 let (v, mut o, mut told) = (self.ones(SHAPE.seq_kv, first), self.poison(SHAPE.seq_q), vec![f32::NAN; queries]);
-                let call = HostForward {
-                    q: q.elements(),
-                    k: k.elements(),
-                    v: v.elements(),
-                    o: o.elements_mut(),
-                    stats: Some(&mut told),
-                    row_max: None,
-                    sum_exp: None,
-                    amax: Vec::new(),
-                    attn_scale: None,
-                    params: &[],
-                };
+                let call = HostForward::new(q.elements(), k.elements(), v.elements(), o.elements_mut()).stats(&mut told);
                 prepared.forward(call).map_err(|e| e.to_string())?;
                 for at in (0..queries * DIM).filter(|at| first + at % DIM < keys) {
                     judge(o.get(at), at / DIM, first + at % DIM, "forward")?;
@@ -188,21 +177,12 @@ impl Edges {
             for first in (0..queries).step_by(DIM) {
                 let d_o = self.ones(SHAPE.seq_q, first);
                 let (mut dq, mut dk, mut dv) = (self.poison(SHAPE.seq_q), self.poison(SHAPE.seq_kv), self.poison(SHAPE.seq_kv));
-                let call = HostBackward {
-                    q: q.elements(),
-                    k: k.elements(),
-                    v: v.elements(),
-                    o: o.elements(),
-                    d_o: d_o.elements(),
-                    stats: &stats,
-                    dq: dq.elements_mut(),
-                    dk: dk.elements_mut(),
-                    dv: dv.elements_mut(),
-                    amax: Vec::new(),
-                    attn_scale: None,
-                    params: &[],
-                    gradients: Vec::new(),
-                };
+                let call = HostBackward::new(
+                    (q.elements(), k.elements(), v.elements()),
+                    (o.elements(), &stats),
+                    d_o.elements(),
+                    (dq.elements_mut(), dk.elements_mut(), dv.elements_mut()),
+                );
                 prepared.backward(call).map_err(|e| e.to_string())?;
                 for at in (0..keys * DIM).filter(|at| first + at % DIM < queries) {
                     judge(dv.get(at), first + at % DIM, at / DIM, "backward")?;

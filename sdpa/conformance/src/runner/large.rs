@@ -4,7 +4,7 @@ use crate::random::Random;
 use half::{bf16, f16};
 use sdpa::{
     AttentionSpec, BackwardSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Param,
-    ParamValue, SINK, Shape,
+    SINK, Shape,
 };
 use sdpa_oracle::{Element, Given, Modify, Place, Problem, Rough, Tensor, attention, gradients};
 
@@ -176,7 +176,7 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let d_o = Drawn::new(random, float, len(heads_q, seq_q, dim_v));
     // One near ordinary scores, one near large ones.
     let sinks: Vec<f32> = (0..heads_q).map(|head| if head % 2 == 0 { 0.5 } else { added }).collect();
-    let params: Vec<Param<'_>> = if sink { vec![Param { name: SINK, value: ParamValue::F32(&sinks) }] } else { Vec::new() };
+    let params: Vec<Param<'_>> = if sink { vec![Param::new(SINK, &sinks)] } else { Vec::new() };
 
     let modify = Added { added, place, from };
     let causal = [sdpa_oracle::Mask::Window { left: None, right: Some(0), align: sdpa_oracle::Align::BottomRight }];
@@ -202,18 +202,11 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let mut o = Drawn::nan(float, len(heads_q, seq_q, dim_v));
     let [mut stats, mut row_max, mut sum_exp] = [(); 3].map(|()| vec![f32::NAN; rows]);
     let told = spec.clone().with_row_max().with_sum_exp();
-    let call = HostForward {
-        q: q.elements(),
-        k: k.elements(),
-        v: v.elements(),
-        o: o.elements_mut(),
-        stats: Some(&mut stats),
-        row_max: Some(&mut row_max),
-        sum_exp: Some(&mut sum_exp),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &params,
-    };
+    let call = HostForward::new(q.elements(), k.elements(), v.elements(), o.elements_mut())
+        .stats(&mut stats)
+        .row_max(&mut row_max)
+        .sum_exp(&mut sum_exp)
+        .params(&params);
     let problem = told.validate().map_err(|e| e.to_string())?;
     executor.prepare(&problem).map_err(said)?.forward(call).map_err(said)?;
     near("o", &o.widened(), &want.o, bound)?;
@@ -232,21 +225,14 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let mut dk = Drawn::nan(float, k.wide.len());
     let mut dv = Drawn::nan(float, v.wide.len());
     let mut d_sink = vec![f32::NAN; heads_q as usize];
-    let call = HostBackward {
-        q: q.elements(),
-        k: k.elements(),
-        v: v.elements(),
-        o: o.elements(),
-        d_o: d_o.elements(),
-        stats: &stats,
-        dq: dq.elements_mut(),
-        dk: dk.elements_mut(),
-        dv: dv.elements_mut(),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &params,
-        gradients: if sink { vec![HostGradient { name: SINK, data: ElementsMut::F32(&mut d_sink) }] } else { Vec::new() },
-    };
+    let call = HostBackward::new(
+        (q.elements(), k.elements(), v.elements()),
+        (o.elements(), &stats),
+        d_o.elements(),
+        (dq.elements_mut(), dk.elements_mut(), dv.elements_mut()),
+    )
+    .params(&params)
+    .gradients(if sink { vec![HostGradient::new(SINK, &mut d_sink)] } else { Vec::new() });
     let problem = backward.validate().map_err(|e| e.to_string())?;
     executor.prepare_backward(&problem).map_err(said)?.backward(call).map_err(said)?;
     near("dq", &dq.widened(), &right.dq.value, bound)?;

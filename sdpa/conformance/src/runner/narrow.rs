@@ -6,7 +6,7 @@ use crate::random::Random;
 use sdpa::fp8::scale_of;
 use sdpa::{
     Amax, AttentionSpec, BackwardProblem, BackwardSpec, DType, Direction, F8E4M3, F8E5M2, Fp8Scale, HostAmax, Layout, Operand, Param,
-    ParamValue, Problem, Shape,
+    Problem, Shape,
 };
 
 /// The scales of a problem of 8-bit floats; all are one of any other.
@@ -122,7 +122,7 @@ impl Narrowed {
         let scales = Fp8Scale::of(direction).iter().filter(|_| self.dtype.is_fp8() && self.blocks.is_none());
         params.extend(scales.map(|scale| {
             let at = *scale as usize;
-            Param { name: scale.name(), value: ParamValue::F32(&self.scales[at..=at]) }
+            Param::new(scale.name(), &self.scales[at..=at])
         }));
         params
     }
@@ -222,10 +222,12 @@ pub fn random_fp8(random: &mut Random) -> AttentionSpec {
 /// The gradient of one: half of them in the other format.
 pub fn random_fp8_gradients(spec: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let other = random.pick(&[None, Some(DType::F8E5M2)]);
-    BackwardSpec { d_o_dtype: other, gradient_dtype: other, ..spec.backward() }
+    let mut backward = spec.backward();
+    (backward.d_o_dtype, backward.gradient_dtype) = (other, other);
+    backward
 }
 
 /// Room for numbers, as calls take it.
 pub(super) fn room(told: &mut [(Amax, f32)]) -> Vec<HostAmax<'_>> {
-    told.iter_mut().map(|(of, value)| HostAmax { of: *of, value }).collect()
+    told.iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
 }

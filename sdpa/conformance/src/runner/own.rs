@@ -1,7 +1,7 @@
 //! What a specification declares by itself: sinks, and the numbers of dropout.
 
 use crate::random::Random;
-use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, Param, ParamValue, SINK};
+use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, Param, SINK};
 use sdpa_oracle::Dropout;
 
 /// What of it a call is given, and the oracle.
@@ -36,10 +36,10 @@ impl Own {
 
     /// Those of a call, behind others.
     pub(super) fn params<'a>(&'a self, mut params: Vec<Param<'a>>) -> Vec<Param<'a>> {
-        params.extend(self.sinks.as_ref().map(|sinks| Param { name: SINK, value: ParamValue::F32(sinks) }));
+        params.extend(self.sinks.as_ref().map(|sinks| Param::new(SINK, sinks)));
         if self.p.is_some() {
             let numbers = [(DROPOUT_SEED, &self.seed), (DROPOUT_OFFSET, &self.offset)];
-            params.extend(numbers.map(|(name, number)| Param { name, value: ParamValue::I64(std::slice::from_ref(number)) }));
+            params.extend(numbers.map(|(name, number)| Param::new(name, std::slice::from_ref(number))));
         }
         params
     }

@@ -75,18 +75,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     let (zeros, k, v, d_o) = (vec![T::nearest(0.0); n], draw::<T>(&mut random, n), draw::<T>(&mut random, n), draw::<T>(&mut random, n));
     let poison = || vec![T::nearest(f64::NAN); n];
     let (mut o, mut stats) = (poison(), vec![f32::NAN; FOUR as usize]);
-    let call = HostForward {
-        q: T::elements(&zeros),
-        k: T::elements(&k),
-        v: T::elements(&v),
-        o: T::elements_mut(&mut o),
-        stats: Some(&mut stats),
-        row_max: None,
-        sum_exp: None,
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-    };
+    let call = HostForward::new(T::elements(&zeros), T::elements(&k), T::elements(&v), T::elements_mut(&mut o)).stats(&mut stats);
     executor.prepare(problem.forward()).and_then(|made| made.forward(call)).map_err(|e| e.to_string())?;
     // Every row of one matrix is averaged into every row of the other.
     let dim = dim as usize;
@@ -95,21 +84,12 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     let mut rounded = judge("o", &o, &average(&v))?;
 
     let [mut dq, mut dk, mut dv] = [poison(), poison(), poison()];
-    let call = HostBackward {
-        q: T::elements(&zeros),
-        k: T::elements(&k),
-        v: T::elements(&v),
-        o: T::elements(&o),
-        d_o: T::elements(&d_o),
-        stats: &stats,
-        dq: T::elements_mut(&mut dq),
-        dk: T::elements_mut(&mut dk),
-        dv: T::elements_mut(&mut dv),
-        amax: Vec::new(),
-        attn_scale: None,
-        params: &[],
-        gradients: Vec::new(),
-    };
+    let call = HostBackward::new(
+        (T::elements(&zeros), T::elements(&k), T::elements(&v)),
+        (T::elements(&o), &stats),
+        T::elements(&d_o),
+        (T::elements_mut(&mut dq), T::elements_mut(&mut dk), T::elements_mut(&mut dv)),
+    );
     executor.prepare_backward(&problem).and_then(|made| made.backward(call)).map_err(|e| e.to_string())?;
     rounded += judge("dv", &dv, &average(&d_o))?;
     // Of the queries' gradient the slopes are as they are computed, from the output that was rounded.

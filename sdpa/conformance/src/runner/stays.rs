@@ -6,7 +6,7 @@ use crate::inputs::Operand;
 use crate::oracle::Dropout;
 use crate::runner::Outcome;
 use half::f16;
-use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Executor, HostBackward, HostForward, Layout, Param, ParamValue, Shape};
+use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Executor, HostBackward, HostForward, Layout, Param, Shape};
 
 /// What was looked at.
 #[derive(Clone, Copy, Debug, Default)]
@@ -51,8 +51,7 @@ pub fn stays(executor: &dyn Executor) -> Result<Stays, String> {
         let dropout = Dropout { p: p.into(), seed, offset };
         let numbers = [[seed], [offset]];
         let [seed, offset] = &numbers;
-        let params =
-            [Param { name: DROPOUT_SEED, value: ParamValue::I64(seed) }, Param { name: DROPOUT_OFFSET, value: ParamValue::I64(offset) }];
+        let params = [Param::new(DROPOUT_SEED, seed), Param::new(DROPOUT_OFFSET, offset)];
         all.forward += forward(&spec, shape, dropout, &params, executor).map_err(told)?;
         all.backward += backward(&spec, shape, dropout, &params, executor).map_err(told)?;
     }
@@ -82,18 +81,7 @@ fn forward(spec: &AttentionSpec, shape: Shape, dropout: Dropout, params: &[Param
     for first in (0..seq_kv).step_by(dim as usize) {
         let v = ones(batch * heads_q * seq_kv * dim, |n| n / dim % seq_kv == first + n % dim);
         let mut o = Operand::filled(DType::F16, (batch * heads_q * seq_q * dim) as usize, f32::NAN);
-        let call = HostForward {
-            q: q.elements(),
-            k: k.elements(),
-            v: v.elements(),
-            o: o.elements_mut(),
-            stats: None,
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-        };
+        let call = HostForward::new(q.elements(), k.elements(), v.elements(), o.elements_mut()).params(params);
         prepared.forward(call).map_err(|e| e.to_string())?;
         let Operand::F16(o) = o else { return Err("the output has another type".to_owned()) };
         for (at, o) in (0..).zip(o).filter(|(at, _)| first + at % dim < seq_kv) {
@@ -117,21 +105,13 @@ fn backward(spec: &AttentionSpec, shape: Shape, dropout: Dropout, params: &[Para
         let d_o = ones(batch * heads_q * seq_q * dim, |n| n / dim % seq_q == first + n % dim);
         let poison = |seq: i64| Operand::filled(DType::F16, (batch * heads_q * seq * dim) as usize, f32::NAN);
         let (mut dq, mut dk, mut dv) = (poison(seq_q), poison(seq_kv), poison(seq_kv));
-        let call = HostBackward {
-            q: q.elements(),
-            k: k.elements(),
-            v: v.elements(),
-            o: o.elements(),
-            d_o: d_o.elements(),
-            stats: &stats,
-            dq: dq.elements_mut(),
-            dk: dk.elements_mut(),
-            dv: dv.elements_mut(),
-            amax: Vec::new(),
-            attn_scale: None,
-            params,
-            gradients: Vec::new(),
-        };
+        let call = HostBackward::new(
+            (q.elements(), k.elements(), v.elements()),
+            (o.elements(), &stats),
+            d_o.elements(),
+            (dq.elements_mut(), dk.elements_mut(), dv.elements_mut()),
+        )
+        .params(params);
         prepared.backward(call).map_err(|e| e.to_string())?;
         let Operand::F16(dv) = dv else { return Err("a gradient has another type".to_owned()) };
         for (at, dv) in (0..).zip(dv).filter(|(at, _)| first + at % dim < seq_q) {

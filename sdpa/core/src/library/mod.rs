@@ -30,6 +30,7 @@ use crate::expr::{ExprErrors, Trace, Type};
 /// A score_mod or mask that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {text:?}: {rule}")]
+#[non_exhaustive]
 pub struct ParseError {
     /// `mask` or `score_mod`.
     pub what: &'static str,

@@ -25,6 +25,8 @@ use std::ops::{BitAnd, BitOr, Not};
 use std::sync::Arc;
 
 /// The corner of the score matrix that a diagonal goes through.
+///
+/// Exhaustive: a new alignment must stop executors from compiling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Align {
@@ -91,6 +93,8 @@ impl std::hash::Hash for Rule {
 /// let mask = Mask::new("every third", |at, _| ((at.q - at.k) % 3).eq(0))? & Mask::causal() & Mask::document();
 /// # Ok::<(), sdpa_core::ExprErrors>(())
 /// ```
+///
+/// Exhaustive: executors and tools that walk masks must not pass over a kind of mask.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mask {

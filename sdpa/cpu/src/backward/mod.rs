@@ -101,7 +101,7 @@ impl PreparedBackward for CpuBackward {
         if self.problem.forward().dtype().is_fp8() {
             return self.run_narrow(call, scale);
         }
-        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, amax: _ } = call;
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, .. } = call;
         let inputs = [q, k, v, o, d_o];
         let params = (params, gradients);
         match dq {

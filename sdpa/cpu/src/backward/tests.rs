@@ -54,21 +54,7 @@ fn backward(isa: Isa, threads: usize, problem: &BackwardProblem, inputs: &Inputs
         let mut written = gradients.each_ref().map(|t| narrowed::<T>(&t.data));
         let [q, k, v, o, d_o] = read.each_ref().map(|x| elements(x));
         let [dq, dk, dv] = written.each_mut().map(|x| elements_mut(x));
-        let report = run(HostBackward {
-            q,
-            k,
-            v,
-            o,
-            d_o,
-            stats: &inputs.stats,
-            dq,
-            dk,
-            dv,
-            amax: Vec::new(),
-            attn_scale: inputs.scale,
-            params: &[],
-            gradients: Vec::new(),
-        });
+        let report = run(HostBackward::new((q, k, v), (o, &inputs.stats), d_o, (dq, dk, dv)).attn_scale(inputs.scale));
         for (tensor, data) in gradients.iter_mut().zip(&written) {
             tensor.data = widened(data);
         }

@@ -83,7 +83,7 @@ impl Values {
     }
 
     pub(super) fn bound(&self) -> Vec<Param<'_>> {
-        self.0.iter().map(|(name, _, value)| Param { name, value: value.bound() }).collect()
+        self.0.iter().map(|(name, _, value)| Param::new(name, value.bound())).collect()
     }
 }
 

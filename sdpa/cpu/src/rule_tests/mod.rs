@@ -61,18 +61,10 @@ impl How {
         let [q, k, v] = [&given.q, &given.k, &given.v].map(|t| narrowed::<T>(&t.data));
         let mut out = narrowed::<T>(&o.data);
         let prepared = CpuExecutor::with_isa(self.isa).prepare(problem).unwrap();
-        let call = HostForward {
-            q: T::elements(&q),
-            k: T::elements(&k),
-            v: T::elements(&v),
-            o: T::elements_mut(&mut out),
-            stats: Some(&mut stats),
-            row_max: None,
-            sum_exp: None,
-            amax: Vec::new(),
-            attn_scale: Some(scale),
-            params,
-        };
+        let call = HostForward::new(T::elements(&q), T::elements(&k), T::elements(&v), T::elements_mut(&mut out))
+            .stats(&mut stats)
+            .attn_scale(scale)
+            .params(params);
         self.run(|| prepared.forward(call)).unwrap();
         o.data = widened(&out);
         (o, stats)
@@ -95,9 +87,9 @@ impl How {
         let prepared = CpuExecutor::with_isa(self.isa).prepare_backward(problem).unwrap();
         let [dq, dk, dv] = written.each_mut().map(|x| T::elements_mut(x));
         let named = problem.wrt().iter().zip(&mut of_params);
-        let gradients = named.map(|(wanted, data)| HostGradient { name: &wanted.name, data: T::elements_mut(data) }).collect();
+        let gradients = named.map(|(wanted, data)| HostGradient::new(&wanted.name, T::elements_mut(data)));
         let [q, k, v, o, d_o] = [&q, &k, &v, &o, &d_o].map(|x| T::elements(x));
-        let call = HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, amax: Vec::new(), attn_scale: Some(scale), params, gradients };
+        let call = HostBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).attn_scale(scale).params(params).gradients(gradients);
         self.run(|| prepared.backward(call)).unwrap();
         for (tensor, data) in tensors.iter_mut().zip(&written) {
             tensor.data = widened(data);

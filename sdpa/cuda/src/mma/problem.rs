@@ -85,7 +85,7 @@ mod tests {
     fn fields<T>(refused: Result<T, Unsupported>) -> Vec<String> {
         let field = |reason: Reason| match reason {
             Reason::Limit { field, .. } => field,
-            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),
+            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _ => format!("{reason:?}"),
         };
         refused.err().map_or_else(Vec::new, |refused| refused.reasons.into_iter().map(field).collect())
     }
@@ -100,11 +100,11 @@ mod tests {
         assert_eq!(of(&odd.clone().with_row_max().with_sum_exp().with_stats_in(StatsBase::Two)), [""; 0]);
         assert_eq!(of(&odd.with_dropout(0.5)), [""; 0]);
         for page_size in [1, 7, 48] {
-            let paged = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size, pages: 9 });
+            let paged = AttentionSpec::paged(DType::F16, SHAPE, Paged::new(page_size, 9));
             assert_eq!(of(&paged), [""; 0]);
             assert_eq!(of(&paged.with_packed_queries(9)), [""; 0]);
         }
-        assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), [""; 0]);
+        assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::new())), [""; 0]);
         assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::of(1 << 30))), ["total_q", "total_kv"]);
         let wide = Shape { dim_qk: 260, dim_v: 300, ..SHAPE };
         assert_eq!(of(&AttentionSpec::dense(DType::F16, wide, Layout::Bhsd)), ["dim_qk", "dim_v"]);

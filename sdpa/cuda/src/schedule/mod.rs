@@ -177,7 +177,7 @@ mod tests {
             ["causal", "document", "natten:9"].into_iter().flat_map(move |mask| [1, 700].map(|seq_q| dense(seq_q, dim, mask)))
         });
         let all: Vec<AttentionSpec> = all.chain([packed]).collect();
-        let paged = AttentionSpec::paged(DType::F16, shape(3, 128), Paged { page_size: 16, pages: 900 }).with_row_max();
+        let paged = AttentionSpec::paged(DType::F16, shape(3, 128), Paged::new(16, 900)).with_row_max();
         let with_gradients = |spec: &AttentionSpec| {
             let spec = spec.clone().score_mod("bias:hq".parse().unwrap()).with_sink().backward();
             [spec.clone().wrt("bias", DType::BF16).wrt(SINK, DType::F32), spec.deterministic().wrt("bias", DType::F32)]

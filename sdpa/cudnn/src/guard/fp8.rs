@@ -221,7 +221,7 @@ mod tests {
         let field = |reason: Reason| match reason {
             Reason::Limit { field, .. } => field,
             Reason::KnownBad { what, .. } => what,
-            Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => reason.to_string(),
+            Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _ => reason.to_string(),
         };
         super::super::reasons(job, runtime, sm, false).into_iter().map(field).collect()
     }

@@ -149,8 +149,7 @@ mod tests {
 
     #[test]
     fn wide_pages_are_taken_by_later_versions() {
-        let paged =
-            |dims, minor| forward(AttentionSpec::paged(DType::BF16, shape(64, dims), Paged { page_size: 16, pages: 20 }), minor, 90);
+        let paged = |dims, minor| forward(AttentionSpec::paged(DType::BF16, shape(64, dims), Paged::new(16, 20)), minor, 90);
         assert!(paged([192, 192], 9)[0].contains("at most 128 beside pages"));
         assert!(paged([192, 192], 10).is_empty() && paged([128, 128], 9).is_empty());
     }

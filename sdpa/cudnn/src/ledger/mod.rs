@@ -297,7 +297,7 @@ impl Ledger {
 
 /// What is missing on a version of cuDNN and an architecture.
 pub(crate) fn unproven(cudnn: Version, sm: u32, what: Untested) -> Unproven {
-    Unproven { executor: ExecutorName::CUDNN, runtime: format!("cuDNN {cudnn}, sm {sm}"), what }
+    Unproven::new(ExecutorName::CUDNN, format!("cuDNN {cudnn}, sm {sm}"), what)
 }
 
 #[cfg(test)]

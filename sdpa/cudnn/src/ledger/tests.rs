@@ -74,10 +74,10 @@ fn features_are_those_of_the_problem() {
     let mut aligned = dense(70);
     aligned.q.alignment = 8;
     differs(forward(&aligned), &["an operand aligned to less than 16 bytes"], &[]);
-    let packed = AttentionSpec { packed: Some(Packed { cross: true, ..Packed::default() }), ..dense(70) };
+    let packed = dense(70).with_packed(Packed::new().with_cross(true));
     differs(forward(&packed), &["packed sequences", "cu_seqlens of queries and of keys"], &["dense"]);
     let own = Shape { seq_q: 70, ..shape(70) };
-    let paged = AttentionSpec::paged(DType::BF16, own, Paged { page_size: 16, pages: 30 });
+    let paged = AttentionSpec::paged(DType::BF16, own, Paged::new(16, 30));
     assert!(names(&forward(&paged)).contains(&"pages of fewer than 64 tokens".to_owned()), "{:?}", names(&forward(&paged)));
     let biased = || dense(70).score_mod("bias:hqk".parse().unwrap()).with_sink();
     let gradients: Job = biased().backward().wrt("bias", DType::F32).wrt("sink", DType::BF16).deterministic().validate().unwrap().into();

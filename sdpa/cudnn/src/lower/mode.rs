@@ -74,7 +74,7 @@ mod tests {
     ];
 
     fn dtype(ty: Type) -> DType {
-        crate::dtype(ty.dtype())
+        crate::lower::dtype(ty.dtype())
     }
 
     /// Numbers of a type: the rest become the nearest of it.

@@ -129,7 +129,7 @@ mod tests {
     fn score_mods_of_one_query_over_pages_are_composite() {
         let asked = |seq_q: i64, texts: [&str; 2]| {
             let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q, seq_kv: 75, dim_qk: 64, dim_v: 64 };
-            let mut spec = AttentionSpec::paged(DType::BF16, shape, Paged { page_size: 16, pages: 15 });
+            let mut spec = AttentionSpec::paged(DType::BF16, shape, Paged::new(16, 15));
             let [score_mod, mask] = texts;
             spec.score_mods.extend((!score_mod.is_empty()).then(|| score_mod.parse().unwrap()));
             spec.masks.extend((!mask.is_empty()).then(|| mask.parse().unwrap()));

@@ -19,6 +19,7 @@ pub struct Header {
 
 /// Why plans of a file are no plans here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Mismatch {
     /// The file was written by another cuDNN.
     #[error("cudnn: the file has {file}, here is {here}")]

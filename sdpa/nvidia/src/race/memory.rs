@@ -200,10 +200,9 @@ impl<'a> Memory<'a> {
             None => DeviceValue::Scalar(scale),
         };
         let declared = self.job.params().iter().zip(&self.params);
-        let params: Vec<DeviceParam<'_, DeviceSlice>> =
-            declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
-        let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient { name, slice: slice(&tensor.buffer) });
-        let amax = self.amax.iter().map(|(of, tensor)| DeviceAmax { of: *of, slice: slice(&tensor.buffer) });
+        let params: Vec<DeviceParam<'_, DeviceSlice>> = declared.map(|(p, tensor)| DeviceParam::new(&p.name, value(tensor))).collect();
+        let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient::new(name, slice(&tensor.buffer)));
+        let amax = self.amax.iter().map(|(of, tensor)| DeviceAmax::new(*of, slice(&tensor.buffer)));
         submit(&DeviceCall {
             operands: self.operands.each_ref().map(|tensor| tensor.as_ref().map(|tensor| slice(&tensor.buffer))),
             stats: self.statistic(Statistic::Stats),
