@@ -154,6 +154,11 @@ impl Dispatcher {
     }
 
     /// Every executor that is asked, in this order.
+    ///
+    /// ```
+    /// use sdpa::{Dispatcher, ExecutorName};
+    /// assert_eq!(Dispatcher::default().executors().last(), Some(&ExecutorName::CPU));
+    /// ```
     pub fn executors(&self) -> Vec<ExecutorName> {
         let mut names: Vec<ExecutorName> = self.given.iter().map(|given| given.name()).collect();
         let own = COMPILED_IN.iter().copied().filter(|own| !names.contains(own));
@@ -165,6 +170,15 @@ impl Dispatcher {
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
     /// where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), and where cuDNN's ledger does not cover the problem; where it
     /// is timed (`Dispatcher::timed`), the faster first of those that are proven.
+    ///
+    /// ```
+    /// use sdpa::{AttentionSpec, DType, Dispatcher, Layout, Shape};
+    ///
+    /// let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 4, seq_kv: 4, dim_qk: 8, dim_v: 8 };
+    /// let spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
+    /// println!("{:?}", Dispatcher::default().executors_for(&spec.validate()?));
+    /// # Ok::<(), sdpa::SpecErrors>(())
+    /// ```
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
@@ -335,6 +349,21 @@ impl Dispatcher {
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa::{AttentionSpec, DType, Dispatcher, HostForward, Layout, Preference, Shape};
+    ///
+    /// let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 4, seq_kv: 4, dim_qk: 8, dim_v: 8 };
+    /// let spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
+    /// let choice = Dispatcher::default().prepare(&spec.validate()?, Preference::Auto)?;
+    /// let (q, k, v, mut o) = ([0.5f32; 64], [0.25f32; 32], [2f32; 32], [0f32; 64]);
+    /// // What is prepared serves any number of calls.
+    /// choice.prepared.forward(HostForward::new(&q, &k, &v, &mut o))?;
+    /// println!("{} ran it, {} declined", choice.executor, choice.declined.len());
+    /// # Ok::<(), sdpa::Error>(())
+    /// ```
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::forward(problem)) {
             return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
@@ -352,6 +381,21 @@ impl Dispatcher {
     ///
     /// # Errors
     /// As [`Dispatcher::prepare`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa::{AttentionSpec, DType, Dispatcher, ExecutorName, HostBackward, Layout, Preference, Shape};
+    ///
+    /// let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 4, seq_kv: 4, dim_qk: 8, dim_v: 8 };
+    /// let spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
+    /// let choice = Dispatcher::default().prepare_backward(&spec.backward().validate()?, Preference::Named(ExecutorName::CPU))?;
+    /// let (q, k, v) = ([0.5f32; 64], [0.25f32; 32], [2f32; 32]);
+    /// let (o, stats, d_o) = ([2f32; 64], [1f32; 8], [1f32; 64]);
+    /// let (mut dq, mut dk, mut dv) = ([0f32; 64], [0f32; 32], [0f32; 32]);
+    /// choice.prepared.backward(HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv)))?;
+    /// # Ok::<(), sdpa::Error>(())
+    /// ```
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::backward(problem)) {
             return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });

@@ -4,6 +4,7 @@ mod choice;
 mod cli;
 mod documentation;
 mod facts;
+mod hints;
 mod house;
 mod ledger;
 mod library;

@@ -98,6 +98,14 @@ impl AttentionSpec {
 
 impl BackwardSpec {
     /// Asks for the same bits on every run.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// assert!(spec.backward().deterministic().validate()?.deterministic());
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     #[must_use]
     pub fn deterministic(mut self) -> Self {
         self.deterministic = true;
@@ -147,6 +155,17 @@ impl BackwardSpec {
     }
 
     /// Asks for the gradient of the declared parameter `name` too, of this element type.
+    ///
+    /// ```
+    /// use sdpa_core::expr::{Axis, F32};
+    /// use sdpa_core::library::bias;
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).score_mod(bias([Axis::Head, Axis::K], F32));
+    /// let problem = spec.backward().wrt("bias", DType::F32).validate()?;
+    /// assert_eq!(problem.gradient_elements("bias"), 8 * 16);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     #[must_use]
     pub fn wrt(mut self, name: &str, dtype: DType) -> Self {
         self.wrt.push(GradientSpec { name: name.to_owned(), dtype });

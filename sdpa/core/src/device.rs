@@ -177,6 +177,13 @@ impl<M> DeviceAmax<M> {
 
 impl<'a, M> DeviceForward<'a, M> {
     /// A call over these operands, with the default scale, no parameters, and nothing written but `o`.
+    ///
+    /// ```
+    /// use sdpa_core::device::DeviceForward;
+    /// // Memory is what the executor takes, such as an address with a length.
+    /// let call = DeviceForward::new(0x1000u64, 0x2000, 0x3000, 0x4000).stats(0x5000).attn_scale(0.125);
+    /// assert_eq!((call.stats, call.workspace), (Some(0x5000), None));
+    /// ```
     pub fn new(q: M, k: M, v: M, o: M) -> DeviceForward<'a, M> {
         DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[], amax: &[], workspace: None }
     }
@@ -262,6 +269,12 @@ impl<'a, M> DeviceForward<'a, M> {
 impl<'a, M> DeviceBackward<'a, M> {
     /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
     /// `k` and `v`; with the default scale and no parameters.
+    ///
+    /// ```
+    /// use sdpa_core::device::DeviceBackward;
+    /// let call = DeviceBackward::new((1u64, 2, 3), (4, 5), 6, (7, 8, 9)).workspace(10);
+    /// assert_eq!((call.stats, call.d_o, call.dv), (5, 6, 9));
+    /// ```
     pub fn new((q, k, v): (M, M, M), (o, stats): (M, M), d_o: M, (dq, dk, dv): (M, M, M)) -> DeviceBackward<'a, M> {
         DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &[], gradients: &[], amax: &[], workspace: None }
     }

@@ -88,6 +88,13 @@ pub struct Report {
 
 impl Report {
     /// A report of `engine`, which ran for `compute`, with nothing copied and no scratch memory.
+    ///
+    /// ```
+    /// use sdpa_core::executor::Report;
+    /// use std::time::Duration;
+    /// let report = Report::new("my kernel", Duration::from_micros(12)).with_workspace_bytes(4096);
+    /// assert_eq!(report.engine, "my kernel");
+    /// ```
     pub fn new(engine: impl Into<String>, compute: Duration) -> Report {
         Report { compute, copied: Vec::new(), engine: engine.into(), workspace_bytes: 0 }
     }

@@ -62,6 +62,20 @@ impl ScoreMod {
     ///
     /// # Errors
     /// Every parameter that is declared against the rules.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::ScoreMod;
+    /// use sdpa_core::expr::{Axis, F32};
+    /// // A slope for each head, bound at each call.
+    /// let biased = ScoreMod::new("biased", |score, at, p| {
+    ///     let slope = p.tensor("slope", [Axis::Head], F32);
+    ///     score + slope * (at.k - at.q).to_f32()
+    /// })?;
+    /// assert_eq!(biased.name(), "biased");
+    /// # Ok::<(), sdpa_core::ExprErrors>(())
+    /// ```
     pub fn new<F>(name: &str, f: F) -> Result<ScoreMod, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -99,6 +113,12 @@ impl ScoreMod {
     }
 
     /// This one, and then the other on what it yields.
+    ///
+    /// ```
+    /// use sdpa_core::library::{alibi, softcap};
+    /// let both = softcap(30.0).then(alibi());
+    /// assert_eq!(both.stages().len(), 2);
+    /// ```
     #[must_use]
     pub fn then(mut self, other: ScoreMod) -> ScoreMod {
         self.name = format!("{}, {}", self.name, other.name);
@@ -110,6 +130,15 @@ impl ScoreMod {
     ///
     /// # Errors
     /// A name that is none, or that another parameter has.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::library::softcap;
+    /// let twice = softcap(50.0).rename("cap", "outer")?.then(softcap(30.0));
+    /// assert!(twice.stages()[0].find("outer").is_some());
+    /// # Ok::<(), sdpa_core::ExprErrors>(())
+    /// ```
     pub fn rename(mut self, from: &str, to: &str) -> Result<ScoreMod, ExprErrors> {
         let declares = |name: &str| self.stages.iter().any(|stage| stage.find(name).is_some());
         if from != to && declares(from) && declares(to) {

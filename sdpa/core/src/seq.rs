@@ -53,6 +53,15 @@ impl Buckets {
     ///
     /// # Errors
     /// None at all, one below 1, or one that is no longer than the one before.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::seq::Buckets;
+    /// assert_eq!(Buckets::new([128, 512, 4096])?.up(200), Some(512));
+    /// assert!(Buckets::new([128, 64]).is_err());
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn new(lengths: impl Into<Vec<i64>>) -> Result<Buckets, SpecErrors> {
         let lengths = lengths.into();
         let rising = lengths.windows(2).all(|pair| pair[0] < pair[1]);
@@ -66,6 +75,14 @@ impl Buckets {
     ///
     /// # Errors
     /// As [`Buckets::new`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::seq::Buckets;
+    /// assert_eq!(Buckets::doubling(128, 1000)?.lengths(), [128, 256, 512, 1000]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn doubling(first: i64, last: i64) -> Result<Buckets, SpecErrors> {
         let mut lengths: Vec<i64> = std::iter::successors(Some(first.max(1)), |n| n.checked_mul(2)).take_while(|n| *n < last).collect();
         lengths.push(last);
@@ -76,6 +93,14 @@ impl Buckets {
     ///
     /// # Errors
     /// As [`Buckets::new`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::seq::Buckets;
+    /// assert_eq!(Buckets::multiples(64, 200)?.lengths(), [64, 128, 192, 200]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn multiples(step: i64, last: i64) -> Result<Buckets, SpecErrors> {
         if step < 1 {
             return Err(one("buckets", step, "a step of at least 1"));
@@ -134,6 +159,13 @@ impl Bucketed {
 
 impl SeqPolicy {
     /// A policy that rounds `seq_q` and `seq_kv` up to these buckets; `None` leaves a length as it is.
+    ///
+    /// ```
+    /// use sdpa_core::seq::{Buckets, SeqPolicy};
+    /// let decode = SeqPolicy::new(None, Buckets::doubling(128, 4096)?);
+    /// assert!(decode.q.is_none());
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn new(q: impl Into<Option<Buckets>>, kv: impl Into<Option<Buckets>>) -> SeqPolicy {
         SeqPolicy { q: q.into(), kv: kv.into() }
     }

@@ -73,6 +73,11 @@ pub struct TensorSpec {
 
 impl TensorSpec {
     /// A dense tensor in the given order, its base 16-byte aligned.
+    ///
+    /// ```
+    /// use sdpa_core::{Layout, TensorSpec};
+    /// assert_eq!(TensorSpec::dense([2, 8, 16, 64], Layout::Bshd).strides, [16 * 8 * 64, 64, 8 * 64, 1]);
+    /// ```
     pub fn dense(dims: [i64; 4], layout: Layout) -> TensorSpec {
         TensorSpec { dims, strides: layout.strides(dims), alignment: 16 }
     }
@@ -410,6 +415,15 @@ impl AttentionSpec {
     }
 
     /// Sets the extents and strides of the queries.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, TensorSpec};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// // Rows of 80 elements, of which 64 are queries.
+    /// let q = TensorSpec { strides: [16 * 8 * 80, 80, 8 * 80, 1], ..spec.q };
+    /// assert!(spec.with_q(q).validate().is_ok());
+    /// ```
     #[must_use]
     pub fn with_q(mut self, q: TensorSpec) -> Self {
         self.q = q;
@@ -481,6 +495,13 @@ impl AttentionSpec {
     }
 
     /// Asks for `stats` as logarithms to this base.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, StatsBase};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// assert_eq!(spec.with_stats_in(StatsBase::Two).stats_base, StatsBase::Two);
+    /// ```
     #[must_use]
     pub fn with_stats_in(mut self, base: StatsBase) -> Self {
         (self.stats, self.stats_base) = (true, base);
@@ -489,6 +510,15 @@ impl AttentionSpec {
 
     /// Asks for [`row_max`](AttentionSpec::row_max), the largest score of each row. With [`sum_exp`](AttentionSpec::with_sum_exp) it is what merging
     /// results over different keys needs, and `stats` is `row_max + ln(sum_exp)`.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, Statistic};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// let problem = spec.with_row_max().with_sum_exp().validate()?;
+    /// assert!(problem.computes(Statistic::RowMax) && !problem.computes(Statistic::Stats));
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     #[must_use]
     pub fn with_row_max(mut self) -> Self {
         self.row_max = true;
@@ -506,6 +536,19 @@ impl AttentionSpec {
     ///
     /// # Errors
     /// Every rule that a field breaks, each with the field, its value and the rule.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 16, seq_kv: 16, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    /// assert!(spec.validate().is_ok());
+    /// // Every mistake at once.
+    /// let wrong = AttentionSpec::dense(DType::I32, Shape { heads_kv: 3, ..shape }, Layout::Bshd).validate().unwrap_err();
+    /// assert!(wrong.0.len() > 1, "{wrong}");
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn validate(&self) -> Result<Problem, SpecErrors> {
         Problem::new(self)
     }

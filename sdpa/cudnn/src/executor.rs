@@ -256,6 +256,18 @@ impl CudnnExecutor {
     }
 
     /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs; and what its masks cost. Changes nothing.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// use sdpa_cudnn::{CudnnExecutor, CudnnOptions, Job};
+    /// fn explain() -> Result<(), Box<dyn std::error::Error>> {
+    ///     let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64 };
+    ///     let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).validate()?;
+    ///     let executor = CudnnExecutor::new(CudnnOptions::default())?;
+    ///     println!("{}", executor.explain(&Job::from(problem)));
+    ///     Ok(())
+    /// }
+    /// ```
     pub fn explain(&self, job: &Job) -> Explanation {
         let mut explanation = self.cache(job).explain(job);
         explanation.notes = cost::notes(job, self.options.pieces);

@@ -3,7 +3,7 @@
 //! A traced value cannot be branched on, as it is no `bool`, and values of two traces do not mix, as each trace has a lifetime
 //! of its own:
 //!
-//! ```compile_fail,E0369
+//! ```compile_fail,E0277
 //! use sdpa_core::expr::Trace;
 //! Trace::of_score(|score, _, _| if score > 0.0 { score } else { -score });
 //! ```
@@ -24,6 +24,7 @@
 //! ```
 //! use sdpa_core::expr::Trace;
 //! Trace::of_score(|score, _, _| score.gt(0.0).select(score, -score))?;
+//! Trace::of_mask(|at, _| [at.q, at.batch].iter().map(|index| index.ge(2)).fold(at.k.le(at.q), |all, more| all & more))?;
 //! Trace::of_score(|outer, _, _| {
 //!     let _ = Trace::of_score(|inner, _, _| inner + inner);
 //!     outer
@@ -66,6 +67,21 @@ mod sealed {
     impl Sealed for super::Bool {}
     impl Sealed for super::F16 {}
     impl Sealed for super::BF16 {}
+
+    /// Explains that comparison operators are not traced. No type that a program can name is an `O`.
+    ///
+    /// Its own type is that of the value, not the traced value: of a bound on the type that an operator is applied to, rustc reports the operator's message. The
+    /// two implementations keep the operand open until rustc knows it; without any, it would only say that there is no such operator.
+    #[diagnostic::on_unimplemented(
+        message = "comparison operators cannot be traced: they return a `bool` of Rust",
+        label = "this comparison is not traced",
+        note = "compare with methods: `at.k.le(at.q)` for `at.k <= at.q`, likewise `.lt`, `.gt`, `.ge`, `.eq` and `.ne`",
+        note = "the result is a traced truth value: combine with `&`, `|` and `!`, choose with `.select(x, y)`"
+    )]
+    pub trait ComparedByOperator<O> {}
+    pub enum Never {}
+    impl<T> ComparedByOperator<Never> for T {}
+    impl<T> ComparedByOperator<[Never; 1]> for T {}
 }
 
 /// The type of a traced value: [`F32`], [`I32`] or [`Bool`].
@@ -103,6 +119,11 @@ impl Traced for Bool {
 }
 
 /// The element type of a declared tensor, and what its elements are in an expression.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the element type of a tensor in an expression",
+    label = "expected one of the marker types `F32`, `F16`, `BF16`, `I32`, `Bool`",
+    note = "pass `sdpa::expr::F32` instead of `DType::F32`: the marker also says which type the elements have in the expression"
+)]
 pub trait Stored: sealed::Sealed + Copy {
     /// What an element is in an expression.
     type Value: Traced;
@@ -148,6 +169,12 @@ impl<T> fmt::Debug for Expr<'_, T> {
 }
 
 /// What can stand as an operand: a traced value of the type, or a number.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not an operand of traced `{T}` arithmetic",
+    label = "expected an `Expr` of `{T}`, or a number of that type",
+    note = "indices and extents (`at.q`, `at.k`, `at.seq_kv`, …) are `Expr<I32>`: `score + at.q.to_f32()` adds one to a score",
+    note = "`.to_i32()` rounds an `Expr<F32>` toward zero; numbers are written `1.0` beside `F32` and `1` beside `I32`"
+)]
 pub trait Operand<'t, T> {
     /// The value in the trace of `like`.
     fn expr<U>(self, like: Expr<'t, U>) -> Expr<'t, T>;
@@ -212,9 +239,10 @@ macro_rules! methods {
         }
     };
     (@ $t:ty, $(#[$doc:meta])* $name:ident compare $f:ident) => {
+        // By reference: of a `&Expr`, a method by value would come after that of `PartialOrd`.
         $(#[$doc])*
         #[must_use]
-        pub fn $name(self, other: impl Operand<'t, $t>) -> Expr<'t, Bool> {
+        pub fn $name(&self, other: impl Operand<'t, $t>) -> Expr<'t, Bool> {
             self.binary(Binary::$f, other)
         }
     };
@@ -364,6 +392,19 @@ operators! {
     F32 f32: Add add Add, Sub sub Sub, Mul mul Mul, Div div Div, Rem rem Mod;
     I32 i32: Add add Add, Sub sub Sub, Mul mul Mul, Div div Div, Rem rem Mod;
     Bool bool: BitAnd bitand And, BitOr bitor Or;
+}
+
+// These give no operator a meaning: their bounds hold for no type, so that the compiler explains what to write instead.
+impl<T: sealed::ComparedByOperator<O>, O> PartialEq<O> for Expr<'_, T> {
+    fn eq(&self, _: &O) -> bool {
+        false
+    }
+}
+
+impl<T: sealed::ComparedByOperator<O>, O> PartialOrd<O> for Expr<'_, T> {
+    fn partial_cmp(&self, _: &O) -> Option<std::cmp::Ordering> {
+        None
+    }
 }
 
 impl<'t> ops::Neg for Expr<'t, F32> {

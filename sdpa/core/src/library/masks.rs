@@ -28,11 +28,21 @@ pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
 }
 
 /// Keeps the last `window` keys up to the query.
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::sliding_window(128).to_string().parse(), Ok(library::sliding_window(128)));
+/// ```
 pub fn sliding_window(window: i64) -> Mask {
     Mask::window(Some(window), Some(0), Align::TopLeft)
 }
 
 /// Keeps every `n`th key, counted from the query in both directions: those where `n` divides `q − k`.
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::dilated(3).to_string().parse(), Ok(library::dilated(3)));
+/// ```
 pub fn dilated(n: i32) -> Mask {
     of(&format!("dilated:{n}"), |at, _| ((at.q - at.k) % n).eq(0))
 }
@@ -43,6 +53,11 @@ fn same_document<'t>(p: Params<'t>) -> Expr<'t, Bool> {
 
 /// Keeps the keys of the query's document: where the i32 tensors `doc_q` (batch, seq_q) and `doc_k` (batch, seq_kv) are equal. Every tile is
 /// computed; documents one behind the other cost what they hold as [`Packed`](crate::Packed) ones.
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::document().to_string().parse(), Ok(library::document()));
+/// ```
 pub fn document() -> Mask {
     of("document", |_, p| same_document(p))
 }
@@ -58,12 +73,22 @@ pub fn document_runs() -> Mask {
 }
 
 /// Keeps the first `len` keys for every query, and otherwise as [`document`].
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::shared_prefix(40).to_string().parse(), Ok(library::shared_prefix(40)));
+/// ```
 pub fn shared_prefix(len: i32) -> Mask {
     of(&format!("shared-prefix:{len}"), |at, p| at.k.lt(len) | same_document(p))
 }
 
 /// Keeps queries and keys within the lengths of their batch entry: i32 tensors `seq_len_q` and `seq_len_kv`, (batch). A length of 0 is
 /// a batch entry that is not there: its outputs are 0.
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::padding().to_string().parse(), Ok(library::padding()));
+/// ```
 pub fn padding() -> Mask {
     of("padding", |at, p| {
         let rows = at.q.lt(p.tensor(SEQ_LEN_Q, [Axis::Batch], I32));
@@ -72,6 +97,11 @@ pub fn padding() -> Mask {
 }
 
 /// Keeps keys nearer to the query than `window`, the first `globals` keys, and for the first `globals` queries all of them.
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::global_local(64, 4).to_string().parse(), Ok(library::global_local(64, 4)));
+/// ```
 pub fn global_local(window: i32, globals: i32) -> Mask {
     of(&format!("global-local:{window},{globals}"), |at, _| {
         let near = (at.q - at.k).abs().lt(window);
@@ -81,6 +111,11 @@ pub fn global_local(window: i32, globals: i32) -> Mask {
 
 /// Keeps the `size` keys around the query; at both ends of the keys the neighbourhood is moved inwards, so that it always has
 /// `size` keys where there are as many (neighbourhood attention in one dimension). `size` is odd.
+///
+/// ```
+/// use sdpa_core::library;
+/// assert_eq!(library::natten(7).to_string().parse(), Ok(library::natten(7)));
+/// ```
 pub fn natten(size: i32) -> Mask {
     of(&format!("natten:{size}"), |at, _| {
         let first = (at.q - size / 2).min(at.seq_kv - size).max(0);

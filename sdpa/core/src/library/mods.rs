@@ -14,6 +14,13 @@ where
 }
 
 /// `tanh(score / cap) · cap`: scores stay between −cap and cap (Gemma 2). The cap is the scalar `cap`.
+///
+/// ```
+/// use sdpa_core::ScoreMod;
+/// use sdpa_core::library::softcap;
+/// assert_eq!("softcap:30".parse::<ScoreMod>()?, softcap(30.0));
+/// # Ok::<(), sdpa_core::ParseError>(())
+/// ```
 pub fn softcap(cap: f32) -> ScoreMod {
     of(&format!("softcap:{cap}"), |score, _, p| {
         let cap = p.scalar("cap", cap);
@@ -39,6 +46,13 @@ fn slope<'t>(at: At<'t>) -> Expr<'t, F32> {
 }
 
 /// Adds `slope(head) · (k − q)` (ALiBi): the published slopes, for any number of heads. They are [`alibi_slopes`].
+///
+/// ```
+/// use sdpa_core::ScoreMod;
+/// use sdpa_core::library::alibi;
+/// assert_eq!("alibi".parse::<ScoreMod>()?, alibi());
+/// # Ok::<(), sdpa_core::ParseError>(())
+/// ```
 pub fn alibi() -> ScoreMod {
     of("alibi", |score, at, _| score + slope(at) * (at.k - at.q).to_f32())
 }
@@ -49,6 +63,11 @@ pub fn alibi_with() -> ScoreMod {
 }
 
 /// The slopes that [`alibi`] has, one for each of `heads_q` heads, for [`alibi_with`].
+///
+/// ```
+/// use sdpa_core::library::alibi_slopes;
+/// assert_eq!(alibi_slopes(8)[..2], [0.5, 0.25]);
+/// ```
 pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
     let power = if heads_q == 0 { 1 } else { 1usize << heads_q.ilog2() };
     let slope = |head: usize| {
@@ -59,6 +78,13 @@ pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
 
 /// Adds `rel[head, clamp(k − q, −reach, reach) + reach]`: a bias for each head and each distance up to `reach`, keys farther away sharing the last one of
 /// their side. The table `rel`, f32 `[heads, 2·reach + 1]`, is the caller's; heads behind its last have that one's.
+///
+/// ```
+/// use sdpa_core::library::relative_bias;
+/// // Eight heads, distances up to 128: the table has 8 × 257 elements.
+/// let declared = relative_bias(8, 128);
+/// assert!(declared.stages()[0].find("rel").is_some());
+/// ```
 pub fn relative_bias(heads: i32, reach: i32) -> ScoreMod {
     of(&format!("relative-bias:{heads},{reach}"), |score, at, p| {
         let rel = p.table("rel", [i64::from(heads), 2 * i64::from(reach) + 1], F32);
@@ -67,6 +93,13 @@ pub fn relative_bias(heads: i32, reach: i32) -> ScoreMod {
 }
 
 /// Adds the declared tensor `bias`, which spans these axes of the scores and is one number for all along the others.
+///
+/// ```
+/// use sdpa_core::expr::{Axis, F32};
+/// use sdpa_core::library::bias;
+/// let by_head = bias([Axis::Head, Axis::Q, Axis::K], F32);
+/// assert!(by_head.stages()[0].find("bias").is_some());
+/// ```
 pub fn bias<S>(axes: impl Into<Axes>, dtype: S) -> ScoreMod
 where
     S: Stored<Value = F32>,

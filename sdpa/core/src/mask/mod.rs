@@ -128,6 +128,16 @@ impl Mask {
     ///
     /// # Errors
     /// Every parameter that is declared against the rules.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::Mask;
+    /// // Chunks of 64 keys: a query attends to its own chunk.
+    /// let chunked = Mask::new("chunked", |at, _| (at.q / 64).eq(at.k / 64))?;
+    /// assert_eq!(chunked.to_string(), "q / 64 == k / 64");
+    /// # Ok::<(), sdpa_core::ExprErrors>(())
+    /// ```
     pub fn new<F>(name: &str, f: F) -> Result<Mask, ExprErrors>
     where
         F: for<'t> FnOnce(At<'t>, Params<'t>) -> Expr<'t, Bool>,
@@ -136,11 +146,27 @@ impl Mask {
     }
 
     /// Keeps `k ≤ q`, query 0 standing at key 0.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+    /// let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal()).validate()?;
+    /// assert_eq!(problem.kept().to_string(), "causal");
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn causal() -> Mask {
         Mask::Window { left: None, right: Some(0), align: Align::TopLeft }
     }
 
     /// Keeps `k ≤ q + seq_kv − seq_q`: the last query sees every key.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+    /// let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
+    /// assert_eq!(problem.kept().to_string(), "k - q <= 2");
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn causal_bottom_right() -> Mask {
         Mask::Window { left: None, right: Some(0), align: Align::BottomRight }
     }
@@ -148,16 +174,41 @@ impl Mask {
     /// Keeps `k ≤ q + len_kv − len_q`: the last query that a batch entry has sees every key that it has.
     ///
     /// Lengths are those of [`Mask::padding`] beside it, or of packed documents; without such, the extents.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 2, heads_q: 1, heads_kv: 1, seq_q: 4, seq_kv: 64, dim_qk: 8, dim_v: 8 };
+    /// let spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::padding()).mask(Mask::causal_ends());
+    /// let names: Vec<String> = spec.validate()?.params().iter().map(|p| p.name.clone()).collect();
+    /// assert_eq!(names, ["seq_len_q", "seq_len_kv"]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn causal_ends() -> Mask {
         Mask::Window { left: None, right: Some(0), align: Align::Ends }
     }
 
     /// Keeps `q − left < k ≤ q + right`.
+    ///
+    /// ```
+    /// use sdpa_core::{Align, Mask};
+    /// // The last 128 keys up to the query.
+    /// let mask = Mask::window(Some(128), Some(0), Align::TopLeft);
+    /// assert_eq!(mask.to_string().parse::<Mask>()?, mask);
+    /// # Ok::<(), sdpa_core::ParseError>(())
+    /// ```
     pub fn window(left: Option<i64>, right: Option<i64>, align: Align) -> Mask {
         Mask::Window { left, right, align }
     }
 
     /// Keeps `k ≤ q`, and the first `len` keys for every query.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+    /// let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::prefix_lm(3)).validate()?;
+    /// assert_eq!(problem.kept().to_string(), "(k <= q | k < 3)");
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
     pub fn prefix_lm(len: i64) -> Mask {
         Mask::PrefixLm { len }
     }
@@ -166,6 +217,14 @@ impl Mask {
     ///
     /// # Errors
     /// Parameters that parts of it declare under one name, and not alike.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use sdpa_core::Mask;
+    /// assert_eq!((!Mask::causal()).trace()?.to_string(), "!(k - q <= 0)");
+    /// # Ok::<(), sdpa_core::ExprErrors>(())
+    /// ```
     pub fn trace(&self) -> Result<Trace, ExprErrors> {
         let mut b = Builder::new();
         let root = self.build(&mut b, Corner::Extents);
