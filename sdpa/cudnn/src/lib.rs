@@ -26,6 +26,7 @@ pub mod ledger;
 pub mod lower;
 mod model;
 mod named;
+mod options;
 mod order;
 #[doc(hidden)]
 pub mod pieces;
@@ -49,7 +50,8 @@ pub use error::Error;
 pub use executor::{CudnnExecutor, CudnnOptions, Plans};
 pub use files::AttachError;
 pub use lower::{Form, Job};
-pub use plan::{Pieces, PlanOptions, Planned};
+pub use options::{Pieces, PlanOptions};
+pub use plan::Planned;
 pub use raw::{DeviceBackward, DeviceCall, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 pub use replay::Replay;
 pub use sdpa_core::device::with_defaults;

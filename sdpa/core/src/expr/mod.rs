@@ -49,5 +49,5 @@ pub use made::Made;
 pub use near::nearest;
 pub use node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Spelling, Type, Unary};
 pub use params::{Axes, Declared, ParamKind};
-pub use trace::{Depends, ExprError, Trace};
-pub use typed::{At, BF16, Bool, Expr, ExprErrors, F16, F32, I32, Operand, Params, Stored, Table, Traced};
+pub use trace::{Depends, ExprError, ExprErrors, Trace};
+pub use typed::{At, BF16, Bool, Expr, F16, F32, I32, Operand, Params, Stored, Table, Traced};

@@ -2,8 +2,8 @@
 
 use super::node::{Axis, Binary, Const, Node, NodeId, ParamId, Type};
 use super::params::{Axes, Declared, ParamKind};
-use super::typed::ExprErrors;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// What is wrong with an expression.
@@ -65,6 +65,21 @@ pub enum ExprError {
         rule: String,
     },
 }
+
+/// Everything that is wrong with an expression.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExprErrors(pub Vec<ExprError>);
+
+impl fmt::Display for ExprErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, e) in self.0.iter().enumerate() {
+            write!(f, "{}{e}", if i == 0 { "" } else { "\n" })?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for ExprErrors {}
 
 /// What a closure did, as data: values in topological order, and the parameters that they read. Some of the values are its *roots*, what it computes.
 ///

@@ -37,7 +37,7 @@ use super::build::Builder;
 use super::made::Made;
 use super::node::{Axis, Binary, Const, NodeId, ParamId, Type, Unary};
 use super::params::{Axes, Declared, ParamKind};
-use super::trace::{ExprError, Trace};
+use super::trace::{ExprError, ExprErrors, Trace};
 use crate::dtype::DType;
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -582,18 +582,3 @@ impl Trace {
         trace::<Bool, _>(|_, at, p| f(at, p)).map_err(ExprErrors)
     }
 }
-
-/// Everything that is wrong with an expression.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExprErrors(pub Vec<ExprError>);
-
-impl fmt::Display for ExprErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, e) in self.0.iter().enumerate() {
-            write!(f, "{}{e}", if i == 0 { "" } else { "\n" })?;
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for ExprErrors {}
