@@ -41,7 +41,7 @@ pub struct CacheStats {
     pub not_kept: u64,
 }
 
-/// Where the time of a build went. In files, times are whole microseconds. Exhaustive, so that values set what they know and leave the rest to `Default`.
+/// The time that each stage of a build took. In files, times are whole microseconds. Exhaustive, so that values set what they know and leave the rest to `Default`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BuildTime {
     /// The whole build.

@@ -142,7 +142,7 @@ impl Unsupported {
         Unsupported { executor, reasons, before: Vec::new() }
     }
 
-    /// The same refusal, after those of executors that were asked before.
+    /// Returns this refusal with the refusals of earlier executors before it.
     #[must_use]
     pub fn after(mut self, before: Vec<Unsupported>) -> Unsupported {
         self.before = before;

@@ -140,7 +140,7 @@ impl From<f32> for ParamValue<'_> {
     }
 }
 
-/// What is bound to a declared parameter of a score_mod or mask. Numbers, and slices, vectors and arrays of each element type, convert into it.
+/// A value for a declared parameter of a score_mod or mask. Numbers, and slices, vectors and arrays of each element type, convert into it.
 /// Exhaustive: executors match every kind of value, so that a new one stops them from compiling.
 #[derive(Clone, Copy, Debug)]
 pub enum ParamValue<'a> {

@@ -36,7 +36,7 @@ pub enum Untested {
 }
 
 impl Unproven {
-    /// What is not known of an executor's library and device.
+    /// Describes a problem that is unproven on an executor's library and device.
     pub fn new(executor: ExecutorName, runtime: impl Into<String>, what: Untested) -> Unproven {
         Unproven { executor, runtime: runtime.into(), what }
     }

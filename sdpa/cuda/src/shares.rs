@@ -8,7 +8,7 @@ use sdpa_core::Side;
 use sdpa_core::expr::{Judged, Trace};
 use std::ops::Range;
 
-/// What a thread block costs before and after its loop over query tiles, in steps of the loop.
+/// Cost of a thread block before and after its loop over query tiles, in steps of the loop.
 const AROUND: f64 = 1.0;
 /// What it costs beside that to add up with others.
 const ADDED: f64 = 2.0;

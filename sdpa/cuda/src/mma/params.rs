@@ -1,4 +1,4 @@
-//! What the kernels with `mma.sync` get as parameters, of both passes.
+//! Parameters of the `mma.sync` kernels, forward and backward.
 
 use crate::params::params;
 use crate::schedule::Address;

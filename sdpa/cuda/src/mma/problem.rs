@@ -1,4 +1,4 @@
-//! What kernels with `mma.sync` support. They support any strides and head dims.
+//! Support checks of the `mma.sync` kernels, which take any strides and head dims.
 
 use super::fact::supports_fact;
 use super::tile_config::TileConfig;

@@ -23,7 +23,7 @@ pub(crate) struct WarpPartials {
 }
 
 impl WarpPartials {
-    /// Of a gradient, with KV blocks of this tile configuration.
+    /// Returns the partial sums of a gradient, with KV blocks of this tile configuration.
     pub(crate) fn of(along: &Along, [batch, heads, seq_q, seq_kv]: [i64; 4], config: &TileConfig) -> WarpPartials {
         let has = |axis| !along.axes.is_table() && along.axes.has(axis);
         let slots = if has(Axis::K) { 1 } else { seq_kv.unsigned_abs().next_multiple_of(config.own.into()) as i64 / 16 };

@@ -162,7 +162,7 @@ impl CudaPlan {
         Ok(Arc::new(mapped))
     }
 
-    /// The same pass, whose block lists are made in memory of its own.
+    /// Returns a plan of the same pass that keeps its block lists in its own memory.
     fn with_memory_for_lists(&self) -> Result<CudaPlan, Error> {
         if self.schedule.slots.iter().any(|slot| table(slot).is_some()) {
             return Err(Error::Bug("a pass has block lists of the plan and of each call".to_owned()));
@@ -185,7 +185,7 @@ impl CudaPlan {
         self.kernel().module.device()
     }
 
-    /// What runs, for reports: the tile configuration of the main kernel, and its registers.
+    /// Returns the tile configuration of the main kernel and its registers, for reports.
     pub fn engine(&self) -> String {
         let registers = self.kernel().entries.first().map_or(0, |(_, entry)| entry.registers);
         format!("{}, {registers} registers", self.schedule.label)

@@ -27,7 +27,7 @@ pub(crate) enum Number {
     Natural,
     /// `attn_scale`.
     Scale,
-    /// What a score is multiplied by in the exponent of 2.
+    /// The factor of a score in the exponent of 2.
     Unit,
     /// Packed tokens of a side that the call has memory for; 0 where none are packed.
     Tokens(Side),

@@ -33,7 +33,7 @@ impl Blocking {
 /// Addresses of the lists of a kernel, and how many a launch makes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockLists {
-    /// Where each list begins in `blocks`, and where it ends.
+    /// Offsets in `blocks` at which each list begins and ends.
     pub(crate) begin: Address,
     pub(crate) end: Address,
     /// The items of all lists.
