@@ -15,15 +15,14 @@ cd "$folder/program"
 cargo init --quiet --vcs none --name attend
 cargo add --quiet --path "$clone/sdpa"
 cat >src/main.rs <<'RUST'
-use sdpa::{AttentionSpec, DType, Dispatcher, Elements, ElementsMut, HostForward, Layout, Mask, Preference, Shape};
+use sdpa::{AttentionSpec, DType, Dispatcher, HostForward, Layout, Mask, Preference, Shape};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
     let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
     let choice = Dispatcher::default().prepare(&problem, Preference::Auto)?;
     let (q, k, v, mut o) = (vec![0.5; 4 * 5 * 8], vec![0.25; 2 * 7 * 8], vec![2.0; 2 * 7 * 8], vec![0.0; 4 * 5 * 8]);
-    let (q, k, v, result) = (Elements::F32(&q), Elements::F32(&k), Elements::F32(&v), ElementsMut::F32(&mut o));
-    choice.prepared.forward(HostForward { q, k, v, o: result, stats: None, row_max: None, sum_exp: None, amax: Vec::new(), attn_scale: None, params: &[] })?;
+    choice.prepared.forward(HostForward::new(&q, &k, &v, &mut o))?;
     println!("{} computed {}", choice.executor, o[0]);
     Ok(())
 }

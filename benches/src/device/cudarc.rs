@@ -56,7 +56,8 @@ pub(crate) fn run() -> Result<()> {
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();
-        let distance = compare(&textbook, &oracle::Closures::default(), &Outputs { o: got, of_rows: [Some(stats), None, None] })?;
+        let distance =
+            compare(&textbook, &oracle::Closures::default(), &Outputs { o: got, of_rows: [Some(stats), None, None], amax_s: None })?;
         let verdict = if distance.holds() { "passed" } else { "FAIL" };
         println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.prepared().copied());
         if !distance.holds() {

@@ -141,7 +141,7 @@ impl Loop {
                 narrow: None,
             };
             let keep = |[b, _, _, key]: [i64; 4]| key < keys[b as usize];
-            let got = Outputs { o, of_rows: [None, None, None] };
+            let got = Outputs { o, of_rows: [None, None, None], amax_s: None };
             let distance = compare(&problem, &Closures { keep: Some(&keep), ..Closures::default() }, &got)?;
             if !distance.holds() {
                 return Err(format!("{what}, step {step} of {keys:?} keys: {}", distance.told()).into());

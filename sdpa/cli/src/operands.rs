@@ -13,8 +13,8 @@ use crate::request::{Backward, Request, Source, elements};
 use crate::scales::{self, Scales};
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{
-    AttentionSpec, BackwardProblem, DType, Direction, Error, Fp8Scale, HostBackward, HostForward, HostGradient, Operand, Param, Prepared,
-    PreparedBackward, Report, Side, TensorSpec,
+    Amax, AttentionSpec, BackwardProblem, DType, Direction, Error, Fp8Scale, HostBackward, HostForward, HostGradient, Operand, Param,
+    Prepared, PreparedBackward, Report, Side, TensorSpec,
 };
 use sdpa_oracle::{Distance, GradientDistance};
 
@@ -392,6 +392,7 @@ impl Operands {
             sum_exp: self.sum_exp.as_deref(),
             scale: f64::from(attn_scale),
             narrow: self.narrow(),
+            amax_s: self.scales.reported(Amax::S),
         }
     }
 
@@ -411,6 +412,7 @@ impl Operands {
             d_o,
             got: [dq, dk, dv],
             wrt,
+            amax_dp: self.scales.reported(Amax::DP),
             chained: !backward.given,
         };
         Some(oracle::check_gradients(&call, &|rows| step.advance(rows)))

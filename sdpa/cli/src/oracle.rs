@@ -58,6 +58,8 @@ pub(crate) struct Call<'a> {
     pub(crate) scale: f64,
     /// What is made 8-bit floats of.
     pub(crate) narrow: Option<sdpa_oracle::Narrow>,
+    /// The largest weight, of a pass that reports it.
+    pub(crate) amax_s: Option<f64>,
 }
 
 /// A backward pass and the gradients to check.
@@ -70,6 +72,8 @@ pub(crate) struct BackwardCall<'a> {
     /// `dq`, `dk`, `dv`.
     pub(crate) got: [&'a Data; 3],
     pub(crate) wrt: &'a [(String, Data)],
+    /// The largest gradient of a score, times the scale, of a pass that reports it.
+    pub(crate) amax_dp: Option<f64>,
     /// `o` and stats were computed in the same run.
     pub(crate) chained: bool,
 }
@@ -192,6 +196,14 @@ impl Call<'_> {
         self.problem.documents(&params).ok().flatten()
     }
 
+    /// Stats as natural logarithms, where they are of another base.
+    fn natural_stats(&self) -> Option<Vec<f32>> {
+        match self.problem.stats_base() {
+            StatsBase::Natural => None,
+            StatsBase::Two => self.stats.map(|stats| stats.iter().map(|x| (f64::from(*x) * LN_2) as f32).collect()),
+        }
+    }
+
     fn told<T>(&self, documents: Option<&Documents>, modify: Option<&dyn Modify>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
         let (spec, counted) = (self.spec, has_lengths(self.problem));
         let mut masks: Vec<Mask<'_>> = spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents(), counted)).collect();
@@ -241,11 +253,8 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let queries = Entries::of(Side::Queries, documents);
     let o = padded(call.o, &call.spec.o, queries, 0.0);
     let rows = call.problem.stats_tensor();
+    let natural = call.natural_stats();
     // What a row without keys has.
-    let natural: Option<Vec<f32>> = match call.problem.stats_base() {
-        StatsBase::Natural => None,
-        StatsBase::Two => call.stats.map(|stats| stats.iter().map(|x| (f64::from(*x) * LN_2) as f32).collect()),
-    };
     let given = [(natural.as_deref().or(call.stats), f64::NEG_INFINITY), (call.row_max, f64::NEG_INFINITY), (call.sum_exp, 0.0)];
     let given = given.map(|(given, none)| (given.is_some(), given.unwrap_or_default(), none));
     let of_documents = given.each_ref().map(|(_, given, none)| padded(given, &rows, queries, *none));
@@ -254,13 +263,13 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
         let numbers: &dyn Numbers = if documents.is_some() { &of_documents[n] } else { given };
         there.then_some(numbers)
     };
-    let statistics = Statistics { stats: statistic(0), row_max: statistic(1), sum_exp: statistic(2) };
+    let statistics = Statistics { stats: statistic(0), row_max: statistic(1), sum_exp: statistic(2), amax_s: call.amax_s };
     call.told(documents, modify, |p| sdpa_oracle::check(p, told(call.o, &call.spec.o, &o), statistics, done))
 }
 
 /// Computes the gradients of `Σ o∘d_o` and compares them.
 pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDistance {
-    let BackwardCall { forward, problem, spec, d_o, got: [dq, dk, dv], wrt, chained } = call;
+    let BackwardCall { forward, problem, spec, d_o, got: [dq, dk, dv], wrt, amax_dp, chained } = call;
     let gradient = problem.gradient().map(|g| Gradient {
         function: Function::new(&g.trace, forward.params, problem.forward().extents()),
         along: wrt_dims(problem),
@@ -276,14 +285,19 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
     let got = std::array::from_fn(|n| told(results[n].0, results[n].1, &of_results[n]));
     // In row-major order, which is one row.
     let along: Vec<_> = wrt.iter().map(|(_, data)| (Tensor { numbers: data, strides: [0, 0, 0, 1] }, data.element().into())).collect();
+    let given = if *chained { Given::Own } else { Given::Rounded };
+    let queries = Entries::of(Side::Queries, documents);
+    let (o, natural) = (padded(forward.o, &forward.spec.o, queries, 0.0), forward.natural_stats());
+    let rows = forward.problem.stats_tensor();
+    let stats = natural.as_deref().or(forward.stats);
+    let stats = stats.as_ref().map(|stats| padded(stats, &rows, queries, f64::NEG_INFINITY));
     forward.told(documents, modify, |p| {
-        sdpa_oracle::check_gradients(
-            p,
-            told(d_o, &spec.d_o, &of_d_o),
-            if *chained { Given::Own } else { Given::Rounded },
-            &got,
-            &along,
-            done,
-        )
+        let d_o = told(d_o, &spec.d_o, &of_d_o);
+        let mut distance = sdpa_oracle::check_gradients(p, d_o, given, &got, &along, done);
+        distance.amax_dp = amax_dp.zip(stats.as_ref()).map(|(amax_dp, stats)| {
+            let o = told(forward.o, &forward.spec.o, &o);
+            Box::new(sdpa_oracle::largest_slope(p, d_o, (o, stats)).compare(amax_dp))
+        });
+        distance
     })
 }

@@ -163,6 +163,11 @@ impl Scales {
         self.told[first..].iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
     }
 
+    /// The largest magnitude of a tensor, where a pass reported it.
+    pub(crate) fn reported(&self, which: Amax) -> Option<f64> {
+        self.told.iter().find(|(of, _)| *of == which).map(|(_, number)| f64::from(*number))
+    }
+
     /// Every number by its name, as it is written to files.
     pub(crate) fn numbers(&self) -> Vec<(String, f32)> {
         let scales = self.made.keys().chain(self.given.keys()).copied().collect::<std::collections::BTreeSet<_>>();

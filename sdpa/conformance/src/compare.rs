@@ -3,7 +3,7 @@
 use crate::oracle::{Closures, Given, Problem, element};
 use sdpa::DType;
 pub use sdpa_oracle::{Distance, GradientDistance, Verdict};
-use sdpa_oracle::{Norms, Numbers, Results, Statistics, Tally, Tensor};
+use sdpa_oracle::{Norms, Numbers, Results, Statistics, Tally, Tensor, Worst};
 
 /// What a tally needs to know of a distance.
 pub trait Measured {
@@ -29,6 +29,11 @@ fn undecided<'a>(elements: u64, tensors: impl Iterator<Item = &'a str>) -> Strin
     elements + &tensors.map(|name| format!(", the norm of {name} undecided")).collect::<String>()
 }
 
+/// Names a largest magnitude that the check does not decide.
+fn magnitude(name: &str, amax: Option<&Worst>) -> String {
+    amax.filter(|amax| amax.undecided > 0).map_or_else(String::new, |_| format!(", {name} undecided"))
+}
+
 impl<D: Measured + ?Sized> Measured for Box<D> {
     fn worst(&self) -> f64 {
         (**self).worst()
@@ -49,7 +54,7 @@ impl<D: Measured + ?Sized> Measured for Box<D> {
 
 impl Measured for Distance {
     fn worst(&self) -> f64 {
-        let worst = self.statistics().iter().flatten().fold(self.o.ratio, |worst, of_rows| worst.max(of_rows.ratio));
+        let worst = self.statistics().iter().chain([&self.amax_s]).flatten().fold(self.o.ratio, |worst, of_rows| worst.max(of_rows.ratio));
         self.norms().iter().map(Norms::bound).fold(worst, f64::max)
     }
 
@@ -63,14 +68,17 @@ impl Measured for Distance {
 
     fn told(&self) -> String {
         let [stats, row_max, sum_exp] = self.statistics();
-        let more = [("row_max", row_max), ("sum_exp", sum_exp)].into_iter().filter_map(|(name, of_rows)| Some((name, of_rows?.ratio)));
+        let more = [("row_max", row_max), ("sum_exp", sum_exp), ("amax_s", self.amax_s)]
+            .into_iter()
+            .filter_map(|(name, of_rows)| Some((name, of_rows?.ratio)));
         let more: String = more.map(|(name, ratio)| format!(", {name} {ratio:.2}")).collect();
-        let named = [("o", Some(self.o)), ("stats", stats), ("row_max", row_max), ("sum_exp", sum_exp)];
+        let named = [("o", Some(self.o)), ("stats", stats), ("row_max", row_max), ("sum_exp", sum_exp), ("amax_s", self.amax_s)];
         let wrong = named.into_iter().filter_map(|(name, worst)| Some((name, worst.filter(|worst| worst.ratio > 1.0)?)));
         let wrong: String = wrong.map(|(name, w)| format!("; {name} is {:e}, not {:e} to {:.1e}", w.got, w.want, w.tolerance)).collect();
         let stats = stats.map_or(0.0, |stats| stats.ratio);
         let norms = ["o", "stats", "row_max", "sum_exp"].into_iter().zip(self.norms());
         let undecided = undecided(Distance::undecided(self), norms.filter(|(_, norms)| norms.undecided() > 0).map(|(name, _)| name));
+        let undecided = undecided + &magnitude("amax_s", self.amax_s.as_ref());
         let norm = self.norms().iter().map(Norms::bound).fold(0.0, f64::max);
         format!(
             "{:.1e} relative, {:.2} and {stats:.2} of the tolerance{more}, norms {norm:.2}{undecided}{wrong}",
@@ -82,7 +90,8 @@ impl Measured for Distance {
 
 impl Measured for GradientDistance {
     fn worst(&self) -> f64 {
-        self.all().map(|tally| tally.worst.ratio.max(tally.bound())).fold(0.0, f64::max)
+        let amax = self.amax_dp.as_ref().map_or(0.0, |amax| amax.ratio);
+        self.all().map(|tally| tally.worst.ratio.max(tally.bound())).fold(amax, f64::max)
     }
 
     fn verdict(&self) -> Verdict {
@@ -104,10 +113,13 @@ impl Measured for GradientDistance {
             let first = tally.first?;
             Some(format!("; element {} of {name} is {:e}, not {:e} to {:.1e}", first.at, first.got, first.want, first.tolerance))
         });
+        let amax = self.amax_dp.as_ref().map_or_else(String::new, |amax| format!(", amax_dp {:.2}", amax.ratio));
+        let wrong = self.amax_dp.as_ref().filter(|amax| amax.ratio > 1.0);
+        let wrong = wrong.map_or_else(String::new, |w| format!("; amax_dp is {:e}, not {:e} to {:.1e}", w.got, w.want, w.tolerance));
         let unknown = names().zip(self.all()).filter(|(_, tally)| !tally.is_decided()).map(|(name, _)| name);
-        let undecided = undecided(GradientDistance::undecided(self), unknown);
+        let undecided = undecided(GradientDistance::undecided(self), unknown) + &magnitude("amax_dp", self.amax_dp.as_deref());
         format!(
-            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along} of the tolerance, norms {bound:.2}{undecided}{}",
+            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along}{amax} of the tolerance, norms {bound:.2}{undecided}{}{wrong}",
             first.unwrap_or_default()
         )
     }
@@ -135,6 +147,8 @@ pub struct Outputs {
     pub o: Vec<f64>,
     /// Those that were asked for.
     pub of_rows: [Option<Vec<f64>>; 3],
+    /// The largest weight, of a problem of 8-bit floats.
+    pub amax_s: Option<f64>,
 }
 
 /// Gradients in row-major order.
@@ -144,6 +158,17 @@ pub struct GotGradients {
     pub operands: [Vec<f64>; 3],
     /// Of parameters, that of the sink last if there is one.
     pub along: Vec<GotAlong>,
+    /// The largest gradient of a score, of a problem of 8-bit floats.
+    pub slopes: Option<Slopes>,
+}
+
+/// The largest gradient of a score, times the scale, as a backward pass reports it, and what it was given.
+#[derive(Clone, Debug)]
+pub struct Slopes {
+    /// As it was reported.
+    pub amax_dp: f64,
+    /// What elements of `o` stand for, and stats, in row-major order.
+    pub given: [Vec<f64>; 2],
 }
 
 /// Compares results with the oracle's, which is computed once.
@@ -151,7 +176,7 @@ pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -
     let mut results = Vec::new();
     for got in all {
         let [stats, row_max, sum_exp] = got.of_rows.each_ref().map(|x| x.as_ref().map(|x| x as &dyn Numbers));
-        results.push((Tensor::dense(&got.o, p.o_dims()), Statistics { stats, row_max, sum_exp }));
+        results.push((Tensor::dense(&got.o, p.o_dims()), Statistics { stats, row_max, sum_exp, amax_s: got.amax_s }));
     }
     p.with(closures, |problem| sdpa_oracle::check_each(problem, &results, &|_| ()))
 }
@@ -183,7 +208,7 @@ pub fn compare_each_gradients(
     let lengths: Vec<usize> = of_scores.chain(p.sink.map(<[f64]>::len)).collect();
     let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
     let (mut operands, mut parameters) = (Vec::new(), Vec::new());
-    for GotGradients { operands: [dq, dk, dv], along } in all {
+    for GotGradients { operands: [dq, dk, dv], along, slopes: _ } in all {
         let given_lengths = along.iter().map(|a| a.value.len());
         if !given_lengths.clone().eq(lengths.iter().copied()) && !given_lengths.eq(lengths[..closures.along.len()].iter().copied()) {
             return Err(format!("gradients of parameters have {lengths:?} elements"));
@@ -198,7 +223,16 @@ pub fn compare_each_gradients(
     }
     let results: Vec<Results<'_>> = operands.iter().zip(&parameters).map(|(&operands, along)| Results { operands, along }).collect();
     let d_o = Tensor::dense(d_o, p.o_dims());
-    Ok(p.with(closures, |told| sdpa_oracle::check_each_gradients(told, d_o, given, &results, &|_| ())))
+    let given_slopes = all.iter().find_map(|got| got.slopes.as_ref());
+    let (mut distances, largest) = p.with(closures, |told| {
+        let largest = given_slopes
+            .map(|Slopes { given: [o, stats], .. }| sdpa_oracle::largest_slope(told, d_o, (Tensor::dense(o, p.o_dims()), stats)));
+        (sdpa_oracle::check_each_gradients(told, d_o, given, &results, &|_| ()), largest)
+    });
+    for (distance, got) in distances.iter_mut().zip(all) {
+        distance.amax_dp = largest.zip(got.slopes.as_ref()).map(|(largest, slopes)| Box::new(largest.compare(slopes.amax_dp)));
+    }
+    Ok(distances)
 }
 
 /// Compares gradients with the oracle's.

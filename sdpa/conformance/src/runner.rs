@@ -316,7 +316,7 @@ fn computed<T>(
         StatsBase::Natural => stats,
         StatsBase::Two => stats.map(|stats| stats.into_iter().map(|x| x * LN_2).collect()),
     };
-    let got = Outputs { o, of_rows: [stats, row_max, sum_exp] };
+    let got = Outputs { o, of_rows: [stats, row_max, sum_exp], amax_s: narrow::reported(&amax, Amax::S) };
     let tanh = tanh_error(executor.name(), spec.dtype);
     Ok((with(library, &[], tanh, |closures| judge(&textbook, closures, &got)), report))
 }

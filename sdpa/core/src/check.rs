@@ -129,7 +129,7 @@ impl Check {
                 self.fail(field, total, "none beside pages, of which there are paged.pages");
             }
         } else if !packed.cross {
-            self.equal("k.dims[2] (seq_kv)", spec.k.dims[2], "q.dims[2], as boundaries are the same,", spec.q.dims[2]);
+            self.equal("k.dims[2] (seq_kv)", spec.k.dims[2], "q.dims[2] (one cu_seqlens for both sides)", spec.q.dims[2]);
             if packed.total_kv != packed.total_q {
                 let total = |n: Option<i64>| n.map_or_else(|| "none".to_owned(), |n| n.to_string());
                 let rule = format!("total_q, which is {}, as boundaries are the same", total(packed.total_q));

@@ -161,6 +161,7 @@ pub(super) fn of_rows<'a>(problem: &Problem, [stats, row_max, sum_exp]: &'a OfRo
         stats: told(Statistic::Stats, stats),
         row_max: told(Statistic::RowMax, row_max),
         sum_exp: told(Statistic::SumExp, sum_exp),
+        amax_s: None,
     }
 }
 

@@ -9,7 +9,7 @@ mod noise;
 use crate::forward::{modified, score_error};
 use crate::tolerance::gradients::{ABSOLUTE, Along, Gradient, GradientDistance, Piece, Rates, Tally, Term};
 use crate::tolerance::norm::Noise;
-use crate::tolerance::{of_difference, weight_error};
+use crate::tolerance::{Largest, of_difference, weight_error};
 use crate::{Element, Given, Place, Problem, Rough, Tensor, dot, largest, place};
 use noise::{Noises, OfRow, Pair};
 use rayon::prelude::*;
@@ -40,6 +40,8 @@ struct Part {
     used: Vec<bool>,
     along: Vec<Along>,
     noises: Noises,
+    /// The largest gradient of a score, times the scale.
+    largest: Largest,
 }
 
 /// Rows of a group of heads.
@@ -135,6 +137,7 @@ impl Worker<'_> {
             used: vec![false; seq_kv],
             along: self.extents().map(|(dims, table)| Along::zeros(if table { dims } else { at.part(dims) }.iter().product())).collect(),
             noises: Noises::new(at.heads.len() * at.rows.len(), seq_kv, at.heads.len()),
+            largest: Largest::default(),
         };
         let mut before = [part.dk.value.clone(), part.dv.value.clone()];
         let (mut q, mut d_o, mut scratch) = (vec![0f64; dim_qk], vec![0f64; dim_v], Vec::new());
@@ -338,6 +341,7 @@ impl Worker<'_> {
                 let off = kept.slope.error + rates.slope * (1.0 + kept.slope.value.abs());
                 let off = if self.p.modify.is_some() { off } else { 0.0 };
                 let pair = Pair { difference: d_p - delta, size: d_p_size, modified: d_modified, slope: d_score.value, off };
+                part.largest.add(scale * pair.slope, self.error_of_slope(kept, &common, &pair, &noise));
                 let [of_dq, mut of_dk] = self.noise_of_slope(kept, &common, &pair);
                 let k = &keys[k_from..][..dim_qk];
                 let reach = scale * weight * kept.slope.value;
@@ -416,8 +420,9 @@ impl Open {
     }
 }
 
-/// Computes everything on all threads, tells rows of dq, dk and dv, and returns the gradients of parameters; `done` is told how many rows are.
-fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> Vec<Along> {
+/// Computes everything on all threads, tells rows of dq, dk and dv, and returns the gradients of parameters and the largest gradient of a score, times the
+/// scale; `done` is told how many rows are.
+fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> (Vec<Along>, Largest) {
     let [batch, _, heads_kv, seq_q, _, dim_qk, _] = worker.p.shape;
     let group = worker.p.group();
     // Without queries, one block without rows: gradients of keys and values are zeros.
@@ -430,10 +435,12 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
         .collect();
     let mut along: Vec<Along> = worker.along.iter().map(|dims| Along::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
+    let mut largest = Largest::default();
     // As many at a time as there are threads bounds the memory; their order is that of the rows.
     for some in work.chunks(rayon::current_num_threads()) {
         let parts: Vec<Part> = some.par_iter().map(|at| worker.part(at)).collect();
         for (at, part) in some.iter().zip(parts) {
+            largest = largest.and(part.largest);
             for (n, [h, i]) in at.queries().enumerate() {
                 let range = n * dim_qk..(n + 1) * dim_qk;
                 let noise = worker.stored(0, part.noises.dq[n], 0.0, &part.dq, range.clone());
@@ -463,7 +470,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
     if let Some(complete) = open {
         complete.close(worker, to);
     }
-    along
+    (along, largest)
 }
 
 /// Adds what some rows make of a table's gradient.
@@ -529,11 +536,18 @@ pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>) -> Gradient
 fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rates) -> Gradients {
     let dims = dims(p);
     let mut all = dims.map(|dims| Gradient::zeros(dims.iter().product()));
-    let along = compute(&worker(p, d_o, given, rates), &|_| (), &mut |which, row, (from, range), _| {
+    let (along, _) = compute(&worker(p, d_o, given, rates), &|_| (), &mut |which, row, (from, range), _| {
         all[which].place(dense(dims[which], row), from, range);
     });
     let [dq, dk, dv] = all;
     Gradients { dq, dk, dv, along: along.into_iter().map(|along| along.sum).collect() }
+}
+
+/// The largest gradient of a score, times the scale: of a backward pass over this `o` and these stats.
+#[must_use]
+pub fn largest_slope(p: &Problem<'_>, d_o: Tensor<'_>, (o, stats): (Tensor<'_>, &dyn crate::Numbers)) -> Largest {
+    let given = Given::These { o, stats };
+    compute(&worker(p, d_o, given, Rates::new(p, &given)), &|_| (), &mut |_, _, _, _| ()).1
 }
 
 /// `dq`, `dk` and `dv` of an executor, and its gradients of parameters, that of the sink last, each with the type that it was rounded to.
@@ -569,7 +583,7 @@ pub fn check_each_gradients(
     let dims = dims(p);
     let mut distances = vec![GradientDistance::default(); results.len()];
     let worker = worker(p, d_o, given, Rates::new(p, &given));
-    let want = compute(&worker, done, &mut |which, row, (want, range), noise| {
+    let (want, _) = compute(&worker, done, &mut |which, row, (want, range), noise| {
         let piece = Piece { want, range, first: dense(dims[which], row), noise };
         let (stored, rounded) = p.narrow.map_or((p.stored, p.stored != p.element), |narrow| (narrow.gradient, false));
         for (distance, result) in distances.iter_mut().zip(results) {

@@ -2,7 +2,7 @@
 
 use crate::narrow::products_of;
 use crate::tolerance::norm::TILE;
-use crate::tolerance::{Distance, Element, Row, compare, sum_of, weight_error};
+use crate::tolerance::{Distance, Element, F32_ROUNDOFF, Row, compare, sum_of, weight_error};
 use crate::{Modify, Numbers, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -85,6 +85,8 @@ pub struct Statistics<'a> {
     pub row_max: Option<&'a dyn Numbers>,
     /// The rows' sums of exponentials, relative to those.
     pub sum_exp: Option<&'a dyn Numbers>,
+    /// The largest weight, of a problem of 8-bit floats.
+    pub amax_s: Option<f64>,
 }
 
 impl<'a> Statistics<'a> {
@@ -110,7 +112,7 @@ pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], don
             let compared = at.rows.clone().zip(&answers).map(|(i, answer)| {
                 o.read([at.batch, at.head, i], &mut got);
                 let of_row = |all: Option<&dyn Numbers>| all.map(|all| all.get((at.batch * heads_q + at.head) * seq_q + i));
-                let Statistics { stats, row_max, sum_exp } = *statistics;
+                let Statistics { stats, row_max, sum_exp, amax_s: _ } = *statistics;
                 compare([p.element, p.stored], (seq_kv, p.narrow), answer, &got, [stats, row_max, sum_exp].map(of_row))
             });
             compared.fold(Distance::default(), Distance::and)
@@ -127,6 +129,9 @@ pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], don
                 *all = all.close();
             }
         }
+    }
+    for (distance, (_, statistics)) in all.iter_mut().zip(results) {
+        distance.amax_s = statistics.amax_s.map(|got| distance.largest.compare(got));
     }
     all
 }
@@ -227,6 +232,9 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             let factor = p.factor(index(rows.start + r, j));
             let (weight, error) = (factor * scores[r * seq_kv + j], factor * errors[r * seq_kv + j]);
             answer.sums.add([weight, error, factor, square]);
+            // As of a weight in the output, before it is rounded to 8 bits.
+            let common = answer.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF;
+            answer.largest.add(weight, 2.0 * (error + weight * common));
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
             for (v, ((o, size), off)) in value.iter().zip(sums) {
                 *o += weight * v;

@@ -15,7 +15,7 @@ mod narrow;
 mod score;
 mod tolerance;
 
-pub use backward::{Gradients, Results, check_each_gradients, check_gradients, gradient_bytes, gradients};
+pub use backward::{Gradients, Results, check_each_gradients, check_gradients, gradient_bytes, gradients, largest_slope};
 pub use dropout::Dropout;
 pub use forward::{Answer, Statistics, attention, bytes, check, check_each};
 pub use mask::{Align, Mask};
@@ -23,7 +23,7 @@ pub use narrow::{Narrow, products_of};
 pub use score::{Along, Closures, Modify, Real, Rough};
 pub use tolerance::gradients::{First, Gradient, GradientDistance, Tally};
 pub use tolerance::norm::{Norms, Verdict};
-pub use tolerance::{Distance, Element, F32_ROUNDOFF, Worst, of_difference, sum_of};
+pub use tolerance::{Distance, Element, F32_ROUNDOFF, Largest, Worst, of_difference, sum_of};
 
 /// (batch, query head, query, key).
 pub type Place = [i64; 4];

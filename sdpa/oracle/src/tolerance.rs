@@ -26,9 +26,11 @@
 //! Sums of dependent terms, and the limits of norms, are in `norm`.
 
 pub(crate) mod gradients;
+mod largest;
 pub(crate) mod norm;
 
 use crate::narrow::{Narrow, products_of};
+pub use largest::Largest;
 use norm::{Noise, NormRow, Norms, Verdict};
 
 /// Unit roundoff of f32.
@@ -168,7 +170,11 @@ pub struct Distance {
     pub row_max: Option<Worst>,
     /// There if sums of exponentials were compared.
     pub sum_exp: Option<Worst>,
-    /// Of all four.
+    /// There if the largest weight was compared.
+    pub amax_s: Option<Worst>,
+    /// The largest weight.
+    pub(crate) largest: Largest,
+    /// Of the first four.
     norms: [Norms; 4],
     squares: f64,
     norm: f64,
@@ -178,14 +184,15 @@ impl Distance {
     /// Within every tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
-        let elements = self.o.ratio <= 1.0 && self.statistics().iter().flatten().all(|s| s.ratio <= 1.0);
+        let elements = self.o.ratio <= 1.0 && self.statistics().iter().chain([&self.amax_s]).flatten().all(|s| s.ratio <= 1.0);
         elements && self.norms.iter().all(|norms| norms.bound() <= 1.0)
     }
 
     /// Passed, failed or undecided.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
-        Verdict::new(self.passes(), self.undecided() == 0 && self.norms.iter().all(|norms| norms.undecided() == 0))
+        let decided = self.norms.iter().all(|norms| norms.undecided() == 0) && self.amax_s.is_none_or(|amax| amax.undecided == 0);
+        Verdict::new(self.passes(), self.undecided() == 0 && decided)
     }
 
     /// The norms of the errors of the output and of every row statistic: stats, `row_max`, `sum_exp`.
@@ -227,9 +234,10 @@ impl Distance {
         };
         let stats = worse(self.stats, other.stats);
         let [row_max, sum_exp] = [worse(self.row_max, other.row_max), worse(self.sum_exp, other.sum_exp)];
+        let (amax_s, largest) = (worse(self.amax_s, other.amax_s), self.largest.and(other.largest));
         let norms = std::array::from_fn(|n| self.norms[n].and(other.norms[n]));
         let (squares, norm) = (self.squares + other.squares, self.norm + other.norm);
-        Distance { o: self.o.worse(other.o), stats, row_max, sum_exp, norms, squares, norm }
+        Distance { o: self.o.worse(other.o), stats, row_max, sum_exp, amax_s, largest, norms, squares, norm }
     }
 }
 
@@ -272,6 +280,8 @@ pub(crate) struct Row {
     /// How far the largest score may be off by what the scores may be off.
     pub(crate) max_error: f64,
     pub(crate) sums: Sums,
+    /// The largest weight, after dropout.
+    pub(crate) largest: Largest,
 }
 
 /// Sums over the keys of a row, with the norms of their values.
@@ -355,7 +365,7 @@ pub(crate) fn compare(
         // With its scale, below.
         Element::E4M3 | Element::E5M2 => 0.0,
     };
-    let mut distance = Distance::default();
+    let mut distance = Distance { largest: want.largest, ..Distance::default() };
     let mut values = Vec::with_capacity(o.len());
     for (n, (((&got, &expected), magnitude), error)) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error).enumerate() {
         // Where nothing is added up there is nothing to be rounded.

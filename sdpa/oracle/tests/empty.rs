@@ -32,7 +32,7 @@ fn without_queries_or_keys_every_result_is_known() {
         let forward = |o: f64, by: [f64; 3]| {
             let o = vec![o; 2 * seq_q * 3];
             let [stats, row_max, sum_exp] = std::array::from_fn(|n| want[n].iter().map(|x| x + by[n]).collect::<Vec<f64>>());
-            let statistics = Statistics { stats: Some(&stats), row_max: Some(&row_max), sum_exp: Some(&sum_exp) };
+            let statistics = Statistics { stats: Some(&stats), row_max: Some(&row_max), sum_exp: Some(&sum_exp), amax_s: None };
             check(p, Tensor::dense(&o, [1, 2, seq_q, 3]), statistics, &|_| ()).passes()
         };
         assert!(forward(0.0, [0.0; 3]));

@@ -112,6 +112,11 @@ pub(super) struct Checked {
     #[serde(skip_serializing_if = "Option::is_none")]
     sum_exp: Option<OutputCheck>,
     gradients: Option<Vec<GradientCheck>>,
+    /// Largest magnitudes of tensors that a pass of 8-bit floats keeps to itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    amax_s: Option<Worst>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    amax_dp: Option<Worst>,
 }
 
 impl Checked {
@@ -136,12 +141,20 @@ impl Checked {
             row_max: of_rows(1),
             sum_exp: of_rows(2),
             gradients: backward.map(|backward| names.zip(backward.all()).map(one).collect()),
+            amax_s: forward.and_then(|f| f.amax_s).map(Worst::from),
+            amax_dp: backward.and_then(|b| b.amax_dp.as_deref()).map(|amax| Worst::from(*amax)),
         }
     }
 
     /// The output and row statistics that were compared.
     fn outputs(&self) -> impl Iterator<Item = (&'static str, &OutputCheck)> {
         let named = [("o", &self.o), ("stats", &self.stats), ("row_max", &self.row_max), ("sum_exp", &self.sum_exp)];
+        named.into_iter().filter_map(|(name, check)| Some((name, check.as_ref()?)))
+    }
+
+    /// Largest magnitudes that were compared.
+    fn magnitudes(&self) -> impl Iterator<Item = (&'static str, &Worst)> {
+        let named = [("amax_s", &self.amax_s), ("amax_dp", &self.amax_dp)];
         named.into_iter().filter_map(|(name, check)| Some((name, check.as_ref()?)))
     }
 
@@ -171,7 +184,9 @@ impl Checked {
                     .then(|| format!("the rounding of scores may change {} elements by more than their size", self.undecided));
                 let norms = self.undecided_norms();
                 let norms = (!norms.is_empty()).then(|| format!("rounding may change {} by more than the norm", norms.join(", ")));
-                format!("UNDECIDED: {}", elements.into_iter().chain(norms).collect::<Vec<_>>().join("; "))
+                let magnitudes = self.magnitudes().filter(|(_, check)| check.undecided > 0);
+                let magnitudes = magnitudes.map(|(name, _)| format!("rounding may change {name} by more than itself"));
+                format!("UNDECIDED: {}", elements.into_iter().chain(norms).chain(magnitudes).collect::<Vec<_>>().join("; "))
             }
             Outcome::Good | Outcome::NoExecutor => "passed".to_owned(),
         }
@@ -376,6 +391,7 @@ impl Told {
             let relative =
                 |name: &str| check.o_relative.filter(|_| name == "o").map_or_else(String::new, |x| format!("; relative {x:.1e}"));
             table.rows("", check.outputs().map(|(name, of)| format!("{}{}{}", worst(name, &of.worst), relative(name), of.norm.text())));
+            table.rows("", check.magnitudes().map(|(name, check)| worst(name, check)));
             let gradients = check.gradients.iter().flatten();
             table.rows("", gradients.map(GradientCheck::text));
         }

@@ -1,12 +1,12 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
-use super::narrow::{Narrowed, room};
+use super::narrow::{Narrowed, reported, room};
 use super::{
     Outcome, Own, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, tanh_error,
     with,
 };
 use crate::case::Case;
-use crate::compare::{GotAlong, GotGradients, GradientDistance, Measured, compare_gradients};
+use crate::compare::{GotAlong, GotGradients, GradientDistance, Measured, Slopes, compare_gradients};
 use crate::inputs::{self, Operand};
 use crate::library::Library;
 use crate::oracle::{self, Closures, Given as Whose};
@@ -177,7 +177,7 @@ pub(super) fn computed<T>(
         Source::Oracle => {
             let answer = with(library, &[], 0.0, |closures| oracle::attention(&textbook, closures));
             let o = narrowed.rounds_to(Name::O, answer.o);
-            (inputs::scatter(of(Name::O), problem.dtype_of(Name::O), &o), inputs::scatter(of_stats, DType::F32, &answer.stats))
+            (inputs::scatter(of(Name::O), problem.dtype_of(Name::O), &o), inputs::scatter(of_stats.clone(), DType::F32, &answer.stats))
         }
         Source::Executor => {
             own_forward(&problem, [&q, &k, &v], [&of(Name::O), &of_stats], Given { params: &of_forward, ..given }, executor)?
@@ -188,9 +188,9 @@ pub(super) fn computed<T>(
     let mut of_queries = [(&forward.q, &mut read.q), (&forward.o, &mut read.o), (&spec.d_o, &mut read.d_o), (&of_rows, &mut read.stats)];
     spoil_padding(executor.name(), library, Side::Queries, &mut of_queries);
 
-    let (got, report) = backward(&problem, &of, &*prepared, &read, given)?;
+    let (got, report) = backward(&problem, (&of, &of_stats), &*prepared, &read, given)?;
     if spec.deterministic {
-        let (again, _) = backward(&problem, &of, &*prepared, &read, given)?;
+        let (again, _) = backward(&problem, (&of, &of_stats), &*prepared, &read, given)?;
         if bits(&got) != bits(&again) {
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
@@ -229,7 +229,7 @@ fn own_forward(
 /// The gradients of one call, in row-major order.
 fn backward(
     problem: &BackwardProblem,
-    of: &dyn Fn(Name) -> Laid,
+    (of, of_stats): (&dyn Fn(Name) -> Laid, &Laid),
     prepared: &dyn PreparedBackward,
     read: &Read,
     Given { attn_scale, params, narrowed }: Given<'_>,
@@ -264,7 +264,11 @@ fn backward(
     let operands = operands.map(|all| named.next().map_or(Vec::new(), |name| narrowed.stands_for(name, all)));
     let all = |operand: &Operand| (0..operand.elements().len()).map(|at| operand.get(at)).collect();
     let along = problem.wrt().iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
-    Ok((GotGradients { operands, along }, report))
+    let slopes = reported(&amax, Amax::DP).map(|amax_dp| {
+        let o = narrowed.stands_for(Name::O, inputs::gather(of(Name::O), &read.o));
+        Slopes { amax_dp, given: [o, inputs::gather(of_stats.clone(), &read.stats)] }
+    });
+    Ok((GotGradients { operands, along, slopes }, report))
 }
 
 fn tensor(spec: &BackwardSpec, operand: Name) -> &TensorSpec {

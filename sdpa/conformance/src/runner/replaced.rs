@@ -217,6 +217,14 @@ fn said(verdict: Verdict) -> Said {
     }
 }
 
+/// What replaces the largest magnitude of a tensor.
+fn magnitudes(right: f64) -> impl Iterator<Item = (Replacement, Option<f64>)> {
+    Replacement::ALL.into_iter().map(move |replacement| {
+        let wrong = replacement.of(&[right], [1; 4]).map(|wrong| wrong[0]);
+        (replacement, wrong.filter(|wrong| *wrong != right))
+    })
+}
+
 /// Replaces each result of a forward pass in turn.
 fn outputs(p: &oracle::Problem<'_>, closures: &Closures<'_>, right: &Outputs) -> Replaced {
     let truth_of = oracle::attention(p, closures);
@@ -230,6 +238,15 @@ fn outputs(p: &oracle::Problem<'_>, closures: &Closures<'_>, right: &Outputs) ->
     ];
     let mut replaced = Replaced::default();
     let (mut all, mut what) = (vec![right.clone()], Vec::new());
+    for (replacement, wrong) in right.amax_s.into_iter().flat_map(magnitudes) {
+        match wrong {
+            None => replaced.add("amax_s", replacement, Said::Same),
+            wrong => {
+                all.push(Outputs { amax_s: wrong, ..right.clone() });
+                what.push(("amax_s", replacement));
+            }
+        }
+    }
     for (n, (name, of, truth, dims)) in tensors.into_iter().enumerate() {
         let Some(of) = of else { continue };
         for replacement in Replacement::ALL {
@@ -302,6 +319,18 @@ fn gradients(
     }
     let distances = compare_each_gradients(p, closures, d_o, given, &all)?;
     replaced.right(distances[0].verdict(), &crate::compare::Measured::told(&distances[0]));
+    let magnitudes: Vec<_> = right.slopes.iter().flat_map(|slopes| magnitudes(slopes.amax_dp)).collect();
+    let wrong = magnitudes.iter().map(|(_, wrong)| {
+        let mut result = right.clone();
+        if let Some((slopes, wrong)) = result.slopes.as_mut().zip(*wrong) {
+            slopes.amax_dp = wrong;
+        }
+        result
+    });
+    let of_wrong = compare_each_gradients(p, closures, d_o, given, &wrong.collect::<Vec<_>>())?;
+    for ((replacement, wrong), distance) in magnitudes.iter().zip(&of_wrong) {
+        replaced.add("amax_dp", *replacement, if wrong.is_none() { Said::Same } else { said(distance.verdict()) });
+    }
     for (list, n, name, replacement) in what {
         let mut distance = distances[0].clone();
         if n < 3 {

@@ -2,10 +2,10 @@
 
 use super::{Kept, Worker};
 use crate::narrow::products_of;
-use crate::sum_of;
 use crate::tolerance::gradients::Gradient;
 use crate::tolerance::norm::Noise;
 use crate::tolerance::weight_error;
+use crate::{F32_ROUNDOFF, sum_of};
 use std::ops::Range;
 
 /// The noise of one row's gradients, of each key's, and parts of the latter by head.
@@ -105,6 +105,14 @@ impl Worker<'_> {
         };
         // In `dq` a sixteenth of the norm covers the error of the statistic, or the row itself does.
         [of(seq_kv, seq_kv, 0.0), of(self.p.group() * seq_q, seq_q, of_row.weight)]
+    }
+
+    /// How far `dS` times the scale may be off before it is rounded to 8 bits, `o` and stats being what they are.
+    pub(super) fn error_of_slope(&self, kept: &Kept, of_row: &OfRow, pair: &Pair, delta: &Noise) -> f64 {
+        let own = (self.own_error(kept) + of_row.weight * kept.weight) * pair.difference.abs();
+        let products = kept.weight * (self.rates.product * pair.size + delta.fine);
+        let rounded = (4.0 * F32_ROUNDOFF * pair.slope + pair.modified * pair.off).abs();
+        2.0 * self.p.scale.abs() * ((own + products) * (kept.slope.value.abs() + pair.off) + rounded)
     }
 
     /// How far a weight may be off by its own score.

@@ -391,6 +391,8 @@ pub struct GradientDistance {
     pub operands: Box<[Tally; 3]>,
     /// Of the parameters, as they were asked for.
     pub along: Vec<Tally>,
+    /// There if the largest gradient of a score was compared.
+    pub amax_dp: Option<Box<Worst>>,
 }
 
 impl GradientDistance {
@@ -402,13 +404,14 @@ impl GradientDistance {
     /// Within every tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
-        self.all().all(Tally::passes)
+        self.all().all(Tally::passes) && self.amax_dp.as_ref().is_none_or(|amax| amax.ratio <= 1.0)
     }
 
     /// Passed, failed or undecided.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
-        Verdict::new(self.passes(), self.undecided() == 0 && self.all().all(Tally::is_decided))
+        let decided = self.all().all(Tally::is_decided) && self.amax_dp.as_ref().is_none_or(|amax| amax.undecided == 0);
+        Verdict::new(self.passes(), self.undecided() == 0 && decided)
     }
 
     /// How many elements no result could be wrong in.
