@@ -5,6 +5,7 @@
 //! gradient of a parameter is the sum of `P ∘ (dP − δ)` times the derivative along it.
 
 mod noise;
+mod rows;
 
 use crate::forward::{modified, score_error};
 use crate::tolerance::gradients::{ABSOLUTE, Along, Gradient, GradientDistance, Piece, Rates, Tally, Term};
@@ -13,6 +14,7 @@ use crate::tolerance::{Largest, of_difference, weight_error};
 use crate::{Element, Given, Place, Problem, Rough, Tensor, dot, largest, place};
 use noise::{Noises, OfRow, Pair};
 use rayon::prelude::*;
+use rows::Rows;
 use std::ops::Range;
 
 /// Queries of a group of heads that are done together by a thread.
@@ -42,38 +44,6 @@ struct Part {
     noises: Noises,
     /// The largest gradient of a score, times the scale.
     largest: Largest,
-}
-
-/// Rows of a group of heads.
-#[derive(Clone, Debug)]
-struct Rows {
-    batch: usize,
-    head_kv: usize,
-    heads: Range<usize>,
-    rows: Range<usize>,
-}
-
-impl Rows {
-    /// The part of a parameter's gradient that these rows add to: its extents.
-    fn part(&self, dims: [usize; 4]) -> [usize; 4] {
-        let own = [1, self.heads.len(), self.rows.len(), dims[3]];
-        [0, 1, 2, 3].map(|axis| if dims[axis] == 1 { 1 } else { own[axis] })
-    }
-
-    /// The element of that part at a place, and of the whole.
-    fn elements(&self, dims: [usize; 4], [h, i, j]: [usize; 3]) -> (usize, usize) {
-        let at = |dims: [usize; 4], place: [usize; 4]| {
-            dims.iter().zip(place).fold(0, |n, (&extent, at)| n * extent + if extent == 1 { 0 } else { at })
-        };
-        let local = at(self.part(dims), [0, h - self.heads.start, i - self.rows.start, j]);
-        (local, at(dims, [self.batch, h, i, j]))
-    }
-
-    /// The queries, in the order of a part.
-    fn queries(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
-        let rows = self.rows.clone();
-        self.heads.clone().flat_map(move |h| rows.clone().map(move |i| [h, i]))
-    }
 }
 
 /// A key that a row keeps.
