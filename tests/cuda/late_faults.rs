@@ -54,7 +54,7 @@ const FAULTS: [Fault; 16] = [
         ["const float from = larger ? row_max : before;", "const float from = row_max;"],
         GROWING,
     ),
-    ("sums of exponentials are next to what weights are", Forward, ["sum * ex2_approx(-above)", "sum"], GROWING),
+    ("sums of exponentials are next to what weights are", Forward, ["row.sum * ex2_approx(-row.above)", "row.sum"], GROWING),
     (
         "queries in registers are of another warp",
         Forward,

@@ -199,7 +199,7 @@ const FAULTS: [Fault; 59] = [
     (
         "half of the lanes have another largest score",
         Forward,
-        ["__shfl_xor_sync(~0u, row_max, 2)", "__shfl_xor_sync(~0u, row_max, 1)"],
+        ["fmaxf(x, __shfl_xor_sync(~0u, x, 2))", "fmaxf(x, __shfl_xor_sync(~0u, x, 1))"],
         LONG,
     ),
     (
@@ -224,12 +224,12 @@ const FAULTS: [Fault; 59] = [
     (
         "the second row keeps what the first does",
         Forward,
-        ["attended_keys(p, seq_info, q + 8 * half)", "attended_keys(p, seq_info, q)"],
+        ["seq_info_of(p, tile.batch), q, q + 8, column)", "seq_info_of(p, tile.batch), q, q, column)"],
         LONG,
     ),
     ("stats in base two are natural", Forward, ["WITH_BASE_TWO ? total.origin * LOG2_E + total.log :", "false ? total.log :"], STATISTICS),
     ("the largest score is not scaled", Forward, ["p.natural ? x : x * p.scale", "p.natural ? x : x"], STATISTICS),
-    ("the sink is no score", Forward, ["natural_max = fmaxf(natural_max, p.sink[tile.head]);", ""], STATISTICS),
+    ("the sink is no score", Forward, ["row.natural_max = fmaxf(row.natural_max, sink);", ""], STATISTICS),
     (
         "rows behind lengths have a largest score",
         Forward,

@@ -136,7 +136,7 @@ const FAULTS: [Fault; 19] = [
     (
         "the last section does not leave",
         Backward,
-        ["p.sections + beyond / p.tail, section", "p.sections - 1 + end / p.tail, section"],
+        ["p.sections + beyond / p.tail, section", "p.sections - 1 + beyond / p.tail, section"],
         RINGS,
     ),
     (

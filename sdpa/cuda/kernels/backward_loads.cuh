@@ -1,15 +1,5 @@
 // TMA loads of Q, dO, K and V. Called by the producers of the sm_90 backward kernels.
 
-// Stage and phase bit of a ring of mbarriers.
-template <int stages>
-struct PipelineState {
-    int stage = 0, phase = 0;
-    inline void advance() {
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        phase ^= stage == 0;
-    }
-};
-
 // Loads `panels` panels from panel `first` on.
 template <bool evict_first>
 inline void tma_load_panels(uint to, uint panel_bytes, int first, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {

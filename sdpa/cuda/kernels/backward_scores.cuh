@@ -39,11 +39,6 @@ inline void gemm_dq(float (&sums)[DQ], uint d_s, uint k) {
     wgmma_commit_group();
 }
 
-inline void convert_fragment(uint (&p_packed)[SCORES / 2], const float (&s)[SCORES]) {
-#pragma unroll
-    for (int n = 0; n < SCORES / 2; n++) p_packed[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
-}
-
 // Log-sum-exps or deltas of the thread's queries.
 inline void load_query_pairs(float2 (&x)[QUERY_PAIRS], uint at) {
 #pragma unroll

@@ -14,10 +14,7 @@ constexpr uint O_BYTES = PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_HAS_SMEM || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
-constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
-// O is rescaled only when a row maximum grows by more than this, in base 2. Exponentials are at most 2^8, which f16 holds.
-constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Zeroes rows of V past the sequence's last key, in the block that has any.
 inline void zero_v_padding(const Params& p, const Tile& tile, int block, uint v) {
@@ -28,14 +25,6 @@ inline void zero_v_padding(const Params& p, const Tile& tile, int block, uint v)
     sync_zeroed_rows();
 #endif
 }
-
-// Online softmax state of a thread's two rows, in unscaled scores: maximum, sum of exponentials, and the reference that they are relative to, which lags
-// behind the maximum (RESCALE_THRESHOLD).
-struct SoftmaxState {
-    float row_max[2];
-    float row_sum[2];
-    float reference[2];
-};
 
 // S = Q K^T of a warpgroup, 64 queries by one KV block. Asynchronous; the first k16 steps of Q may be in registers.
 inline void gemm_qk(float (&s)[SCORES], uint q, const uint (&q_registers)[Q_REGISTERS], uint k) {
@@ -64,20 +53,15 @@ inline void gemm_pv(float (&o)[OUTPUTS], const uint (&p_packed)[SCORES / 2], uin
     wgmma_commit_group();
 }
 
-// One online softmax step: exponentials in place of scores, and the factor by which O and the sums of each row are rescaled.
+// The softmax of a KV block, after scale, score_mod and mask.
 template <bool masked>
-inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile,
+inline void softmax_of_block(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile,
                            int first_k) {
     const int lane = threadIdx.x & 31;
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
     const int q[2] = {query_of_row(tile, row), query_of_row(tile, row + 8)};
     const int column = first_k + thread_column(lane);
-#if WITH_SCORE_MOD
-    constexpr bool natural = true;
-#else
-    const bool natural = p.natural != 0;
-#endif
-    if (natural) {
+    if (WITH_SCORE_MOD || p.natural != 0) {
 #pragma unroll
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
@@ -96,60 +80,15 @@ UNROLL_TRACES
 #endif
     }
 #endif
-    if (masked) {
-        // Recompute: keeping it live across the KV loop costs registers.
-        const SeqInfo seq_info = seq_info_of_tile(p, tile);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const Range bounds = attended_keys(p, seq_info, q[half]);
-#pragma unroll
-            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
-                if (!bounds.contains(fragment_column(column, n))) s[n] = -INFINITE;
-            }
-        }
-    }
-    const float unit = p.unit;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float row_max = -INFINITE;
-#pragma unroll
-        for (int n = 0; n < SCORES; n += 4) row_max = fmaxf(row_max, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
-        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-        state.row_max[half] = fmaxf(state.row_max[half], row_max);
-        // Conditional rescale, as in FlashAttention-4. A growth of NaN, of two maxima of -infinity, is not larger.
-        const float before = state.reference[half], growth = (row_max - before) * unit;
-        const bool larger = growth > RESCALE_THRESHOLD;
-        const float from = larger ? row_max : before;
-        rescale[half] = larger ? ex2_approx(-growth) : 1.0f;
-        state.reference[half] = from;
-        // A row without keys so far has no maximum, and its exponentials are 0.
-        float base = from == -INFINITE ? 0.0f : from * unit;
-        // Rare, and the same for the whole warp: exponents are relative to 0 then.
-        if (__builtin_expect(__any_sync(~0u, is_large(base)), 0)) {
-            const float large = is_large(base) ? from : 0.0f;
-            if (large != 0.0f) base = 0.0f;
-#pragma unroll
-            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) s[n] -= large;
-        }
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < SCORES; n += 4) {
-#pragma unroll
-            for (int other = 0; other < 2; other++) {
-                float& x = s[n + 2 * half + other];
-                x = ex2_approx(x * unit - base);
-                sum += x;
-            }
-        }
-        state.row_sum[half] = state.row_sum[half] * rescale[half] + sum;
-    }
+    // Recompute the sequence: keeping it live across the KV loop costs registers.
+    if (masked) mask_scores(s, p, seq_info_of_tile(p, tile), q[0], q[1], column);
+    online_softmax(s, state, rescale, p);
 }
 
 // Zeroes dropped entries of P. The row sums have all of them.
 inline void apply_dropout(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
 #if WITH_DROPOUT
-    // Written out: behind functions, next to the same sums of online_softmax, it compiles to other code.
+    // Written out: behind functions, next to the same sums of softmax_of_block, it compiles to other code.
     const int lane = threadIdx.x & 31, k = first_k + 2 * (lane & 3);
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
     const auto leave = [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; };
@@ -162,11 +101,6 @@ inline void apply_dropout(float (&s)[SCORES], const Params& p, const Tile& tile,
             dropout_of_query<SCORES>(p, tile.batch, head_of_row(tile, row + 8 * half), query_of_row(tile, row + 8 * half), k, half, leave);
     }
 #endif
-}
-
-inline void convert_fragment(uint (&p_packed)[SCORES / 2], const float (&s)[SCORES]) {
-#pragma unroll
-    for (int n = 0; n < SCORES / 2; n++) p_packed[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
 // Ping-pong scheduling on named barriers: one consumer computes its softmax while another's WGMMAs run.
@@ -203,16 +137,6 @@ inline SharedStorage shared_layout(uint base) {
     smem.tiles = smem.tile_full + 16;
     return smem;
 }
-
-// Stage and phase bit of a ring of mbarriers.
-template <int stages>
-struct PipelineState {
-    int stage = 0, phase = 0;
-    inline void advance() {
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        phase ^= stage == 0;
-    }
-};
 
 // TMA load of the tile's queries, of all its heads.
 inline void load_q(const TensorMap& map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
@@ -354,8 +278,8 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
 
 inline void softmax_step(bool masked, float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured,
                          const Tile& tile, int first_k) {
-    if (ALWAYS_MASKED || masked) online_softmax<true>(s, state, rescale, p, captured, tile, first_k);
-    else online_softmax<false>(s, state, rescale, p, captured, tile, first_k);
+    if (ALWAYS_MASKED || masked) softmax_of_block<true>(s, state, rescale, p, captured, tile, first_k);
+    else softmax_of_block<false>(s, state, rescale, p, captured, tile, first_k);
     apply_dropout(s, p, tile, first_k);
 }
 
@@ -399,7 +323,7 @@ inline void store_packed_gqa(const float (&o)[OUTPUTS], const float (&inverse_su
 #endif
 
 // Epilogue of a consumer warpgroup: normalises O, writes statistics, stores O.
-inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, const TensorMap& o_map, const Params& p, const SharedStorage& smem,
+inline void epilogue(float (&o)[OUTPUTS], SoftmaxState& state, bool any, const TensorMap& o_map, const Params& p, const SharedStorage& smem,
                      const Tile& before, int warpgroup) {
 #if WITH_TILE_LIST
     // Reload: keeping it live across the KV loop costs registers.
@@ -415,36 +339,22 @@ inline void epilogue(float (&o)[OUTPUTS], const SoftmaxState& state, bool any, c
 #endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float sum = state.row_sum[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        LogSumExp row_max = lse_of_max(p, state.reference[half]);
-        // From the reference of the exponentials up to the maximum, in base 2.
-        float above = (state.row_max[half] - state.reference[half]) * p.unit;
-        natural_max[half] = natural_score(p, state.row_max[half]);
-        inverse_sum[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        RowTotal total = row_total(state, half, p);
         const int row = warpgroup * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_SPLIT_KV
         // Without the sink, which attention_combine adds once.
-        lse[half] = LogSumExp{row_max.origin, sum == 0.0f ? -INFINITE : row_max.log + log2f(sum)};
+        lse[half] = lse_of(total);
 #endif
 #if WITH_SINK
         const float sink = p.sink[min(head_of_row(tile, row), p.heads_q - 1)];
-        const SinkUpdate sink_update = with_sink(row_max, sink);
-        if (tile.splits == 1) {
-            sum = sum * sink_update.scale + sink_update.sink;
-            inverse_sum[half] = sum == 0.0f ? 0.0f : sink_update.scale / sum;
-            // The sink replaced the reference; the maximum may still be above the sink.
-            if (sink_update.scale < 1.0f) above = fmaxf(0.0f, above + log2f(sink_update.scale));
-            row_max = sink_update.row_max;
-            natural_max[half] = fmaxf(natural_max[half], sink);
-        }
+        if (tile.splits == 1) add_sink(total, sink);
 #endif
+        inverse_sum[half] = total.inverse_sum;
+        natural_max[half] = total.natural_max;
         const int there = query_of_row(tile, row);
         if ((lane & 3) == 0 && tile.splits == 1 && has_row(p, seq_info, tile, row)) {
-            const LogSumExp total = {row_max.origin, sum == 0.0f ? -INFINITE : row_max.log + log2f(sum)};
-            store_statistics(p, stats_index(p, seq_info, tile.batch, head_of_row(tile, row), there), there < seq_info.len_q, total, natural_max[half],
-                             sum == 0.0f ? 0.0f : sum * ex2_approx(-above));
+            store_statistics(p, stats_index(p, seq_info, tile.batch, head_of_row(tile, row), there), there < seq_info.len_q, lse_of(total), total.natural_max,
+                             sum_from_max(total));
         }
         if (!any || there >= seq_info.len_q) inverse_sum[half] = 0.0f;
 #if WITH_DROPOUT
@@ -534,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
         const Tile tile = tile_at(p, p.tiles, tile_index);
 #endif
         const BlockRange range = block_range_of_tile(p, seq_info_of_tile(p, tile), tile);
-        SoftmaxState state = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}, {-INFINITE, -INFINITE}};
+        SoftmaxState state = empty_softmax();
         BlockIterator iterator = block_iterator(p, range, tile.batch, tile.head, tile.tile);
         int block;
         bool partial;
@@ -553,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
             wgmma_fence_operand(s);
             if (lane == 0) mbarrier_arrive(smem.k_empty + 8 * kv_pipeline.stage);
             // The first block is partial under most masks: one softmax less to compile.
-            online_softmax<true>(s, state, rescale, p, captured, tile, block * TILE_N);
+            softmax_of_block<true>(s, state, rescale, p, captured, tile, block * TILE_N);
             apply_dropout(s, p, tile, block * TILE_N);
             convert_fragment(p_packed, s);
             bool add = false;

@@ -1,6 +1,5 @@
 // attention_forward for sm_80 and later: one CTA per query tile, one warp per 16 queries. K and V go through cp.async with one or two stages.
 
-constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
 
 // A tile of queries of one head.
@@ -8,17 +7,11 @@ struct Tile {
     int tile, batch, head;
 };
 
-// Online softmax state of a thread's two rows, in unscaled scores: the maximum, and the sum of exponentials relative to it.
-struct SoftmaxState {
-    float row_max[2];
-    float row_sum[2];
-};
-
-// One online softmax step: exponentials in place of scores, and the factor by which O and the sums of each row are rescaled.
+// The softmax of a KV block. The thread's first score is of query `q` and key `column`.
 template <bool masked>
-inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile, int q,
-                           int column) {
-    if (WITH_SCORE_MOD || p.natural) {
+inline void softmax_of_block(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile, int q,
+                             int column) {
+    if (WITH_SCORE_MOD || p.natural != 0) {
 #pragma unroll
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
@@ -34,81 +27,35 @@ UNROLL_TRACES
 #endif
     }
 #endif
-    if (masked) {
-        const SeqInfo seq_info = seq_info_of(p, tile.batch);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const Range bounds = attended_keys(p, seq_info, q + 8 * half);
-#pragma unroll
-            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
-                if (!bounds.contains(fragment_column(column, n))) s[n] = -INFINITE;
-            }
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float row_max = state.row_max[half];
-#pragma unroll
-        for (int n = 2 * half; n < SCORES; n += 4) row_max = fmaxf(row_max, fmaxf(s[n], s[n + 1]));
-        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-        // A row without keys so far has no maximum, and its exponentials are 0.
-        float from = row_max == -INFINITE ? 0.0f : row_max * p.unit;
-        rescale[half] = row_max == -INFINITE ? 1.0f : ex2_approx((state.row_max[half] - row_max) * p.unit);
-        state.row_max[half] = row_max;
-        if (__any_sync(~0u, is_large(from))) {
-            const float large = is_large(from) ? row_max : 0.0f;
-            if (large != 0.0f) from = 0.0f;
-#pragma unroll
-            for (int n = 2 * half; n < SCORES; n = next_in_row(n)) s[n] -= large;
-        }
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
-            s[n] = ex2_approx(s[n] * p.unit - from);
-            sum += s[n];
-        }
-        state.row_sum[half] = state.row_sum[half] * rescale[half] + sum;
-    }
+    if (masked) mask_scores(s, p, seq_info_of(p, tile.batch), q, q + 8, column);
+    online_softmax(s, state, rescale, p);
 }
 
 // The factor that normalises each row of O, after the last block; writes the statistics.
-inline void finish_softmax(float (&inverse_sum)[2], const SoftmaxState& state, const Params& p, const Tile& tile, int q) {
+inline void finish_softmax(float (&inverse_sum)[2], SoftmaxState& state, const Params& p, const Tile& tile, int q) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float sum = state.row_sum[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        LogSumExp row_max = lse_of_max(p, state.row_max[half]);
-        float natural_max = natural_score(p, state.row_max[half]);
-        inverse_sum[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        RowTotal total = row_total(state, half, p);
 #if WITH_SINK
-        const SinkUpdate row = with_sink(row_max, p.sink[tile.head]);
-        sum = sum * row.scale + row.sink;
-        inverse_sum[half] = sum == 0.0f ? 0.0f : row.scale / sum;
-        row_max = row.row_max;
-        natural_max = fmaxf(natural_max, p.sink[tile.head]);
+        add_sink(total, p.sink[tile.head]);
 #endif
+        inverse_sum[half] = total.inverse_sum;
         const int there = q + 8 * half;
         if (there >= seq_info.len_q) inverse_sum[half] = 0.0f;
 #if WITH_DROPOUT
         inverse_sum[half] *= p.dropout_scale;
 #endif
         if ((threadIdx.x & 3) == 0 && there < rows_q(p, seq_info)) {
-            const LogSumExp total = {row_max.origin, sum == 0.0f ? -INFINITE : row_max.log + log2f(sum)};
-            store_statistics(p, stats_index(p, seq_info, tile.batch, tile.head, there), there < seq_info.len_q, total, natural_max, sum);
+            store_statistics(p, stats_index(p, seq_info, tile.batch, tile.head, there), there < seq_info.len_q, lse_of(total), total.natural_max,
+                             sum_from_max(total));
         }
     }
 }
 
-// Heads whose K and V fit L2 together are interleaved (p.section of them); within, the last tiles first, which have the most keys under a causal mask.
 inline Tile tile_at(const Params& p, int tile_index) {
-    const int heads = p.batch * p.heads_q;
-    const int first = tile_index / (p.section * p.tiles) * p.section, together = min(p.section, heads - first);
-    const int in_section = tile_index - first * p.tiles;
-    const int head_index = first + in_section % together;
-    return Tile{p.tiles - 1 - in_section / together, head_index / p.heads_q, head_index % p.heads_q};
+    const ScheduledTile scheduled = scheduled_tile(p, p.batch * p.heads_q, p.tiles, tile_index);
+    return Tile{p.tiles - 1 - scheduled.position, scheduled.head_index / p.heads_q, scheduled.head_index % p.heads_q};
 }
 
 constexpr uint K_BYTES = TILE_N * QK_ROW;
@@ -149,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const Extent own = {seq_info.begin_q, tile.tile * TILE_M, rows_q(p, seq_info)};
     const BlockRange range = block_range_of(p, seq_info, tile.tile);
     const int q = tile.tile * TILE_M + warp * 16 + thread_row(lane);
-    SoftmaxState state = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+    SoftmaxState state = empty_softmax();
     float o[OUTPUTS];
 #pragma unroll
     for (int n = 0; n < OUTPUTS; n++) o[n] = 0.0f;
@@ -184,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             cp_async_commit_group();
         }
         const int column = first_k + thread_column(lane);
-        if (ALWAYS_MASKED || masked) online_softmax<true>(s, state, rescale, p, captured, tile, q, column);
-        else online_softmax<false>(s, state, rescale, p, captured, tile, q, column);
+        if (ALWAYS_MASKED || masked) softmax_of_block<true>(s, state, rescale, p, captured, tile, q, column);
+        else softmax_of_block<false>(s, state, rescale, p, captured, tile, q, column);
 #if WITH_DROPOUT
         // The row sums have all entries of P.
         dropout_of_queries<SCORES>(p, tile.batch, tile.head, q, column, [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; });

@@ -33,18 +33,14 @@ inline int first_head(const Params& p, int unit) {
     return PACK_GQA ? unit / p.head_tiles * p.group + unit % p.head_tiles * PACKED_HEADS : unit;
 }
 
-// Heads whose K and V fit L2 together are interleaved (p.section of them); within, the last tiles first, which have the most keys under a causal mask
-// (LPT order).
 inline Tile tile_at(const Params& p, int tiles, int tile_index) {
-    const int first = tile_index / (p.section * tiles) * p.section, together = min(p.section, head_count(p) - first);
-    const int in_section = tile_index - first * tiles;
-    const int head_index = first + in_section % together;
+    const ScheduledTile scheduled = scheduled_tile(p, head_count(p), tiles, tile_index);
+    const int head_index = scheduled.head_index, at = scheduled.position;
 #if WITH_TILE_LIST
-    const int at = in_section / together;
     const TileItem item = p.items[at];
     return Tile{item.tile, item.batch, first_head(p, head_index), item.split, item.splits, at * p.units + head_index, 0};
 #else
-    return Tile{tiles - 1 - in_section / together, head_index / p.units, first_head(p, head_index % p.units), 0, 1, 0, 0};
+    return Tile{tiles - 1 - at, head_index / p.units, first_head(p, head_index % p.units), 0, 1, 0, 0};
 #endif
 }
 

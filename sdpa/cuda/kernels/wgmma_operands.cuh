@@ -32,3 +32,10 @@ inline void load_a_fragments(uint (&a_registers)[count], uint rows, uint panel_b
         for (int n = 0; n < 4; n++) a_registers[4 * step + n] = of_step[n];
     }
 }
+
+// Rounds the scores of a thread to the element type: the A registers of the next WGMMA.
+template <int count>
+inline void convert_fragment(uint (&packed)[count / 2], const float (&s)[count]) {
+#pragma unroll
+    for (int n = 0; n < count / 2; n++) packed[n] = pack_pair(Element{}, s[2 * n], s[2 * n + 1]);
+}

@@ -25,12 +25,16 @@ const PRELUDE: [(&str, &str); 4] = [piece!("types.cuh"), piece!("ptx.cuh"), piec
 const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
 const HOPPER: [(&str, &str); 3] = [piece!("tma.cuh"), piece!("wgmma_operands.cuh"), piece!("wgmma.cuh")];
 pub(crate) const MASK: (&str, &str) = piece!("mask.cuh");
+const PIPELINE: (&str, &str) = piece!("pipeline.cuh");
 const VARLEN_TMA: (&str, &str) = piece!("varlen_tma.cuh");
 pub(crate) const KV_BLOCKS: (&str, &str) = piece!("kv_blocks.cuh");
 pub(crate) const BLOCK_SPARSITY: (&str, &str) = piece!("block_sparsity.cuh");
 const DROPOUT: (&str, &str) = piece!("dropout.cuh");
 /// Row statistics of a forward pass.
 pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
+/// Online softmax, of every forward kernel.
+pub(crate) const SOFTMAX: (&str, &str) = piece!("softmax.cuh");
+pub(crate) const TILE_ORDER: (&str, &str) = piece!("tile_order.cuh");
 const TILE_SCHEDULER: (&str, &str) = piece!("tile_scheduler.cuh");
 const TILE_LIST: (&str, &str) = piece!("tile_list.cuh");
 const COMBINE: (&str, &str) = piece!("combine.cuh");
@@ -192,6 +196,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("PRODUCER_REGISTERS", tile.bring_registers),
         ("ALWAYS_MASKED", u32::from(problem.weight() > HEAVY)),
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
+        ("LAZY_RESCALE", 1),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
         ("WITH_PAGES", problem.paged.is_some().into()),
@@ -210,7 +215,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
     let items = problem.lists_tiles(tile).then_some(TILE_LIST).into_iter().chain(tile.split.then_some(COMBINE));
-    [MASK, VARLEN_TMA, PADDING, KV_BLOCKS, TILE_SCHEDULER, STATISTICS]
+    [MASK, VARLEN_TMA, PADDING, KV_BLOCKS, TILE_ORDER, TILE_SCHEDULER, STATISTICS, SOFTMAX, PIPELINE]
         .into_iter()
         .chain(map)
         .chain(items)
@@ -276,7 +281,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     }
     let of_queries = if tile.sums_bytes() > 0 { DQ_CONVERT_FUSED } else { DQ_CONVERT };
     let kernel = if tile.two_cta { BACKWARD_2CTA } else { BACKWARD_KERNEL };
-    [EXACT_LSE, BACKWARD_PREPROCESS, BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel]
+    [EXACT_LSE, BACKWARD_PREPROCESS, BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, PIPELINE, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel]
         .into_iter()
         .for_each(|piece| add(&mut text, piece));
     text

@@ -6,8 +6,8 @@ use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    BLOCK_SPARSITY, EXACT_LSE, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, STATISTICS, add, along_functions, along_parameters,
-    begin, boundary, gradients_structure, keep_function, piece, score_functions, statistics,
+    BLOCK_SPARSITY, EXACT_LSE, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, SOFTMAX, STATISTICS, TILE_ORDER, add,
+    along_functions, along_parameters, begin, boundary, gradients_structure, keep_function, piece, score_functions, statistics,
 };
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Side, packed};
@@ -79,10 +79,15 @@ pub fn forward_text(forward: &Forward, config: &TileConfig) -> String {
     own.extend(statistics(forward));
     own.push(("WITH_PAGES", forward.paged.is_some().into()));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
+    own.push(("LAZY_RESCALE", 0));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, forward.weight(), &own, &params(forward), &traced, &WARP_PIECES);
-    [MASK, KV_BLOCKS, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [MASK, KV_BLOCKS, TILE_ORDER, STATISTICS, SOFTMAX]
+        .into_iter()
+        .chain(map(forward))
+        .chain([FORWARD])
+        .for_each(|piece| add(&mut text, piece));
     text
 }
 
