@@ -100,6 +100,7 @@ impl Worker<'_> {
         let [.., seq_kv, dim_qk, dim_v] = p.shape;
         let keys = rows_of(&p.k, [at.batch, at.head_kv], [seq_kv, dim_qk]);
         let values = rows_of(&p.v, [at.batch, at.head_kv], [seq_kv, dim_v]);
+        let key_squares: Vec<f64> = keys.chunks_exact(dim_qk).map(|key| key.iter().map(|x| x * x).sum()).collect();
         let mut part = Part {
             dq: Gradient::zeros(at.heads.len() * at.rows.len() * dim_qk),
             dk: Gradient::zeros(keys.len()),
@@ -114,7 +115,7 @@ impl Worker<'_> {
         for (n, [h, i]) in at.queries().enumerate() {
             p.q.read([at.batch, h, i], &mut q);
             self.d_o.read([at.batch, h, i], &mut d_o);
-            self.row(at, [n, h, i], (&q, &d_o), (&keys, &values), &mut part, &mut scratch);
+            self.row(at, [n, h, i], (&q, &d_o), (&keys, &values, &key_squares), &mut part, &mut scratch);
             if i + 1 == at.rows.end && at.heads.len() > 1 {
                 part.noises.add_head(h - at.heads.start, &before, [&part.dk, &part.dv], [dim_qk, dim_v]);
                 before[0].copy_from_slice(&part.dk.value);
@@ -211,7 +212,7 @@ impl Worker<'_> {
         at: &Rows,
         [n, h, i]: [usize; 3],
         (q, d_o): (&[f64], &[f64]),
-        (keys, values): (&[f64], &[f64]),
+        (keys, values, key_squares): (&[f64], &[f64], &[f64]),
         part: &mut Part,
         scratch: &mut Vec<Rough>,
     ) {
@@ -317,7 +318,7 @@ impl Worker<'_> {
                 let reach = scale * weight * kept.slope.value;
                 of_delta.iter_mut().zip(k).for_each(|(sum, k)| *sum += reach * k);
                 of_dk.shared += reach * reach * (noise.variance + 3.0 * noise.fine * noise.fine);
-                part.noises.dq[n].add(of_dq, k.iter().map(|x| x * x).sum());
+                part.noises.dq[n].add(of_dq, key_squares[kept.key]);
                 part.noises.keys[0][kept.key].add(of_dk, q_square);
             }
             let along = |n: usize| {

@@ -62,6 +62,7 @@ char* stack() {
         stacks.pop_back();
         return last;
     }
+    if (void* kept = take_stack()) return static_cast<char*>(kept);
     void* made = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (made == MAP_FAILED || mprotect(made, 4096, PROT_NONE) != 0) {
         perror("a thread's stack");

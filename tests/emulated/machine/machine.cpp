@@ -14,7 +14,9 @@ extern "C" __attribute__((visibility("default"))) void emulated_touched(const vo
 // Runs a launch; what failed is told as a text, nothing is where nothing did.
 extern "C" __attribute__((visibility("default"))) int emulated_run(
     void (*of_thread)(void**), const unsigned* blocks, unsigned together, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes,
-    bool (*allocated)(uint64_t, uint64_t), uint64_t* boxes) {
+    bool (*allocated)(uint64_t, uint64_t), void* (*take)(), void (*keep)(void*), uint64_t* boxes) {
+    take_stack = take;
+    keep_stack = keep;
     holds = allocated;
     brought = 0;
     entry = of_thread;
@@ -75,8 +77,8 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
         if (!went_on && !under_way && !failed && !live.empty()) stuck(live);
     }
     for (auto& block : live) end_block(*block);
-    // A process may have so many mappings, and there is a machine for each text.
-    for (char* left : stacks) munmap(left, STACK_BYTES);
+    // A process may have so many mappings, and there is a machine for each text: another one's launch takes them.
+    for (char* left : stacks) keep_stack(left);
     stacks.clear();
     *boxes = brought;
     return failed;

@@ -178,6 +178,9 @@ char* failure;
 size_t failure_bytes;
 // Boxes and copies of 16 bytes that came in.
 uint64_t brought;
+// Stacks of earlier launches, of any kernel: mapping one for each thread of a launch costs more than many kernels do.
+void* (*take_stack)();
+void (*keep_stack)(void*);
 // Whether bytes lie in an allocation.
 bool (*holds)(uint64_t, uint64_t);
 // Whether a thread has its turn.

@@ -24,10 +24,27 @@ const SHARED_BYTES: u32 = 48 << 10;
 const MOST_THREADS: u32 = 1024;
 
 type OfThread = unsafe extern "C" fn(*mut Ptr);
-type Run =
-    unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds, *mut u64) -> c_int;
+type Run = unsafe extern "C" fn(
+    OfThread,
+    *const c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    *mut Ptr,
+    u64,
+    *mut c_char,
+    usize,
+    Holds,
+    TakeStack,
+    KeepStack,
+    *mut u64,
+) -> c_int;
 /// Whether bytes lie in an allocation.
 type Holds = extern "C" fn(u64, u64) -> bool;
+/// A stack that no launch uses, or null.
+type TakeStack = extern "C" fn() -> Ptr;
+/// Keeps a stack for later launches.
+type KeepStack = extern "C" fn(Ptr);
 /// A thread of the launch that runs has touched what is no memory. Comes back where none runs.
 type Touched = unsafe extern "C" fn(*const c_void);
 
@@ -56,6 +73,17 @@ static FUNCTIONS: Mutex<Vec<Function>> = Mutex::new(Vec::new());
 /// Of libraries by their paths: what is loaded twice is there once.
 static TURNS: Mutex<BTreeMap<String, Turn>> = Mutex::new(BTreeMap::new());
 static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+
+/// Addresses of stacks that no launch uses.
+static STACKS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+extern "C" fn take_stack() -> Ptr {
+    STACKS.lock().pop().map_or(std::ptr::null_mut(), std::ptr::with_exposed_provenance_mut)
+}
+
+extern "C" fn keep_stack(stack: Ptr) {
+    STACKS.lock().push(stack.expose_provenance());
+}
 
 thread_local! {
     static FAILURE: RefCell<String> = const { RefCell::new(String::new()) };
@@ -219,7 +247,7 @@ exported! {
         watch();
         RUNNING.set(Some(found.touched));
         // SAFETY: the header's contract for the arguments; the rest is live. A library that runs is not unloaded, as a driver's caller knows.
-        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), found.together, threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds, &raw mut boxes) };
+        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), found.together, threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds, take_stack, keep_stack, &raw mut boxes) };
         RUNNING.set(None);
         BOXES.set(BOXES.get() + boxes);
         if status != 0 {
