@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# apple.sh [rustup | debian]: lints everything for Apple machines, and links what they would run, on a machine that is none: every call of Apple's
+# apple.sh [rustup | debian | lint]: lints everything for Apple machines, and links what they would run, on a machine that is none: every call of Apple's
 # interface is held against its declaration, every symbol against scripts/apple-symbols.txt. Nothing is run. Installs the target's
-# standard library through rustup; where rustup cannot, Debian's compiler and sources of it.
+# standard library through rustup; where rustup cannot, Debian's compiler and sources of it. `lint` alone links nothing, and makes no pages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 triple=aarch64-apple-darwin
@@ -82,6 +82,7 @@ with_rustup() {
   # The integrations have nothing of Apple's own, and much to compile; what stands in for CUDA's libraries is Linux's.
   while read -r crate; do crates+=(--package "$crate"); done < <(differing | sort -u | grep -vE '^(sdpa-candle|sdpa-python|emulated|recording|null-driver)$')
   cargo clippy "${crates[@]}" --all-targets --target "$triple" -- -D warnings || exit
+  [ "${1:-}" != lint ] || return 0
   RUSTDOCFLAGS="-D warnings" cargo doc --quiet --package metal-fallback --package sdpa --no-deps --target "$triple" || exit
   linker
   link || exit
@@ -123,8 +124,8 @@ built=$(cd "$built" && pwd)
 sdk=$built/apple-sdk
 stubs
 case ${1:-any} in
-  rustup) with_rustup || skip "rustup has no standard library for $triple" ;;
+  rustup | lint) with_rustup "$1" || skip "rustup has no standard library for $triple" ;;
   debian) with_debian || skip "Debian's compiler and its sources are not to be had" ;;
   any) with_rustup || with_debian || skip "neither rustup nor Debian's packages have a standard library for $triple" ;;
-  *) echo "apple.sh [rustup | debian]: \"$1\" is neither" >&2; exit 2 ;;
+  *) echo "apple.sh [rustup | debian | lint]: \"$1\" is none of these" >&2; exit 2 ;;
 esac
