@@ -238,7 +238,7 @@ const FAULTS: [Fault; 59] = [
     ),
     ("pages of the first entry for all", Forward, ["p.page_table[long(tile.batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),
     ("every token of a page is its first", Forward, ["head, key % p.page_size)", "head, 0)"], PAGED),
-    ("rows of the map of another head's", Forward, ["head * p.map_head) * p.tiles", "0 * p.map_head) * p.tiles"], MAPPED),
+    ("rows of the map of another head's", Forward, ["head * p.block_list_head) * p.tiles", "0 * p.block_list_head) * p.tiles"], MAPPED),
     ("steps are not waited for", Backward, ["cp_async_wait_group<1>();", ""], LONG),
     ("both stages are one", Backward, ["steps_at + next * STEP_BYTES", "steps_at + stage * STEP_BYTES"], LONG),
     (

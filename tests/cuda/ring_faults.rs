@@ -90,19 +90,19 @@ const FAULTS: [Fault; 19] = [
     (
         "a block is done before its sums are there",
         Backward,
-        ["cp_async_bulk_wait_group();\n            counter_release_add(p.done", "counter_release_add(p.done"],
+        ["cp_async_bulk_wait_group();\n            counter_release_add(p.blocks_done", "counter_release_add(p.blocks_done"],
         RINGS,
     ),
     (
         "sums are rounded before they are done",
         Backward,
-        ["if (first) counter_acquire_wait(p.done + slices.section, section_tiles(p, slices.section));", ""],
+        ["if (first) counter_acquire_wait(p.blocks_done + slices.section, section_tiles(p, slices.section));", ""],
         RINGS,
     ),
     (
         "sums are added to what has not left",
         Backward,
-        ["counter_acquire_wait(p.settled + tile.section - p.ring, section_slices(p, tile.section - p.ring));", ";"],
+        ["counter_acquire_wait(p.slices_converted + tile.section - p.ring_sections, section_slices(p, tile.section - p.ring_sections));", ";"],
         RINGS,
     ),
     (
@@ -114,7 +114,7 @@ const FAULTS: [Fault; 19] = [
     (
         "sums have left before that is done",
         Backward,
-        ["cp_async_bulk_wait_group();\n        counter_release_add(p.settled", "counter_release_add(p.settled"],
+        ["cp_async_bulk_wait_group();\n        counter_release_add(p.slices_converted", "counter_release_add(p.slices_converted"],
         RINGS,
     ),
     ("pieces are not waited for", Backward, ["mbarrier_wait_parity(full + 8 * (n & 1), n >> 1);", ""], RINGS),
@@ -136,13 +136,13 @@ const FAULTS: [Fault; 19] = [
     (
         "the last section does not leave",
         Backward,
-        ["p.sections + beyond / p.tail, section", "p.sections - 1 + beyond / p.tail, section"],
+        ["p.sections + beyond / p.conversion_items, section", "p.sections - 1 + beyond / p.conversion_items, section"],
         RINGS,
     ),
     (
         "key heads of a section have one place",
         Backward,
-        ["section % p.ring * p.section + unit : 0;\n    return Tile", "section % p.ring * p.section : 0;\n    return Tile"],
+        ["section % p.ring_sections * p.section_heads + unit : 0;\n    return Tile", "section % p.ring_sections * p.section_heads : 0;\n    return Tile"],
         RINGS,
     ),
     (

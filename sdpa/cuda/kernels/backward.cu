@@ -96,8 +96,8 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
     uint kv_phase = 0;
     while (true) {
         const int tile_index = tile_produce(tile_pipeline, p, smem);
-        if (tile_index >= p.last) return;
-        if (tile_index >= p.numbers) continue;
+        if (tile_index >= p.all_items) return;
+        if (tile_index >= p.block_items) continue;
         const Tile tile = tile_at(p, tile_index);
         if (!is_empty(p, tile)) load_tile(pipeline, kv_phase, q_map, k_map, v_map, d_o_map, p, smem, tile);
     }
@@ -112,7 +112,7 @@ inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const 
     Step step;
     const bool first = threadIdx.x == 32;
     // The section that had these slices of the ring before has been converted.
-    if (first && p.ring > 0 && tile.section >= p.ring) counter_acquire_wait(p.settled + tile.section - p.ring, section_slices(p, tile.section - p.ring));
+    if (first && p.ring_sections > 0 && tile.section >= p.ring_sections) counter_acquire_wait(p.slices_converted + tile.section - p.ring_sections, section_slices(p, tile.section - p.ring_sections));
     while (true) {
         const bool has_next = next_step(steps, p, range, tile, step);
         // Warpgroup 0's slice has been read, then warpgroup 1's.
@@ -138,14 +138,14 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
     TilePipeline tile_pipeline;
     while (true) {
         const int tile_index = tile_consume(tile_pipeline, smem);
-        if (tile_index >= p.last) return;
-        if (tile_index >= p.numbers) continue;
+        if (tile_index >= p.all_items) return;
+        if (tile_index >= p.block_items) continue;
         const Tile tile = tile_at(p, tile_index);
         const bool none = is_empty(p, tile);
         if (!none) reduce_dq_of_tile(p, smem, tile);
         if (threadIdx.x == 32) {
             cp_async_bulk_wait_group();
-            counter_release_add(p.done + tile.section, 1);
+            counter_release_add(p.blocks_done + tile.section, 1);
         }
         // dV was staged where the dQ slices are: no next block before that is stored.
         for (int warpgroup = 0; warpgroup < 2 && !none; warpgroup++) named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);
@@ -234,8 +234,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     uint kv_phase = 0;
     while (true) {
         const int tile_index = tile_consume(tile_pipeline, smem);
-        if (tile_index >= p.last) break;
-        if (tile_index >= p.numbers) continue;
+        if (tile_index >= p.all_items) break;
+        if (tile_index >= p.block_items) continue;
         const Tile tile = tile_at(p, tile_index);
         if (is_empty(p, tile)) continue;
         // The previous block's gradients have been read from shared memory.
@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
         bool complete = true;
 #if WITH_HEAD_SPLITS
-        float* const split_sum = p.key_sums + (long(done.tile_index) * 2 + warpgroup) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
+        float* const split_sum = p.dkv_accum + (long(done.tile_index) * 2 + warpgroup) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
         red_add_split(split_sum, dk);
         red_add_split(split_sum + 128 * DK, dv);
         complete = is_last_split(p, smem, done, [](int) { named_barrier_sync(BARRIER_CONSUMERS, 256); });

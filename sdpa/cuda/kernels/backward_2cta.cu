@@ -16,7 +16,7 @@ inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedSto
 inline int tile_produce_2cta(TilePipeline& tile_pipeline, const Params& p, const SharedStorage& smem, uint rank) {
     if (rank == 0) {
         mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);
-        const int taken = atomicAdd(p.taken, 1), shares = head_splits_of(p), first = taken / shares * COLUMN_PARTS * shares + taken % shares;
+        const int taken = atomicAdd(p.tile_counter, 1), shares = head_splits_of(p), first = taken / shares * COLUMN_PARTS * shares + taken % shares;
         for (uint other = 0; other < 2; other++) st_mbarrier_arrive_release_cluster(tile_pipeline.slot(smem), uint(first + int(other) * shares),
                                                                                     tile_pipeline.full(smem), other);
         tile_pipeline.count++;
@@ -111,7 +111,7 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
     uint kv_phase = 0;
     while (true) {
         const int tile_index = tile_produce_2cta(tile_pipeline, p, smem, rank);
-        if (tile_index >= p.last) return;
+        if (tile_index >= p.all_items) return;
         const Tile tile = tile_at(p, tile_index);
         if (!is_empty(p, tile)) load_q_steps(pipeline, kv_phase, q_map, k_map, v_map, p, smem, tile);
     }
@@ -122,7 +122,7 @@ inline void producer_loop_do(const TensorMap& d_o_map, const Params& p, const Sh
     TilePipeline tile_pipeline;
     while (true) {
         const int tile_index = tile_consume_thread_2cta(tile_pipeline, smem);
-        if (tile_index >= p.last) return;
+        if (tile_index >= p.all_items) return;
         const Tile tile = tile_at(p, tile_index);
         if (!is_empty(p, tile)) load_do_steps(pipeline, d_o_map, p, smem, tile);
     }
@@ -375,7 +375,7 @@ template <int warpgroup, int count>
 inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const WarpgroupContext& ctx) {
     bool complete = true;
 #if WITH_HEAD_SPLITS
-    float* const split_sum = ctx.p.key_sums + long(ctx.tile.tile_index) * 128 * (DK + DV) + warpgroup * 128 * DV + (threadIdx.x & 127) * 4;
+    float* const split_sum = ctx.p.dkv_accum + long(ctx.tile.tile_index) * 128 * (DK + DV) + warpgroup * 128 * DV + (threadIdx.x & 127) * 4;
     red_add_split(split_sum, sums);
     complete = is_last_split(ctx.p, ctx.smem, ctx.tile, warpgroups_sync<warpgroup>);
     if (complete) load_split_sum(sums, split_sum);
@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
         uint kv_phase = 0;
         while (true) {
             const int tile_index = tile_consume_2cta(tile_pipeline, smem);
-            if (tile_index >= p.last) break;
+            if (tile_index >= p.all_items) break;
             const Tile tile = tile_at(p, tile_index);
             if (is_empty(p, tile)) continue;
             const SeqInfo seq_info = seq_info_of(p, tile.batch);

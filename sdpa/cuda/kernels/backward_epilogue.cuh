@@ -51,7 +51,7 @@ template <class Sync>
 inline bool is_last_split(const Params& p, const SharedStorage& smem, const Tile& tile, const Sync& warpgroups_sync) {
     __threadfence();
     warpgroups_sync(0);
-    if (threadIdx.x == 128) st_shared(smem.last, atomicAdd(p.shares_done + tile.tile_index, 1) + 1 == p.shares);
+    if (threadIdx.x == 128) st_shared(smem.last, atomicAdd(p.splits_done + tile.tile_index, 1) + 1 == p.head_splits);
     warpgroups_sync(1);
     const bool last = ld_shared(smem.last) != 0;
     __threadfence();

@@ -97,16 +97,16 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     const int own = threadIdx.x / 32 * OF_WARP;
     const long to = q_tile_index(p, seq_info, batch, head, tile) * TILE_M + own;
     // The factor of recompute_p.
-    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
-    const bool large = recompute_large_lse(p, seq_info, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact + to, 1, p.lse + to, score_at);
-    if (large && (threadIdx.x & 31) == 0) *p.large = 1;
+    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.softmax_scale_log2 : p.softmax_scale_log2 * p.scale;
+    const bool large = recompute_large_lse(p, seq_info, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact_lse + to, 1, p.lse + to, score_at);
+    if (large && (threadIdx.x & 31) == 0) *p.any_large_lse = 1;
 #if WITH_SINK_GRADIENT
     // All deltas of the tile are written.
     __syncthreads();
     float of_sink = 0.0f;
     const int lane_of_warp = threadIdx.x & 31, row = tile * TILE_M + own + lane_of_warp;
     if (lane_of_warp < OF_WARP && row < min(extent, seq_info.len_q)) {
-        const float2 exact = p.exact[to + lane_of_warp];
+        const float2 exact = p.exact_lse[to + lane_of_warp];
         const float stat = p.stats[stats_index(p, seq_info, batch, head, row)];
         if (stat != -INFINITE) of_sink = -sink_probability(ExactLse{exact.x, exact.y}, natural_of(factor), stat, p.sink[head]) * p.delta[to + lane_of_warp];
     }

@@ -3,7 +3,7 @@
 
 // CTAs that share a KV block, each with some heads of the GQA group.
 inline int head_splits_of(const Params& p) {
-    return WITH_HEAD_SPLITS ? p.shares : 1;
+    return WITH_HEAD_SPLITS ? p.head_splits : 1;
 }
 
 inline int kv_head_count(const Params& p) {
@@ -12,7 +12,7 @@ inline int kv_head_count(const Params& p) {
 
 // KV heads of a section.
 inline int section_heads(const Params& p, int section) {
-    return min(p.section, kv_head_count(p) - section * p.section);
+    return min(p.section_heads, kv_head_count(p) - section * p.section_heads);
 }
 
 // Tile indices of a section.
@@ -28,9 +28,9 @@ inline int section_slices(const Params& p, int section) {
 // Within a section, first blocks first: under a causal mask they have the most queries.
 inline Tile tile_at(const Params& p, int tile_index) {
     const int shares = head_splits_of(p), kv_part = tile_index / shares, block = kv_part / COLUMN_PARTS;
-    const int section = block / (p.section * p.blocks), together = section_heads(p, section);
-    const int in_section = block - section * p.section * p.blocks, unit = in_section % together, kv_head = section * p.section + unit;
-    const int heads_kv = p.heads_q / p.group, slot = p.ring > 0 ? section % p.ring * p.section + unit : 0;
+    const int section = block / (p.section_heads * p.blocks), together = section_heads(p, section);
+    const int in_section = block - section * p.section_heads * p.blocks, unit = in_section % together, kv_head = section * p.section_heads + unit;
+    const int heads_kv = p.heads_q / p.group, slot = p.ring_sections > 0 ? section % p.ring_sections * p.section_heads + unit : 0;
     return Tile{in_section / together, kv_head / heads_kv, kv_head % heads_kv, kv_part % COLUMN_PARTS, tile_index - kv_part * shares, kv_part, section, slot};
 }
 
@@ -41,9 +41,9 @@ inline bool is_empty(const Params& p, const Tile& tile) {
 
 // The accumulator slice of a query tile: in the ring of sections, or, without a ring, in an accumulator of all tiles.
 inline float* dq_slice(const Params& p, const SeqInfo& seq_info, const Tile& tile, int head, int queries, int slice) {
-    const long index = p.ring > 0 ? (long(tile.slot) * p.group + head - tile.head * p.group) * p.tiles + queries
+    const long index = p.ring_sections > 0 ? (long(tile.slot) * p.group + head - tile.head * p.group) * p.tiles + queries
                                   : q_tile_index(p, seq_info, tile.batch, head, queries);
-    return p.sums + (index * SLICES + slice) * DQ_SLICE;
+    return p.dq_accum + (index * SLICES + slice) * DQ_SLICE;
 }
 
 // TMA store of 16 rows of a panel, as far as the packed sequence has rows and the tensor has panels.
@@ -81,7 +81,7 @@ inline int tile_consume(TilePipeline& tile_pipeline, const SharedStorage& smem) 
 // The producer thread pulls the next index from the counter and passes it on.
 inline int tile_produce(TilePipeline& tile_pipeline, const Params& p, const SharedStorage& smem) {
     mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);
-    const int tile_index = atomicAdd(p.taken, 1);
+    const int tile_index = atomicAdd(p.tile_counter, 1);
     st_shared(tile_pipeline.slot(smem), uint(tile_index));
     mbarrier_arrive(tile_pipeline.full(smem));
     tile_pipeline.count++;

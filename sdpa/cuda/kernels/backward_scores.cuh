@@ -71,7 +71,7 @@ inline float dropout_backward(const Params& p, float d_p, uint dropout_mask, int
 inline const float4* exact_lse_of(const Params& p, const FragmentOrigin& origin) {
     // Recompute for each score: a live address would cost registers in launches without such rows.
     const int q = opaque_int(origin.q);
-    return (const float4*)(p.exact + q_tile_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q / TILE_M) * TILE_M + q % TILE_M);
+    return (const float4*)(p.exact_lse + q_tile_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q / TILE_M) * TILE_M + q % TILE_M);
 }
 
 // Recomputes P from S: packed in `p_packed`, as dropout leaves it. `s` becomes P times the derivative of the score_mod, which dS is a multiple of. With
@@ -79,7 +79,7 @@ inline const float4* exact_lse_of(const Params& p, const FragmentOrigin& origin)
 template <bool masked, bool looks_for_large>
 inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p, const Captured& captured,
                         const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
-    const bool large = looks_for_large && *p.large != 0;
+    const bool large = looks_for_large && *p.any_large_lse != 0;
 #if !WITH_SCORE_MOD
     // One score at a time, so that the rare case costs the other no registers.
     if (__builtin_expect(large, 0)) {
@@ -89,7 +89,7 @@ inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_p
     }
 #endif
     // Without a score_mod, `factor` includes the scale.
-    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
+    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.softmax_scale_log2 : p.softmax_scale_log2 * p.scale;
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n += 2) {
         float before[2], prob[2];
@@ -129,7 +129,7 @@ UNROLL_TRACES
 
 // If any log-sum-exp of the launch is large, all blocks are partial: only the masked path looks for it.
 inline BlockRange without_full_blocks(const Params& p, BlockRange range) {
-    if (*p.large != 0) range.full_end = 0;
+    if (*p.any_large_lse != 0) range.full_end = 0;
     return range;
 }
 
@@ -138,7 +138,7 @@ inline void recompute_p_step(bool masked, float (&s)[SCORES], float (&raw)[RAW_S
     // With a score_mod the large case is a path of its own: a branch per score would cost the ordinary path registers.
     if (ALWAYS_MASKED) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!masked) recompute_p<false, false>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
-    else if (!WITH_SCORE_MOD || __builtin_expect(*p.large != 0, 0)) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
+    else if (!WITH_SCORE_MOD || __builtin_expect(*p.any_large_lse != 0, 0)) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else recompute_p<true, false>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
 }
 

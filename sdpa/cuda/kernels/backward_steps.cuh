@@ -7,7 +7,7 @@ struct HeadRange {
 
 inline HeadRange head_range_of(const Params& p, const Tile& tile) {
 #if WITH_HEAD_SPLITS
-    return HeadRange{p.group * tile.head_split / p.shares, p.group * (tile.head_split + 1) / p.shares};
+    return HeadRange{p.group * tile.head_split / p.head_splits, p.group * (tile.head_split + 1) / p.head_splits};
 #else
     return HeadRange{0, p.group};
 #endif

@@ -23,11 +23,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1) attention_block_lists(cons
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint states = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
-    const int outer = row % OUTER_BLOCKS(p), heads = p.map_head ? p.heads_q : 1;
+    const int outer = row % OUTER_BLOCKS(p), heads = p.block_list_head ? p.heads_q : 1;
     const int head = row / OUTER_BLOCKS(p) % heads, batch = row / OUTER_BLOCKS(p) / heads;
     // Per-sequence lengths are left to the iteration, so that sequences can share a list.
     const BlockRange range = block_range_of(p, SeqInfo{p.lower, p.upper, p.seq_q, p.seq_kv}, outer);
-    uint* const items = const_cast<uint*>(p.map_blocks) + long(row) * INNER_BLOCKS(p);
+    uint* const items = const_cast<uint*>(p.block_list) + long(row) * INNER_BLOCKS(p);
     uint count = 0;
     for (int from = 0; from < range.end - range.begin; from += 32) {
         // In the order of iteration.
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) attention_block_lists(cons
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        const_cast<uint*>(p.map_begin)[row] = uint(row) * uint(INNER_BLOCKS(p));
-        const_cast<uint*>(p.map_end)[row] = uint(row) * uint(INNER_BLOCKS(p)) + count;
+        const_cast<uint*>(p.block_list_begin)[row] = uint(row) * uint(INNER_BLOCKS(p));
+        const_cast<uint*>(p.block_list_end)[row] = uint(row) * uint(INNER_BLOCKS(p)) + count;
     }
 }

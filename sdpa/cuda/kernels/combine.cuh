@@ -18,26 +18,26 @@ inline float split_log2(const LogSumExp& split, const LogSumExp& all) { return l
 extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __grid_constant__ Params p) {
     constexpr int EACH = (TILE_ROWS + 3) / 4;
     const int lane = threadIdx.x & 31, row = int(blockIdx.x) % EACH * 4 + int(threadIdx.x >> 5), whose = int(blockIdx.x) / EACH;
-    const int unit = whose % p.units, tile_number = whose / p.units % p.tiles, batch = whose / p.units / p.tiles;
+    const int unit = whose % p.head_groups, tile_number = whose / p.head_groups % p.tiles, batch = whose / p.head_groups / p.tiles;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const Tile tile = {tile_number, batch, first_head(p, unit), 0, 1, 0, 0};
     if (row >= TILE_ROWS || tile_number >= tile_count_of(p, seq_info) || !has_row(p, seq_info, tile, row)) return;
-    const int first = p.firsts[batch * p.tiles + tile_number];
-    if (first >= p.most_items) return;
-    const int splits = min(p.items[first].splits, p.most_items - first);
+    const int first = p.first_items[batch * p.tiles + tile_number];
+    if (first >= p.max_items) return;
+    const int splits = min(p.tile_items[first].splits, p.max_items - first);
     // The forward kernel has written tiles of one split itself.
     if (splits <= 1) return;
     const int q = query_of_row(tile, row), head = head_of_row(tile, row);
-    const auto place = [&](int split) { return (long(first + split) * p.units + unit) * TILE_ROWS + row; };
+    const auto place = [&](int split) { return (long(first + split) * p.head_groups + unit) * TILE_ROWS + row; };
     const auto lse_of_split = [&](int split) {
-        const float2 both = p.part_logs[place(split)];
+        const float2 both = p.split_lse[place(split)];
         return LogSumExp{both.x, both.y};
     };
     LogSumExp row_max = {0.0f, -INFINITE};
     float sum = 0.0f, natural_max = -INFINITE;
     if (q < seq_info.len_q) {
 #if WITH_SPLIT_MAX
-        for (int split = lane; split < splits; split += 32) natural_max = fmaxf(natural_max, p.part_largest[place(split)]);
+        for (int split = lane; split < splits; split += 32) natural_max = fmaxf(natural_max, p.split_row_max[place(split)]);
         natural_max = warp_max(natural_max);
 #if WITH_SINK
         natural_max = fmaxf(natural_max, p.sink[head]);
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
             const float weight = ex2_approx(split_log2(lse_of_split(split), row_max) - row_max.log) * inverse;
             // A split of weight 0 may hold NaN.
             if (weight == 0.0f) continue;
-            const float* const from = p.part_sums + place(split) * DIM_V + column;
+            const float* const from = p.split_o + place(split) * DIM_V + column;
             low += weight * from[0];
             high += weight * from[1];
         }

@@ -6,7 +6,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const 
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int extent = rows_q(p, seq_info);
     if (tile * TILE_M >= extent) return;
-    const float4* from = reinterpret_cast<const float4*>(p.sums) + (q_tile_index(p, seq_info, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
+    const float4* from = reinterpret_cast<const float4*>(p.dq_accum) + (q_tile_index(p, seq_info, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
     const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + thread_row(lane);
     const int column = (TILE_M == 128 ? 0 : slice * PANEL) + thread_column(lane);
     // All loads are issued before the first store.

@@ -7,12 +7,12 @@ struct SliceRange {
     int section, begin, end;
 };
 
-// The slices that a tile index converts: a share of the section `p.behind` before its own.
+// The slices that a tile index converts: a share of the section `p.conversion_lag` before its own.
 inline SliceRange slices_of(const Params& p, int tile_index) {
-    const int beyond = tile_index - p.numbers, each = p.section * p.blocks * head_splits_of(p);
-    const int own = beyond < 0 ? tile_index / each : p.sections + beyond / p.tail, section = own - p.behind;
+    const int beyond = tile_index - p.block_items, each = p.section_heads * p.blocks * head_splits_of(p);
+    const int own = beyond < 0 ? tile_index / each : p.sections + beyond / p.conversion_items, section = own - p.conversion_lag;
     if (section < 0) return SliceRange{0, 0, 0};
-    const int index = beyond < 0 ? tile_index - own * each : beyond % p.tail, count = beyond < 0 ? section_tiles(p, own) : p.tail;
+    const int index = beyond < 0 ? tile_index - own * each : beyond % p.conversion_items, count = beyond < 0 ? section_tiles(p, own) : p.conversion_items;
     const int slices = section_slices(p, section), each_slices = (slices + count - 1) / count;
     return SliceRange{section, min(index * each_slices, slices), min(index * each_slices + each_slices, slices)};
 }
@@ -25,8 +25,8 @@ struct Slice {
 };
 
 inline Slice slice_of(const Params& p, int section, int n) {
-    const int head_index = n / SLICES / p.tiles, unit = head_index / p.group, kv_head = section * p.section + unit, heads_kv = p.heads_q / p.group;
-    const Tile keys = {0, kv_head / heads_kv, kv_head % heads_kv, 0, 0, 0, section, p.ring > 0 ? section % p.ring * p.section + unit : 0};
+    const int head_index = n / SLICES / p.tiles, unit = head_index / p.group, kv_head = section * p.section_heads + unit, heads_kv = p.heads_q / p.group;
+    const Tile keys = {0, kv_head / heads_kv, kv_head % heads_kv, 0, 0, 0, section, p.ring_sections > 0 ? section % p.ring_sections * p.section_heads + unit : 0};
     const int head = keys.head * p.group + head_index % p.group, queries = n / SLICES % p.tiles, part = n % SLICES;
     return Slice{keys, head, queries, part, dq_slice(p, seq_info_of(p, keys.batch), keys, head, queries, part)};
 }
@@ -61,11 +61,11 @@ inline void load_piece(uint pieces, uint full, const float* sums, int n) {
 
 // Converts a tile index's slices that this warp has. Two of a slice's four pieces are loaded ahead, also across slices.
 inline void convert_slices(const TensorMap& dq_map, const Params& p, const SharedStorage& smem, const SliceRange& slices, int mine) {
-    const bool first = (threadIdx.x & 31) == 0, reused = p.ring > 0 && slices.section + p.ring < p.sections;
+    const bool first = (threadIdx.x & 31) == 0, reused = p.ring_sections > 0 && slices.section + p.ring_sections < p.sections;
     const uint pieces = smem.dq_pieces + mine * DQ_CONVERT_BYTES, rounded = pieces + 2 * DQ_PIECE_BYTES, full = smem.dq_pieces_full + 16 * mine;
     Slice slice, next;
     int index = next_slice(p, slices, slices.begin + mine, slice);
-    if (first) counter_acquire_wait(p.done + slices.section, section_tiles(p, slices.section));
+    if (first) counter_acquire_wait(p.blocks_done + slices.section, section_tiles(p, slices.section));
     __syncwarp();
     if (first && index < slices.end) load_piece(pieces, full, slice.sums, 0), load_piece(pieces, full, slice.sums, 1);
     while (index < slices.end) {
@@ -93,7 +93,7 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
     // Slices without queries count as converted.
     if (first) {
         cp_async_bulk_wait_group();
-        counter_release_add(p.settled + slices.section, (slices.end - slices.begin + 1 - mine) / 2);
+        counter_release_add(p.slices_converted + slices.section, (slices.end - slices.begin + 1 - mine) / 2);
     }
 }
 
@@ -102,7 +102,7 @@ inline void dq_convert_warp(const TensorMap& dq_map, const Params& p, const Shar
     TilePipeline tile_pipeline;
     while (true) {
         const int tile_index = tile_consume(tile_pipeline, smem);
-        if (tile_index >= p.last) break;
+        if (tile_index >= p.all_items) break;
         const SliceRange slices = slices_of(p, tile_index);
         if (slices.begin < slices.end) convert_slices(dq_map, p, smem, slices, mine);
     }

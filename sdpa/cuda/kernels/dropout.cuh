@@ -25,7 +25,7 @@ inline RandomWords random_words(const Params& p, int batch, int head, uint q, ui
 }
 
 inline bool survives(const Params& p, uint word, uint odd) {
-    return (odd ? word >> 16 : word & 0xffffu) <= uint(p.dropout_most);
+    return (odd ? word >> 16 : word & 0xffffu) <= uint(p.dropout_threshold);
 }
 
 // Forward: calls `each` for every score of queries q and q + 8. q % 16 is below 8; a thread has keys k and k + 1 of every 8.

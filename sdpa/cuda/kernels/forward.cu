@@ -231,7 +231,7 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
         if (tile_index >= all) return;
         // Issued early: the atomic's latency is about one KV block.
         int next = all;
-        if (int(gridDim.x) < all && is_elected_producer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
+        if (int(gridDim.x) < all && is_elected_producer()) next = int(gridDim.x) + atomicAdd(p.tile_counter, 1);
 #if !WITH_TILE_LIST
         const Tile tile = tile_at(p, tiles, tile_index);
         const SeqInfo seq_info = seq_info_of(p, tile.batch);
@@ -292,11 +292,11 @@ inline void store_split(const float (&o)[OUTPUTS], const float (&inverse_sum)[2]
     for (int half = 0; half < 2; half++) {
         if (row + 8 * half >= TILE_ROWS) continue;
         const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
-        if (lane == 0) p.part_logs[at] = float2{lse[half].origin, lse[half].log};
+        if (lane == 0) p.split_lse[at] = float2{lse[half].origin, lse[half].log};
 #if WITH_SPLIT_MAX
-        if (lane == 0) p.part_largest[at] = natural_max[half];
+        if (lane == 0) p.split_row_max[at] = natural_max[half];
 #endif
-        float* const to = p.part_sums + at * DIM_V + 2 * lane;
+        float* const to = p.split_o + at * DIM_V + 2 * lane;
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4) {
             const float scale = inverse_sum[half];

@@ -33,8 +33,8 @@ struct BlockIterator {
 
 inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int batch, int head, int tile) {
 #if WITH_BLOCK_LISTS
-    const int row = (batch * p.map_batch + head * p.map_head) * p.tiles + tile;
-    return BlockIterator{int(p.map_begin[row]), int(p.map_end[row])};
+    const int row = (batch * p.block_list_batch + head * p.block_list_head) * p.tiles + tile;
+    return BlockIterator{int(p.block_list_begin[row]), int(p.block_list_end[row])};
 #else
     return BlockIterator{r.end, r.begin};
 #endif
@@ -44,7 +44,7 @@ inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int ba
 inline bool next_block(BlockIterator& iterator, const Params& p, const BlockRange& r, int& block, bool& partial) {
 #if WITH_BLOCK_LISTS
     while (iterator.at < iterator.end) {
-        const uint item = p.map_blocks[iterator.at++];
+        const uint item = p.block_list[iterator.at++];
         block = int(item & ~PARTIAL_BLOCK);
         if (block >= r.begin && block < r.end) {
             partial = (item & PARTIAL_BLOCK) != 0 || block < r.full_begin || block >= r.full_end;

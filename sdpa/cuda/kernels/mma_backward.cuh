@@ -31,7 +31,7 @@ inline float2 delta_of(const RowStatistics& row_statistics, int n) { return floa
 
 // The exact log-sum-exp of the query of a score.
 inline ExactLse exact_at(const Params& p, const FragmentOrigin& origin, int q) {
-    const float2 both = p.exact[stats_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q)];
+    const float2 both = p.exact_lse[stats_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q)];
     return ExactLse{both.x, both.y};
 }
 
@@ -61,10 +61,10 @@ UNROLL_TRACES
             if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
 #endif
             if (masked && !bounds[fragment_half(n)].contains(fragment_column(BY_KEYS ? origin.q : origin.k, n) + other)) x = -INFINITE;
-            float exponent = x * p.unit - (other ? lse.y : lse.x);
+            float exponent = x * p.softmax_scale_log2 - (other ? lse.y : lse.x);
             if (large) {
                 const int q = origin.q + (BY_KEYS ? fragment_column(n) + other : fragment_row(n));
-                if (q < rows_q(p, seq_info_of(p, origin.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, origin, q));
+                if (q < rows_q(p, seq_info_of(p, origin.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.softmax_scale_log2, exact_at(p, origin, q));
             }
             s[n + other] = ex2_approx(exponent);
         }

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preproce
         return traced_score(p, captured, batch, head, q, k, x);
     };
     const long row_apart = WITH_PACKED_Q ? p.heads_q : 1;
-    recompute_large_lse(p, seq_info, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_index(p, seq_info, batch, head, first),
+    recompute_large_lse(p, seq_info, batch, head, first, min(ROWS_OF_WARP, rows - first), p.softmax_scale_log2, p.exact_lse + stats_index(p, seq_info, batch, head, first),
                         row_apart, nullptr, score_at);
 }
 
@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(con
         // Tokens between packed sequences have no statistics.
         if (row >= rows_q(p, seq_info)) continue;
         const long at = stats_index(p, seq_info, batch, head, row);
-        const float2 exact = p.exact[at];
-        if (p.lse[at] != INFINITE) sum -= sink_probability(ExactLse{exact.x, exact.y}, natural_of(p.unit), p.stats[at], sink) * p.delta[at];
+        const float2 exact = p.exact_lse[at];
+        if (p.lse[at] != INFINITE) sum -= sink_probability(ExactLse{exact.x, exact.y}, natural_of(p.softmax_scale_log2), p.stats[at], sink) * p.delta[at];
     }
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     if (lane == 0) st_shared(sums + 4 * warp, __float_as_uint(sum));

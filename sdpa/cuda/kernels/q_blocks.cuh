@@ -31,8 +31,8 @@ struct BlockIterator {
 
 inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int batch, int head, int block) {
 #if WITH_BLOCK_LISTS
-    const int row = (batch * p.map_batch + head * p.map_head) * p.blocks + block;
-    return BlockIterator{int(p.map_begin[row]), int(p.map_end[row])};
+    const int row = (batch * p.block_list_batch + head * p.block_list_head) * p.blocks + block;
+    return BlockIterator{int(p.block_list_begin[row]), int(p.block_list_end[row])};
 #else
     return BlockIterator{r.begin, r.end};
 #endif
@@ -42,7 +42,7 @@ inline BlockIterator block_iterator(const Params& p, const BlockRange& r, int ba
 inline bool next_block(BlockIterator& iterator, const Params& p, const BlockRange& r, int& tile, bool& partial) {
 #if WITH_BLOCK_LISTS
     while (iterator.at < iterator.end) {
-        const uint item = p.map_blocks[iterator.at++];
+        const uint item = p.block_list[iterator.at++];
         tile = int(item & ~PARTIAL_BLOCK);
         if (tile >= r.begin && tile < r.end) {
             partial = (item & PARTIAL_BLOCK) != 0 || tile < r.full_begin || tile >= r.full_end;

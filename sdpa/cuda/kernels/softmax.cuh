@@ -59,7 +59,7 @@ inline void mask_scores(float (&s)[SCORES], const Params& p, const SeqInfo& seq_
 
 // One update: exponentials in place of scores, and the factor by which O and the sum of each row are rescaled.
 inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p) {
-    const float unit = p.unit;
+    const float unit = p.softmax_scale_log2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float row_max = LAZY_RESCALE ? -INFINITE : state.row_max[half];
@@ -112,7 +112,7 @@ inline RowTotal row_total(SoftmaxState& state, int half, const Params& p) {
     RowTotal row;
     row.sum = row_reduce_sum(state.row_sum[half]);
     row.reference = lse_of_max(p, reference_of(state, half));
-    row.above = (state.row_max[half] - reference_of(state, half)) * p.unit;
+    row.above = (state.row_max[half] - reference_of(state, half)) * p.softmax_scale_log2;
     row.natural_max = natural_score(p, state.row_max[half]);
     row.inverse_sum = row.sum == 0.0f ? 0.0f : 1.0f / row.sum;
     return row;

@@ -16,7 +16,7 @@ inline float natural_score(const Params& p, float x) { return WITH_SCORE_MOD || 
 
 // The row maximum as a log-sum-exp: in `log` if that is exact enough.
 inline LogSumExp lse_of_max(const Params& p, float row_max) {
-    const float log = row_max * p.unit;
+    const float log = row_max * p.softmax_scale_log2;
     return row_max != -INFINITE && is_large(log) ? LogSumExp{natural_score(p, row_max), 0.0f} : LogSumExp{0.0f, log};
 }
 

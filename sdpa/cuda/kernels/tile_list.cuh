@@ -58,7 +58,7 @@ inline int max_blocks_per_split(const Params& p, int lane) {
 #if WITH_SPLIT_KV
     int blocks = 0;
     for (int entry = lane; entry < p.batch; entry += 32) blocks += block_count_of_sequence(p, entry);
-    return max(MIN_BLOCKS_PER_SPLIT, int((long(warp_sum(blocks)) * p.units + p.most_parts - 1) / p.most_parts));
+    return max(MIN_BLOCKS_PER_SPLIT, int((long(warp_sum(blocks)) * p.head_groups + p.max_splits - 1) / p.max_splits));
 #else
     return 1;
 #endif
@@ -84,15 +84,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const _
 #if WITH_SPLIT_KV
     for (int tile = tiles - 1; tile >= 0; tile--) {
         const int splits = split_count_of(block_count_of(p, s, tile), max_blocks);
-        if (lane == 0) p.firsts[mine * p.tiles + tile] = before;
-        for (int split = lane; split < splits && before + split < p.most_items; split += 32) p.items[before + split] = TileItem{mine, tile, split, splits};
+        if (lane == 0) p.first_items[mine * p.tiles + tile] = before;
+        for (int split = lane; split < splits && before + split < p.max_items; split += 32) p.tile_items[before + split] = TileItem{mine, tile, split, splits};
         before += splits;
     }
 #else
-    for (int n = lane; n < tiles && before + n < p.most_items; n += 32) p.items[before + n] = TileItem{mine, tiles - 1 - n, 0, 1};
+    for (int n = lane; n < tiles && before + n < p.max_items; n += 32) p.tile_items[before + n] = TileItem{mine, tiles - 1 - n, 0, 1};
 #endif
     if (mine == 0 && lane == 0) {
-        p.taken[0] = 0;
-        p.taken[1] = min(all, p.most_items);
+        p.tile_counter[0] = 0;
+        p.tile_counter[1] = min(all, p.max_items);
     }
 }

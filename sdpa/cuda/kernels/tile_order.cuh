@@ -1,4 +1,4 @@
-// Order of the tiles of the forward kernels: heads whose K and V fit L2 together, p.section of them, are interleaved; within a head the last tiles come
+// Order of the tiles of the forward kernels: heads whose K and V fit L2 together, p.section_heads of them, are interleaved; within a head the last tiles come
 // first, which have the most keys under a causal mask (LPT order).
 
 // A head, and the position of a tile among those of its head.
@@ -7,7 +7,7 @@ struct ScheduledTile {
 };
 
 inline ScheduledTile scheduled_tile(const Params& p, int heads, int tiles, int tile_index) {
-    const int first = tile_index / (p.section * tiles) * p.section, together = min(p.section, heads - first);
+    const int first = tile_index / (p.section_heads * tiles) * p.section_heads, together = min(p.section_heads, heads - first);
     const int in_section = tile_index - first * tiles;
     return ScheduledTile{first + in_section % together, in_section / together};
 }

@@ -17,7 +17,7 @@ struct Tile {
 // Tiles per head of one sequence, or of all sequences with a tile list, whose length only the device knows.
 inline int tiles_per_head(const Params& p) {
 #if WITH_TILE_LIST
-    return p.taken[1];
+    return p.tile_counter[1];
 #else
     return p.tiles;
 #endif
@@ -25,7 +25,7 @@ inline int tiles_per_head(const Params& p) {
 
 // Heads, or groups of heads that share a tile, that have so many tiles.
 inline int head_count(const Params& p) {
-    return WITH_TILE_LIST ? p.units : p.batch * p.units;
+    return WITH_TILE_LIST ? p.head_groups : p.batch * p.head_groups;
 }
 
 // The first query head of such a group.
@@ -37,10 +37,10 @@ inline Tile tile_at(const Params& p, int tiles, int tile_index) {
     const ScheduledTile scheduled = scheduled_tile(p, head_count(p), tiles, tile_index);
     const int head_index = scheduled.head_index, at = scheduled.position;
 #if WITH_TILE_LIST
-    const TileItem item = p.items[at];
-    return Tile{item.tile, item.batch, first_head(p, head_index), item.split, item.splits, at * p.units + head_index, 0};
+    const TileItem item = p.tile_items[at];
+    return Tile{item.tile, item.batch, first_head(p, head_index), item.split, item.splits, at * p.head_groups + head_index, 0};
 #else
-    return Tile{tiles - 1 - at, head_index / p.units, first_head(p, head_index % p.units), 0, 1, 0, 0};
+    return Tile{tiles - 1 - at, head_index / p.head_groups, first_head(p, head_index % p.head_groups), 0, 1, 0, 0};
 #endif
 }
 

@@ -71,11 +71,11 @@ params! {
         /// Address of the sinks, f32 for each query head.
         sink: Address = "const float* ",
         /// Address of where each block list begins in `map_blocks`, u32.
-        map_begin: Address = "const uint* ",
+        block_list_begin: Address = "const uint* ",
         /// Address of where they end.
-        map_end: Address = "const uint* ",
+        block_list_end: Address = "const uint* ",
         /// Address of the items of the block lists, u32: KV blocks of a query tile, or query tiles of a KV block. The highest bit is set where the mask masks out a part of one.
-        map_blocks: Address = "const uint* ",
+        block_list: Address = "const uint* ",
         /// Address of the `cu_seqlens` offsets of queries, i32 or i64.
         boundaries_q: Address = "const void* ",
         /// Address of the `cu_seqlens` offsets of keys, i32 or i64.
@@ -103,11 +103,11 @@ params! {
         /// Query tiles, of the longest sequence.
         tiles: i32 = "int ",
         /// Heads of batch entries that are worked on together, so that their operands fit L2: query heads, or key heads of the backward pass with `wgmma`.
-        section: i32 = "int ",
+        section_heads: i32 = "int ",
         /// Lists from one batch entry to the next, in units of the lists of a head; 0 where all have the same.
-        map_batch: i32 = "int ",
+        block_list_batch: i32 = "int ",
         /// Lists from one head to the next, in units of the lists of a head; 0 where all have the same.
-        map_head: i32 = "int ",
+        block_list_head: i32 = "int ",
         /// Keys at `k - q <= lower` are masked out.
         lower: i32 = "int ",
         /// Keys at `k - q > upper` are masked out.
@@ -123,9 +123,9 @@ params! {
         /// `attn_scale`.
         scale: Number = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
-        unit: Number = "float ",
+        softmax_scale_log2: Number = "float ",
         /// The largest random number with which a softmax probability is kept.
-        dropout_most: i32 = "int ",
+        dropout_threshold: i32 = "int ",
         /// Factor of the probabilities that are kept.
         dropout_scale: f32 = "float ",
     }

@@ -39,7 +39,7 @@ pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &Bloc
         row_max: Address::Statistic(Statistic::RowMax),
         sum_exp: Address::Statistic(Statistic::SumExp),
         lse,
-        exact,
+        exact_lse: exact,
         delta,
         sink_gradient,
         page_table: builder.param(PAGE_TABLE),

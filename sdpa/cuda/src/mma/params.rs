@@ -64,7 +64,7 @@ params! {
         /// Address of the log-sum-exps in base 2, in the order of `stats`.
         lse: Address = "float* ",
         /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `stats`.
-        exact: Address = "float2* ",
+        exact_lse: Address = "float2* ",
         /// Address of delta, the row sums of `o` times `d_o`, in the order of `stats`.
         delta: Address = "float* ",
         seq_len_q,
@@ -74,9 +74,9 @@ params! {
         sink,
         /// Address of the gradient of the sinks, f32 for each query head.
         sink_gradient: Address = "float* ",
-        map_begin,
-        map_end,
-        map_blocks,
+        block_list_begin,
+        block_list_end,
+        block_list,
         /// Address of the page table, i32 for each page of each batch entry.
         page_table: Address = "const int* ",
         dropout_seed,
@@ -94,9 +94,9 @@ params! {
         tiles,
         /// Blocks of keys.
         blocks: i32 = "int ",
-        section,
-        map_batch,
-        map_head,
+        section_heads,
+        block_list_batch,
+        block_list_head,
         lower,
         upper,
         prefix,
@@ -104,8 +104,8 @@ params! {
         ends_upper,
         natural,
         scale,
-        unit,
-        dropout_most,
+        softmax_scale_log2,
+        dropout_threshold,
         dropout_scale,
         /// Keys of a page.
         page_size: i32 = "int ",

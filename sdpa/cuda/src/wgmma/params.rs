@@ -15,21 +15,21 @@ params! {
         seq_len_q,
         seq_len_kv,
         sink,
-        map_begin,
-        map_end,
-        map_blocks,
+        block_list_begin,
+        block_list_end,
+        block_list,
         /// Address of the counter that hands out tiles after the first of each CTA, i32: 0 when the kernel begins. After it, the number of items of a tile list, i32.
-        taken: Address = "int* ",
+        tile_counter: Address = "int* ",
         /// Address of the list of tiles, where there is one.
-        items: Address = "TileItem* ",
+        tile_items: Address = "TileItem* ",
         /// Address of the item that each tile of each batch entry begins with, i32, where keys are split.
-        firsts: Address = "int* ",
+        first_items: Address = "int* ",
         /// Address of the outputs of splits: f32 (item, head or group of heads, row of a tile, column of the tile).
-        part_sums: Address = "float* ",
+        split_o: Address = "float* ",
         /// Address of their log-sum-exps, two f32 each, origin and logarithm in base 2 (item, head or group of heads, row of a tile).
-        part_logs: Address = "float2* ",
+        split_lse: Address = "float2* ",
         /// Address of their largest scores, f32 in the same order, where row statistics ask for them.
-        part_largest: Address = "float* ",
+        split_row_max: Address = "float* ",
         /// Address of the output, for tiles that do not store it with TMA.
         o: Address = "void* ",
         /// Stride of the output from one batch entry to the next, in elements.
@@ -51,11 +51,11 @@ params! {
         seq_kv,
         dim_v,
         /// Heads of a batch entry, or groups of heads that share a tile.
-        units: i32 = "int ",
+        head_groups: i32 = "int ",
         /// Tiles that the heads of a group have.
         head_tiles: i32 = "int ",
         /// Splits of the keys, at most.
-        most_parts: i32 = "int ",
+        max_splits: i32 = "int ",
         /// Keys of a page.
         page_size: i32 = "int ",
         /// Pages of the containers.
@@ -65,11 +65,11 @@ params! {
         tokens_q,
         tokens_kv,
         /// Items that the list has memory for.
-        most_items: i32 = "int ",
+        max_items: i32 = "int ",
         tiles,
-        section,
-        map_batch,
-        map_head,
+        section_heads,
+        block_list_batch,
+        block_list_head,
         lower,
         upper,
         prefix,
@@ -77,8 +77,8 @@ params! {
         ends_upper,
         natural,
         scale,
-        unit,
-        dropout_most,
+        softmax_scale_log2,
+        dropout_threshold,
         dropout_scale,
     }
 }
@@ -99,9 +99,9 @@ params! {
         /// Address of the stats in units of the exponent of 2, f32 (batch, heads_q, tiles, queries of a tile).
         lse: Address = "float* ",
         /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `lse`.
-        exact: Address = "float2* ",
+        exact_lse: Address = "float2* ",
         /// Address of whether any of them is large, i32; 0 when the kernels begin.
-        large: Address = "int* ",
+        any_large_lse: Address = "int* ",
         /// Address of the queries.
         q: Address = "const void* ",
         /// Address of the keys.
@@ -109,17 +109,17 @@ params! {
         /// Address of delta, the row sums of `o` times `d_o`, in the order of `lse`.
         delta: Address = "float* ",
         /// Address of the dQ accumulator, f32, in the order of threads; 0 when the kernels begin.
-        sums: Address = "float* ",
+        dq_accum: Address = "float* ",
         /// Address of the dK and dV accumulators that several CTAs share, f32, in the order of threads; 0 when the kernels begin.
-        key_sums: Address = "float* ",
+        dkv_accum: Address = "float* ",
         /// Address of how many of these CTAs are done with each KV block, i32; 0 when the kernels begin.
-        shares_done: Address = "int* ",
+        splits_done: Address = "int* ",
         /// Address of the counter that hands out KV blocks, i32; 0 when the kernels begin, like the next two.
-        taken: Address = "int* ",
+        tile_counter: Address = "int* ",
         /// Address of how many KV blocks are done, i32 for each head section.
-        done: Address = "int* ",
+        blocks_done: Address = "int* ",
         /// Address of how many slices of the dQ accumulator are converted, i32 for each head section.
-        settled: Address = "int* ",
+        slices_converted: Address = "int* ",
         seq_len_q,
         seq_len_kv,
         boundaries_q,
@@ -127,9 +127,9 @@ params! {
         sink,
         /// Address of the gradient of the sinks, f32 for each query head; 0 when the kernels begin.
         sink_gradient: Address = "float* ",
-        map_begin,
-        map_end,
-        map_blocks,
+        block_list_begin,
+        block_list_end,
+        block_list,
         /// Stride of `q` from one batch entry to the next.
         q_batch: i64 = "long ",
         /// Stride of `q` from one head to the next.
@@ -170,7 +170,7 @@ params! {
         heads_q,
         group,
         /// CTAs that share the query heads of a GQA group.
-        shares: i32 = "int ",
+        head_splits: i32 = "int ",
         seq_q,
         seq_kv,
         /// Columns of queries and keys.
@@ -183,21 +183,21 @@ params! {
         blocks: i32 = "int ",
         tokens_q,
         tokens_kv,
-        section,
+        section_heads,
         /// Head sections.
         sections: i32 = "int ",
         /// Head sections whose dQ accumulators are in memory at once; 0 where every query tile has its own.
-        ring: i32 = "int ",
+        ring_sections: i32 = "int ",
         /// How many head sections later the dQ accumulators of one are converted.
-        behind: i32 = "int ",
+        conversion_lag: i32 = "int ",
         /// Work items for KV blocks, of all KV heads, parts and shares.
-        numbers: i32 = "int ",
+        block_items: i32 = "int ",
         /// Work items after them that convert the dQ accumulators of each of the last head sections.
-        tail: i32 = "int ",
+        conversion_items: i32 = "int ",
         /// All work items.
-        last: i32 = "int ",
-        map_batch,
-        map_head,
+        all_items: i32 = "int ",
+        block_list_batch,
+        block_list_head,
         lower,
         upper,
         prefix,
@@ -205,8 +205,8 @@ params! {
         ends_upper,
         natural,
         scale,
-        unit,
-        dropout_most,
+        softmax_scale_log2,
+        dropout_threshold,
         dropout_scale,
     }
 }
