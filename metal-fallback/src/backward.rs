@@ -1,6 +1,5 @@
 //! Backward problems and their plans.
 
-use crate::declined::Check;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
@@ -11,6 +10,7 @@ use crate::rows::{Rows, THREADS};
 use crate::sink;
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
+use crate::unsupported::Check;
 use sdpa_core::expr::{Axes, Trace};
 use sdpa_core::{DType, Reason, TensorSpec};
 use sdpa_emit::Captured;

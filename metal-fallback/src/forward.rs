@@ -1,6 +1,5 @@
 //! Forward problems and their plans.
 
-use crate::declined::{Check, limit};
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
 use crate::params::{ForwardParams, Numbers};
@@ -12,6 +11,7 @@ use crate::source::{
     Source, TENSORS_SLOT, VECTOR,
 };
 use crate::tiles::{SIMD, Tiles};
+use crate::unsupported::{Check, limit};
 use sdpa_core::expr::Trace;
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, DType, Dropout, Ends, Packed, Paged, Reason, Region, Side, TensorSpec};

@@ -29,7 +29,6 @@
 pub mod apple;
 mod backward;
 mod captured;
-mod declined;
 mod error;
 mod executor;
 mod forward;
@@ -47,9 +46,9 @@ mod sink;
 mod source;
 mod task;
 mod tiles;
+mod unsupported;
 
 pub use backward::{Along, Backward};
-pub use declined::Declined;
 pub use error::Error;
 pub use executor::MetalExecutor;
 pub use forward::Forward;
@@ -64,6 +63,7 @@ pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
 pub use sdpa_emit::Captured;
 pub use task::Task;
 pub use tiles::{FRAGMENT, REGISTER_LIMIT, SIMD, THREADGROUP_BYTES, Tiles};
+pub use unsupported::Declined;
 
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
 //! What a compiled kernel can be asked for, against what its plan asks.
 
-use crate::declined::Check;
 use crate::plan::Plan;
 use crate::tiles::SIMD;
+use crate::unsupported::Check;
 use sdpa_core::Reason;
 
 /// What Metal says of a compiled kernel, which may be less than what it says of the device: registers decide.

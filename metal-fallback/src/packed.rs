@@ -1,9 +1,9 @@
 //! Documents that lie one behind the other in memory: what the kernels are told of them, and how far they reach.
 
-use crate::declined::Check;
 use crate::forward::Forward;
 use crate::plan::{Binding, Operand};
 use crate::source::{BOUNDARIES_KV_SLOT, BOUNDARIES_Q_SLOT};
+use crate::unsupported::Check;
 use sdpa_core::packed::{self, Documents};
 use sdpa_core::{DType, Packed, Side, TensorSpec};
 use sdpa_emit::Dialect;

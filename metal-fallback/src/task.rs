@@ -1,11 +1,11 @@
 //! A pass as a runner takes it: its plans, and how far they reach into each operand.
 
 use crate::backward::Backward;
-use crate::declined::Check;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
 use crate::plan::{Operand, Pass, Plan, Scratch};
+use crate::unsupported::Check;
 use sdpa_core::{DType, Reason, Side, TensorSpec};
 
 /// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.

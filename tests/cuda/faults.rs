@@ -129,7 +129,12 @@ const FAULTS: [Fault; 103] = [
     ("every part has the sink", Forward, ["if (tile.splits == 1) add_sink", "if (true) add_sink"], FEW),
     ("parts are merged by the largest of one lane", Forward, ["row_max.log = warp_max(row_max.log);", ""], FEW),
     ("queries that are not there have stats", Forward, ["if (q < seq_info.len_q) {", "if (true) {"], FEW),
-    ("tiles begin with one item", Forward, ["p.first_items[mine * p.tiles + tile] = before;", "p.first_items[mine * p.tiles + tile] = 0;"], FEW),
+    (
+        "tiles begin with one item",
+        Forward,
+        ["p.first_items[mine * p.tiles + tile] = before;", "p.first_items[mine * p.tiles + tile] = 0;"],
+        FEW,
+    ),
     (
         "a part weighs as much as another",
         Forward,

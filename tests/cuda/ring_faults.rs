@@ -102,7 +102,10 @@ const FAULTS: [Fault; 19] = [
     (
         "sums are added to what has not left",
         Backward,
-        ["counter_acquire_wait(p.slices_converted + tile.section - p.ring_sections, section_slices(p, tile.section - p.ring_sections));", ";"],
+        [
+            "counter_acquire_wait(p.slices_converted + tile.section - p.ring_sections, section_slices(p, tile.section - p.ring_sections));",
+            ";",
+        ],
         RINGS,
     ),
     (
@@ -142,7 +145,10 @@ const FAULTS: [Fault; 19] = [
     (
         "key heads of a section have one place",
         Backward,
-        ["section % p.ring_sections * p.section_heads + unit : 0;\n    return Tile", "section % p.ring_sections * p.section_heads : 0;\n    return Tile"],
+        [
+            "section % p.ring_sections * p.section_heads + unit : 0;\n    return Tile",
+            "section % p.ring_sections * p.section_heads : 0;\n    return Tile",
+        ],
         RINGS,
     ),
     (

@@ -117,7 +117,12 @@ stats = true
 const FAULTS: [Fault; 9] = [
     ("dO has the head stride of o", Backward, ["p.d_o_batch, p.d_o_head, p.d_o_row", "p.d_o_batch, p.o_head, p.d_o_row"], UPSTREAM),
     ("a row without keys has no maximum to subtract", Forward, ["if (row_max.log == -INFINITE) row_max.log = 0.0f;", ""], SPLIT),
-    ("splits are found with another entry's tile", Forward, ["p.first_items[mine * p.tiles + tile]", "p.first_items[mine + tile]"], SPLIT_TILES),
+    (
+        "splits are found with another entry's tile",
+        Forward,
+        ["p.first_items[mine * p.tiles + tile]", "p.first_items[mine + tile]"],
+        SPLIT_TILES,
+    ),
     ("sums are rescaled too late for f32", Forward, ["RESCALE_THRESHOLD = 8.0f", "RESCALE_THRESHOLD = 1.0e30f"], GROWING),
     ("a list repeats its first 32 blocks", Backward, ["range.begin + from + warp", "range.begin + warp"], LISTS),
     (
@@ -129,7 +134,10 @@ const FAULTS: [Fault; 9] = [
     (
         "a negative scale is added to the unit",
         Backward,
-        ["p.softmax_scale_log2 : p.softmax_scale_log2 * p.scale;\nUNROLL_TRACES", "p.softmax_scale_log2 : p.softmax_scale_log2 + p.scale;\nUNROLL_TRACES"],
+        [
+            "p.softmax_scale_log2 : p.softmax_scale_log2 * p.scale;\nUNROLL_TRACES",
+            "p.softmax_scale_log2 : p.softmax_scale_log2 + p.scale;\nUNROLL_TRACES",
+        ],
         NEGATIVE_SCALE,
     ),
     (

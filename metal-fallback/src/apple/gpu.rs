@@ -2,12 +2,12 @@
 
 use super::built::Built;
 use super::pipeline::Pipeline;
-use crate::declined::Declined;
 use crate::error::Error;
 use crate::kernel::{Kernel, KernelCache, KernelKey, Math};
 use crate::run::{Facts, Ready, Runner};
 use crate::task::Task;
 use crate::tiles::THREADGROUP_BYTES;
+use crate::unsupported::Declined;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSOperatingSystemVersion, NSProcessInfo};

@@ -1,11 +1,11 @@
 //! What only a Mac can show of the glue. The kernels' numbers are the cases' of the workspace.
 
 use super::*;
-use crate::declined::Declined;
 use crate::error::Error;
 use crate::kernel::Math;
 use crate::plan::Operand;
 use crate::run::{Call, Contents, Runner};
+use crate::unsupported::Declined;
 use crate::{Forward, Task};
 use objc2_metal::{MTLCommandBuffer, MTLCommandQueue, MTLDevice, MTLResourceOptions};
 use sdpa_core::{DType, Ends, Region, TensorSpec};

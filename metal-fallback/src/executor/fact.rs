@@ -1,6 +1,6 @@
 //! The facts of a problem, as the kernels support them.
 
-use crate::declined::Check;
+use crate::unsupported::Check;
 use sdpa_core::{Fact, Reason, StatsBase};
 
 /// Adds a reason for each fact that no kernel here computes, on any device. [`Forward::supports`](crate::Forward::supports) and

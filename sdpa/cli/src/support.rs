@@ -16,8 +16,8 @@ use sdpa::cache::CacheKey;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cuda;
 use sdpa::cudnn::cost;
-use sdpa::cudnn::guard;
 use sdpa::cudnn::lower::{self, Job};
+use sdpa::cudnn::unsupported;
 use sdpa::cudnn::{Pieces, PlanOptions, plan};
 use sdpa::metal::MetalExecutor;
 use sdpa::{Error, Executor, Reason, Unsupported};
@@ -45,7 +45,7 @@ impl Asked {
                 Err(e) => Err(reasons(e)),
             },
             Asked::Rules(version) => {
-                let known = guard::reasons(job, *version, profile.sm(), job.deterministic());
+                let known = unsupported::reasons(job, *version, profile.sm(), job.deterministic());
                 if !known.is_empty() {
                     return Err(known);
                 }

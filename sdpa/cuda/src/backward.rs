@@ -1,8 +1,9 @@
 //! The kernels' view of a backward problem, and what they do not support.
 
 use crate::places::captured;
-use crate::problem::{Forward, checked, copies, unsupported};
+use crate::problem::Forward;
 use crate::tile::{BackwardTile, MOST_DIM};
+use crate::unsupported::{checked, copies, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};

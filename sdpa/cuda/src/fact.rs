@@ -1,8 +1,8 @@
 //! The facts of a problem, as the kernels with `wgmma` support them. Those with `mma.sync` have `mma/fact.rs`.
 
 use crate::params::FAR;
-use crate::problem::Check;
 use crate::tile::MOST_DIM;
+use crate::unsupported::Check;
 use sdpa_core::{DType, Direction, Fact, Operand, Side, TensorSpec, packed};
 use sdpa_nvidia::JobQuery;
 

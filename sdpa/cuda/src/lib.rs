@@ -48,6 +48,7 @@ mod shares;
 pub mod source;
 mod target;
 pub mod tile;
+mod unsupported;
 mod wgmma;
 mod work;
 

@@ -1,15 +1,14 @@
-//! The kernels' view of a problem, and what they do not support.
+//! The kernels' view of a problem.
 
-use crate::fact::supports_fact;
 use crate::places::captured;
-use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use crate::unsupported::{checked, unsupported};
+use sdpa_core::error::Unsupported;
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Dropout, Operand, Paged, Problem, Side, Statistic, StatsBase};
+use sdpa_core::{DType, Dropout, Paged, Problem, Side, Statistic, StatsBase};
 use sdpa_emit::Captured;
 use sdpa_nvidia::JobQuery;
-use std::fmt::Display;
 use std::sync::Arc;
 
 /// The kernels' view of a forward problem.
@@ -71,62 +70,6 @@ pub enum Lists {
     AtPlan,
     /// At each call, on the device: it reads tensors or numbers of the call.
     AtCall,
-}
-
-/// Why the kernels do not take a problem.
-pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
-    Unsupported::new(ExecutorName::CUDA, reasons)
-}
-
-/// Limits that a problem breaks.
-pub(crate) struct Check(pub(crate) Vec<Reason>);
-
-/// Whether the copy engine steps along an axis of elements of so many bytes.
-fn steps(tensor: &TensorSpec, axis: usize, bytes: i64) -> bool {
-    let stride = tensor.strides[axis];
-    tensor.dims[axis] <= 1 || (stride > 0 && (stride * bytes) % 16 == 0 && stride < (1 << 39))
-}
-
-/// Whether the copy engine takes a tensor with elements of two bytes as it lies.
-pub(crate) fn copies(tensor: &TensorSpec) -> bool {
-    let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
-    dense && tensor.alignment.is_multiple_of(16) && (0..3).all(|axis| steps(tensor, axis, 2))
-}
-
-impl Check {
-    pub(crate) fn that(&mut self, holds: bool, field: &str, value: impl Display, limit: impl Into<String>) {
-        if !holds {
-            self.0.push(Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.into() });
-        }
-    }
-
-    /// TMA reads at multiples of 16 bytes.
-    pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
-        let limit = "the copy engine reads multiples of 16 bytes";
-        self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
-    }
-
-    /// TMA takes rows of whole 16 bytes, and no axis that repeats one row.
-    pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
-        for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
-            let limit = "the copy engine steps by multiples of 16 bytes, and not by 0";
-            self.that(steps(tensor, axis, bytes), &format!("{operand} strides ({name})"), tensor.strides[axis], limit);
-        }
-    }
-
-    /// Thread blocks of a grid: one for each so many rows.
-    pub(crate) fn blocks(&mut self, problem: &Problem, of_head: i64) {
-        let blocks = problem.batch() * problem.heads_q() * of_head;
-        self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
-    }
-}
-
-/// The limits of the kernels that a pass breaks.
-pub(crate) fn checked(pass: JobQuery<'_>) -> Check {
-    let mut check = Check(Vec::new());
-    pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));
-    check.blocks(pass.problem(), pass.problem().seq_q() / 128 + 1);
-    check
 }
 
 impl Forward {
@@ -234,6 +177,7 @@ fn node_weight(node: Node, exact: bool) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sdpa_core::error::Reason;
     use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Shape};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 64, dim_v: 64 };

@@ -1,8 +1,9 @@
 //! How much work a forward pass is: its tile, how many tiles there are, and whether their keys are split.
 
-use crate::problem::{Forward, unsupported};
+use crate::problem::Forward;
 use crate::source::HEAVY;
 use crate::tile::{Few, GROUP_QUERIES, MOST_DIM, Tile};
+use crate::unsupported::unsupported;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::{Operand, Side};
 use std::ops::Range;

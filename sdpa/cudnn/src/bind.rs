@@ -1,9 +1,9 @@
 //! What one call comes to: an address for each slot, and a number for each number.
 
-use super::guard;
 use super::plan::Planned;
 use super::raw::{DeviceCall, DeviceParam, DeviceValue};
 use super::schedule::{Argument, Number, PIECE, Slot, SlotId, Source};
+use super::unsupported;
 use crate::error::Error;
 use crate::lower::Job;
 use cudnn_graph::DeviceSlice;
@@ -136,7 +136,7 @@ impl Planned {
             && Statistic::ALL.into_iter().all(|statistic| call.statistic(statistic).is_some() == self.takes(statistic))
             && Operand::ALL.into_iter().all(|operand| call.operand(operand).is_some() == self.has(operand));
         let holds = workspace.address.is_multiple_of(PIECE) && workspace.bytes >= self.workspace_bytes();
-        if !complete || !holds || guard::check_scale(bound.scale).is_err() {
+        if !complete || !holds || unsupported::check_scale(bound.scale).is_err() {
             return None;
         }
         if self.launches {
@@ -217,7 +217,7 @@ impl Planned {
 
     #[cold]
     fn mistakes(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Error {
-        let mut errors = guard::check_scale(self.scale(call)).err().map_or_else(Vec::new, |e| e.0);
+        let mut errors = unsupported::check_scale(self.scale(call)).err().map_or_else(Vec::new, |e| e.0);
         let unlike = |statistic: Statistic| statistic.unlike(call.statistic(statistic).is_some(), self.takes(statistic));
         errors.extend(Statistic::ALL.into_iter().filter_map(unlike));
         errors.extend(self.wrong_params(call));

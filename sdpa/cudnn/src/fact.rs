@@ -22,7 +22,7 @@ fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
     tables.map(reason).collect()
 }
 
-/// Returns the reasons against a fact that hold on every version and device. [`guard::reasons`](crate::guard::reasons) asks for each fact first; an arm
+/// Returns the reasons against a fact that hold on every version and device. [`unsupported::reasons`](crate::unsupported::reasons) asks for each fact first; an arm
 /// without reasons says which file has the rules of some versions, devices or combinations, and which one lowers it.
 ///
 /// There is no wildcard arm, on purpose: a new fact belongs here once `lower` or `schedule` computes it, or with a reason.
@@ -32,30 +32,30 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
             vec![limit("dtype", dtype.to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats")]
         }
         Fact::Dtype(_) => Vec::new(),
-        // `guard/fp8`; lowered by `lower/fp8` and `lower/blocks`.
+        // `unsupported/fp8`; lowered by `lower/fp8` and `lower/blocks`.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) | Fact::BlockScaled(_) => Vec::new(),
-        // `guard`: the backward grid, and offsets of 32 bits.
+        // `unsupported`: the backward grid, and offsets of 32 bits.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) | Fact::SeqQ(_) | Fact::SeqKv(_) => Vec::new(),
-        // `guard`: multiples of 8, at most 256.
+        // `unsupported`: multiples of 8, at most 256.
         Fact::DimQk(_) | Fact::DimV(_) => Vec::new(),
-        // `lower` copies what engines do not read as it is; `guard` has what cannot be copied.
+        // `lower` copies what engines do not read as it is; `unsupported` has what cannot be copied.
         Fact::Strides(..) | Fact::Alignment(..) => Vec::new(),
-        // `guard`; lowered by `lower/packed`.
+        // `unsupported`; lowered by `lower/packed`.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => Vec::new(),
-        // `guard`; lowered by `lower/paged`.
+        // `unsupported`; lowered by `lower/paged`.
         Fact::Pages(_) | Fact::PageSize(_) => Vec::new(),
-        // `guard`; in the graph, or `schedule/sink`.
+        // `unsupported`; in the graph, or `schedule/sink`.
         Fact::Sink(_) => Vec::new(),
-        // `guard`; lowered by `lower/dropout`.
+        // `unsupported`; lowered by `lower/dropout`.
         Fact::Dropout(_) => Vec::new(),
-        // `guard/floats`, `guard/functions`; lowered by `lower/expr` and `lower/mask`.
+        // `unsupported/floats`, `unsupported/functions`; lowered by `lower/expr` and `lower/mask`.
         Fact::ScoreMod(_) | Fact::Band(..) | Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => Vec::new(),
         Fact::Parameters(params) => tables(job, params),
-        // `guard`, by version.
+        // `unsupported`, by version.
         Fact::Statistic(..) | Fact::StatsBase(_) => Vec::new(),
-        // `guard/functions`; lowered by `lower/backward`. A parameter of a derivative is one of its score_mod.
+        // `unsupported/functions`; lowered by `lower/backward`. A parameter of a derivative is one of its score_mod.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) => Vec::new(),
-        // `guard`; engines are chosen by it in `plan`.
+        // `unsupported`; engines are chosen by it in `plan`.
         Fact::Deterministic(_) => Vec::new(),
     }
 }

@@ -18,7 +18,6 @@ mod executor;
 mod fact;
 mod files;
 #[doc(hidden)]
-pub mod guard;
 #[doc(hidden)]
 pub mod kernels;
 pub mod ledger;
@@ -42,6 +41,7 @@ mod replay;
 #[doc(hidden)]
 pub mod schedule;
 mod tune;
+pub mod unsupported;
 mod used;
 
 // What the device tier takes and gives, so that a caller needs no other crate.

@@ -1,11 +1,11 @@
 //! From a pass to compiled plans: which form, which engine, which operands are copied first.
 
 use super::bind::Takes;
-use super::guard;
 use super::named;
 use super::order;
 use super::pieces::{self, Part};
 use super::schedule::{self, PIECE, Role, Run, Schedule, outline};
+use super::unsupported;
 use super::used::Used;
 use crate::error::Error;
 use crate::kernels::Loaded;
@@ -389,7 +389,7 @@ fn first_form<T>(
     options: &PlanOptions,
     mut make: impl FnMut(&Job, Form) -> Result<T, Refusal>,
 ) -> Result<(Job, T), Error> {
-    let known = guard::reasons(job, library.version(), target.sm(), options.policy.deterministic || job.deterministic());
+    let known = unsupported::reasons(job, library.version(), target.sm(), options.policy.deterministic || job.deterministic());
     if !known.is_empty() {
         return Err(unsupported(known));
     }

@@ -5,10 +5,10 @@
 //! behind a line that says what they are of. A plan is taken only for the very graph that it was made of.
 
 use super::fact;
-use super::guard;
 use super::pieces;
 use super::plan::{Made, PlanOptions, Planned, in_pieces, spellings};
 use super::schedule::{Role, Schedule, outline, outline_digest};
+use super::unsupported;
 use crate::error::Error;
 use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling};
 use crate::planfile::{Digest, Header, Parts};
@@ -211,7 +211,7 @@ impl Planned {
         if head.version != VERSION {
             return Err(PayloadError::Version { found: head.version, known: VERSION });
         }
-        let known = guard::reasons(job, runtime, target.sm(), job.deterministic());
+        let known = unsupported::reasons(job, runtime, target.sm(), job.deterministic());
         if !known.is_empty() {
             return Err(Error::Unsupported(Unsupported::new(ExecutorName::CUDNN, known)).into());
         }

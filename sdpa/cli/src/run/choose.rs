@@ -3,7 +3,7 @@
 use super::lines;
 use crate::exit::{Failure, Line};
 use crate::request::Request;
-use sdpa::cudnn::guard;
+use sdpa::cudnn::unsupported;
 use sdpa::{Dispatcher, Preference, Timed};
 use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unproven, Unsupported};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(super) struct Chosen {
 /// What speaks against the scale, which is no part of a problem.
 fn against_scale(request: &Request) -> Vec<Reason> {
     let limit = |e: sdpa::SpecError| Reason::Limit { field: e.field, value: e.value, limit: e.rule };
-    guard::check_scale(request.attn_scale()).err().map_or_else(Vec::new, |errors| errors.0.into_iter().map(limit).collect())
+    unsupported::check_scale(request.attn_scale()).err().map_or_else(Vec::new, |errors| errors.0.into_iter().map(limit).collect())
 }
 
 /// Makes every pass ready on one executor.

@@ -2,8 +2,8 @@
 
 use crate::request::Request;
 use cudnn_graph::Version;
-use sdpa::cudnn::guard;
 use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::unsupported;
 use sdpa::{AttentionSpec, DType, GradientSpec, Layout, Mask, Paged, SINK, StatsBase, TensorSpec};
 
 /// What is asked for.
@@ -175,7 +175,7 @@ fn of_backward(wrt: &[GradientSpec], deterministic: bool, dtype: DType) -> Vec<C
 
 /// The first newer runtime that no rule speaks against, where one speaks against this one.
 pub(super) fn newer(job: &Job, runtime: Version, sm: u32) -> Option<Version> {
-    let free = |version: Version| guard::reasons(job, version, sm, job.deterministic()).is_empty();
+    let free = |version: Version| unsupported::reasons(job, version, sm, job.deterministic()).is_empty();
     if free(runtime) {
         return None;
     }

@@ -1,7 +1,7 @@
 //! The facts of a problem, as the kernels with `mma.sync` support them.
 
 use crate::fact::{dim, extent, tokens};
-use crate::problem::Check;
+use crate::unsupported::Check;
 use sdpa_core::{DType, Direction, Fact};
 use sdpa_nvidia::JobQuery;
 

@@ -1,0 +1,64 @@
+//! Limits of the WGMMA kernels, and the reasons of a refusal.
+
+use crate::fact::supports_fact;
+use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{Operand, Problem};
+use sdpa_nvidia::JobQuery;
+use std::fmt::Display;
+
+/// Returns the error of a problem that the kernels do not support.
+pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
+    Unsupported::new(ExecutorName::CUDA, reasons)
+}
+
+/// Limits that a problem breaks.
+pub(crate) struct Check(pub(crate) Vec<Reason>);
+
+/// Returns whether TMA steps along an axis of elements of so many bytes.
+fn steps(tensor: &TensorSpec, axis: usize, bytes: i64) -> bool {
+    let stride = tensor.strides[axis];
+    tensor.dims[axis] <= 1 || (stride > 0 && (stride * bytes) % 16 == 0 && stride < (1 << 39))
+}
+
+/// Returns whether TMA reads a tensor with elements of two bytes as it lies.
+pub(crate) fn copies(tensor: &TensorSpec) -> bool {
+    let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
+    dense && tensor.alignment.is_multiple_of(16) && (0..3).all(|axis| steps(tensor, axis, 2))
+}
+
+impl Check {
+    pub(crate) fn that(&mut self, holds: bool, field: &str, value: impl Display, limit: impl Into<String>) {
+        if !holds {
+            self.0.push(Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.into() });
+        }
+    }
+
+    /// TMA reads at multiples of 16 bytes.
+    pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
+        let limit = "the copy engine reads multiples of 16 bytes";
+        self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
+    }
+
+    /// TMA takes rows of whole 16 bytes, and no axis that repeats one row.
+    pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
+        for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
+            let limit = "the copy engine steps by multiples of 16 bytes, and not by 0";
+            self.that(steps(tensor, axis, bytes), &format!("{operand} strides ({name})"), tensor.strides[axis], limit);
+        }
+    }
+
+    /// Thread blocks of a grid: one for each so many rows.
+    pub(crate) fn blocks(&mut self, problem: &Problem, of_head: i64) {
+        let blocks = problem.batch() * problem.heads_q() * of_head;
+        self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
+    }
+}
+
+/// The limits of the kernels that a pass breaks.
+pub(crate) fn checked(pass: JobQuery<'_>) -> Check {
+    let mut check = Check(Vec::new());
+    pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));
+    check.blocks(pass.problem(), pass.problem().seq_q() / 128 + 1);
+    check
+}
