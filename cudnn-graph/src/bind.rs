@@ -6,7 +6,7 @@ use sdpa_driver::DeviceSlice;
 use smallvec::SmallVec;
 use std::fmt;
 
-/// What a caller binds to the tensors of a plan, by id.
+/// The values that a caller binds to the tensors of a plan, by id.
 #[derive(Clone, Debug, Default)]
 pub struct Bindings {
     // Inline: a call that hits must not allocate.
@@ -45,7 +45,7 @@ impl Bindings {
     }
 }
 
-/// What is wrong with the binding of one tensor.
+/// A mistake in the binding of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindingError {
@@ -73,7 +73,7 @@ pub enum BindingError {
     Unknown {
         /// The tensor.
         id: TensorId,
-        /// What was given: `device memory for` or `a number for`.
+        /// The kind of the given value: `device memory for` or `a number for`.
         what: &'static str,
     },
     /// There are not as many addresses or numbers as ports.
@@ -81,9 +81,9 @@ pub enum BindingError {
     Count {
         /// Of what: `addresses` or `numbers`.
         what: &'static str,
-        /// How many are given.
+        /// Number of given values.
         given: usize,
-        /// How many ports there are.
+        /// Number of ports.
         need: usize,
     },
     /// The memory ends before the tensor does.

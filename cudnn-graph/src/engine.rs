@@ -8,7 +8,7 @@ use crate::ffi::log::{listen, reasons};
 use serde::Serialize;
 use std::fmt;
 
-/// Where cuDNN takes its offers from.
+/// The heuristic that offers engine configurations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
@@ -36,7 +36,7 @@ pub struct Pin {
     pub knobs: Vec<(KnobType, i64)>,
 }
 
-/// Which offers may be taken.
+/// The rules by which offers are accepted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Policy {
@@ -55,7 +55,7 @@ pub struct Policy {
 /// One engine with its knobs, as cuDNN offered it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Candidate {
-    /// Which list it came from first.
+    /// The first list that offered it.
     pub source: Source,
     /// The engine's number for this graph.
     pub engine: i64,
@@ -69,11 +69,11 @@ pub struct Candidate {
     pub numerical_notes: Vec<NumericalNote>,
     /// cuDNN's notes on what it does besides computing.
     pub behavior_notes: Vec<BehaviorNote>,
-    /// What became of it.
+    /// Its state.
     pub outcome: Outcome,
 }
 
-/// What became of an offer.
+/// The outcome of an offer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
@@ -85,14 +85,14 @@ pub enum Outcome {
     PassedOver(String),
     /// cuDNN offered it and then said that it does not support the graph with it.
     Refused {
-        /// What the call returned.
+        /// The status that the call returned.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
     },
     /// Making a plan of it failed, in compilation for one: that says nothing about what is supported.
     Failed {
-        /// What the call returned.
+        /// The status that the call returned.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
@@ -183,7 +183,7 @@ pub struct EngineReport {
     pub candidates: Vec<Candidate>,
     /// Lists that could not be had, with cuDNN's own words.
     pub lists_refused: Vec<(Source, String)>,
-    /// What cuDNN logged where it offered nothing.
+    /// Messages that cuDNN logged where it offered nothing.
     pub said: Vec<String>,
 }
 

@@ -19,7 +19,7 @@ pub enum Error {
     /// The library is older than [`Version::OLDEST`], the oldest that this crate speaks.
     #[error("{} is cuDNN {version}; {} or newer is needed", path.display(), Version::OLDEST)]
     TooOld {
-        /// Where it was loaded from.
+        /// The file that it was loaded from.
         path: PathBuf,
         /// The version that it says it is.
         version: Version,
@@ -37,9 +37,9 @@ pub enum Error {
     Cudnn {
         /// The function.
         call: &'static str,
-        /// What it was called on.
+        /// The object of the call.
         subject: String,
-        /// What it returned.
+        /// The status that it returned.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
@@ -67,7 +67,7 @@ pub enum Error {
     Profile {
         /// The key of the JSON.
         field: String,
-        /// What it must be.
+        /// The rule that it breaks.
         rule: String,
     },
     /// A plan, or a graph, was to be executed on another device than it was made for.

@@ -289,7 +289,7 @@ impl Plan {
         &self.descriptor
     }
 
-    /// What the plan takes at each execution: tensors in device memory, and numbers.
+    /// Returns the inputs and outputs of an execution: tensors in device memory, and numbers.
     pub fn ports(&self) -> &Ports {
         &self.ports
     }

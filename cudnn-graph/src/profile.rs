@@ -48,7 +48,7 @@ impl DeviceProfile {
     /// A device that need not be there, by name: one of [`DeviceProfile::NAMES`].
     ///
     /// # Errors
-    /// As [`DeviceProfile::from_json`], for a name that is none of them.
+    /// The error of [`DeviceProfile::from_json`], for a name of no profile.
     pub fn named(name: &str) -> Result<DeviceProfile, Error> {
         match KNOWN.iter().find(|(known, _)| *known == name) {
             Some((_, json)) => DeviceProfile::from_json(json),
@@ -121,7 +121,7 @@ impl fmt::Display for DeviceProfile {
     }
 }
 
-/// What plans are made for.
+/// The device for which plans are made.
 #[derive(Debug)]
 pub enum Target<'a> {
     /// The device of a handle.

@@ -62,7 +62,7 @@ impl Values {
 pub struct Setting {
     /// The attribute that is set.
     pub attribute: Attribute,
-    /// How its elements are stored.
+    /// The type of its elements.
     pub ty: AttributeType,
     /// The elements that it is set to.
     pub values: Values,
@@ -73,7 +73,7 @@ pub struct Setting {
 pub struct Descriptor {
     /// The kind of descriptor.
     pub kind: Kind,
-    /// What it is for: a tensor's or an op's name, for messages.
+    /// The name of a tensor or an operation, for messages.
     pub label: String,
     /// The attributes that are set, in order.
     pub settings: Vec<Setting>,

@@ -80,7 +80,7 @@ pub struct AttentionCall<'a, P> {
     amax: Vec<HostAmax<'a>>,
 }
 
-/// What a call of [`attention`] ran.
+/// The report of a call of [`attention`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Execution {
@@ -169,7 +169,7 @@ impl<'a> AttentionCall<'a, Problem> {
     /// Prepares the forward pass, computes it, and waits for it.
     ///
     /// # Errors
-    /// As [`Dispatcher::prepare`]; [`Error::Spec`] with everything that is wrong with the call, before anything runs: slices that are too short or of
+    /// The errors of [`Dispatcher::prepare`]; [`Error::Spec`] with every mistake of the call, before anything runs: slices that are too short or of
     /// another element type, statistics missing or too many, parameters missing, unknown or unlike their declaration.
     pub fn forward(
         self,
@@ -195,7 +195,7 @@ impl<'a> AttentionCall<'a, BackwardProblem> {
     /// of that output; writes the gradients of `q`, `k` and `v`.
     ///
     /// # Errors
-    /// As [`AttentionCall::forward`].
+    /// The errors of [`AttentionCall::forward`].
     pub fn backward(
         self,
         operands: (impl Into<Elements<'a>>, impl Into<Elements<'a>>, impl Into<Elements<'a>>),

@@ -42,11 +42,11 @@ impl From<ExecutorName> for Preference {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Choice<P: ?Sized = dyn Prepared> {
-    /// Who runs it.
+    /// The executor that runs it.
     pub executor: ExecutorName,
-    /// What runs it.
+    /// The prepared pass.
     pub prepared: Arc<P>,
-    /// Who was asked before and declined.
+    /// The refusals of the executors that were asked before.
     pub declined: Vec<Unsupported>,
     /// What the executor's ledger does not cover of the problem: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` where it covers the problem, and
     /// for executors without ledgers.

@@ -82,7 +82,7 @@ impl Dispatcher {
     /// [`Dispatcher::executors_for_backward`]. It need not be the one of the forward pass.
     ///
     /// # Errors
-    /// As [`Dispatcher::prepare_device`].
+    /// The errors of [`Dispatcher::prepare_device`].
     pub fn prepare_device_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
         choose(
             preference,

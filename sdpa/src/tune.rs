@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long executors took for a pass beside one another: the least of several runs each.
+/// The times of executors for one pass, measured beside one another: the least of several runs each.
 #[derive(Clone, Debug)]
 pub struct Timed {
     /// Each that takes the pass, in the order in which they are asked without timing. `None`: its results were not those of the first.
@@ -18,7 +18,7 @@ pub struct Timed {
 }
 
 impl Timed {
-    /// Who was the fastest; of two that were equally fast the one that is asked first.
+    /// Returns the fastest executor; of two that are equally fast, the first in the order of preference.
     pub fn fastest(&self) -> Option<ExecutorName> {
         let times = self.times.iter().filter_map(|(name, time)| Some((*name, (*time)?)));
         times.min_by_key(|(_, time)| *time).map(|(name, _)| name)
@@ -53,7 +53,7 @@ impl CacheValue for Timed {
     }
 }
 
-/// What was timed, by pass.
+/// The measured times, by pass.
 #[derive(Debug)]
 pub(crate) struct Tuned(PlanCache<Job, Arc<Timed>, Unsupported>);
 
@@ -124,7 +124,7 @@ impl Dispatcher {
         self.timed_as(&JobQuery::Backward(problem), ready)
     }
 
-    /// What the cache of times knows of itself.
+    /// Returns a snapshot of the cache of times.
     pub fn timed_snapshot(&self) -> CacheSnapshot {
         self.tuned.0.snapshot()
     }

@@ -15,7 +15,7 @@ use crate::version::Version;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// What a graph needs and the runtime is too old for.
+/// A feature that a graph needs and that the runtime is too old for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TooNew {
     /// The version that the program is for.

@@ -146,7 +146,7 @@ impl Library {
         self.version
     }
 
-    /// Where the library was loaded from.
+    /// Returns the file that the library was loaded from.
     pub fn path(&self) -> PathBuf {
         self.main.mapped_path()
     }

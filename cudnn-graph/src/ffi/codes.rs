@@ -72,7 +72,7 @@ macro_rules! since {
 }
 
 codes! {
-    /// What a call returned (`cudnnStatus_t`).
+    /// The status of a call (`cudnnStatus_t`).
     Status: i32 {
         SUCCESS = 0;
         NOT_INITIALIZED = 1001;
@@ -349,7 +349,7 @@ codes! {
 }
 
 codes! {
-    /// How an attribute's elements are stored (`cudnnBackendAttributeType_t`).
+    /// The type of an attribute's elements (`cudnnBackendAttributeType_t`).
     AttributeType: i32 {
         HANDLE = 0;
         DATA_TYPE = 1;
@@ -439,7 +439,7 @@ codes! {
 }
 
 codes! {
-    /// What an engine does besides computing (`cudnnBackendBehaviorNote_t`).
+    /// A behavior of an engine besides its result (`cudnnBackendBehaviorNote_t`).
     BehaviorNote: i32 {
         RUNTIME_COMPILATION = 0;
         REQUIRES_FILTER_INT8X32_REORDER = 1;
@@ -450,7 +450,7 @@ codes! {
 }
 
 codes! {
-    /// How an engine computes (`cudnnBackendNumericalNote_t`).
+    /// A numerical property of an engine (`cudnnBackendNumericalNote_t`).
     NumericalNote: i32 {
         TENSOR_CORE = 0; DOWN_CONVERT_INPUTS = 1; REDUCED_PRECISION_REDUCTION = 2; FFT = 3; NONDETERMINISTIC = 4;
         WINOGRAD = 5; WINOGRAD_TILE_4X4 = 6; WINOGRAD_TILE_6X6 = 7; WINOGRAD_TILE_13X13 = 8;

@@ -105,7 +105,7 @@ impl Graph {
         self.pointwise_as(mode, inputs, compute, dtype, Params::default())
     }
 
-    /// As [`Graph::pointwise`], in a given arithmetic, with a given type of result and constants.
+    /// Adds a pointwise operation like [`Graph::pointwise`], with the given compute type, result type and constants.
     pub fn pointwise_as(&mut self, mode: Mode, inputs: &[TensorId], compute: DType, dtype: DType, params: Params) -> TensorId {
         let dims = inputs.iter().map(|&id| self.dims(id)).reduce(|a, b| a.broadcast(&b).unwrap_or(a)).unwrap_or_else(|| Dims(vec![1]));
         let y = self.result(mode.name(), dtype, dims);

@@ -102,14 +102,14 @@ pub struct Matmul {
     pub n_override: Option<TensorId>,
     /// Inner elements that count, per batch entry.
     pub k_override: Option<TensorId>,
-    /// What stands where rows or columns do not count.
+    /// The value of rows and columns that do not count.
     #[serde(default, with = "super::float::optional")]
     pub padding: Option<f64>,
     /// Type of the accumulation.
     pub compute: DType,
 }
 
-/// How a reduction folds.
+/// The operation of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReductionMode {
@@ -166,7 +166,7 @@ impl ReductionMode {
 /// Folds each axis of `x` to its extent in `y`, which divides it: to 1, or in groups of neighbours (head folding).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reduction {
-    /// How elements are folded.
+    /// The operation that combines elements.
     pub mode: ReductionMode,
     /// The tensor that is read.
     pub x: TensorId,
@@ -178,7 +178,7 @@ pub struct Reduction {
     pub deterministic: bool,
 }
 
-/// How a reshape reads its input (9.22; older runtimes know only the view).
+/// The way in which a reshape reads its input (9.22; older runtimes know only the view).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReshapeMode {
@@ -195,7 +195,7 @@ pub struct Reshape {
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// How the elements are read; `None`: a view, the only mode of runtimes before 9.22.
+    /// The order in which elements are read; `None`: a view, the only mode of runtimes before 9.22.
     pub mode: Option<ReshapeMode>,
 }
 
@@ -225,7 +225,7 @@ pub struct Slice {
     pub step: Vec<i64>,
 }
 
-/// How random numbers are distributed.
+/// A distribution of random numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Distribution {
@@ -252,11 +252,11 @@ pub enum Seed {
 pub struct Rng {
     /// The tensor that is written.
     pub y: TensorId,
-    /// How the numbers are distributed.
+    /// The distribution.
     pub distribution: Distribution,
-    /// Where the seed comes from.
+    /// The source of the seed.
     pub seed: Seed,
-    /// Where in the stream to begin: one i64.
+    /// The first position in the stream: one i64.
     pub offset: Option<TensorId>,
 }
 
@@ -279,7 +279,7 @@ pub struct Softmax {
     pub stats_log2: bool,
 }
 
-/// What a band mask keeps.
+/// The part of the scores that a band mask keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BandSide {
@@ -296,9 +296,9 @@ pub struct BandMask {
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// What dropped scores become: one f32 by value.
+    /// Replaces dropped scores: one f32 by value.
     pub fill: TensorId,
-    /// Which side is dropped.
+    /// The side that is dropped.
     pub side: BandSide,
     /// By-value i32: how far right of the diagonal a right mask still keeps. Absent: 0.
     pub shift_right: Option<TensorId>,
@@ -372,7 +372,7 @@ pub struct Dropout {
     pub probability: f32,
     /// Seed of the random numbers: one i64.
     pub seed: TensorId,
-    /// How many random numbers are skipped: one i64.
+    /// Number of random numbers that are skipped: one i64.
     pub offset: TensorId,
     /// The random numbers, an output, for checks.
     pub rng_dump: Option<TensorId>,

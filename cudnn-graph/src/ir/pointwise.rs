@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a mode reads and yields.
+/// The inputs and the result of a mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signature {
     /// `y = f(x)` on floating point numbers.
@@ -42,7 +42,7 @@ macro_rules! modes {
                 match self { $(Mode::$variant => $name,)* }
             }
 
-            /// What it reads and yields.
+            /// Returns its inputs and its result.
             pub fn signature(self) -> Signature {
                 match self { $(Mode::$variant => Signature::$signature,)* }
             }

@@ -75,7 +75,7 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// Where the elements of a tensor are.
+/// The place of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
@@ -103,7 +103,7 @@ pub enum Reordering {
 /// Batch entries of different lengths packed one behind the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Ragged {
-    /// Where each batch entry begins, in elements: (batch + 1, 1, 1, 1), i32 or i64.
+    /// The first element of each batch entry, in elements: (batch + 1, 1, 1, 1), i32 or i64.
     pub offsets: TensorId,
     /// Elements per unit of `offsets` (cuDNN 9.24, unified form). `None`: offsets count elements.
     pub multiplier: Option<i64>,
@@ -120,7 +120,7 @@ pub struct Tensor {
     pub dims: Dims,
     /// Strides, in elements.
     pub strides: Strides,
-    /// Where the elements are.
+    /// The place of the elements.
     pub storage: Storage,
     /// Bytes that the base address is a multiple of.
     pub alignment: u32,

@@ -8,17 +8,17 @@ use super::sync::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a cache asks of its values.
+/// A cached value.
 pub trait CacheValue {
     /// Memory that the value holds.
     fn weight(&self) -> Weight;
 
-    /// What runs the value, in a word, for reports: an engine, a kernel.
+    /// Names the engine or kernel that runs the value, for reports.
     fn engine(&self) -> String {
         String::new()
     }
 
-    /// Where the time of making the value went.
+    /// Returns the parts of the build time.
     fn build_time(&self) -> BuildTime {
         BuildTime::default()
     }

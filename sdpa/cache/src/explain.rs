@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::hash::Hash;
 
-/// What a key can be found by without making one: the key itself, or something borrowed that a caller has at hand.
+/// A lookup value: the key itself, or something borrowed that has the same hash and fields, so that a lookup builds no key.
 pub trait Query<K> {
     /// The hash that the key itself would have.
     fn hash_in(&self, state: &ahash::RandomState) -> u64;
@@ -34,7 +34,7 @@ impl<K: CacheKey> Query<K> for K {
 /// The fields of a key: the name and the value of each.
 pub type Fields = Vec<(&'static str, String)>;
 
-/// What a cache asks of its keys.
+/// A key of the cache.
 pub trait CacheKey: Clone + Eq + Hash {
     /// The key in a few words.
     fn label(&self) -> String;
@@ -42,7 +42,7 @@ pub trait CacheKey: Clone + Eq + Hash {
     /// Everything that tells the key from others, by name. Keys with equal fields are equal.
     fn fields(&self) -> Fields;
 
-    /// What a user can do about a miss where these fields differ from an entry that is there.
+    /// Returns advice for a miss whose key differs from an entry in these fields.
     fn advice(_differences: &[Difference]) -> Option<&'static str> {
         None
     }
@@ -53,9 +53,9 @@ pub trait CacheKey: Clone + Eq + Hash {
 pub struct Difference {
     /// The name of the field.
     pub field: String,
-    /// What was asked for.
+    /// The value in the requested key.
     pub asked: String,
-    /// What the other key has.
+    /// The value in the other key.
     pub there: String,
 }
 
@@ -69,7 +69,7 @@ impl fmt::Display for Difference {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Nearest {
-    /// What is known of its entry.
+    /// The facts of its entry.
     pub entry: EntryFacts,
     /// Why it is no longer there; `None` where it is.
     pub gone: Option<Why>,
@@ -77,7 +77,7 @@ pub struct Nearest {
     pub differences: Vec<Difference>,
 }
 
-/// What became of a key.
+/// The state of a key.
 ///
 /// Exhaustive: reports have a text for each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,11 +104,11 @@ pub enum State {
 pub struct Explanation {
     /// The key in a few words.
     pub label: String,
-    /// What became of it.
+    /// Its state.
     pub state: State,
     /// The nearest keys that are or were there, the nearest first.
     pub nearest: Vec<Nearest>,
-    /// What a user can do, in sentences.
+    /// Advice to the user, in sentences.
     pub advice: Vec<String>,
     /// What else the owner of the cache knows of the key, in sentences, whether it is there or not.
     #[serde(default)]

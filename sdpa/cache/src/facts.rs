@@ -18,7 +18,7 @@ mod micros {
     }
 }
 
-/// How a cache has been used.
+/// Counters of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheStats {
     /// Entries that are there now.
@@ -64,7 +64,7 @@ pub struct BuildTime {
     pub load: Duration,
 }
 
-/// What is known of one entry.
+/// The facts of one entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryFacts {
     /// The entry's number, counted from 1 in the order of builds.
@@ -74,13 +74,13 @@ pub struct EntryFacts {
     /// When the entry was made, from when the cache was.
     #[serde(with = "micros")]
     pub made: Duration,
-    /// How long the build took.
+    /// The duration of the build.
     pub built: BuildTime,
     /// Lookups that found the entry.
     pub hits: u64,
     /// Memory of the value.
     pub weight: Weight,
-    /// What runs the entry, in a word.
+    /// The engine or kernel that runs the entry.
     pub engine: String,
     /// Whether a [`Pin`](crate::Pin) holds it.
     pub pinned: bool,
@@ -114,7 +114,7 @@ impl Why {
     }
 }
 
-/// What happened to a cache.
+/// An event of a cache.
 ///
 /// Exhaustive: reports have a line for each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -131,9 +131,9 @@ pub enum What {
     Built {
         /// The entry; 0 when it was not kept.
         id: u64,
-        /// What runs the value, in a word.
+        /// The engine or kernel that runs the value.
         engine: String,
-        /// Where the time of the build went.
+        /// The parts of the build time.
         time: BuildTime,
         /// Memory of the value.
         weight: Weight,
@@ -174,14 +174,14 @@ pub enum What {
 /// Something that happened to a key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheEvent {
-    /// How long after the cache was made.
+    /// Time since the cache was made.
     #[serde(with = "micros")]
     pub at: Duration,
     /// The key in a few words; empty where it is about the whole cache.
     pub label: String,
     /// Hits of the whole cache until then, as far as threads have reported them.
     pub hits_so_far: u64,
-    /// What happened.
+    /// The event.
     #[serde(flatten)]
     pub what: What,
 }
@@ -193,18 +193,18 @@ pub struct CacheSnapshot {
     pub version: u32,
     /// The name that the cache was made with.
     pub name: String,
-    /// How long after the cache was made.
+    /// Time since the cache was made.
     #[serde(with = "micros")]
     pub at: Duration,
     /// The bounds of the cache.
     pub limits: Limits,
-    /// How it has been used so far.
+    /// Its counters.
     pub stats: CacheStats,
     /// Entries, the most recently used first.
     pub entries: Vec<EntryFacts>,
-    /// What happened, the latest last; older events are forgotten.
+    /// The latest events, in order; older ones are forgotten.
     pub events: Vec<CacheEvent>,
-    /// How many events were forgotten.
+    /// Number of forgotten events.
     pub forgotten: u64,
 }
 

@@ -53,9 +53,9 @@ use std::time::{Duration, Instant};
 use store::{Dropped, Keyed, Slot, Store};
 use sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 
-/// What a cache asks of the errors that builds end with.
+/// An error of a build, as the cache needs it.
 pub trait BuildError: fmt::Display + Sized {
-    /// What is remembered of an error that says there is no such thing.
+    /// The part of an *unsupported* error that the cache remembers.
     type Refusal: Clone + fmt::Display + Send + Sync;
 
     /// What to remember, where the error says that there is no such thing; `None` where a later build may go well.
@@ -155,7 +155,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     /// As [`PlanCache::get_or_build`], and calls `call` with the value, which stays alive until that is done, and whether it was there.
     ///
     /// # Errors
-    /// As [`PlanCache::get_or_build`].
+    /// The errors of [`PlanCache::get_or_build`].
     pub fn with<R, E: BuildError<Refusal = U>>(
         &self,
         key: &dyn Query<K>,
@@ -291,7 +291,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         drop(dropped);
     }
 
-    /// What became of a key, and what is nearest to it. Changes nothing.
+    /// Explains what became of a key, and which entries are nearest to it. Changes nothing.
     pub fn explain(&self, key: &K) -> Explanation {
         self.fronts.hits();
         let keyed = self.keyed(key);
@@ -328,7 +328,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         Explanation { label: key.label(), state, nearest, advice, notes: Vec::new() }
     }
 
-    /// How the cache has been used so far.
+    /// Returns the counters of the cache.
     pub fn stats(&self) -> CacheStats {
         let near = self.fronts.hits();
         let inner = lock(&self.inner);

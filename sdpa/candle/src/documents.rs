@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Packed, SpecError};
 
-/// Where documents of a packed batch begin and end, and how long the longest is.
+/// The boundaries of the sequences of a packed batch, and the length of the longest.
 ///
 /// Boundaries are u32, i32 or i64 of one element more than there are documents, in tokens, and never fall: document `n` has the tokens from the `n`th
 /// number to the one after it. On the CPU they are checked; on a GPU nobody looks at them, and whatever they hold, what is read and written lies

@@ -283,7 +283,7 @@ fn check_wrt(wrt: &[GradientSpec], check: &mut Check, params: &[Declared]) {
     }
 }
 
-/// Those that score_mods declare.
+/// Iterates over the gradients of parameters that score_mods declare.
 fn of_scores(wrt: &[GradientSpec], sink: bool) -> impl Iterator<Item = &GradientSpec> + Clone {
     wrt.iter().filter(move |g| !(sink && g.name == SINK))
 }
@@ -387,7 +387,7 @@ impl BackwardProblem {
     pub fn params(&self) -> &[Declared] {
         &self.params
     }
-    /// How many elements the gradient of a declared parameter has, dense: 1 for a scalar, 0 for a name that is not declared.
+    /// Returns the number of elements of the dense gradient of a declared parameter: 1 for a scalar, 0 for a name that is not declared.
     pub fn gradient_elements(&self, name: &str) -> i64 {
         let declared = self.params.iter().find(|p| p.name == name);
         declared.map_or(0, |p| crate::params::elements(p, self.forward.extents()))

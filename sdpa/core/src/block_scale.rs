@@ -22,11 +22,11 @@ const TILE: [i64; 2] = [128, 4];
 /// A declared parameter that holds the scales of an operand's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum BlockScale {
-    /// Those of `q`.
+    /// The scales of `q`.
     Q,
-    /// Those of `k`.
+    /// The scales of `k`.
     K,
-    /// Those of `v`.
+    /// The scales of `v`.
     V,
 }
 
@@ -107,12 +107,12 @@ impl BlockScales {
         [self.tensor.dims[0], self.tensor.dims[1], padded(lines, TILE[0]), padded(blocks, TILE[1])]
     }
 
-    /// How many bytes the parameter has.
+    /// Returns the size of the parameter in bytes, which is its number of scales.
     pub fn elements(&self) -> usize {
         self.extents().iter().product::<i64>().unsigned_abs() as usize
     }
 
-    /// Where the scale of the element at (batch, head, seq, dim) is.
+    /// Returns the index of the scale of the element at (batch, head, seq, dim).
     pub fn place(&self, at: [i64; 4]) -> usize {
         let [_, heads, lines, blocks] = self.extents();
         let [line, along] = self.which.axes().map(|axis| at[axis]);

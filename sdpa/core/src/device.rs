@@ -78,7 +78,7 @@ pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DevicePar
     given
 }
 
-/// Where the gradient of a declared parameter goes.
+/// The destination of the gradient of a declared parameter.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceGradient<'a, M> {
@@ -88,7 +88,7 @@ pub struct DeviceGradient<'a, M> {
     pub slice: M,
 }
 
-/// Where a call of 8-bit floats writes the largest magnitude of one tensor.
+/// The destination of the largest magnitude of one tensor, which a call of 8-bit floats writes.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceAmax<M> {
@@ -121,7 +121,7 @@ pub struct DeviceForward<'a, M> {
     /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
     /// [`with_defaults`].
     pub params: &'a [DeviceParam<'a, M>],
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: &'a [DeviceAmax<M>],
     /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
     pub workspace: Option<M>,
@@ -155,7 +155,7 @@ pub struct DeviceBackward<'a, M> {
     pub params: &'a [DeviceParam<'a, M>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: &'a [DeviceGradient<'a, M>],
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: &'a [DeviceAmax<M>],
     /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
     pub workspace: Option<M>,
@@ -367,7 +367,7 @@ pub struct DeviceCall<'a, M> {
     pub params: &'a [DeviceParam<'a, M>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: &'a [DeviceGradient<'a, M>],
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: &'a [DeviceAmax<M>],
     /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
     pub workspace: Option<M>,
@@ -412,7 +412,7 @@ pub type OnDevice<M, S> = Arc<dyn DevicePrepared<Memory = M, Stream = S>>;
 pub trait DeviceExecutor: Executor {
     /// A piece of device memory, as calls name it.
     type Memory: Copy + Debug;
-    /// What work is submitted to.
+    /// The stream to which work is submitted.
     type Stream: ?Sized;
 
     /// Makes, or takes from its cache, what runs the problem.
@@ -432,13 +432,13 @@ pub trait DeviceExecutor: Executor {
 pub trait DevicePrepared: Debug + Send + Sync {
     /// A piece of device memory, as calls name it.
     type Memory: Copy + Debug;
-    /// What work is submitted to.
+    /// The stream to which work is submitted.
     type Stream: ?Sized;
 
     /// Bytes of scratch memory that a call needs.
     fn workspace_bytes(&self) -> u64;
 
-    /// What runs, for reports: an engine with its knobs, or a kernel with its cut.
+    /// Describes the engine with its knobs, or the kernel with its tile, for reports.
     fn engine(&self) -> String;
 
     /// Operands that are copied first, as nothing reads them where they are.

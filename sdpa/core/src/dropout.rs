@@ -41,7 +41,7 @@ impl Dropout {
         1.0 - f64::from(self.p)
     }
 
-    /// What weights that stay are multiplied by: `1 / (1 − p)`.
+    /// Returns the factor of the weights that are kept: `1 / (1 − p)`.
     pub fn scale(self) -> f32 {
         (1.0 - self.p).recip()
     }
@@ -69,7 +69,7 @@ impl Hash for Dropout {
 /// The side of the squares of weights that the generator makes at once: 16 queries by 16 keys.
 pub const SQUARE: usize = 16;
 
-/// Which weights of a call stay: made by [`Problem::dropout_mask`].
+/// The weights that a call keeps, from [`Problem::dropout_mask`].
 ///
 /// The generator is that of cuDNN's engines, read off what they write on an H200: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*,
 /// SC 2011) with seven rounds. For a query `q` and a key `k` of a head `h` of a batch entry `b`:
@@ -167,19 +167,19 @@ fn philox(counters: [u64; 8], place: u32, key: [u32; 2]) -> [[u32; 8]; 4] {
     state
 }
 
-/// What a problem with dropout declares.
+/// Returns the parameters that a problem with dropout declares.
 pub(crate) fn declared() -> [Declared; 2] {
     let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::I64 };
     [DROPOUT_SEED, DROPOUT_OFFSET].map(|name| Declared { name: name.to_owned(), kind, default: None })
 }
 
 impl Problem {
-    /// Which weights stay in a call with these numbers; `None` for a problem without dropout.
+    /// Returns the mask of the weights that a call with this seed and offset keeps; `None` for a problem without dropout.
     pub fn dropout_mask(&self, seed: i64, offset: i64) -> Option<DropoutMask> {
         self.dropout().map(|dropout| DropoutMask::new(dropout, self.extents(), seed, offset))
     }
 
-    /// Which weights stay in a call, by the seed and offset among the `values` of the parameters `declared`; `None` for a problem without dropout.
+    /// Returns the mask of the weights that a call keeps, by the seed and offset among the `values` of the parameters `declared`; `None` without dropout.
     pub fn dropout_of(&self, declared: &[Declared], values: &[ParamValue<'_>]) -> Option<DropoutMask> {
         let number = |name: &str| match values.get(declared.iter().position(|p| p.name == name)?)? {
             ParamValue::I64(numbers) => numbers.first().copied(),
@@ -194,7 +194,7 @@ impl Problem {
         self.dropout_mask(number(DROPOUT_SEED)?, number(DROPOUT_OFFSET)?)
     }
 
-    /// How far the offsets of two calls with one seed have to be apart for them to have no random number in common.
+    /// Returns the distance that the offsets of two calls with one seed need, so that the calls share no random number.
     pub fn dropout_span(&self) -> i64 {
         self.batch().saturating_mul(self.heads_q()).saturating_mul(32).saturating_add(4)
     }

@@ -10,7 +10,7 @@ use std::fmt;
 pub struct SpecError {
     /// The field, as it is spelled in Rust: `k.dims[1] (heads_kv)`.
     pub field: String,
-    /// What it holds.
+    /// Its value.
     pub value: String,
     /// The rule that it breaks.
     pub rule: String,
@@ -83,7 +83,7 @@ pub enum Reason {
     Limit {
         /// The field.
         field: String,
-        /// What it holds.
+        /// Its value.
         value: String,
         /// The limit, with the version or architecture that it belongs to.
         limit: String,
@@ -93,9 +93,9 @@ pub enum Reason {
     KnownBad {
         /// Library and version.
         runtime: String,
-        /// What goes wrong.
+        /// The fault, in a sentence.
         what: String,
-        /// Where that is written down.
+        /// The source of that statement.
         source_note: String,
     },
     /// The library was asked and refused; its own words.
@@ -131,7 +131,7 @@ pub struct Unsupported {
     pub executor: ExecutorName,
     /// Every reason, in the order of asking.
     pub reasons: Vec<Reason>,
-    /// Who was asked before it and refused too, in the order of asking. Only a choice among several has any.
+    /// The refusals of the executors that were asked before it, in that order. Only a choice among several has any.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub before: Vec<Unsupported>,
 }

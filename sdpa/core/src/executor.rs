@@ -72,7 +72,7 @@ pub trait PreparedBackward: Debug + Send + Sync {
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error>;
 }
 
-/// What one call did.
+/// The report of one call.
 #[derive(Clone, Debug, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
@@ -80,7 +80,7 @@ pub struct Report {
     pub compute: Duration,
     /// Operands that were copied first because the engines cannot read them in place.
     pub copied: Vec<&'static str>,
-    /// What ran: an engine with its knobs, or the instruction set.
+    /// The engine with its knobs, or the instruction set.
     pub engine: String,
     /// Bytes of scratch memory that the call used.
     pub workspace_bytes: u64,

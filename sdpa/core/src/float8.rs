@@ -119,7 +119,7 @@ macro_rules! float8 {
                 $widen
             }
 
-            /// What [`from_f32`]($name::from_f32) makes of a number, as f32.
+            /// Rounds a number as [`from_f32`]($name::from_f32) does, and returns it as f32.
             #[inline(always)]
             pub fn round(x: f32) -> f32 {
                 $format.round(x)

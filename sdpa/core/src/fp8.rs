@@ -47,10 +47,10 @@ pub enum Fp8Scale {
 }
 
 impl Fp8Scale {
-    /// Those of a forward pass.
+    /// The scales of a forward pass.
     const FORWARD: [Fp8Scale; 6] =
         [Fp8Scale::DescaleQ, Fp8Scale::DescaleK, Fp8Scale::DescaleV, Fp8Scale::DescaleS, Fp8Scale::ScaleS, Fp8Scale::ScaleO];
-    /// Those of a backward pass.
+    /// The scales of a backward pass.
     const BACKWARD: [Fp8Scale; 12] = [
         Fp8Scale::DescaleQ,
         Fp8Scale::DescaleK,
@@ -183,7 +183,7 @@ impl Amax {
         }
     }
 
-    /// What is wrong with a call that has room for these magnitudes, of such a pass.
+    /// Returns the mistakes of a call that passes destinations for these magnitudes to a pass in this direction.
     pub fn check(forward: &Problem, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
         let (asked, dtype) = (Amax::told(forward, direction), forward.dtype());
         let mut errors = Vec::new();

@@ -43,7 +43,7 @@ pub struct HostForward<'a> {
     pub attn_scale: Option<f32>,
     /// Values of declared parameters; a scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -75,11 +75,11 @@ pub struct HostBackward<'a> {
     pub params: &'a [Param<'a>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: Vec<HostAmax<'a>>,
 }
 
-/// Where the gradient of a declared parameter goes.
+/// The destination of the gradient of a declared parameter.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct HostGradient<'a> {
@@ -89,13 +89,13 @@ pub struct HostGradient<'a> {
     pub data: ElementsMut<'a>,
 }
 
-/// Where a call of 8-bit floats writes the largest magnitude of one tensor.
+/// The destination of the largest magnitude of one tensor, which a call of 8-bit floats writes.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct HostAmax<'a> {
     /// The tensor whose largest magnitude is written.
     pub of: Amax,
-    /// Where the magnitude is written.
+    /// The destination.
     pub value: &'a mut f32,
 }
 
@@ -253,9 +253,9 @@ impl<'a> HostAmax<'a> {
 /// Memory of an operand: read or written, as [`Operand::written`] says.
 #[derive(Debug)]
 pub enum HostMemory<'a> {
-    /// What the pass reads.
+    /// An operand that the pass reads.
     Read(Elements<'a>),
-    /// What it writes.
+    /// A result that the pass writes.
     Write(ElementsMut<'a>),
 }
 
@@ -278,9 +278,9 @@ pub struct HostCall<'a> {
     pub operands: Vec<(Operand, HostMemory<'a>)>,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
     pub stats: HostStats<'a>,
-    /// Where a forward pass writes the largest score of each row.
+    /// Destination of the largest score of each row, for a forward pass.
     pub row_max: Option<&'a mut [f32]>,
-    /// Where a forward pass writes the sum of exponentials of each row.
+    /// Destination of the sum of exponentials of each row, for a forward pass.
     pub sum_exp: Option<&'a mut [f32]>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
@@ -288,7 +288,7 @@ pub struct HostCall<'a> {
     pub params: &'a [Param<'a>],
     /// Gradients of declared parameters: each that the problem asks for, once; none of a forward pass.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: Vec<HostAmax<'a>>,
 }
 

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use std::fmt;
 
-/// Which way a pass goes.
+/// The direction of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
@@ -59,7 +59,7 @@ impl Operand {
     /// Every operand, those of the forward pass first.
     pub const ALL: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
 
-    /// Those of the forward pass.
+    /// The operands of the forward pass.
     pub(crate) const FORWARD: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
 
     /// The name used in reports and errors.
@@ -100,7 +100,7 @@ impl Operand {
     }
 }
 
-/// Which of the two sequences an operand, a length or a boundary is of.
+/// One of the two sequences, to which an operand, a length or a `cu_seqlens` boundary belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {

@@ -101,7 +101,7 @@ impl Packed {
         }
     }
 
-    /// What a packed problem declares: its boundaries, of the sides that lie packed.
+    /// Returns the parameters that a packed problem declares: the boundaries of its packed sides.
     pub(crate) fn declared(&self, sides: &[Side]) -> Vec<Declared> {
         let mut names: Vec<&str> = sides.iter().map(|side| self.boundaries(*side)).collect();
         names.dedup();
@@ -124,7 +124,7 @@ impl Packed {
     }
 }
 
-/// How many tokens of a packed operand fit into memory of so many elements.
+/// Returns the number of tokens of a packed operand that fit into a buffer of `elements` elements.
 pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     let elements = i64::try_from(elements).unwrap_or(i64::MAX);
     let [_, heads, _, dim] = tensor.dims;
@@ -201,7 +201,7 @@ impl Documents {
     }
 }
 
-/// What is wrong with memory that does not hold what the boundaries say.
+/// Returns the mistakes of buffers that are too small for the boundaries.
 pub(crate) fn check_memory(
     problem: &Problem,
     values: (&[Declared], &[ParamValue<'_>]),
@@ -252,7 +252,7 @@ impl Problem {
     /// The documents of a call over host memory; `None` for a problem that is not packed.
     ///
     /// # Errors
-    /// As [`Documents::new`], and as [`params::bind`].
+    /// The errors of [`Documents::new`] and of [`params::bind`].
     pub fn documents(&self, given: &[crate::Param<'_>]) -> Result<Option<Documents>, SpecErrors> {
         if self.packed().is_none() {
             return Ok(None);

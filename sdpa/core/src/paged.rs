@@ -58,7 +58,7 @@ impl Paged {
         [("page_size", self.page_size), ("pages", self.pages)]
     }
 
-    /// What is wrong with it by itself.
+    /// Returns the mistakes that it has by itself.
     pub(crate) fn mistakes(&self) -> Vec<SpecError> {
         let most = i64::from(i32::MAX);
         let wrong = self.fields().into_iter().filter(|(_, n)| !(1..=most).contains(n));
@@ -89,7 +89,7 @@ impl Paged {
         TensorSpec { dims, ..TensorSpec::dense([self.pages, heads, self.page_size, dim], layout) }
     }
 
-    /// What a paged problem declares: its page table.
+    /// Returns the parameter that a paged problem declares: its page table.
     pub fn declared(&self) -> Declared {
         let kind = ParamKind::Tensor { axes: Axes::pages(self.page_size), dtype: DType::I32 };
         Declared { name: PAGE_TABLE.to_owned(), kind, default: None }
@@ -227,7 +227,7 @@ impl Problem {
     /// The pages of a call over host memory; `None` for a problem that is not paged.
     ///
     /// # Errors
-    /// As [`Pages::new`], and as [`params::bind`].
+    /// The errors of [`Pages::new`] and of [`params::bind`].
     pub fn pages<'a>(&self, given: &[Param<'a>]) -> Result<Option<Pages<'a>>, SpecErrors> {
         if self.paged().is_none() {
             return Ok(None);

@@ -51,7 +51,7 @@ impl ParamValue<'_> {
     }
 }
 
-/// How many elements the tensor of a parameter has in a problem of extents (batch, heads_q, seq_q, seq_kv), dense; 1 for a scalar.
+/// Returns the number of elements of a parameter's dense tensor in a problem of extents (batch, heads_q, seq_q, seq_kv); 1 for a scalar.
 pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
     match declared.kind {
         ParamKind::Scalar => 1,
@@ -59,7 +59,7 @@ pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
     }
 }
 
-/// What is bound to a parameter, wherever it is.
+/// The kind of value that a call binds to a parameter, on the host or on a device.
 #[derive(Clone, Copy, Debug)]
 pub enum Supplied {
     /// The value of a scalar.
@@ -157,7 +157,7 @@ impl Problem {
     /// The value of each of [`Problem::params`], in their order.
     ///
     /// # Errors
-    /// As [`bind`].
+    /// The errors of [`bind`].
     pub fn bind<'a>(&self, given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
         bind(self.params(), self.extents(), given)
     }

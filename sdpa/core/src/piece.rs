@@ -97,7 +97,7 @@ impl Problem {
 }
 
 impl BackwardProblem {
-    /// As [`Problem::piece`]; `None` too where gradients of declared parameters are asked for.
+    /// Does the same as [`Problem::piece`] for a backward problem; `None` also where it has gradients of declared parameters.
     pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
         // Without `..`, on purpose: as above.
         let BackwardProblem {

@@ -301,7 +301,7 @@ impl Problem {
     pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
         self.tensors.get(operand as usize)
     }
-    /// How documents are packed, where batch entries are such.
+    /// Returns the layout of packed sequences; `None` where the batch is padded.
     #[inline]
     pub fn packed(&self) -> Option<&Packed> {
         self.packed.as_ref()
@@ -362,7 +362,7 @@ impl Problem {
     pub fn sink(&self) -> bool {
         self.sink
     }
-    /// Which part of the weights is dropped at random; `None` for a problem without dropout.
+    /// Returns the dropout; `None` for a problem without one.
     #[inline]
     pub fn dropout(&self) -> Option<Dropout> {
         self.dropout

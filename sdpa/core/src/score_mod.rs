@@ -237,14 +237,14 @@ pub struct Gradient {
     pub trace: Trace,
     /// Names of the parameters whose gradients are asked for.
     pub wrt: Vec<String>,
-    /// Where tables among them are read. Their own roots are 0.
+    /// The reads of tables among them, whose own roots are 0.
     pub reads: Vec<TableRead>,
 }
 
 /// One place at which a table is read whose gradient is asked for: its element there has this gradient more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct TableRead {
-    /// Which of [`Gradient::wrt`].
+    /// Index into [`Gradient::wrt`].
     pub wrt: usize,
     /// The root that is the gradient.
     pub value: usize,

@@ -121,7 +121,7 @@ impl Buckets {
     }
 }
 
-/// Which lengths are rounded up. None of them: every length has its own plan.
+/// Sequence lengths that are rounded up, so that several share a plan. By default none is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SeqPolicy {

@@ -9,7 +9,7 @@ use crate::tensor::ParamValue;
 /// scale of scores that have been scaled and modified. −∞ is no sink.
 pub const SINK: &str = "sink";
 
-/// What a problem with a sink declares.
+/// Returns the parameter that a problem with a sink declares.
 pub(crate) fn declared() -> Declared {
     let kind = ParamKind::Tensor { axes: Axes::from([Axis::Head]), dtype: DType::F32 };
     Declared { name: SINK.to_owned(), kind, default: None }

@@ -107,7 +107,7 @@ impl TensorSpec {
         self.dims.contains(&0)
     }
 
-    /// How many elements a buffer must hold: index of the last one plus one, 0 without elements. `None` past `i64`.
+    /// Returns the number of elements that a buffer must hold: the index of the last one plus one, 0 without elements. `None` past `i64`.
     pub fn extent(&self) -> Option<i64> {
         if self.is_empty() {
             return Some(0);

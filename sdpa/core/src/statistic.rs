@@ -36,7 +36,7 @@ impl Statistic {
         }
     }
 
-    /// What is wrong with a call where `given`, that it has memory for this statistic, and `asked`, that its problem asks for it, differ.
+    /// Returns the mistake of a call that passes a buffer for this statistic (`given`) where its problem does not compute it (`asked`), or the reverse.
     pub fn unlike(self, given: bool, asked: bool) -> Option<SpecError> {
         match (given, asked) {
             (true, true) | (false, false) => None,

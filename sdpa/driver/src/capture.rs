@@ -261,7 +261,7 @@ impl Stream {
 }
 
 impl Captured {
-    /// How many nodes the graph has: kernels, copies and whatever else was captured.
+    /// Returns the number of nodes of the graph: kernels, copies and other captured work.
     pub fn nodes(&self) -> usize {
         self.nodes
     }

@@ -101,7 +101,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Where the driver was loaded from.
+    /// Returns the file that the driver was loaded from.
     pub fn path(&self) -> PathBuf {
         self.library.mapped_path()
     }
@@ -117,7 +117,7 @@ impl Driver {
         Ok(version)
     }
 
-    /// How many devices the driver sees. Starts the driver, and opens none of them.
+    /// Returns the number of devices that the driver sees. Starts the driver, and opens no device.
     ///
     /// # Errors
     /// What the driver says; a driver that sees no device fails to start. Nothing is remembered: a later call asks again.

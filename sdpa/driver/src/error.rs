@@ -8,11 +8,11 @@ use std::path::PathBuf;
 pub struct Searched {
     /// A path, or a name given to the system's loader.
     pub place: String,
-    /// What the loader said.
+    /// The message of the loader.
     pub problem: String,
 }
 
-/// What a library, the driver or a device has against a call.
+/// An error of a library, the driver or a device.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -27,7 +27,7 @@ pub enum Error {
     /// The library lacks a function.
     #[error("{} has no function {symbol}", path.display())]
     MissingSymbol {
-        /// Where the library was loaded from.
+        /// Returns the file that the library was loaded from.
         path: PathBuf,
         /// The function.
         symbol: &'static str,
@@ -37,7 +37,7 @@ pub enum Error {
     NoDevice {
         /// The device asked for.
         ordinal: u32,
-        /// How many devices the driver sees.
+        /// Number of devices that the driver sees.
         count: u32,
     },
     /// A call into the CUDA driver failed.
@@ -59,15 +59,15 @@ pub enum Error {
         call: &'static str,
         /// NVRTC's `nvrtcResult`.
         code: i32,
-        /// What the compiler says.
+        /// The log of the compiler.
         log: String,
     },
     /// Device memory ran out, or something does not fit: a copy past the end of a buffer, a workspace over its limit.
     #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
-        /// What the memory was for, or what does not fit.
+        /// The purpose of the memory, or the thing that does not fit.
         what: String,
-        /// How many bytes were asked for.
+        /// Requested size in bytes.
         bytes: u64,
         /// The limit that was met, in words.
         limit: String,

@@ -48,7 +48,7 @@ unsafe impl Send for Entry {}
 // SAFETY: as above.
 unsafe impl Sync for Entry {}
 
-/// How many blocks and threads a launch has, and their shared memory.
+/// Grid, block and shared memory of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launch {
     /// Blocks along each axis.

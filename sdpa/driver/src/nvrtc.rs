@@ -41,12 +41,12 @@ pub struct Nvrtc {
     version: [i32; 2],
 }
 
-/// What the compiler made of a text.
+/// The machine code of a source.
 #[derive(Clone, Debug)]
 pub struct Compiled {
     /// Machine code of one architecture.
     pub code: Vec<u8>,
-    /// What the compiler said beside it: warnings, and what was asked of its assembler.
+    /// The log of the compiler: warnings, and the requested report of its assembler.
     pub log: String,
 }
 
@@ -74,7 +74,7 @@ impl Nvrtc {
         Ok(nvrtc)
     }
 
-    /// Where it was loaded from.
+    /// The file that it was loaded from.
     pub fn path(&self) -> PathBuf {
         self.library.mapped_path()
     }

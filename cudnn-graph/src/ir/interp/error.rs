@@ -28,7 +28,7 @@ pub enum InterpError {
         page: i64,
         /// The number of the block that stands there.
         block: i64,
-        /// How many blocks the container has.
+        /// Number of blocks of the container.
         blocks: i64,
     },
     /// There is no definition of this here.
@@ -36,7 +36,7 @@ pub enum InterpError {
     NotDefined {
         /// The op.
         at: String,
-        /// What has no definition.
+        /// The operand without a definition.
         what: &'static str,
     },
     /// A tensor without a value is read. Verified graphs with complete inputs do not get here.

@@ -69,7 +69,7 @@ impl Value {
     }
 }
 
-/// What every device tensor that an op writes holds afterwards.
+/// Returns the contents of every device tensor that an operation writes.
 ///
 /// # Errors
 /// As [`run_all`].
@@ -80,7 +80,7 @@ pub fn run(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Prec
     Ok(all)
 }
 
-/// What every tensor holds afterwards: inputs, values and virtual results too.
+/// Returns the contents of every tensor: inputs, values and virtual results too.
 ///
 /// # Errors
 /// Everything that is wrong with the inputs; or the first op whose operands cannot be read, or that has no definition here.

@@ -3,7 +3,7 @@
 use crate::ir::ty::DType;
 use serde::{Deserialize, Serialize};
 
-/// How exactly a graph is interpreted.
+/// The precision in which a graph is interpreted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {

@@ -23,7 +23,7 @@ pub struct Operand {
     pub t: f64,
     /// Incoming gradient of backward modes.
     pub dy: f64,
-    /// Where the element is along [`Params::axis`].
+    /// Index of the element along [`Params::axis`].
     pub index: i64,
 }
 

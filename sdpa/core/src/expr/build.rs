@@ -17,16 +17,16 @@ pub struct Builder {
     errors: Vec<ExprError>,
 }
 
-/// What stands for the inputs of a trace that is copied into another.
+/// The values that replace the inputs of a trace when it is copied into another.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Inputs {
-    /// What stands for [`Node::Score`]; `None`: itself.
+    /// Replaces [`Node::Score`]; `None` keeps it.
     pub score: Option<NodeId>,
-    /// What stands for [`Node::Upstream`]; `None`: itself.
+    /// Replaces [`Node::Upstream`]; `None` keeps it.
     pub upstream: Option<NodeId>,
     /// What stands for [`Node::Extent`], (batch, heads_q, seq_q, seq_kv); indices along axes of extent 1 become 0. `None`: themselves.
     pub extents: Option<[i64; 4]>,
-    /// What is added to the indices (batch, head, q, k).
+    /// Added to the indices (batch, head, q, k).
     pub origin: [i64; 4],
 }
 

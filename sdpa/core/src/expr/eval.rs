@@ -9,7 +9,7 @@ use super::trace::Trace;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-/// How exactly a trace is evaluated.
+/// The precision in which a trace is evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -123,7 +123,7 @@ fn whole(f: Binary, x: i32, y: i32) -> Option<i32> {
     }
 }
 
-/// Where a trace is evaluated, and of which numbers.
+/// The position at which a trace is evaluated, and the values of its inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     /// The score that is modified.

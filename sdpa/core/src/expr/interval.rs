@@ -37,14 +37,14 @@ impl Interval {
     }
 }
 
-/// What is known of a rule over a box of places: a range of each index.
+/// The value of a mask rule over a box, which is a range of each index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Judged {
-    /// It holds nowhere.
+    /// It keeps no pair of the box.
     Never,
-    /// It holds everywhere.
+    /// It keeps every pair of the box.
     Always,
-    /// It may hold at some places and not at others: the intervals cannot tell.
+    /// It may keep some pairs and drop others: intervals cannot tell.
     Unknown,
 }
 

@@ -27,7 +27,7 @@ impl Made {
         }
     }
 
-    /// What it yields, in words.
+    /// Describes its result in words.
     pub fn about(self) -> &'static str {
         match self {
             Made::Clamp => "The first, but no less than the second and no more than the third.",
@@ -36,7 +36,7 @@ impl Made {
         }
     }
 
-    /// How many values it takes.
+    /// Returns the number of its arguments.
     pub fn arguments(self) -> usize {
         match self {
             Made::Clamp => 3,
@@ -44,7 +44,7 @@ impl Made {
         }
     }
 
-    /// What it takes and yields.
+    /// Returns the types that it takes and returns.
     pub fn kind(self) -> Kind {
         match self {
             Made::Clamp | Made::Square => Kind::Number,

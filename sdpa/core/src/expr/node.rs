@@ -79,7 +79,7 @@ impl fmt::Display for Type {
     }
 }
 
-/// How a function is written in texts.
+/// The notation of a function in text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spelling {
     /// `name(x)` or `name(x, y)`.
@@ -90,7 +90,7 @@ pub enum Spelling {
     Prefix(&'static str),
 }
 
-/// What a function takes and yields.
+/// The types that a function takes and returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Takes numbers of one type, yields one of that type.
@@ -115,17 +115,17 @@ macro_rules! functions {
             /// Every function, in declaration order.
             pub const ALL: &'static [$name] = &[$($name::$variant,)*];
 
-            /// What it yields, in words.
+            /// Describes its result in words.
             pub fn about(self) -> &'static str {
                 match self { $($name::$variant => $doc.trim_ascii(),)* }
             }
 
-            /// How the function is written in texts.
+            /// Returns its notation in text.
             pub fn spelling(self) -> Spelling {
                 match self { $($name::$variant => $spelling,)* }
             }
 
-            /// What it takes and yields.
+            /// Returns the types that it takes and returns.
             pub fn kind(self) -> Kind {
                 match self { $($name::$variant => $kind,)* }
             }

@@ -141,7 +141,7 @@ impl FromIterator<Axis> for Axes {
     }
 }
 
-/// What a parameter is.
+/// The kind of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ParamKind {
     /// One f32 in host memory, read at each execution.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// What is wrong with an expression.
+/// A mistake in an expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExprError {
@@ -16,10 +16,10 @@ pub enum ExprError {
         /// The name of the parameter.
         name: String,
     },
-    /// What is given for a name is none: 1 to 64 letters, digits and `_`, no digit first, no word of the language.
+    /// A name breaks the rule: 1 to 64 letters, digits and `_`, no digit first, no word of the language.
     #[error("parameter {name:?}: a name is made of letters, digits and _, at most 64, begins with no digit and is no word of the language")]
     Name {
-        /// What was given.
+        /// The given text.
         name: String,
     },
     /// The default of a scalar is absent or not a number.
@@ -41,9 +41,9 @@ pub enum ExprError {
     Indices {
         /// The table.
         name: String,
-        /// How many indices there are.
+        /// Number of indices.
         given: usize,
-        /// How many extents there are.
+        /// Number of extents.
         extents: usize,
     },
     /// A text that cannot be read.
@@ -53,7 +53,7 @@ pub enum ExprError {
         line: usize,
         /// Counted from 1.
         column: usize,
-        /// What was expected, and what stands there.
+        /// The expected token, and the one that is there.
         rule: String,
     },
     /// A value that has no derivative along the score or a parameter.
@@ -81,7 +81,7 @@ impl fmt::Display for ExprErrors {
 
 impl std::error::Error for ExprErrors {}
 
-/// What a closure did, as data: values in topological order, and the parameters that they read. Some of the values are its *roots*, what it computes.
+/// The operations of a closure as data: values in topological order, and the parameters that they read. Its results are values, called *roots*.
 ///
 /// Equality and hashing are on everything but the defaults of scalars, which are values of a call. `Display` writes its text, `FromStr` reads it back.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -95,7 +95,7 @@ pub struct Trace {
     roots: Vec<NodeId>,
 }
 
-/// What a value depends on.
+/// The inputs on which a value depends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Depends {
     /// Whether it depends on the score or the upstream gradient.
@@ -244,7 +244,7 @@ impl Trace {
         self.params.iter().position(|p| p.name == name).map(|n| ParamId(n as u32))
     }
 
-    /// What the trace computes: of a score_mod the modified score, of a mask whether the key is kept.
+    /// Returns the results: of a score_mod the modified score, of a mask whether the key is kept.
     pub fn roots(&self) -> &[NodeId] {
         &self.roots
     }
@@ -254,7 +254,7 @@ impl Trace {
         (0..self.nodes.len() as u32).map(NodeId)
     }
 
-    /// What each value depends on.
+    /// Returns the inputs on which each value depends.
     pub fn depends(&self) -> Vec<Depends> {
         let mut all: Vec<Depends> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {

@@ -125,7 +125,7 @@ impl Traced for Bool {
     note = "pass `sdpa::expr::F32` instead of `DType::F32`: the marker also says which type the elements have in the expression"
 )]
 pub trait Stored: sealed::Sealed + Copy {
-    /// What an element is in an expression.
+    /// The type of an element in an expression.
     type Value: Traced;
     /// The element type as data.
     const DTYPE: DType;
@@ -353,7 +353,7 @@ impl<'t> Expr<'t, I32> {
         self.made(Made::Square, &[self.id])
     }
 
-    /// As f32; exact up to 2²⁴.
+    /// Converts to f32, which is exact up to 2²⁴.
     #[must_use]
     pub fn to_f32(self) -> Expr<'t, F32> {
         self.unary(Unary::ToF32)
@@ -439,13 +439,13 @@ pub struct At<'t> {
     pub q: Expr<'t, I32>,
     /// Index of the key.
     pub k: Expr<'t, I32>,
-    /// How many batch entries there are.
+    /// Number of batch entries.
     pub batches: Expr<'t, I32>,
     /// How many query heads there are. Extents are constants of a problem: whoever reads one has another kernel for each.
     pub heads_q: Expr<'t, I32>,
-    /// How many queries there are.
+    /// Number of queries.
     pub seq_q: Expr<'t, I32>,
-    /// How many keys there are.
+    /// Number of keys.
     pub seq_kv: Expr<'t, I32>,
 }
 
@@ -563,7 +563,7 @@ impl Trace {
     /// The trace of a gradient written by hand: a function of the upstream gradient and of the score that was modified, in this order.
     ///
     /// # Errors
-    /// As [`Trace::of_score`].
+    /// The errors of [`Trace::of_score`].
     pub fn of_gradient<F>(f: F) -> Result<Trace, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -574,7 +574,7 @@ impl Trace {
     /// The trace of a rule that keeps or drops a key for a query.
     ///
     /// # Errors
-    /// As [`Trace::of_score`].
+    /// The errors of [`Trace::of_score`].
     pub fn of_mask<F>(f: F) -> Result<Trace, ExprErrors>
     where
         F: for<'t> FnOnce(At<'t>, Params<'t>) -> Expr<'t, Bool>,

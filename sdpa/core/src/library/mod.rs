@@ -34,7 +34,7 @@ use crate::expr::{ExprErrors, Trace, Type};
 pub struct ParseError {
     /// `mask` or `score_mod`.
     pub what: &'static str,
-    /// What was given.
+    /// The given text.
     pub text: String,
     /// The rule that it breaks.
     pub rule: String,

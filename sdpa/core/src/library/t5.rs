@@ -1,6 +1,6 @@
 //! Relative positions in buckets, as T5 has them (Raffel et al., 2020): a table per head, materialised to a bias.
 
-/// How T5 puts distances between a query and a key into buckets.
+/// The rule by which T5 sorts distances between a query and a key into buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct T5 {
     /// Buckets of the table, those of both directions together.

@@ -6,9 +6,9 @@ use crate::expr::{Axes, Axis, nearest};
 /// A name of the library, and everything that is said of it.
 #[derive(Debug)]
 pub struct Named<T: 'static> {
-    /// How it is written; capitals stand for numbers and axes.
+    /// Its notation; capitals stand for numbers and axes.
     pub spelling: &'static str,
-    /// What it is, in words.
+    /// Its description.
     pub about: &'static str,
     /// Texts of it that the conformance suites run; the first stands for all.
     pub cases: &'static [&'static str],

@@ -55,7 +55,7 @@ impl Rule {
         &self.name
     }
 
-    /// What the closure did.
+    /// Returns the trace of the closure.
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
@@ -104,7 +104,7 @@ pub enum Mask {
         left: Option<i64>,
         /// Keys kept past the diagonal; at least 0. `None`: all of them.
         right: Option<i64>,
-        /// Where the diagonal starts.
+        /// The corner where the diagonal starts.
         align: Align,
     },
     /// `k ≤ q` or `k < len`.

@@ -36,7 +36,7 @@ impl Piece {
         Some(Piece { queries, keys, region })
     }
 
-    /// What of it is in these queries and keys.
+    /// Returns its part within these queries and keys; `None` if there is none.
     pub fn within(&self, queries: &Range<i64>, keys: &Range<i64>) -> Option<Piece> {
         let both = |a: &Range<i64>, b: &Range<i64>| a.start.max(b.start)..a.end.min(b.end);
         let shift = self.keys.start - self.queries.start;
