@@ -266,7 +266,7 @@ def chosen(slopes, refused):
             assert told.data[which].startswith(f"{who} "), f"{which}: {told}"
         return told
 
-    # Kinds of problems of which kernels of our own were faster in both passes: `sdpa/cuda/src/choice.rs`.
+    # Kinds of problems of which native CUDA kernels were faster in both passes: `sdpa/cuda/src/choice.rs`.
     for name, mask in (("dilated", dilated), ("prefix", prefix), ("documents", documents)):
 
         @case(f"{name} runs on {first} by itself")

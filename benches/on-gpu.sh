@@ -56,7 +56,7 @@ done
 unset CUDNN_GRAPH_LIBRARY
 # NVRTC of the active Python environment, or the system's.
 nvrtc=$(python3 -c 'import nvidia.cu13 as c; print(list(c.__path__)[0])' 2>/dev/null) && export SDPA_NVRTC=${SDPA_NVRTC:-$nvrtc/lib}
-# Kernels of our own: their times, then a process for each part, as every kernel takes a second to compile.
+# Native CUDA kernels: their times, then a process for each part, as every kernel takes a second to compile.
 { date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; "$carry/device" cuda-speed || status=1; } > "$out/cuda-speed.txt" 2>&1
 for part in cases library random ends trees; do { date -u +%F; "$carry/device" cuda "$random" "$part"; } > "$out/cuda-$part.txt" 2>&1 & done
 wait

@@ -1,4 +1,4 @@
-"""Kernels of our own and cuDNN's beside FlashAttention-4, both backends of FlexAttention and PyTorch's SDPA, in one run: device time, bf16.
+"""Native CUDA kernels and cuDNN's beside FlashAttention-4, both backends of FlexAttention and PyTorch's SDPA, in one run: device time, bf16.
 
     rates.py DEVICE [--processes N] [--within SECONDS] [ROW...] > RESULTS.jsonl
                                                                  DEVICE is the binary `device`, ROW a part of a row's name; rows that no process has
@@ -309,7 +309,7 @@ def plot(results, out, earlier):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 4, figsize=(17, 7), sharex=True)
-    names = {"own": "kernels of our own", "cudnn": "cuDNN through sdpa", "fa4": "FlashAttention-4", "flex triton": "FlexAttention, Triton",
+    names = {"own": "native CUDA kernels", "cudnn": "cuDNN through sdpa", "fa4": "FlashAttention-4", "flex triton": "FlexAttention, Triton",
              "flex FLASH": "FlexAttention, FLASH", "sdpa cuDNN": "PyTorch's cuDNN"}
     rows = read(results)
     runs = {name: results if any(row["ms"].get(name) for row in rows) else earlier for name in names}

@@ -1,7 +1,7 @@
 //! The list of executors, and the choice among them.
 //!
 //! An automatic choice asks one after the other and keeps every reason against those that it passes over: those of the caller
-//! ([`Dispatcher::with`]); cuDNN, which no Apple machine has; kernels of our own on the same GPUs; Metal, which no other machine has; the CPU, which takes everything. It falls
+//! ([`Dispatcher::with`]); cuDNN, which no Apple machine has; native CUDA kernels on the same GPUs; Metal, which no other machine has; the CPU, which takes everything. It falls
 //! through on *unsupported* only, and only before anything runs. An executor that is named runs the problem or says why not.
 
 use crate::Unproven;

@@ -24,7 +24,7 @@ impl Timed {
         times.min_by_key(|(_, time)| *time).map(|(name, _)| name)
     }
 
-    /// Whether kernels of our own were; `None` where nobody was.
+    /// Whether native CUDA kernels were; `None` where nobody was.
     pub(crate) fn are_kernels_faster(&self) -> Option<bool> {
         self.fastest().map(|name| name == ExecutorName::CUDA)
     }
@@ -103,7 +103,7 @@ impl BuildError for Untimed {
 }
 
 impl Dispatcher {
-    /// The times of a forward pass on cuDNN and on kernels of our own, where the options for cuDNN say [`tune`](sdpa_cudnn::CudnnOptions::tune) and both take
+    /// The times of a forward pass on cuDNN and on native CUDA kernels, where the options for cuDNN say [`tune`](sdpa_cudnn::CudnnOptions::tune) and both take
     /// the problem: from an earlier call, or measured now, which takes as long as both need to be built, and eight runs of each on memory of its own. Then
     /// the dispatcher asks the faster executor first. The [exceptions](sdpa_cuda::EXCEPTIONS) do not matter then. `None` also where there is not
     /// memory enough; a warning says so. Problems without batch entries, queries or keys are not timed.

@@ -1,4 +1,4 @@
-//! Kernels of our own for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
+//! Native CUDA kernels for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
 
 mod disk;
 mod documents;

@@ -33,7 +33,7 @@ pub struct Timed {
     pub mask: String,
     /// Whether it is the backward pass.
     pub backward: bool,
-    /// Milliseconds of kernels of our own, where they take it.
+    /// Milliseconds of native CUDA kernels, where they take it.
     pub cuda_ms: Option<f64>,
     /// Milliseconds of cuDNN, where it takes it.
     pub cudnn_ms: Option<f64>,

@@ -1,4 +1,4 @@
-//! The order of kernels of our own and cuDNN, held against the times of problems on an H100.
+//! The order of native CUDA kernels and cuDNN, held against the times of problems on an H100.
 
 use conformance::golden;
 use conformance::timed::Timed;

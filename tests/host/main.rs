@@ -16,3 +16,4 @@ mod score_mod;
 mod seq;
 mod snapshots;
 mod support;
+mod words;

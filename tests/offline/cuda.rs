@@ -1,4 +1,4 @@
-//! Kernels of our own, compiled for a GPU that is not here.
+//! Native CUDA kernels, compiled for a GPU that is not here.
 
 use conformance::kernel_table::{ARCHITECTURES, Lies, MMA_TABLE, MmaRow, OTHERS, Other, Row, TABLE, lying, mma_texts, spec, specs_of_row};
 use conformance::nvrtc;
@@ -54,7 +54,7 @@ fn each_row(rows: &[Row], run: impl Fn(&AttentionSpec, bool) + Sync) {
 fn every_kernel_compiles_into_registers() {
     let nvrtc = match nvrtc::find() {
         Ok(nvrtc) => nvrtc,
-        Err(why) => return skip("offline", &format!("kernels of our own: {why}")),
+        Err(why) => return skip("offline", &format!("native CUDA kernels: {why}")),
     };
     let told = Mutex::new(Vec::new());
     let run = |spec: &AttentionSpec, plain: bool| {
@@ -69,11 +69,11 @@ fn every_kernel_compiles_into_registers() {
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
         told.lock().unwrap().push(made.code.len());
     };
-    each_row(&rows_of_today("kernels of our own"), run);
+    each_row(&rows_of_today("native CUDA kernels"), run);
     others_of_today("of few queries, pages and documents", OTHERS.to_vec()).into_iter().for_each(|other| run(&lying(other), other.5));
     let told = told.into_inner().unwrap();
     assert!(!told.is_empty());
-    say(&format!("NVRTC: {} kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
+    say(&format!("NVRTC: {} native CUDA kernels make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
 }
 
 /// The same of backward passes.
@@ -81,7 +81,7 @@ fn every_kernel_compiles_into_registers() {
 fn every_backward_kernel_compiles_into_registers() {
     let nvrtc = match nvrtc::find() {
         Ok(nvrtc) => nvrtc,
-        Err(why) => return skip("offline", &format!("kernels of our own, backward: {why}")),
+        Err(why) => return skip("offline", &format!("native CUDA kernels, backward: {why}")),
     };
     let told = Mutex::new(Vec::new());
     let run = |spec: &AttentionSpec, plain: bool| {
@@ -96,14 +96,14 @@ fn every_backward_kernel_compiles_into_registers() {
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
         told.lock().unwrap().push(made.code.len());
     };
-    each_row(&rows_of_today("backward kernels of our own"), run);
+    each_row(&rows_of_today("backward native CUDA kernels"), run);
     let packed = OTHERS.into_iter().filter(|other| matches!(other.4, Lies::Packed(..))).collect();
     for other in others_of_today("backward, of documents", packed) {
         run(&lying(other), other.5);
     }
     let told = told.into_inner().unwrap();
     assert!(!told.is_empty());
-    say(&format!("NVRTC: {} backward kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
+    say(&format!("NVRTC: {} backward native CUDA kernels make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
 }
 
 /// A trace of 16 or 64 cosines for each of 64 scores is more than caches of instructions hold; it stands in a text for a few. Bytes with what tells of lines, four times
@@ -129,7 +129,7 @@ fn long_traces_stand_in_texts_for_a_few_scores() {
 /// Products that would run one after the other are seen in what the compiler says.
 #[test]
 fn products_that_wait_for_one_another_are_seen() {
-    let Ok(nvrtc) = nvrtc::find() else { return skip("offline", "kernels of our own: no NVRTC") };
+    let Ok(nvrtc) = nvrtc::find() else { return skip("offline", "native CUDA kernels: no NVRTC") };
     let forward = Forward::of(&spec([128, 128], DType::BF16, "", &[]).validate().unwrap()).unwrap();
     let right = source::forward(&forward, &forward.tile(132).unwrap());
     // Results are read while products are under way.

@@ -191,7 +191,7 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
     let found = nvrtc::find().and_then(|nvrtc| Ok((nvrtc, sass::find()?)));
     let (nvrtc, disassembler) = match found {
         Ok(found) => found,
-        Err(why) => return skip("offline", &format!("instructions of kernels of our own: {why}")),
+        Err(why) => return skip("offline", &format!("instructions of native CUDA kernels: {why}")),
     };
     let has = |row: &Row| vec![row.1.to_string(), row.4.to_string()];
     let rows = of_today("instructions of kernels", DAYS, TABLE.to_vec(), has);

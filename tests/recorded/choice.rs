@@ -28,7 +28,7 @@ fn both() -> Option<(Recorder, Dispatcher)> {
     Some((Recorder::load().map_err(|why| skip("recording", &why)).ok()?, all(None, None)?))
 }
 
-/// Three sines under a causal mask, of which cuDNN comes first in either pass; or a mask, of which kernels of our own do.
+/// Three sines under a causal mask, of which cuDNN comes first in either pass; or a mask, of which native CUDA kernels do.
 fn spec(text: &str) -> AttentionSpec {
     let plain = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats();
     match text {

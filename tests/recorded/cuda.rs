@@ -1,4 +1,4 @@
-//! Calls of kernels of our own over the recording library: what is launched reaches the operands and nothing else, and wrong calls are told whole.
+//! Calls of native CUDA kernels over the recording library: what is launched reaches the operands and nothing else, and wrong calls are told whole.
 
 use conformance::nvrtc;
 use conformance::recorder::entry::{FILL, LAUNCH};

@@ -48,7 +48,7 @@ fn the_faster_one_is_asked_first_and_is_timed_once() {
     let rows = [
         ("causal", (ExecutorName::CUDNN, ms([1, 1]))),
         ("padding", (ExecutorName::CUDA, ms([2, 1]))),
-        // Kernels of our own were faster for its kind.
+        // Native CUDA kernels were faster for its kind.
         ("dilated:4 & causal", (ExecutorName::CUDNN, ms([1, 1]))),
     ];
     for (mask, forward) in rows {

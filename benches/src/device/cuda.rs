@@ -1,4 +1,4 @@
-//! Kernels of our own: every case and random problems against the oracle.
+//! Native CUDA kernels: every case and random problems against the oracle.
 
 use crate::setup::Result;
 use conformance::runner::{self, Draw, Outcome, Source, Tally};

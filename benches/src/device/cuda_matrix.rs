@@ -1,4 +1,4 @@
-//! Problems drawn at random, timed on kernels of our own and on cuDNN: what the choice between them is made of, and held against.
+//! Problems drawn at random, timed on native CUDA kernels and on cuDNN: what the choice between them is made of, and held against.
 
 use crate::cuda::executor;
 use crate::cuda_speed::{Pass, Round, times};

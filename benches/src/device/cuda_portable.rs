@@ -1,4 +1,4 @@
-//! Kernels of our own with `mma.sync`, on whatever GPU is here: every case and random problems of any strides and dims, against the oracle.
+//! Native CUDA kernels with `mma.sync`, on whatever GPU is here: every case and random problems of any strides and dims, against the oracle.
 
 use crate::cuda::{executor_of, some};
 use crate::setup::Result;

@@ -1,4 +1,4 @@
-//! Times of kernels of our own beside cuDNN's, in turns.
+//! Times of native CUDA kernels beside cuDNN's, in turns.
 #![allow(unsafe_code)]
 
 use crate::cuda::{executor, executor_of};

@@ -319,7 +319,7 @@ fn judge(executor: &On, stream: &Stream, what: &str, spec: &BackwardSpec, backwa
     }
 }
 
-/// cuDNN's, or of kernels of our own.
+/// cuDNN's, or of native CUDA kernels.
 pub(crate) fn run(which: &str, own: bool) -> Result<()> {
     if own {
         let executor = cuda::executor(None)?;

@@ -65,7 +65,7 @@ pub(crate) struct Question {
 #[derive(Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Turn {
-    /// Kernels of our own, not cuDNN.
+    /// Native CUDA kernels, not cuDNN.
     pub(crate) own: bool,
     pub(crate) calls: i32,
 }

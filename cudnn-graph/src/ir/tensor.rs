@@ -96,7 +96,7 @@ pub enum Reordering {
     /// As the strides say.
     #[default]
     None,
-    /// The interleaving that block scales of 8-bit matrix units want (cuDNN 9.7).
+    /// The interleaving that block scales of 8-bit tensor cores want (cuDNN 9.7).
     F8x128x4,
 }
 

@@ -108,7 +108,7 @@ impl Attention {
     }
 
     /// Names who computes it, both passes; what that one does not take is an error. Otherwise it is whoever reads the tensors where they are: the CPU
-    /// executor on the CPU, on CUDA for each pass the faster one of cuDNN and kernels of our own ([`ExecutorName::CUDA`]) that takes it. The CPU executor
+    /// executor on the CPU, on CUDA for each pass the faster one of cuDNN and native CUDA kernels ([`ExecutorName::CUDA`]) that takes it. The CPU executor
     /// takes tensors of a GPU too, by copies to the host and back that wait.
     #[must_use]
     pub fn executor(mut self, name: ExecutorName) -> Attention {

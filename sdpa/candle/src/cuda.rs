@@ -1,4 +1,4 @@
-//! Tensors on NVIDIA GPUs, on cuDNN or on kernels of our own: the stream that candle's device has, addresses with offsets, and cudarc's events held over the submission. Nothing
+//! Tensors on NVIDIA GPUs, on cuDNN or on native CUDA kernels: the stream that candle's device has, addresses with offsets, and cudarc's events held over the submission. Nothing
 //! waits.
 #![allow(unsafe_code)]
 

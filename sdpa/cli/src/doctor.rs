@@ -228,7 +228,7 @@ fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
     Some(cuda)
 }
 
-/// Kernels of our own: they ask for the driver and the run-time compiler, and for no other library.
+/// Native CUDA kernels: they ask for the driver and the run-time compiler, and for no other library.
 fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs, kernel_cache: Option<&KernelCache>) -> Finding {
     let mut finding = Finding::new(ExecutorName::CUDA);
     devices(&mut finding, args);

@@ -83,7 +83,7 @@ struct OnDevice {
     recorded: Option<Recorded>,
 }
 
-/// What kernels of our own make of it on one device.
+/// What native CUDA kernels make of it on one device.
 #[derive(Serialize)]
 struct Kernels {
     device: String,

@@ -1,4 +1,4 @@
-//! What the oracle is told of a specification: numbers in row-major order, masks word for word, the rest as closures.
+//! What the oracle is told of a specification: numbers in row-major order, masks verbatim, the rest as closures.
 
 use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};

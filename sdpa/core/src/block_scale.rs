@@ -1,7 +1,7 @@
 //! Scales of blocks of 8-bit floats (MXFP8 of OCP's microscaling formats): one power of two for each 32 elements along the axis that a product sums over.
 //!
 //! An element of `q`, `k` or `v` stands for itself times the scale of its block. Blocks of `q` and `k` lie along `dim_qk`, those of `v` along `seq_kv`;
-//! the last one of `v` may have fewer elements. Scales are declared parameters, one byte each ([`F8E8M0`]), in the order that matrix units read:
+//! the last one of `v` may have fewer elements. Scales are declared parameters, one byte each ([`F8E8M0`]), in the order that tensor cores read:
 //! [`BlockScales::place`].
 
 use crate::check::Check;

@@ -245,7 +245,7 @@ mod tests {
         assert!(told.contains("a floating point parameter"), "{told}");
     }
 
-    /// Word for word.
+    /// Verbatim.
     fn written(mask: &DropoutMask, [b, h, q, k]: [usize; 4]) -> bool {
         let n = mask.offset.wrapping_add(4 * ((b as u64 * mask.heads + h as u64) * 8 + k as u64 % 8) + (q as u64 % 8) / 2);
         let words = philox([n / 4; 8], (k / 16) as u32 * mask.squares_q + (q / 16) as u32, mask.key).map(|word| word[0]);

@@ -6,7 +6,7 @@ use crate::work::steps;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, SINK, Side};
 
-/// How a kernel divides the attention.
+/// The tile and its L2 head section, which a kernel takes from its parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiling {
     /// Queries of a tile.

@@ -25,7 +25,7 @@ pub struct Along {
     pub dtype: DType,
     /// The axes of the parameter, over which its gradient lies dense; none of a scalar. The extents of a table.
     pub axes: Axes,
-    /// Of a table, the roots that are a gradient and its place.
+    /// Roots of a table: pairs of a gradient and the index at which it is added.
     pub reads: Vec<[usize; 2]>,
 }
 
@@ -34,7 +34,7 @@ pub struct Along {
 pub struct Backward {
     /// The attention. What its traces read is of both passes.
     pub forward: Forward,
-    /// Gradient of the output. Any stride may be 0: what the copy engine does not take is copied.
+    /// Gradient of the output. Any stride may be 0: what TMA does not take is copied.
     pub d_o: TensorSpec,
     /// Gradients of queries, keys and values.
     pub gradients: [TensorSpec; 3],
@@ -67,7 +67,7 @@ impl Backward {
                 false,
                 "d_o strides",
                 format!("{:?}", d_o.strides),
-                "of packed documents the copy engine reads it as it lies: dense rows of whole 16 bytes",
+                "of packed documents TMA reads it as it lies: dense rows of whole 16 bytes",
             );
         }
         if !check.0.is_empty() {
@@ -123,7 +123,7 @@ impl Backward {
         self.along.is_empty() && !self.forward.is_tight()
     }
 
-    /// Whether `d_o` is copied first, to where the copy engine takes it.
+    /// Whether `d_o` is copied first, to where TMA takes it.
     pub fn copies_d_o(&self) -> bool {
         self.forward.packed.is_none() && !copies(&self.d_o)
     }

@@ -15,7 +15,7 @@ pub struct Exception {
     pub what: &'static str,
     /// The cause, as far as it is known.
     pub cause: &'static str,
-    /// How many times as fast as cuDNN these kernels are, in the median of those measured.
+    /// cuDNN's time divided by the time of these kernels, in the median of the measured problems.
     pub speed: f64,
     passes: Passes,
     holds: fn(&Problem) -> bool,

@@ -22,7 +22,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// How an executor is set up.
+/// Options of an executor.
 ///
 /// ```
 /// use sdpa_cuda::{CudaOptions, KernelCache};
@@ -167,7 +167,7 @@ impl CudaExecutor {
         self.plans.explain(job)
     }
 
-    /// What the two caches know of themselves: that of plans, that of kernels.
+    /// Returns snapshots of the two caches: plans, kernels.
     pub fn snapshots(&self) -> [CacheSnapshot; 2] {
         [self.plans.snapshot(), self.kernels.snapshot()]
     }

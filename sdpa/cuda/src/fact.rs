@@ -70,7 +70,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         }
         Fact::PageSize(None) => {}
         Fact::PageSize(Some(page_size)) => {
-            let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
+            let limit = format!("a multiple of {LEAST_PIECE}: TMA swizzles as many rows together");
             check.that(page_size % LEAST_PIECE == 0, "paged.page_size", page_size, limit);
         }
         // The kernel source has each of these: `Forward` in `problem`, `Backward` in `backward`.

@@ -2,10 +2,10 @@
 
 use std::fmt::{self, Display};
 
-/// The kernels of a pass, by the instructions of the matrix units that they ask for.
+/// The kernels of a pass, by the instructions of the tensor cores that they ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// `wgmma` and the copy engine: compute capability 9.0, tuned for it.
+    /// `wgmma` and TMA: compute capability 9.0, tuned for it.
     Wgmma,
     /// `mma.sync` and copies that threads ask for: compute capability 8.0 and all after it. Right, and not tuned.
     Mma,
@@ -42,7 +42,7 @@ impl Family {
     /// The architecture that its text is compiled for, on a device of this compute capability.
     pub fn architecture(self, sm: u32) -> String {
         match self {
-            // What is the architecture's own has an `a`.
+            // Instructions of one architecture alone need the suffix `a`.
             Family::Wgmma => format!("sm_{sm}a"),
             Family::Mma => format!("sm_{sm}"),
         }

@@ -9,11 +9,11 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, RwLock};
 
-/// What stands in front of a file of kernels. What a kernel depends on, its text, the architecture and the compiler's version, is in its key.
+/// The header of a file of kernels. The source, the architecture and the compiler's version, on which a kernel depends, are in its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelHead {
-    /// How keys are made.
+    /// Version of the keys.
     pub kernels: u32,
 }
 
@@ -32,7 +32,7 @@ impl KernelHead {
     }
 }
 
-/// How they are made here.
+/// The version of this build.
 pub(crate) const HERE: KernelHead = KernelHead { kernels: 1 };
 
 /// Keys of a file are made in another way.
@@ -180,7 +180,7 @@ impl CudaExecutor {
         files.iter().map(|file| compiled.iter().find_map(|key| of_file(file, key, nvrtc).err())).collect()
     }
 
-    /// How many files are attached.
+    /// Returns the number of attached files.
     pub fn attached(&self) -> usize {
         self.files.open().len()
     }

@@ -20,11 +20,11 @@ const UNKNOWN: f64 = 4.0;
 pub(crate) struct HeadSections {
     /// Key heads of a section, the last of which may have fewer.
     pub heads: i64,
-    /// How many there are.
+    /// Number of sections.
     pub count: i64,
-    /// How many have a place for their sums at once; 0 where every tile of queries has its own.
+    /// Number of sections whose dQ accumulators are in memory at once; 0 where every query tile has its own.
     pub ring: i64,
-    /// How many sections later the dQ accumulators of a section are converted.
+    /// Number of sections after which the dQ accumulators of a section are converted.
     pub behind: i64,
     /// Tiles of queries that there is a place for.
     pub places: i64,
@@ -68,7 +68,7 @@ impl HeadSections {
     }
 }
 
-/// How many times as long as the mean the longest loop over query tiles takes: its dQ accumulators are converted that much later.
+/// Returns the length of the longest loop over query tiles as a multiple of the mean: its dQ accumulators are converted that much later.
 fn uneven(backward: &Backward, tile: &BackwardTile) -> f64 {
     match backward.forward.lists() {
         Lists::AtCall => UNKNOWN,

@@ -45,7 +45,7 @@ impl CacheKey for KernelKey {
     }
 }
 
-/// Where the machine code of a kernel came from.
+/// The origin of a kernel's machine code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Origin {
     /// A file that was attached ([`CudaExecutor::attach`](crate::CudaExecutor::attach)).
@@ -65,7 +65,7 @@ pub struct Kernel {
     pub entries: Vec<(EntryPoint, Entry)>,
     /// The code itself, for files.
     pub(crate) code: Vec<u8>,
-    /// Where the code came from.
+    /// The origin of the code.
     pub(crate) origin: Origin,
     /// Bytes of the text, which the key keeps.
     source_bytes: u64,
@@ -102,7 +102,7 @@ pub fn compile_for(nvrtc: &Nvrtc, source: &str, architecture: &str) -> Result<Co
     nvrtc.compile(source, architecture, &OPTIONS)
 }
 
-/// What the compiler said of products that it runs one after the other, for want of registers or because a result is read early: right, and slow.
+/// Returns the compiler's warning that it serialises WGMMAs, for want of registers or because a result is read early: right, and slow.
 pub fn serialized(compiled: &Compiled) -> Option<&str> {
     compiled.log.lines().find(|line| line.contains("(C75"))
 }
@@ -118,7 +118,7 @@ pub(crate) fn is_fast(version: [i32; 2]) -> bool {
 /// The machine code of a kernel, as files keep it.
 #[derive(Debug)]
 pub struct MachineCode {
-    /// What it was compiled from.
+    /// The key of its source.
     pub(crate) key: KernelKey,
     /// The version of NVRTC: major, minor.
     pub(crate) compiler: [i32; 2],

@@ -13,11 +13,11 @@ pub const PARTLY: u32 = 1 << 31;
 /// one another, heads follow, then batch entries, where these differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockMap {
-    /// Where the list of each begins in `blocks`, and where that of the last one ends.
+    /// Offsets in `blocks` at which each list begins, and the end of the last one.
     pub begin: Vec<u32>,
     /// Numbers of blocks of keys, the last of each list first, or of tiles of queries, the first first; with [`PARTLY`] where the rule is to be asked.
     pub blocks: Vec<u32>,
-    /// How many batch entries and heads have tiles of their own: 1 where all have the same.
+    /// Number of batch entries and of heads with lists of their own: 1 where all have the same.
     pub rows: [i64; 2],
 }
 

@@ -3,7 +3,7 @@
 use crate::tile::PANEL;
 use std::fmt::Write;
 
-/// Where A and B are, and which of their axes is contiguous.
+/// The place of A and B, and the axis of each that is contiguous.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Operands {
     /// Both in shared memory, K-major.

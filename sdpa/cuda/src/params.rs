@@ -10,7 +10,7 @@ macro_rules! params {
         #[derive(Clone, Copy, Debug)]
         pub(crate) struct $name { $($(#[$doc])* pub(crate) $field: $ty,)* }
 
-        /// How CUDA C++ declares each shared field.
+        /// The declaration of each shared field in CUDA C++.
         pub(crate) struct $types { $(pub(crate) $field: &'static str,)* }
 
         impl $name {
@@ -122,7 +122,7 @@ params! {
         natural: Number = "int ",
         /// `attn_scale`.
         scale: Number = "float ",
-        /// What a score is multiplied by in the exponent of 2: positive.
+        /// Factor from a score to the exponent of 2: positive.
         softmax_scale_log2: Number = "float ",
         /// The largest random number with which a softmax probability is kept.
         dropout_threshold: i32 = "int ",

@@ -9,7 +9,7 @@ const PLACES: i64 = 1 << 21;
 /// Rows of a tile or a block, at most: indices are past the extents by fewer.
 const MOST_ROWS: i64 = 256;
 
-/// What traces read in a problem of these extents, to be written for these kernels.
+/// Returns the captured values of traces in a problem of these extents, in the form of these kernels.
 pub(crate) fn captured<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents: [i64; 4]) -> Captured {
     let captured = Captured::of(traces, extents).in_dialect(Dialect::Cuda);
     if extents.iter().all(|extent| extent + MOST_ROWS <= PLACES) { captured.with_places_below(PLACES) } else { captured }

@@ -50,7 +50,7 @@ pub struct Forward {
     pub paged: Option<Paged>,
 }
 
-/// What packed documents are like, beside their boundaries, which a call has.
+/// The layout of packed sequences, without the boundaries, which belong to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packs {
     /// Whether keys lie packed too, or queries alone.
@@ -126,12 +126,12 @@ impl Forward {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
 
-    /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.
+    /// Returns the cost of the traces for one score in machine code, in units of an addition.
     pub(crate) fn weight(&self) -> u32 {
         [&self.score_mod, &self.keep].into_iter().map(|trace| trace.as_deref().map_or(0, |trace| self.weight_of(trace))).sum()
     }
 
-    /// The same of one trace. What is the same for all scores of a head is made once.
+    /// Returns the cost of one trace. Values that all scores of a head share count once.
     pub(crate) fn weight_of(&self, trace: &Trace) -> u32 {
         let nodes = trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| of.varies());
         nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()
@@ -146,7 +146,7 @@ impl Forward {
         }
     }
 
-    /// How many batch entries and heads have lists of their own: 1 where what `keep` keeps is the same for all.
+    /// Returns the number of batch entries and of heads with block lists of their own: 1 where `keep` is the same for all.
     pub fn list_rows(&self) -> [i64; 2] {
         let [batch, heads, ..] = self.extents;
         let differs = |axis| {

@@ -1,4 +1,4 @@
-//! How many thread blocks share the query heads of a KV head, in a backward pass.
+//! The number of thread blocks that share the query heads of a KV head in a backward pass.
 
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Cost of a thread block before and after its loop over query tiles, in steps of the loop.
 const AROUND: f64 = 1.0;
-/// What it costs beside that to add up with others.
+/// Cost of the reduction with other thread blocks, in steps.
 const ADDED: f64 = 2.0;
 /// Where loops differ, the part of the longest one for which most SMs idle at the end.
 const UNEVEN: f64 = 0.5;
@@ -49,7 +49,7 @@ impl StepCounts {
         StepCounts { longest: walks.iter().copied().max().unwrap_or(0) as f64, mean: walks.iter().sum::<i64>() as f64 / looked_at as f64 }
     }
 
-    /// How much longer than the mean the longest is.
+    /// Returns the longest loop as a multiple of the mean.
     pub(crate) fn unevenness(&self) -> f64 {
         self.longest / self.mean.max(1.0)
     }
@@ -77,7 +77,7 @@ fn remaining_steps(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u
     }
 }
 
-/// How long so many blocks of keys take, in steps, where `shares` blocks of threads have the heads of each.
+/// Returns the time of so many KV blocks, in steps, where `shares` thread blocks split the heads of each.
 fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocessors: i64) -> f64 {
     let around = AROUND + if shares > 1 { ADDED } else { 0.0 };
     let longest = walks.longest * steps(group, u32::try_from(shares).unwrap_or(u32::MAX)) as f64 + around;
@@ -103,7 +103,7 @@ impl Backward {
         StepCounts::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
     }
 
-    /// The blocks of threads that share the query heads of a key head, on a device of so many multiprocessors, each of which has one block at a time: the
+    /// The thread blocks that share the query heads of a key head, on a device of so many multiprocessors, each of which has one block at a time: the
     /// fewest of those that take about as long as any (docs/cuda.md, "Backward").
     pub(crate) fn shares(&self, tile: &BackwardTile, multiprocessors: u32) -> u32 {
         let forward = &self.forward;

@@ -19,9 +19,9 @@ macro_rules! piece {
 }
 pub(crate) use piece;
 
-/// What every kernel begins with, before generated code. All PTX is in `ptx`, `tma`, `cluster`, `wgmma` and `mma`.
+/// The beginning of every kernel source, before generated code. All PTX is in `ptx`, `tma`, `cluster`, `wgmma` and `mma`.
 const PRELUDE: [(&str, &str); 4] = [piece!("types.cuh"), piece!("ptx.cuh"), piece!("prelude.cuh"), piece!("fragments.cuh")];
-/// What traced expressions call.
+/// Functions that traced expressions call.
 const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
 const HOPPER: [(&str, &str); 3] = [piece!("tma.cuh"), piece!("wgmma_operands.cuh"), piece!("wgmma.cuh")];
 pub(crate) const MASK: (&str, &str) = piece!("mask.cuh");
@@ -152,7 +152,7 @@ pub(crate) fn begin(
     text
 }
 
-/// Where what is generated for the engines begins.
+/// Precedes the generated WGMMA wrappers.
 const GENERATED: &str = "\n#line 1 \"generated\"\n";
 
 /// The type of boundaries of documents.
@@ -161,7 +161,7 @@ pub(crate) fn boundary(problem: &Forward) -> String {
     format!("typedef {of} CuSeqlen;\n")
 }
 
-/// Columns that a product of the matrix units sums over.
+/// Columns that a product of the tensor cores sums over.
 const COLUMNS: u32 = 16;
 
 /// Panels that a tensor has columns of.
@@ -365,7 +365,7 @@ fn place_of_warp(partials: WarpPartials) -> String {
     format!("(long(origin.batch) * {}L + origin.head) * {}L + {slot}", partials.rows[1], partials.slots)
 }
 
-/// What adds to the gradient of a table at the place that is read.
+/// Returns the code that adds to the gradient of a table at the index that a score reads.
 fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], partials: Option<WarpPartials>) -> String {
     let last = along.axes.extents().product::<i64>() - 1;
     let to = partials.map_or_else(String::new, |partials| format!(" + ({}) * {}L", place_of_warp(partials), partials.inner));

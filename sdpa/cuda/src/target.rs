@@ -41,7 +41,7 @@ impl Target {
         Target::new(device.sm(), device.sm_count())
     }
 
-    /// What a pass is compiled from, in the order in which it is compiled.
+    /// Returns the keys of the kernels of a pass, in the order of compilation.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};

@@ -13,7 +13,7 @@ pub struct Tile {
     pub keys: u32,
     /// Steps whose keys and values are in shared memory at once.
     pub stages: u32,
-    /// Whether groups take turns at the matrix units, so that one's softmax runs beside another's products.
+    /// Whether groups take turns at the tensor cores, so that one's softmax runs beside another's products.
     pub turns: bool,
     /// Whether the output has a place of its own in shared memory, so that the next queries come while it leaves.
     pub output_apart: bool,
@@ -23,9 +23,9 @@ pub struct Tile {
     pub group_registers: u32,
     /// Registers of a thread that brings operands into shared memory.
     pub bring_registers: u32,
-    /// Where queries are few, how many of them a tile has, of how many heads.
+    /// Packed GQA: the queries and heads of a tile, for few queries.
     pub few: Option<Few>,
-    /// Whether the keys of a tile may be split over several blocks of threads, whose results are merged.
+    /// Whether the keys of a tile may be split over several thread blocks, whose results are merged.
     pub split: bool,
 }
 
@@ -171,11 +171,11 @@ pub struct BackwardTile {
     pub dim_v: u32,
     /// Queries of a step: 64 or 128.
     pub queries: u32,
-    /// Parts of the columns that gradients are computed in, by different blocks of threads: 1 or 2.
+    /// Parts of the columns that gradients are computed in, by different thread blocks: 1 or 2.
     pub parts: u32,
     /// Whether two CTAs form a cluster: each has the scores of a half of the keys, and parts are of dQ alone.
     pub two_cta: bool,
-    /// Blocks of threads that share the query heads of a key head: 1, or more where there are too few blocks of keys.
+    /// Thread blocks that share the query heads of a key head: 1, or more where there are too few blocks of keys.
     pub shares: u32,
     /// Steps whose queries are in shared memory at once.
     pub stages: u32,
@@ -263,7 +263,7 @@ impl BackwardTile {
         BackwardTile::KEYS * (self.dim_qk + self.dim_v) / self.parts
     }
 
-    /// How many slices gradients of a step's queries have, each of 64 rows by 64 columns: one for each group and part.
+    /// Returns the number of dQ slices of a step, each of 64 rows by 64 columns: one for each warpgroup and part.
     pub fn slices(&self) -> u32 {
         2 * self.parts
     }
@@ -273,7 +273,7 @@ impl BackwardTile {
         self.slices() * PANEL * PANEL * 4
     }
 
-    /// Bytes in which gradients of a step's queries are left to the copy engine: a slice of f32 for each group. None where heads are so wide that columns
+    /// Bytes in which gradients of a step's queries are left to TMA: a slice of f32 for each group. None where heads are so wide that columns
     /// come in parts, and shared memory is full: there each thread adds its own.
     pub fn sums_bytes(&self) -> u32 {
         if self.parts == 1 { 2 * PANEL * PANEL * 4 } else { 0 }

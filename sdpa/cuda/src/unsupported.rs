@@ -36,14 +36,14 @@ impl Check {
 
     /// TMA reads at multiples of 16 bytes.
     pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
-        let limit = "the copy engine reads multiples of 16 bytes";
+        let limit = "TMA reads multiples of 16 bytes";
         self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
     }
 
     /// TMA takes rows of whole 16 bytes, and no axis that repeats one row.
     pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
         for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
-            let limit = "the copy engine steps by multiples of 16 bytes, and not by 0";
+            let limit = "TMA steps by multiples of 16 bytes, and not by 0";
             self.that(steps(tensor, axis, bytes), &format!("{operand} strides ({name})"), tensor.strides[axis], limit);
         }
     }
@@ -51,7 +51,7 @@ impl Check {
     /// Thread blocks of a grid: one for each so many rows.
     pub(crate) fn blocks(&mut self, problem: &Problem, of_head: i64) {
         let blocks = problem.batch() * problem.heads_q() * of_head;
-        self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
+        self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 thread blocks");
     }
 }
 

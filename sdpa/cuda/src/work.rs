@@ -1,4 +1,4 @@
-//! How much work a forward pass is: its tile, how many tiles there are, and whether their keys are split.
+//! The work of a forward pass: its tile, the number of tiles, and whether their keys are split.
 
 use crate::problem::Forward;
 use crate::source::HEAVY;
@@ -10,21 +10,21 @@ use std::ops::Range;
 
 /// Blocks of keys that a part has at least, where queries are few and where they are not: merging costs as much as some.
 const LEAST_BLOCKS: [u32; 2] = [2, 8];
-/// How many parts all multiprocessors together have, as a multiple of theirs.
+/// Number of splits on all multiprocessors, as a multiple of the number of multiprocessors.
 const PARTS_EACH: [i64; 2] = [4, 2];
 
 /// Keys from which on walks are long. Measured on an H200: at 4,096 keys blocks of 160 are 1 % faster without a mask and 1 % slower beside a causal one, at 16,384 2 and 3 % faster.
 const LONG: i64 = 8192;
 
-/// Bytes of the second cache that operands may take: of its 50 MB, those that are near to all multiprocessors.
+/// Bytes of the L2 cache that operands may take: of its 50 MB, those that are near to all multiprocessors.
 const CACHE_BYTES: i64 = 32 << 20;
 
-/// How many heads fit the second cache together, of so many bytes each: a power of two.
+/// Returns the number of heads of so many bytes each that fit the L2 cache together: a power of two.
 pub(crate) fn heads_in_cache(bytes: i64) -> i64 {
     1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
 }
 
-/// How many of `step` hold `extent`.
+/// Returns the number of steps that cover `extent`.
 pub(crate) fn steps(extent: i64, step: u32) -> i64 {
     let step = i64::from(step);
     extent.div_euclid(step) + i64::from(extent % step != 0)

@@ -5,7 +5,7 @@
 //! | `driver`, `device` | the driver of the process; a GPU, and how a thread enters its context |
 //! | `stream`, `memory` | streams and points on them; owned device memory |
 //! | `nvrtc` | the run-time compiler |
-//! | `kernel`, `module`, `tensor_map` | code on a device: for as long as the process lives, or until it is dropped; what its copy engine is told of tensors |
+//! | `kernel`, `module`, `tensor_map` | code on a device: for as long as the process lives, or until it is dropped; tensor maps for TMA |
 //! | `submission` | what one call submits to a stream |
 //! | `capture` | streams that are captured, and the graphs that come of it |
 //! | `lane`, `retire`, `room` | where submitted work ends; what outlives its owner; workspace by thread and stream |

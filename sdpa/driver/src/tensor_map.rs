@@ -1,4 +1,4 @@
-//! What the copy engine of a GPU is told of a tensor: where it lies, and which box of it is copied at once.
+//! Tensor maps: a tensor in global memory and the box of it that TMA copies at once.
 
 use crate::error::Error;
 use crate::submission::Submission;
@@ -16,8 +16,8 @@ const PROMOTE_256: c_int = 3;
 const FILL_ZEROS: c_int = 0;
 const RANK: usize = 4;
 
-/// A tensor of four axes with elements of two bytes, which the GPU's copy engine (TMA) brings to shared memory box by box, in rows of 128 bytes,
-/// swizzled as the matrix units read them.
+/// A tensor of four axes with elements of two bytes, which TMA brings to shared memory box by box, in rows of 128 bytes,
+/// swizzled as the tensor cores read them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiled {
     /// Elements along each axis, the dense one first.
@@ -32,7 +32,7 @@ impl Submission<'_> {
     /// Encodes the map of a tensor at an address that is a multiple of 16. What a box reaches past the extents reads as zero, and is not written.
     ///
     /// # Errors
-    /// The driver's own: an address, strides or a box that the copy engine does not take.
+    /// The driver's own: an address, strides or a box that TMA does not take.
     pub fn tensor_map(&self, address: u64, tiled: &Tiled) -> Result<TensorMap, Error> {
         let mut map = TensorMap::default();
         let ones = [1u32; RANK];

@@ -1,4 +1,4 @@
-//! What is wrong with a call over device memory, as far as its problem tells.
+//! Checks of a call over device memory against its problem.
 
 use crate::job::Job;
 use sdpa_core::GradientSpec;

@@ -61,7 +61,7 @@ impl Element for half::bf16 {
     const DTYPE: DType = DType::BF16;
 }
 
-/// What went wrong with attention over cudarc's slices.
+/// An error of attention over cudarc's slices.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudarcError {
@@ -251,7 +251,7 @@ impl<'a, T> Backward<'a, T> {
     }
 }
 
-/// Where the gradient of a parameter goes, dense.
+/// The destination of the dense gradient of a parameter.
 #[non_exhaustive]
 pub enum ValueMut<'a> {
     /// As f32.

@@ -1,4 +1,4 @@
-//! What executors on NVIDIA GPUs are to callers with device memory of their own.
+//! The interface of executors on NVIDIA GPUs to callers with device memory of their own.
 
 use sdpa_core::device::{DeviceExecutor, DevicePrepared};
 use sdpa_driver::{Device, DeviceSlice, Stream};

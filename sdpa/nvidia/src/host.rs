@@ -136,7 +136,7 @@ fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> DeviceParams<
     params.iter().zip(uploaded).map(value).collect()
 }
 
-/// Where a tensor lies in host memory, and which of its rows are there.
+/// The layout of a tensor in host memory, and its rows.
 struct Place {
     tensor: TensorSpec,
     rows: Vec<Range<usize>>,

@@ -1,6 +1,6 @@
 //! Textbook attention in f64, its gradients, and how far from them an executor's results may be.
 //!
-//! It shares no code with what it judges: it depends on no other crate of the project, reads named masks word for word, and is given
+//! It shares no code with what it judges: it depends on no other crate of the project, reads named masks verbatim, and is given
 //! everything else as closures and as numbers in memory. The command line's `--check` and the tests compare with it.
 //!
 //! A score is the scaled product of a query and a key; it is modified, then masked, and a row's weights are the softmax of what is

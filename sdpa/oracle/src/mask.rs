@@ -1,4 +1,4 @@
-//! Masks, read word for word.
+//! Masks, read verbatim.
 
 use crate::Place;
 

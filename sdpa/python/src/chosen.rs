@@ -62,9 +62,9 @@ impl Chosen {
                 Some(unproven) => format!("it was not asked: {unproven}"),
                 None => "it was not asked: native kernels are faster as timed".to_owned(),
             },
-            Some(_) | None if before == ExecutorName::CUDA => "it was not asked: kernels of our own come first on this device".to_owned(),
+            Some(_) | None if before == ExecutorName::CUDA => "it was not asked: native CUDA kernels come first on this device".to_owned(),
             Some(_) | None => format!(
-                "it was not asked: {before} comes first where kernels of our own are not tuned for the device, or NVRTC is older than 12.9"
+                "it was not asked: {before} comes first where native CUDA kernels are not tuned for the device, or NVRTC is older than 12.9"
             ),
         }
     }

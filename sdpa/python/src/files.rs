@@ -1,4 +1,4 @@
-//! Files of plans of cuDNN, and of kernels of our own: what one process made, others need not make.
+//! Files of plans of cuDNN, and of native CUDA kernels: what one process made, others need not make.
 
 use crate::cuda::dispatcher;
 use crate::error::{environment, one};

@@ -1,5 +1,5 @@
 """The path to a GPU without one: cuDNN and the driver are the workspace's library `recording`, which checks what is submitted to it and computes
-nothing; kernels of our own are compiled by a real NVRTC, where the tests of the workspace have one. Each test is a process of its own, as libraries are
+nothing; native CUDA kernels are compiled by a real NVRTC, where the tests of the workspace have one. Each test is a process of its own, as libraries are
 chosen once."""
 
 import os
@@ -103,7 +103,7 @@ WITHOUT_LEDGER = {"RECORDING_CUDNN": "91901"}
 def test_kernels_of_our_own_come_first_but_for_exceptions():
     rule, rule_back, sines, sines_back = run(CHOSEN, environment=WITHOUT_LEDGER).splitlines()
     for line in (rule, rule_back):
-        assert line.startswith("cuda [('cudnn', ['it was not asked: kernels of our own come first on this device'])]")
+        assert line.startswith("cuda [('cudnn', ['it was not asked: native CUDA kernels come first on this device'])]")
     for line, what in ((sines, "more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule, 0.78 times"), (sines_back, "a score_mod of 3 to 30 sines, ")):
         assert line.startswith("cudnn [('cuda', [") and f"it was not asked: cuDNN first: {what}" in line
 

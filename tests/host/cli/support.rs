@@ -30,7 +30,7 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     assert!(dims["devices"][0]["form"].is_null() && dims["devices"][0]["reasons"].as_array().is_some_and(|r| r.len() == 2), "{dims}");
     assert_eq!(dims["devices"][0]["allowed"], serde_json::json!(["with dims of 8 and 8: composite"]));
     assert_eq!((&dims["cpu"]["taken"], &dims["metal"]["taken"]), (&true.into(), &true.into()));
-    // Kernels of our own have a family that takes any dims up to 256.
+    // Native CUDA kernels have a family that takes any dims up to 256.
     assert!(dims["cuda"][0]["tile"].as_str().unwrap().contains("mma.sync"), "{dims}");
     let wide = of(&format!("--shape 1,2,2,5,5,264 --device h200 {NOWHERE}"));
     let declined = &wide["cuda"][0];

@@ -1,4 +1,4 @@
-//! Attention as a function of candle's on an NVIDIA GPU, on cuDNN and on kernels of our own, against candle's own autograd over the textbook formula in f64 on the CPU.
+//! Attention as a function of candle's on an NVIDIA GPU, on cuDNN and on native CUDA kernels, against candle's own autograd over the textbook formula in f64 on the CPU.
 //! Without a GPU nothing runs, and that is said; `SDPA_REQUIRE=candle-cuda` makes it a failure.
 
 #[path = "../attention/textbook.rs"]
@@ -227,7 +227,7 @@ fn what_one_executor_does_not_take_the_other_does_and_a_name_is_kept() {
     let causal = Attention::new().mask(Mask::causal());
     let kept = keep(30, 30, |q, k| k <= q);
     let (want, _) = plain(16, &kept).attend(&there, &there, &there).unwrap();
-    // f32 is for kernels of our own alone.
+    // f32 is for native CUDA kernels alone.
     let why = causal.clone().executor(ExecutorName::CUDNN).forward(&here, &here, &here).unwrap_err().to_string();
     assert!(why.contains("cudnn") && why.contains("f32"), "{why}");
     for attention in [causal.clone(), causal.clone().executor(ExecutorName::CUDA), causal.executor(ExecutorName::CPU)] {

@@ -1,4 +1,4 @@
-//! Kernels of our own.
+//! Native CUDA kernels.
 
 use super::{Made, Maker, untaken};
 use crate::args::CompileArgs;

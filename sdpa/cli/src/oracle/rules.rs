@@ -227,7 +227,7 @@ pub(super) fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4
     [side(CU_SEQLENS_Q, SEQ_LEN_Q, seq_q, padded[0]), side(CU_SEQLENS_KV, SEQ_LEN_KV, seq_kv, padded[1])]
 }
 
-/// A mask as the oracle reads it: word for word, a traced one as what its trace says of each place. `padded`: whether lengths of queries and of keys
+/// A mask as the oracle reads it: verbatim, a traced one as what its trace says of each place. `padded`: whether lengths of queries and of keys
 /// are declared as such.
 pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4], padded: [bool; 2]) -> Rule<'a> {
     let each = |masks: &'a [Mask]| masks.iter().map(|m| self::mask(m, params, extents, padded)).collect();

@@ -19,7 +19,7 @@ enum Cost {
 }
 
 impl Cost {
-    /// `None` of kernels of our own for NVIDIA GPUs, which leave out the tiles between documents, and where nobody knows.
+    /// `None` of native CUDA kernels, which leave out the tiles between documents, and where nobody knows.
     fn of(executor: ExecutorName) -> Option<Cost> {
         match executor {
             ExecutorName::CUDNN => Some(Cost::Tiles),
@@ -85,7 +85,7 @@ mod tests {
         let told = said(&eight, ExecutorName::CUDNN).unwrap();
         assert!(told.starts_with("every tile is computed: 32 documents; packed (--cu-seqlens) would be about "), "{told}");
         assert!(told.contains(" forward and ") && told.ends_with("8.0 times fewer pairs of a query and a key"), "{told}");
-        // Kernels of our own leave out the tiles between documents.
+        // Native CUDA kernels leave out the tiles between documents.
         assert_eq!(said(&eight, ExecutorName::CUDA), None);
         assert!(
             said(&eight, ExecutorName::CPU)

@@ -131,7 +131,7 @@ mod tests {
         };
         assert_eq!((of(None, Some(4)), of(None, Some(3))), ((None, None), (None, Some(3))));
         assert_eq!((of(Some(-7), None), of(Some(-6), None)), ((None, None), (Some(-6), None)));
-        // Word for word: whatever is gone drops nothing within any lengths.
+        // Verbatim: whatever is gone drops nothing within any lengths.
         for (lower, upper) in [(None, Some(4)), (Some(-7), None)] {
             for lens in (0..=5).flat_map(|q| (0..=7).map(move |k| [q, k])) {
                 let pairs = (0..lens[0]).flat_map(|q| (0..lens[1]).map(move |k| (q, k)));

@@ -328,7 +328,7 @@ impl std::str::FromStr for Mask {
 mod tests {
     use super::*;
 
-    /// The table in the documentation of [`Mask`], word for word.
+    /// The table in the documentation of [`Mask`], verbatim.
     fn table(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
         match *mask {
             Mask::Window { left, right, align } => {

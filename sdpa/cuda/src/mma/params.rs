@@ -130,7 +130,7 @@ pub(super) struct Gradients {
 }
 
 impl Gradients {
-    /// Those of a forward pass.
+    /// Parameters of a forward pass.
     pub(super) const NONE: Gradients = Gradients {
         d_o: Strided::NONE,
         dq: Strided::NONE,

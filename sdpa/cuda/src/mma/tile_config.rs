@@ -20,7 +20,7 @@ pub struct TileConfig {
     pub step: u32,
     /// Steps that are in shared memory at once: 1 or 2.
     pub stages: u32,
-    /// Parts of the columns that gradients of keys and values are computed in, by different blocks of threads: 1 or 2.
+    /// Parts of the columns that gradients of keys and values are computed in, by different thread blocks: 1 or 2.
     pub parts: u32,
 }
 

@@ -1,4 +1,4 @@
-//! How a family makes the schedule of a pass.
+//! A builder, with which a family makes the schedule of a pass.
 
 use super::arguments::{Arguments, Member, Scalar};
 use super::{

@@ -11,7 +11,7 @@ pub struct ScheduleReport {
     pub tile: String,
     /// The architecture that the kernel sources are compiled for.
     pub architecture: String,
-    /// How many kernel sources there are.
+    /// Number of kernel sources.
     pub sources: usize,
     /// Device memory next to that of a call's operands and parameters.
     pub slots: Vec<SlotReport>,

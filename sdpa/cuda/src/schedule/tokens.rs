@@ -1,4 +1,4 @@
-//! How many packed tokens a call has memory for.
+//! The number of packed tokens that the buffers of a call hold.
 
 use crate::problem::{Forward, Packs};
 use sdpa_core::device::DeviceCall;
@@ -17,7 +17,7 @@ pub(crate) struct PackedTokens {
 }
 
 impl PackedTokens {
-    /// Those of a pass with these operands; `None` where no tokens are packed.
+    /// Returns the tokens of a pass with these operands; `None` where no side is packed.
     pub(crate) fn of(
         problem: &Problem,
         attention: &Forward,

@@ -1,4 +1,4 @@
-//! What the kernels with `wgmma` get as parameters.
+//! Parameters of the WGMMA kernels.
 
 use crate::params::params;
 use crate::schedule::Address;
@@ -188,7 +188,7 @@ params! {
         sections: i32 = "int ",
         /// Head sections whose dQ accumulators are in memory at once; 0 where every query tile has its own.
         ring_sections: i32 = "int ",
-        /// How many head sections later the dQ accumulators of one are converted.
+        /// Number of head sections after which the dQ accumulators of one are converted.
         conversion_lag: i32 = "int ",
         /// Work items for KV blocks, of all KV heads, parts and shares.
         block_items: i32 = "int ",

@@ -1,4 +1,4 @@
-//! What can go wrong with a file of plans.
+//! Errors of a file of plans.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ pub enum PlanFileError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What was being done.
+        /// The failed action.
         action: &'static str,
         /// The operating system's error.
         source: io::Error,
@@ -38,7 +38,7 @@ pub enum PlanFileError {
     Truncated {
         /// The file.
         path: PathBuf,
-        /// What is cut off.
+        /// The part that is cut off.
         what: String,
         /// Bytes that the file would have with it, or more.
         needs: u64,
@@ -50,7 +50,7 @@ pub enum PlanFileError {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What the checksum is of.
+        /// The part that the checksum covers.
         what: String,
     },
     /// A field of the file breaks a rule of the format.
@@ -60,7 +60,7 @@ pub enum PlanFileError {
         path: PathBuf,
         /// The field.
         what: String,
-        /// What it holds.
+        /// Its value.
         value: String,
         /// The rule.
         rule: String,
@@ -103,14 +103,14 @@ pub enum PlanFileError {
         /// The path.
         path: PathBuf,
     },
-    /// What was to be written breaks a rule of the format.
+    /// The plan to write breaks a rule of the format.
     #[error("{} was not written: the {what} is {value}: {rule}", path.display())]
     Refused {
         /// The file.
         path: PathBuf,
         /// The field.
         what: String,
-        /// What it holds.
+        /// Its value.
         value: String,
         /// The rule.
         rule: String,

@@ -56,7 +56,7 @@ pub struct Folder {
 /// The records of a folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// How many records there are.
+    /// Number of records.
     pub records: usize,
     /// The bytes of their files.
     pub bytes: u64,

@@ -19,7 +19,7 @@ pub struct PlanFile<H> {
     source: Source,
 }
 
-/// What the index says of a record.
+/// The index entry of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The key that the payload is found by.
@@ -45,7 +45,7 @@ impl<H: Head> PlanFile<H> {
         Ok(PlanFile { path: path.to_owned(), header, slots, source })
     }
 
-    /// What the plans were compiled by and for.
+    /// Returns the header: the compiler and the target of the plans.
     pub fn header(&self) -> &H {
         &self.header
     }
@@ -81,7 +81,7 @@ impl<H: Head> PlanFile<H> {
     }
 }
 
-/// What comes before the payloads, while it is read.
+/// The part of a file before the payloads, while it is read.
 #[derive(Debug)]
 struct Beginning<'a> {
     path: &'a Path,

@@ -220,7 +220,7 @@ impl<'a> Memory<'a> {
         self.statistics[statistic as usize].as_ref().map(|tensor| slice(&tensor.buffer))
     }
 
-    /// What the pass writes, by name.
+    /// Iterates over the results of the pass, by name.
     fn results(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         let written = Operand::ALL.into_iter().filter(|operand| self.job.writes(*operand));
         let written = written.filter_map(|operand| Some((operand.name(), self.operands[operand as usize].as_ref()?)));
@@ -244,7 +244,7 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
-    /// What was written, by name. Waits for it.
+    /// Returns the results by name, after the pass has finished.
     ///
     /// # Errors
     /// The driver's.

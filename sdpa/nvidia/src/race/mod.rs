@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// Rounds in which every contender runs once; the first of all is not counted.
 const ROUNDS: usize = 7;
-/// Who takes this many times as long as the fastest in a round is out of the next.
+/// An executor that takes this many times as long as the fastest one drops out of the next round.
 const HOPELESS: f32 = 1.5;
 
 /// A pass that takes part.
@@ -21,7 +21,7 @@ const HOPELESS: f32 = 1.5;
 pub struct Contender<'a> {
     /// For logs.
     pub name: &'a str,
-    /// What is timed.
+    /// The pass to time.
     pub ready: &'a dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>,
 }
 

@@ -59,7 +59,7 @@ def flex_attention(
 
     `score_mod` may be a function or a `ScoreMod`; `block_mask` what `create_block_mask` made, here or in PyTorch. `kernel_options` are those of
     another library and are ignored, which is said once. `lse` is in natural logarithms and has a gradient. `executor` names who computes both passes: `cpu`,
-    `cudnn`, `cuda`; without it, on a GPU, it is for each pass the faster one of cuDNN and kernels of our own that takes it.
+    `cudnn`, `cuda`; without it, on a GPU, it is for each pass the faster one of cuDNN and native CUDA kernels that takes it.
     """
     if executor is not None:
         named(executor)

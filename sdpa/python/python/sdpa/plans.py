@@ -1,4 +1,4 @@
-"""Files of what was made for a GPU, so that another process makes none of it again: plans of cuDNN, and kernels of our own."""
+"""Files of what was made for a GPU, so that another process makes none of it again: plans of cuDNN, and native CUDA kernels."""
 
 from __future__ import annotations
 
