@@ -47,7 +47,8 @@ fn under(paths: &[&str], extensions: &[&str]) -> Vec<(String, String)> {
 /// The text of a comment line, if the line is one and the line before it is none.
 fn opening<'a>(line: &'a str, before: &str) -> Option<&'a str> {
     let text = |line: &'a str| ["///", "//!", "//"].iter().find_map(|mark| line.trim_start().strip_prefix(mark)).map(str::trim_start);
-    let continues = before.trim_start().starts_with("//") && !before.trim_start().trim_start_matches('/').trim_start_matches('!').trim().is_empty();
+    let continues =
+        before.trim_start().starts_with("//") && !before.trim_start().trim_start_matches('/').trim_start_matches('!').trim().is_empty();
     text(line).filter(|_| !continues)
 }
 
@@ -74,7 +75,9 @@ fn words_that_strangers_decode_become_fewer() {
     for (file, text) in under(&PRODUCTS, &["rs", "cu", "cuh", "metal"]).into_iter().chain(under(&PAGES, &["md"])) {
         for (n, line) in text.lines().enumerate() {
             let low = line.to_lowercase();
-            coined.extend(COINED.iter().filter(|(word, _)| low.contains(word)).map(|(word, term)| format!("{file}:{}: {word}, say {term}", n + 1)));
+            coined.extend(
+                COINED.iter().filter(|(word, _)| low.contains(word)).map(|(word, term)| format!("{file}:{}: {word}, say {term}", n + 1)),
+            );
         }
     }
     let found = [comments.iter().map(|(_, found)| found.len()).sum(), paragraphs.len(), coined.len()];
@@ -88,7 +91,8 @@ fn words_that_strangers_decode_become_fewer() {
         .zip(found)
         .filter(|((_, allowed), found)| allowed != found)
         .map(|((name, allowed), found)| {
-            let how = if found < *allowed { "lower the allowance in tests/host/words.rs" } else { "see them with SDPA_WORDS=1 and --nocapture" };
+            let how =
+                if found < *allowed { "lower the allowance in tests/host/words.rs" } else { "see them with SDPA_WORDS=1 and --nocapture" };
             format!("{name}: {found}, allowed {allowed}: {how}")
         })
         .collect();
