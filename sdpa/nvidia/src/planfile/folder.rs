@@ -94,11 +94,13 @@ impl Folder {
             return Ok(None);
         }
         let path = self.file(key);
-        let file: PlanFile<H> = match PlanFile::open(&path) {
+        // Another process may delete the record at any time.
+        let opened = PlanFile::open(&path).and_then(|file: PlanFile<H>| Ok((file, metadata(&path)?)));
+        let (file, facts) = match opened {
             Err(PlanFileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened?,
         };
-        guard::check_private(&path, &metadata(&path)?)?;
+        guard::check_private(&path, &facts)?;
         if let Some(mismatch) = file.header().mismatch(here) {
             tracing::debug!(path = %path.display(), %mismatch, "a record is not used");
             return Ok(None);

@@ -49,17 +49,26 @@ impl Target {
             Err(e) if e.kind() == io::ErrorKind::NotFound => true,
             Err(e) => return Err(PlanFileError::io(path, "asking about")(e)),
         };
-        // A link to nothing. A file that is there by now is one that somebody else has just put there.
-        if is_free && std::fs::symlink_metadata(path).is_ok_and(|facts| facts.is_symlink()) {
-            return Err(not_a_file());
-        }
         let parent = folder(path);
-        let file = if is_free {
-            let parent = std::fs::canonicalize(parent).map_err(PlanFileError::io(parent, "looking for"))?;
-            parent.join(path.file_name().ok_or_else(not_a_file)?)
+        let followed = if is_free {
+            None
         } else {
             check_folder(parent)?;
-            std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?
+            match std::fs::canonicalize(path) {
+                Ok(file) => Some(file),
+                // Another process has just deleted it.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+                Err(e) => return Err(PlanFileError::io(path, "following")(e)),
+            }
+        };
+        let file = match followed {
+            Some(file) => file,
+            // A link to nothing. A file that is there by now is one that another process has just put there.
+            None if std::fs::symlink_metadata(path).is_ok_and(|facts| facts.is_symlink()) => return Err(not_a_file()),
+            None => {
+                let parent = std::fs::canonicalize(parent).map_err(PlanFileError::io(parent, "looking for"))?;
+                parent.join(path.file_name().ok_or_else(not_a_file)?)
+            }
         };
         let folder = folder(&file).to_owned();
         check_folder(&folder)?;
