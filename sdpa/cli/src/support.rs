@@ -83,7 +83,7 @@ struct OnDevice {
     recorded: Option<Recorded>,
 }
 
-/// What native CUDA kernels make of it on one device.
+/// Support of the problem by native CUDA kernels on one device.
 #[derive(Serialize)]
 struct Kernels {
     device: String,

@@ -167,7 +167,7 @@ pub struct GotGradients {
 pub struct Slopes {
     /// As it was reported.
     pub amax_dp: f64,
-    /// What elements of `o` stand for, and stats, in row-major order.
+    /// Descaled `o`, and stats, in row-major order.
     pub given: [Vec<f64>; 2],
 }
 

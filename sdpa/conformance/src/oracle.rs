@@ -1,4 +1,4 @@
-//! What the oracle is told of a specification: numbers in row-major order, masks verbatim, the rest as closures.
+//! Converts a specification into a problem of the oracle: numbers in row-major order, masks as they are written, the rest as closures.
 
 use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};

@@ -361,7 +361,7 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// The same problem as kernels take it that ask TMA for operands: dense rows of whole 16 bytes, pages of whole 8 tokens.
+/// Lays a problem out as TMA needs it: dense rows of a multiple of 16 bytes, pages of a multiple of 8 tokens.
 pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
     if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
         paged.page_size *= 8;

@@ -12,7 +12,7 @@ use std::ops::Range;
 const AROUND: f64 = 1.0;
 /// Cost of the reduction with other thread blocks, in steps.
 const ADDED: f64 = 2.0;
-/// Where loops differ, the part of the longest one for which most SMs idle at the end.
+/// Part of the longest loop over query tiles for which most SMs idle at the end, where loops differ in length.
 const UNEVEN: f64 = 0.5;
 /// A gain that is none.
 const CLOSE: f64 = 1.03;

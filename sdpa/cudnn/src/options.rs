@@ -5,7 +5,7 @@ use crate::pieces::{self, Part};
 use cudnn_graph::Policy;
 use serde::{Deserialize, Serialize};
 
-/// What plans of attention may look like.
+/// Options of plans of attention.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct PlanOptions {
@@ -45,7 +45,7 @@ impl PlanOptions {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Pieces {
-    /// Where that is faster, by a rule that was measured.
+    /// In pieces only where measurements found that faster.
     #[default]
     Auto,
     /// Wherever a mask has pieces.

@@ -19,7 +19,7 @@ enum Cost {
 }
 
 impl Cost {
-    /// `None` of native CUDA kernels, which leave out the tiles between documents, and where nobody knows.
+    /// `None` for native CUDA kernels, which skip tiles between packed sequences, and where the executor does not report it.
     fn of(executor: ExecutorName) -> Option<Cost> {
         match executor {
             ExecutorName::CUDNN => Some(Cost::Tiles),

@@ -217,7 +217,7 @@ fn said(verdict: Verdict) -> Said {
     }
 }
 
-/// What replaces the largest magnitude of a tensor.
+/// Yields each replacement of a largest magnitude; `None` where it equals the right one.
 fn magnitudes(right: f64) -> impl Iterator<Item = (Replacement, Option<f64>)> {
     Replacement::ALL.into_iter().map(move |replacement| {
         let wrong = replacement.of(&[right], [1; 4]).map(|wrong| wrong[0]);
