@@ -17,14 +17,14 @@ missing=()
 need() { "${@:2}" || missing+=("$1"); }
 clean() { [ -z "$(git status --porcelain)" ]; }
 has_repository() { grep -q '^repository = "https://' Cargo.toml; }
-has_notes() { grep -qE "^## $version, [0-9]{4}-[0-9]{2}-[0-9]{2}" CHANGELOG.md; }
+has_notes() { grep -qE "^## \[$version\] - [0-9]{4}-[0-9]{2}-[0-9]{2}" CHANGELOG.md; }
 is_new() { ! git rev-parse --quiet --verify "refs/tags/v$version" >/dev/null; }
 python_agrees() { grep -q "^version = \"$version\"" sdpa/python/Cargo.toml; }
 semver_checks() { [ -z "$last" ] || cargo semver-checks --version >/dev/null 2>&1; }
 tokens() { [ -n "${CARGO_REGISTRY_TOKEN:-}" ] || [ -e "${CARGO_HOME:-$HOME/.cargo}/credentials.toml" ]; }
 need "uncommitted changes: commit or remove them" clean
 need "the repository's address: set workspace.package.repository in Cargo.toml (docs/releasing.md)" has_repository
-need "CHANGELOG.md needs a heading \"## $version, YYYY-MM-DD\"" has_notes
+need "CHANGELOG.md needs a heading \"## [$version] - YYYY-MM-DD\"" has_notes
 need "the tag v$version exists: raise workspace.package.version" is_new
 need "sdpa/python/Cargo.toml has another version than $version" python_agrees
 need "cargo-semver-checks is not installed: cargo install --locked cargo-semver-checks" semver_checks
