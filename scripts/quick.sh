@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# quick.sh CRATE: what a change to one crate has to pass before anybody waits for `.ci/run`: its own tests, and those of the conformance
-# suites that look at it. CONTRIBUTING.md says how long each takes.
+# quick.sh CRATE: runs the tests of one crate and those of the conformance suites that cover it, before the whole of `.ci/run`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # One set of features, so that nothing is compiled for one suite and again for the next.
