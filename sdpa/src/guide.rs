@@ -17,7 +17,14 @@ macro_rules! pages {
 
 pages! {
     installation "installation.md"
+    getting_started "getting-started.md"
+    migration "migration.md"
+    masks "masks.md"
     score_mods "score_mods.md"
+    #[cfg(all(feature = "cudarc", any(feature = "cudnn", feature = "cuda"), not(target_vendor = "apple")))]
+    gpu_buffers "gpu-buffers.md"
+    packed "packed.md"
+    paged "paged.md"
     expressions "expressions.md"
     numerics "numerics.md"
     wrong_results "wrong-results.md"

@@ -447,3 +447,48 @@ fn names_that_do_not_exist_are_found() {
         assert!(EXAMPLES.iter().any(|(example, ..)| rule.starts_with(example)), "{rule} has no example");
     }
 }
+
+/// Every mistake of a table of contents over these pages: pages that it lacks, names twice or has not, and lines that are neither chapter nor section.
+fn contents_mistakes(summary: &str, pages: &BTreeSet<&str>) -> Vec<String> {
+    let (mut named, mut wrong) = (BTreeMap::<&str, usize>::new(), Vec::new());
+    for line in summary.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("# ")) {
+        let chapter = line.strip_prefix("- [").and_then(|rest| rest.strip_suffix(')')).and_then(|rest| rest.split_once("]("));
+        match chapter {
+            Some((title, page)) if !title.is_empty() => *named.entry(page).or_default() += 1,
+            Some(_) | None => wrong.push(format!("`{line}` is neither a section nor a chapter")),
+        }
+    }
+    let unnamed = pages.iter().filter(|page| !named.contains_key(**page));
+    wrong.extend(unnamed.map(|page| format!("{page} is in no chapter")));
+    for (page, times) in named {
+        wrong.extend((!pages.contains(page)).then(|| format!("there is no page {page:?}")));
+        wrong.extend((times > 1).then(|| format!("{page} is in {times} chapters")));
+    }
+    wrong
+}
+
+#[test]
+fn the_table_of_contents_names_every_page_once() {
+    let pages = pages();
+    let there = pages.keys().filter_map(|page| page.strip_prefix("docs/")).filter(|page| *page != "SUMMARY.md");
+    let there: BTreeSet<&str> = there.collect();
+    let wrong = contents_mistakes(&pages["docs/SUMMARY.md"], &there);
+    assert!(there.len() > 30 && wrong.is_empty(), "docs/SUMMARY.md: {} pages\n{}", there.len(), wrong.join("\n"));
+}
+
+#[test]
+fn mistakes_of_a_table_of_contents_are_found() {
+    let pages = BTreeSet::from(["a.md", "b/c.md", "d.md"]);
+    let right = "# Summary\n\n# Guides\n\n- [A](a.md)\n  - [C](b/c.md)\n- [D](d.md)\n";
+    assert_eq!(contents_mistakes(right, &pages), [""; 0]);
+    let wrong = "# Summary\n\n- [A](a.md)\n- [Again](a.md)\n- [](d.md)\n- [E](e.md)\nMore\n";
+    let found = [
+        "`- [](d.md)` is neither a section nor a chapter",
+        "`More` is neither a section nor a chapter",
+        "b/c.md is in no chapter",
+        "d.md is in no chapter",
+        "a.md is in 2 chapters",
+        "there is no page \"e.md\"",
+    ];
+    assert_eq!(contents_mistakes(wrong, &pages), found);
+}
