@@ -5,6 +5,8 @@
 //! through on *unsupported* only, and only before anything runs. An executor that is named runs the problem or says why not.
 
 use crate::Unproven;
+#[cfg(feature = "cudnn")]
+use crate::any_scale::{AnyScale, Find};
 use crate::backward::BackwardProblem;
 use crate::empty;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
@@ -284,17 +286,43 @@ impl Dispatcher {
         if let Some(known) = self.cuda.get() {
             return known.as_ref().map_err(Clone::clone);
         }
+        match CudaExecutor::new(self.cuda_options()) {
+            Err(error) if !error.is_absence() => Err(error),
+            // Of two threads that are here at once, one looked for nothing.
+            answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
+        }
+    }
+
+    /// The options that the executor `sdpa::cuda` is made with.
+    #[cfg(feature = "cuda")]
+    fn cuda_options(&self) -> CudaOptions {
         #[cfg(feature = "cudnn")]
         let usual = || CudaOptions::default().with_driver(self.options.search.driver.clone()).with_ordinal(self.options.ordinal);
         #[cfg(not(feature = "cudnn"))]
         let usual = CudaOptions::default;
         let mut options = self.kernels.clone().unwrap_or_else(usual);
         options.kernel_cache = self.kernel_cache.clone().or(options.kernel_cache);
-        match CudaExecutor::new(options) {
-            Err(error) if !error.is_absence() => Err(error),
-            // Of two threads that are here at once, one looked for nothing.
-            answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
-        }
+        options
+    }
+
+    /// The executors that compute what cuDNN refuses at the call: native CUDA kernels, then the CPU.
+    #[cfg(feature = "cudnn")]
+    fn after_cudnn(&self) -> Vec<Find> {
+        vec![
+            #[cfg(feature = "cuda")]
+            {
+                let (there, options) = (self.cuda.get().and_then(|cuda| cuda.clone().ok()), self.cuda_options());
+                Box::new(move || {
+                    let cuda = there.clone().map_or_else(|| CudaExecutor::new(options.clone()).map(Arc::new), Ok);
+                    cuda.map(|cuda| cuda as Arc<dyn Executor>).map_err(|error| absent(ExecutorName::CUDA, error.to_string()))
+                })
+            },
+            #[cfg(feature = "cpu")]
+            {
+                let cpu = self.cpu;
+                Box::new(move || Ok(Arc::new(cpu) as Arc<dyn Executor>))
+            },
+        ]
     }
 
     /// The CPU executor.
@@ -346,6 +374,9 @@ impl Dispatcher {
     /// Chooses an executor and makes the problem ready on it. Where there is no batch entry, query or key, the pass fills results and no executor is
     /// asked: an automatic choice reports the CPU.
     ///
+    /// cuDNN computes positive scales only. If an automatic choice takes cuDNN, a call with a scale of 0 or below runs on the native CUDA kernels, or on the
+    /// CPU if they do not support the problem. [`Report::engine`](crate::executor::Report::engine) says which one ran.
+    ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
@@ -368,13 +399,27 @@ impl Dispatcher {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::forward(problem)) {
             return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
         }
-        choose(
+        let choice = choose(
             preference,
             || self.executors_for(problem),
             |name| self.executor(name),
             |executor| executor.prepare(problem),
             |executor| executor.unproven(problem),
-        )
+        )?;
+        #[cfg(feature = "cudnn")]
+        if self.may_refuse_scales(preference, choice.executor) {
+            let problem = problem.clone();
+            let prepared = AnyScale::new(choice.prepared, self.after_cudnn(), move |executor| executor.prepare(&problem));
+            return Ok(Choice { prepared: Arc::new(prepared), ..choice });
+        }
+        Ok(choice)
+    }
+
+    /// Whether this build's cuDNN was chosen for the caller: it computes positive scales only.
+    #[cfg(feature = "cudnn")]
+    fn may_refuse_scales(&self, preference: Preference, executor: ExecutorName) -> bool {
+        let is_own = || self.given.iter().all(|given| given.name() != executor);
+        preference == Preference::Auto && executor == ExecutorName::CUDNN && is_own()
     }
 
     /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
@@ -400,13 +445,20 @@ impl Dispatcher {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::backward(problem)) {
             return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
         }
-        choose(
+        let choice = choose(
             preference,
             || self.executors_for_backward(problem),
             |name| self.executor(name),
             |executor| executor.prepare_backward(problem),
             |executor| executor.unproven_backward(problem),
-        )
+        )?;
+        #[cfg(feature = "cudnn")]
+        if self.may_refuse_scales(preference, choice.executor) {
+            let problem = problem.clone();
+            let prepared = AnyScale::new(choice.prepared, self.after_cudnn(), move |executor| executor.prepare_backward(&problem));
+            return Ok(Choice { prepared: Arc::new(prepared), ..choice });
+        }
+        Ok(choice)
     }
 }
 

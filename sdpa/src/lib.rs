@@ -57,6 +57,8 @@
 //! padding: [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. An executor of your
 //! own: [`Dispatcher::with`]. The [`guide`] has a page for each topic; figures and the glossary are in `docs/` of the repository.
 
+#[cfg(feature = "cudnn")]
+mod any_scale;
 mod attention;
 mod dispatch;
 #[cfg(any(feature = "cudnn", feature = "cuda"))]

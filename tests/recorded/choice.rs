@@ -6,11 +6,15 @@ use conformance::recorder::entry::{EXECUTION, Entry, LAUNCH};
 use conformance::recorder::{self, Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::{Buffer, Driver, Search, Version};
+use half::bf16;
 use sdpa::cuda::CudaOptions;
 use sdpa::cudnn::ledger::{About, Evidence, RELEASE};
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceSlice};
 use sdpa::nvidia::{DevicePass, Job};
-use sdpa::{AttentionSpec, Choice, DType, Dispatcher, Error, Executor, ExecutorName, Layout, Packed, Preference, Shape};
+use sdpa::{
+    AttentionSpec, Choice, DType, Dispatcher, Error, Executor, ExecutorName, HostBackward, HostForward, Layout, Packed, Preference,
+    PreparedBackward, Shape,
+};
 use std::path::PathBuf;
 
 const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64 };
@@ -294,4 +298,45 @@ fn what_is_prepared_is_kept_by_problem_and_by_the_caller() {
     drop(kept);
     device.release_retired();
     assert_eq!(recorder.faults(), 0);
+}
+
+/// cuDNN was chosen, and refuses a scale below 0 at the call. Without NVRTC there are no native kernels, so the CPU computes these calls.
+#[test]
+fn a_call_that_cudnn_refuses_for_its_scale_runs_elsewhere() {
+    let Some(all) = all(None, Some(PathBuf::from("/nowhere/libnvrtc.so"))) else { return };
+    let shape = Shape { seq_q: 70, seq_kv: 70, ..SHAPE };
+    let plain = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+    let spec = plain.score_mod(SINES.parse().unwrap()).mask("causal".parse().unwrap());
+    let (problem, gradient) = (spec.validate().unwrap(), spec.backward().validate().unwrap());
+    let (chosen, chosen_backward) =
+        (all.prepare(&problem, Preference::Auto).unwrap(), all.prepare_backward(&gradient, Preference::Auto).unwrap());
+    assert_eq!([chosen.executor, chosen_backward.executor], [ExecutorName::CUDNN; 2]);
+    let on = ExecutorName::CPU.into();
+    let (cpu, cpu_backward) = (all.prepare(&problem, on).unwrap(), all.prepare_backward(&gradient, on).unwrap());
+
+    let values = |n: i64, seed: i64| (0..n).map(|i| bf16::from_f32(((i * seed) % 13 - 6) as f32 / 4.0)).collect::<Vec<_>>();
+    let (q, k, v, d_o) = (values(4 * 70 * 64, 7), values(2 * 70 * 64, 5), values(2 * 70 * 64, 3), values(4 * 70 * 64, 11));
+    for attn_scale in [0.0, -0.25] {
+        let forward = |choice: &Choice| {
+            let (mut o, mut stats) = (vec![bf16::ZERO; q.len()], vec![0f32; 4 * 70]);
+            choice.prepared.forward(HostForward::new(&q, &k, &v, &mut o).stats(&mut stats).attn_scale(attn_scale)).unwrap();
+            (o, stats)
+        };
+        let (o, stats) = forward(&cpu);
+        assert!(o.iter().any(|x| *x != bf16::ZERO));
+        assert_eq!(forward(&chosen), (o.clone(), stats.clone()));
+        let backward = |choice: &Choice<dyn PreparedBackward>| {
+            let [mut dq, mut dk, mut dv] = [q.len(), k.len(), v.len()].map(|n| vec![bf16::ZERO; n]);
+            let call = HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv)).attn_scale(attn_scale);
+            choice.prepared.backward(call).unwrap();
+            [dq, dk, dv]
+        };
+        assert_eq!(backward(&chosen_backward), backward(&cpu_backward));
+    }
+
+    // An executor that is named computes the call, or says why not.
+    let named = all.prepare(&problem, ExecutorName::CUDNN.into()).unwrap();
+    let (mut o, mut stats) = (vec![bf16::ZERO; q.len()], vec![0f32; 4 * 70]);
+    let refused = named.prepared.forward(HostForward::new(&q, &k, &v, &mut o).stats(&mut stats).attn_scale(0.0)).unwrap_err();
+    assert!(refused.to_string().contains("attn_scale"), "{refused}");
 }

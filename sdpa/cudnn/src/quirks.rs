@@ -263,7 +263,7 @@ quirks! {
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     HeadsOfOnePairInPages {
-        what: "one query and one key in pages: a tensor over heads and not over the batch is read at another head",
+        what: "one query and one key in pages: a tensor over heads and not over the batch is read at another head, and so is a function of the head index",
         so: "declined", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H100 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }

@@ -142,9 +142,10 @@ const DECLINED: [Declined; 27] = [
             ParamKind::Tensor { axes, .. } => axes.has(Axis::Head) && !axes.has(Axis::Batch),
             ParamKind::Scalar => false,
         };
-        let traces = [problem.score_mod(), problem.kept().rest.as_ref()].into_iter().flatten();
+        // The lowering makes a tensor of a function of the head index.
+        let reads_heads = |trace: &Trace| trace.params().iter().any(by_head) || trace.nodes().contains(&Node::Index(Axis::Head));
         let one_pair = problem.paged().is_some() && [problem.seq_q(), problem.seq_kv()] == [1; 2];
-        one_pair && traces.flat_map(|trace| trace.params()).any(by_head)
+        one_pair && [problem.score_mod(), problem.kept().rest.as_ref()].into_iter().flatten().any(|trace| reads_heads(trace))
     }),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
@@ -291,7 +292,7 @@ pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
     if attn_scale > 0.0 {
         return Ok(());
     }
-    let rule = "positive: cuDNN's kernels give NaN otherwise; the cpu executor takes any finite scale";
+    let rule = "positive: cuDNN's kernels give NaN otherwise; the cuda and cpu executors take any finite scale";
     Err(SpecErrors(vec![SpecError::new("attn_scale", attn_scale, rule)]))
 }
 
@@ -430,6 +431,11 @@ mod tests {
         let by_head = "tensor t[head]: f32; score * t";
         assert!(refused(&in_pages(1, by_head), 19, 0, 90) && refused(&in_pages(1, by_head), 27, 0, 90));
         assert!(!refused(&in_pages(2, by_head), 27, 0, 90) && !refused(&in_pages(1, "tensor t[batch, head]: f32; score * t"), 27, 0, 90));
+        for text in ["sandwich:4", "score * f32(head + 1)", "score + cos(f32(head)) * f32(k + 1)"] {
+            assert!(refused(&in_pages(1, text), 19, 0, 90) && refused(&in_pages(1, text), 27, 0, 90), "{text}");
+            assert!(!refused(&in_pages(2, text), 27, 0, 90), "{text}");
+        }
+        assert!(!refused(&in_pages(1, "softcap:5"), 27, 0, 90));
         // Documents beside a score_mod that reads a tensor over the batch, or over the head alone.
         let beside_documents = |text: &str| {
             let shape = Shape { batch: 3, heads_q: 2, heads_kv: 2, seq_q: 5, seq_kv: 5, dim_qk: 64, dim_v: 64 };
