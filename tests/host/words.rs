@@ -11,7 +11,7 @@ const COINED: [(&str, &str); 7] = [
     ("copy engine", "TMA"),
     ("blocks of threads", "thread blocks"),
     ("matrix units", "tensor cores"),
-    ("native CUDA kernels", "native CUDA kernels"),
+    ("kernels of our own", "native CUDA kernels"),
     ("second cache", "L2"),
     ("side roads", "other paths"),
     ("word for word", "verbatim"),
