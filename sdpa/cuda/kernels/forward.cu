@@ -81,7 +81,7 @@ UNROLL_TRACES
     }
 #endif
     // Recompute the sequence: keeping it live across the KV loop costs registers.
-    if (masked) mask_scores(s, p, seq_info_of_tile(p, tile), q[0], q[1], column);
+    if (masked) mask_scores(s, p, seq_info_of_tile(p, tile), q, column);
     online_softmax(s, state, rescale, p);
 }
 

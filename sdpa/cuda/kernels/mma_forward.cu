@@ -27,7 +27,8 @@ UNROLL_TRACES
 #endif
     }
 #endif
-    if (masked) mask_scores(s, p, seq_info_of(p, tile.batch), q, q + 8, column);
+    const int rows[2] = {q, q + 8};
+    if (masked) mask_scores(s, p, seq_info_of(p, tile.batch), rows, column);
     online_softmax(s, state, rescale, p);
 }
 
@@ -53,8 +54,10 @@ inline void finish_softmax(float (&inverse_sum)[2], SoftmaxState& state, const P
     }
 }
 
+inline int head_count(const Params& p) { return p.batch * p.heads_q; }
+
 inline Tile tile_at(const Params& p, int tile_index) {
-    const ScheduledTile scheduled = scheduled_tile(p, p.batch * p.heads_q, p.tiles, tile_index);
+    const ScheduledTile scheduled = scheduled_tile(p, p.tiles, tile_index);
     return Tile{p.tiles - 1 - scheduled.position, scheduled.head_index / p.heads_q, scheduled.head_index % p.heads_q};
 }
 

@@ -45,11 +45,11 @@ inline float row_reduce_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Masks the scores outside of the keys that the queries of the thread's rows attend to. `column`: the key of its first score.
-inline void mask_scores(float (&s)[SCORES], const Params& p, const SeqInfo& seq_info, int q_low, int q_high, int column) {
+// Masks the scores outside of the keys that the queries `q` of the thread's rows attend to. `column`: the key of its first score.
+inline void mask_scores(float (&s)[SCORES], const Params& p, const SeqInfo& seq_info, const int (&q)[2], int column) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const Range bounds = attended_keys(p, seq_info, half ? q_high : q_low);
+        const Range bounds = attended_keys(p, seq_info, q[half]);
 #pragma unroll
         for (int n = 2 * half; n < SCORES; n = next_in_row(n)) {
             if (!bounds.contains(fragment_column(column, n))) s[n] = -INFINITE;

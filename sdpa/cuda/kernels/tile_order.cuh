@@ -6,8 +6,11 @@ struct ScheduledTile {
     int head_index, position;
 };
 
-inline ScheduledTile scheduled_tile(const Params& p, int heads, int tiles, int tile_index) {
-    const int first = tile_index / (p.section_heads * tiles) * p.section_heads, together = min(p.section_heads, heads - first);
+// Of the batch; each forward kernel defines it.
+inline int head_count(const Params& p);
+
+inline ScheduledTile scheduled_tile(const Params& p, int tiles, int tile_index) {
+    const int first = tile_index / (p.section_heads * tiles) * p.section_heads, together = min(p.section_heads, head_count(p) - first);
     const int in_section = tile_index - first * tiles;
     return ScheduledTile{first + in_section % together, in_section / together};
 }

@@ -34,7 +34,7 @@ inline int first_head(const Params& p, int unit) {
 }
 
 inline Tile tile_at(const Params& p, int tiles, int tile_index) {
-    const ScheduledTile scheduled = scheduled_tile(p, head_count(p), tiles, tile_index);
+    const ScheduledTile scheduled = scheduled_tile(p, tiles, tile_index);
     const int head_index = scheduled.head_index, at = scheduled.position;
 #if WITH_TILE_LIST
     const TileItem item = p.tile_items[at];
