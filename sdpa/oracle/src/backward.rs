@@ -1,8 +1,8 @@
-//! The gradient of textbook attention in f64, and how far rounding may move each of its elements.
+//! The gradient of textbook attention in f64, with a bound on the rounding error of each of its elements.
 //!
-//! With `P` the weights of a row, `dP = d_o·vᵀ` and `δ = Σ d_o·o`: `dS = P ∘ (dP − δ)` times the slope of a modified score,
-//! `dq = scale·dS·k`, `dk = scale·dSᵀ·q`, `dv = Pᵀ·d_o`, the last two summed over the query heads that share a key head; the
-//! gradient of a parameter is the sum of `P ∘ (dP − δ)` times the derivative along it.
+//! With `P` the softmax probabilities of a row, `dP = d_o·vᵀ` and `δ = Σ d_o·o`: `dS = P ∘ (dP − δ)` times the derivative of the score_mod. Then `dq =
+//! scale·dS·k`, `dk = scale·dSᵀ·q` and `dv = Pᵀ·d_o`. `dk` and `dv` are summed over the query heads of a GQA group. The gradient of a parameter is the sum of
+//! `P ∘ (dP − δ)` times the derivative of the score_mod with respect to that parameter.
 
 mod noise;
 mod rows;
@@ -17,10 +17,10 @@ use rayon::prelude::*;
 use rows::Rows;
 use std::ops::Range;
 
-/// Queries of a group of heads that are done together by a thread.
+/// Number of queries that one thread computes together, for all query heads of a GQA group.
 const ROWS: usize = 64;
 
-/// Bytes of memory that [`check_gradients`] takes for these extents, and gradients of parameters of those.
+/// Returns the bytes of memory that [`check_gradients`] needs for extents `shape`, when it differentiates parameters of the extents `along`.
 #[must_use]
 pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
     let [_, heads_q, heads_kv, _, seq_kv, dim_qk, dim_v] = shape.map(|n| n as u128);
@@ -29,40 +29,40 @@ pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
     let local = group * ROWS as u128 * seq_kv;
     let along = along.iter().map(|dims| dims.iter().map(|&n| n as u128).product::<u128>());
     let along: u128 = along.map(|all| all + threads * all.min(local)).sum();
-    // Keys and values, three sums for each of their elements, and three for the queries of a part.
+    // Keys and values, three sums for each of their elements, and three sums for the queries of one part.
     8 * (4 * threads + 3) * seq_kv * (dim_qk + dim_v) + 40 * along + 24 * (threads * group * ROWS as u128 * dim_qk)
 }
 
-/// What one thread makes of some rows.
+/// The contribution of some rows to every gradient, computed by one thread.
 struct Part {
     dq: Gradient,
     dk: Gradient,
     dv: Gradient,
-    /// Keys that a query meets.
+    /// Whether at least one query attends to each key.
     used: Vec<bool>,
     along: Vec<Along>,
     noises: Noises,
-    /// The largest gradient of a score, times the scale.
+    /// The largest `|dS|` times the scale.
     largest: Largest,
 }
 
-/// A key that a row keeps.
+/// A key that a query attends to.
 struct Kept {
     key: usize,
-    /// As it is modified, and as it goes into that.
+    /// The score after the score_mod, and before it.
     score: Rough,
     raw: f64,
-    /// Of the score.
+    /// The sum of magnitudes that the error of the score is proportional to.
     magnitude: f64,
     weight: f64,
-    /// What dropout makes of the weight.
+    /// The dropout factor of P.
     factor: f64,
-    /// By the score, and by each parameter.
+    /// Derivatives of the score_mod: with respect to the score, and to each parameter.
     slope: Rough,
     along: Vec<Rough>,
 }
 
-/// The keys of a row, the statistic, and how far the sum of the weights may be off.
+/// The keys that a row attends to, its `stats`, and a bound on the error of the softmax denominator.
 struct Weighed {
     keys: Vec<Kept>,
     stats: f64,
@@ -74,13 +74,13 @@ struct Worker<'a> {
     d_o: Tensor<'a>,
     given: Given<'a>,
     rates: Rates,
-    /// Extents of parameters' gradients, that of the sink behind the others.
+    /// Extents of the gradients of parameters; those of the sink come last.
     along: Vec<[usize; 4]>,
-    /// Which of them are of tables.
+    /// Whether each parameter is a table, which the score_mod reads at computed indices.
     tables: Vec<bool>,
 }
 
-/// Rows of a head.
+/// Reads all rows of one head.
 fn rows_of(tensor: &Tensor<'_>, [b, h]: [usize; 2], [rows, dim]: [usize; 2]) -> Vec<f64> {
     let mut all = vec![0f64; rows * dim];
     for (s, row) in all.chunks_exact_mut(dim).enumerate() {
@@ -90,7 +90,7 @@ fn rows_of(tensor: &Tensor<'_>, [b, h]: [usize; 2], [rows, dim]: [usize; 2]) -> 
 }
 
 impl Worker<'_> {
-    /// Extents of parameters' gradients, and whether each is a table's.
+    /// Extents of the gradients of parameters, and whether each parameter is a table.
     fn extents(&self) -> impl Iterator<Item = ([usize; 4], bool)> {
         self.along.iter().copied().zip(self.tables.iter().copied())
     }
@@ -125,7 +125,7 @@ impl Worker<'_> {
         part
     }
 
-    /// The keys of a row.
+    /// Computes scores and P of the keys that query `i` of head `h` attends to.
     fn keep(&self, at: &Rows, [h, i]: [usize; 2], q: &[f64], keys: &[f64], scratch: &mut Vec<Rough>) -> Weighed {
         let scale = self.p.scale;
         let mut all = Vec::new();
@@ -148,7 +148,7 @@ impl Worker<'_> {
                 own = kept.score.value.abs();
             }
             if kept.score.value.is_finite() {
-                // A function may make a number of what is none.
+                // A score_mod may return a finite number for an infinite or NaN score.
                 let raw = size * kept.slope.value.abs();
                 kept.magnitude = own + if raw.is_finite() { raw } else { 0.0 };
             }
@@ -175,8 +175,8 @@ impl Worker<'_> {
         Weighed { keys: all, stats: max + sum.ln(), error }
     }
 
-    /// The gradients along the score and the parameters, where what comes from behind is no number, or a slope is none: what has no
-    /// slope there passes nothing on.
+    /// Returns the gradients with respect to the score and the parameters if a product of `upstream` and a derivative is not finite. There, a value that the
+    /// score_mod does not depend on gets the gradient 0, not NaN.
     fn exact(&self, kept: &Kept, upstream: f64, index: Place) -> Option<Vec<f64>> {
         let function = self.p.modify?;
         let finite = |slope: &Rough| (upstream * slope.value).is_finite();
@@ -184,7 +184,7 @@ impl Worker<'_> {
         (!plain).then(|| function.passed_on(kept.raw, upstream, index))
     }
 
-    /// The rounding errors of δ, whose terms have the `size` Σ |d_o·o|. `small` are absolute roundings of elements of `o`.
+    /// Returns the rounding error of δ, where `size` is Σ |d_o·o|. `small` are absolute rounding errors of the elements of `o`.
     fn noise_of_delta(
         &self,
         [delta, size]: [f64; 2],
@@ -199,14 +199,14 @@ impl Worker<'_> {
         let of_key = |(kept, (d_p, _)): (&Kept, &(f64, f64))| {
             let (d_p, score) = (kept.factor * d_p, weight_error(kept.weight, kept.score.error));
             let computed = square(rates.computed_weight * kept.weight * d_p) + square(rates.computed_output_values * d_p);
-            // In what makes `o`, and in the sum of the weights.
+            // The error of this score in `o`, and in the softmax denominator.
             computed + square(rates.computed_output_score / 2.0 * score * (d_p.abs() + delta.abs()))
         };
         let of_keys: f64 = all.iter().zip(products).map(of_key).sum();
         Noise { fine: rates.product * size, variance: of_output + of_keys, ..Noise::default() }
     }
 
-    /// Adds one row to the gradients, the `n`th of its part.
+    /// Adds one row, the `n`th of its part, to the gradients.
     fn row(
         &self,
         at: &Rows,
@@ -226,9 +226,9 @@ impl Worker<'_> {
                 *size += kept.factor * kept.weight * v.abs();
             }
         }
-        // However small weights are, 8-bit floats are off by as much for each value.
-        // dP of each key, and its magnitudes.
+        // dP of each key, and the sum of its magnitudes.
         let products: Vec<(f64, f64)> = all.iter().map(|kept| dot(d_o, &values[kept.key * dim_v..][..dim_v])).collect();
+        // The absolute error of P in 8-bit floats does not shrink with P, so it counts in full for each value.
         let lost = all.iter().zip(&products).map(|(kept, (_, size))| size * kept.factor * rates.computed_output_values);
         let lost: f64 = if rates.computed_output_values > 0.0 { lost.sum() } else { 0.0 };
         if let Given::These { o: given, .. } = self.given {
@@ -237,7 +237,7 @@ impl Worker<'_> {
         let (delta, size) = dot(d_o, &o);
         let computed: f64 = d_o.iter().zip(&o_size).map(|(x, y)| x.abs() * y).sum();
         let of_output = rates.computed_output + rates.computed_output_score * error;
-        // Where nothing is added up there is nothing to be rounded.
+        // An element of `o` that sums nothing has no rounding error.
         let small: Vec<f64> = o_size.iter().map(|&size| if size == 0.0 { 0.0 } else { rates.small_output }).collect();
         let small_output: f64 = d_o.iter().zip(&small).map(|(x, small)| x.abs() * small).sum();
         let delta_error = (rates.product + rates.output) * size + of_output * computed + lost + small_output;
@@ -245,30 +245,30 @@ impl Worker<'_> {
         let of_row = rates.weight + rates.sum * error + of_difference(rates.stats * stats.abs());
         let common = OfRow { weight: of_row.exp_m1().min(1.0) };
         let [q_square, d_o_square] = [q, d_o].map(|row| row.iter().map(|x| x * x).sum::<f64>());
-        // The factor of an error of δ in `dq`.
+        // The factor of an error of δ in `dq`: `Σ P·k` times derivative and scale.
         let mut of_delta = vec![0f64; dim_qk];
         if self.p.sink.is_some()
             && !all.is_empty()
             && let Some((gradient, &dims)) = part.along.last_mut().zip(self.along.last())
         {
-            // This weight is rounded to no other type.
+            // P of the sink stays in f32.
             let weight = (self.p.sink_of(h) - stats).exp();
             let value = -weight * delta;
             let of_weight = weight_error(weight, of_row) * delta.abs();
             let error = of_weight + weight * delta_error + rates.over_scores * value.abs();
             let variance = weight * weight * noise.variance + (rates.over_scores * value).powi(2);
-            // Elements of `o` that are all small have no relative errors.
+            // Elements of `o` that are small for their type have absolute errors, not relative ones.
             let magnitude = weight * (size + ABSOLUTE * small_output);
             let noise = Noise { fine: of_weight + weight * noise.fine, variance, ..Noise::default() };
             gradient.add(at.elements(dims, [h, i, 0]).0, Term { value, error, magnitude }, noise);
         }
 
-        // Which parameter, its element, and what an error of δ is multiplied by.
+        // For each read of a parameter: its index, its element, and the factor of an error of δ.
         let mut reach: Vec<(usize, usize, f64)> = Vec::new();
         for (kept, (d_p, d_p_size)) in all.iter().zip(products) {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
             if kept.score.value == f64::NEG_INFINITY {
-                // What has no weight at all has no slope either: exactly nothing, times what may be no number.
+                // P is 0 for a score of −∞, so its gradients are exactly 0. The term is added without a product that could be NaN.
                 part.dv.add(v_from, d_o, Term::default(), 0.0);
                 part.dq.add(n * dim_qk, &keys[k_from..][..dim_qk], Term::default(), 0.0);
                 part.dk.add(k_from, q, Term::default(), 0.0);
@@ -298,11 +298,11 @@ impl Worker<'_> {
                 let off = slope.error + rates.slope * (1.0 + slope.value.abs());
                 let off = if self.p.modify.is_some() { off } else { 0.0 };
                 let error = modified_error * (slope.value.abs() + off) + d_modified.abs() * off + rates.round_slope * value.abs();
-                // What has no slope is off by the roundings of what it is made of, not by a part of itself.
+                // The magnitude includes 1 next to the derivative: at derivative 0, the error comes from the terms of the difference.
                 Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
             };
             let d_score = carried(0, kept.slope);
-            // Whether dS is rounded before it is scaled or after is the executor's choice.
+            // The executor may round dS before or after it multiplies by the scale.
             let small = rates.small_slope.unwrap_or(rates.small * scale.abs().max(1.0));
             let (error, magnitude) = (scale.abs() * d_score.error + small, scale.abs() * d_score.magnitude + ABSOLUTE * small);
             let factor = Term { value: scale * d_score.value, error, magnitude };
@@ -361,7 +361,7 @@ impl Worker<'_> {
     }
 }
 
-/// Sums of a key head that are not complete yet.
+/// Sums of a KV head that still lack some query rows.
 struct Open {
     batch: usize,
     head: usize,
@@ -371,11 +371,11 @@ struct Open {
     noises: Noises,
 }
 
-/// Is told rows that are complete: of which of dq, dk and dv, (batch, head, sequence), where in which sums they are, and the noise of their norm.
+/// Receives complete rows: 0, 1 or 2 for dq, dk or dv; (batch, head, sequence); the sums with the range of the row in them; the noise of the row's norm.
 type Sink<'s> = dyn FnMut(usize, [usize; 3], (&Gradient, Range<usize>), Noise) + 's;
 
 impl Open {
-    /// What is complete now.
+    /// Passes all rows of dk and dv to `to`.
     fn close(mut self, worker: &Worker<'_>, to: &mut Sink<'_>) {
         let ([.., dim_qk, dim_v], small) = (worker.p.shape, worker.rates.small_results);
         for (which, gradient, dim) in [(1, &mut self.dk, dim_qk), (2, &mut self.dv, dim_v)] {
@@ -391,12 +391,12 @@ impl Open {
     }
 }
 
-/// Computes everything on all threads, tells rows of dq, dk and dv, and returns the gradients of parameters and the largest gradient of a score, times the
-/// scale; `done` is told how many rows are.
+/// Computes everything on all threads and passes rows of dq, dk and dv to `to`. Returns the gradients of parameters and the largest `|dS|` times the scale.
+/// `done` receives the number of rows that each step completed.
 fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> (Vec<Along>, Largest) {
     let [batch, _, heads_kv, seq_q, _, dim_qk, _] = worker.p.shape;
     let group = worker.p.group();
-    // Without queries, one block without rows: gradients of keys and values are zeros.
+    // Without queries there is one block without rows, so that the gradients of keys and values are zeros.
     let blocks = seq_q.div_ceil(ROWS).max(1);
     let work: Vec<Rows> = (0..batch * heads_kv * blocks)
         .map(|n| {
@@ -407,7 +407,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
     let mut along: Vec<Along> = worker.along.iter().map(|dims| Along::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
     let mut largest = Largest::default();
-    // As many at a time as there are threads bounds the memory; their order is that of the rows.
+    // One chunk of as many blocks as threads bounds the memory. Chunks follow the order of the rows.
     for some in work.chunks(rayon::current_num_threads()) {
         let parts: Vec<Part> = some.par_iter().map(|at| worker.part(at)).collect();
         for (at, part) in some.iter().zip(parts) {
@@ -444,7 +444,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
     (along, largest)
 }
 
-/// Adds what some rows make of a table's gradient.
+/// Adds what some rows contribute to the gradient of a table.
 fn add_table(to: &mut Along, from: &Along) {
     for at in 0..from.noise.len() {
         let (term, noise) = from.term(at);
@@ -452,7 +452,7 @@ fn add_table(to: &mut Along, from: &Along) {
     }
 }
 
-/// Adds the part that some rows make of a parameter's gradient.
+/// Adds what some rows contribute to the gradient of a parameter of extents `dims`.
 fn add_part(to: &mut Along, from: &Along, at: &Rows, dims: [usize; 4]) {
     let [_, heads, rows, keys] = at.part(dims);
     for h in 0..heads {
@@ -474,27 +474,27 @@ fn worker<'a>(p: &'a Problem<'a>, d_o: Tensor<'a>, given: Given<'a>, rates: Rate
     Worker { p, d_o, given, rates, along, tables }
 }
 
-/// (batch, heads, sequence, dim) of dq, dk and dv.
+/// Returns the extents (batch, heads, sequence, dim) of dq, dk and dv.
 fn dims(p: &Problem<'_>) -> [[usize; 4]; 3] {
     let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
     [[batch, heads_q, seq_q, dim_qk], [batch, heads_kv, seq_kv, dim_qk], [batch, heads_kv, seq_kv, dim_v]]
 }
 
-/// Where a row begins in row-major order.
+/// Returns the row-major offset of a row.
 fn dense([_, heads, rows, dim]: [usize; 4], [b, h, s]: [usize; 3]) -> usize {
     ((b * heads + h) * rows + s) * dim
 }
 
-/// The gradients by `q`, `k` and `v`.
+/// The gradients with respect to `q`, `k`, `v` and parameters.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradients {
-    /// (batch, heads_q, seq_q, dim_qk).
+    /// `dq`, extents (batch, heads_q, seq_q, dim_qk).
     pub dq: Gradient,
-    /// (batch, heads_kv, seq_kv, dim_qk).
+    /// `dk`, extents (batch, heads_kv, seq_kv, dim_qk).
     pub dk: Gradient,
-    /// (batch, heads_kv, seq_kv, dim_v).
+    /// `dv`, extents (batch, heads_kv, seq_kv, dim_v).
     pub dv: Gradient,
-    /// Of the parameters that are asked for; behind them that of the sink, of a problem with one.
+    /// Gradients of the requested parameters; that of the sink comes last if the problem has one.
     pub along: Vec<Gradient>,
 }
 
@@ -514,23 +514,24 @@ fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rat
     Gradients { dq, dk, dv, along: along.into_iter().map(|along| along.sum).collect() }
 }
 
-/// The largest gradient of a score, times the scale: of a backward pass over this `o` and these stats.
+/// Returns the largest `|dS|` times the scale of a backward pass that receives this `o` and these stats.
 #[must_use]
 pub fn largest_slope(p: &Problem<'_>, d_o: Tensor<'_>, (o, stats): (Tensor<'_>, &dyn crate::Numbers)) -> Largest {
     let given = Given::These { o, stats };
     compute(&worker(p, d_o, given, Rates::new(p, &given)), &|_| (), &mut |_, _, _, _| ()).1
 }
 
-/// `dq`, `dk` and `dv` of an executor, and its gradients of parameters, that of the sink last, each with the type that it was rounded to.
+/// Results of an executor's backward pass.
 #[derive(Clone, Copy)]
 pub struct Results<'a> {
     /// `dq`, `dk` and `dv`.
     pub operands: [Tensor<'a>; 3],
-    /// Gradients of parameters, each with the type that it was rounded to.
+    /// Gradients of parameters, that of the sink last, each with the type that it was rounded to.
     pub along: &'a [(Tensor<'a>, Element)],
 }
 
-/// Computes the same on all threads and compares an executor's results; `done` is told how many rows are. Less memory is taken than for [`gradients`].
+/// Computes the gradients on all threads and compares an executor's results with them. `done` receives the number of rows that each step completed. Needs less
+/// memory than [`gradients`].
 pub fn check_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,

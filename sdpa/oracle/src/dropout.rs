@@ -1,20 +1,20 @@
-//! Which weights dropout leaves, pair by pair.
+//! The dropout mask: which P it keeps, element by element.
 
 use crate::Place;
 
-/// Weights that are dropped at random, and the numbers of a call that say which.
+/// Dropout probability, and the numbers of a call that select the mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// The probability that a weight is dropped.
+    /// The probability that an element of P is dropped.
     pub p: f64,
-    /// What the random numbers begin with.
+    /// The seed of the random numbers.
     pub seed: i64,
-    /// Where in their sequence a call begins.
+    /// The offset of a call in the random sequence.
     pub offset: i64,
 }
 
 impl Dropout {
-    /// What the weight of a place is multiplied by, among extents (batch, heads_q, seq_q, seq_kv).
+    /// Returns the factor of P at a position, for extents (batch, heads_q, seq_q, seq_kv).
     #[must_use]
     pub fn factor(&self, [b, h, q, k]: Place, [_, heads, seq_q, _]: Place) -> f64 {
         let n = i128::from(self.offset) + i128::from(4 * ((b * heads + h) * 8 + k % 8) + q % 8 / 2);

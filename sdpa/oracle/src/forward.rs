@@ -1,4 +1,4 @@
-//! Attention, a row at a time.
+//! Attention, one row at a time.
 
 use crate::narrow::products_of;
 use crate::tolerance::norm::TILE;
@@ -7,16 +7,16 @@ use crate::{Modify, Numbers, Place, Problem, Rough, Tensor, dot, largest, place}
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Rows that share keys and are done together, so that a key is converted once for all of them.
+/// Number of rows of one head that are computed together, so that each key is converted once for all of them.
 const ROWS: usize = 16;
-/// Scores kept at a time by a thread, if a row has fewer.
+/// Number of scores that a thread holds at a time, unless a single row has more.
 const SCORES: usize = 1 << 21;
 
 fn rows_together(seq_kv: usize) -> usize {
     (SCORES / seq_kv.max(1)).clamp(1, ROWS)
 }
 
-/// Bytes of memory that [`check`] takes for these extents.
+/// Returns the bytes of memory that [`check`] needs for these extents.
 #[must_use]
 pub fn bytes([batch, heads_q, _, seq_q, seq_kv, ..]: [usize; 7]) -> u128 {
     let scores = rows_together(seq_kv) as u128 * seq_kv as u128 * (2 * size_of::<f64>() + size_of::<bool>()) as u128;
@@ -25,14 +25,14 @@ pub fn bytes([batch, heads_q, _, seq_q, seq_kv, ..]: [usize; 7]) -> u128 {
     scores * rayon::current_num_threads() as u128 + distances
 }
 
-/// The rows of one head that are done together.
+/// The rows of one head that are computed together.
 struct Block {
     batch: usize,
     head: usize,
     rows: Range<usize>,
 }
 
-/// All blocks in the order of the rows, so that sums do not depend on threads.
+/// Computes all blocks and returns the results in the order of the rows, so that sums do not depend on threads.
 fn blocks<'p, T: Send>(p: &'p Problem<'_>, of: impl Fn(Block) -> T + Sync + Send + 'p) -> Vec<T> {
     let [batch, heads_q, _, seq_q, seq_kv, ..] = p.shape;
     let together = rows_together(seq_kv);
@@ -44,24 +44,24 @@ fn blocks<'p, T: Send>(p: &'p Problem<'_>, of: impl Fn(Block) -> T + Sync + Send
     (0..batch * heads_q * blocks).into_par_iter().map(at).collect()
 }
 
-/// Results, and the sizes that rounding errors are proportional to.
+/// Results, and the magnitudes that rounding errors are proportional to.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
     /// (batch, heads_q, seq_q, dim_v), row-major.
     pub o: Vec<f64>,
     /// Σ p·|v|, for each element of `o`.
     pub o_magnitude: Vec<f64>,
-    /// (batch, heads_q, seq_q): natural logarithms, −∞ where no key is kept, or the sink.
+    /// (batch, heads_q, seq_q): log-sum-exp, natural logarithm. A row that attends to no key has −∞, or the sink.
     pub stats: Vec<f64>,
-    /// Likewise the largest kept score, or the sink where that is larger; −∞ where there is neither.
+    /// (batch, heads_q, seq_q): the largest unmasked score or the sink, whichever is larger; −∞ where there is neither.
     pub row_max: Vec<f64>,
-    /// Likewise Σ exp(score − row_max) over the kept keys and the sink; 0 where there is neither.
+    /// (batch, heads_q, seq_q): Σ exp(score − row_max) over the unmasked keys and the sink; 0 where there is neither.
     pub sum_exp: Vec<f64>,
-    /// The largest of Σ |q·k|·|scale| over a row's kept keys; of a modified score its own size added.
+    /// The largest Σ |q·k|·|scale| over the unmasked keys of a row; with a score_mod, the magnitude of the modified score is added.
     pub score_magnitude: Vec<f64>,
 }
 
-/// Computes everything.
+/// Computes output and statistics of all rows.
 #[must_use]
 pub fn attention(p: &Problem<'_>) -> Answer {
     let mut answer = Answer::default();
@@ -79,25 +79,25 @@ pub fn attention(p: &Problem<'_>) -> Answer {
 /// Row statistics of an executor, in row-major (batch, heads_q, seq_q).
 #[derive(Clone, Copy, Default)]
 pub struct Statistics<'a> {
-    /// Natural logarithms of the rows' sums of exponentials.
+    /// Log-sum-exp of each row, natural logarithm.
     pub stats: Option<&'a dyn Numbers>,
-    /// The rows' largest scores.
+    /// The largest score of each row.
     pub row_max: Option<&'a dyn Numbers>,
-    /// The rows' sums of exponentials, relative to those.
+    /// The sum of exponentials of each row, relative to `row_max`.
     pub sum_exp: Option<&'a dyn Numbers>,
-    /// The largest weight, of a problem of 8-bit floats.
+    /// The largest P, for a problem with 8-bit floats.
     pub amax_s: Option<f64>,
 }
 
 impl<'a> Statistics<'a> {
-    /// Stats alone, where there are such.
+    /// Statistics with stats alone, if given.
     #[must_use]
     pub fn of(stats: Option<&'a dyn Numbers>) -> Statistics<'a> {
         Statistics { stats, ..Statistics::default() }
     }
 }
 
-/// Computes every row on all threads and compares an executor's `o` and statistics with it; `done` is told how many rows are.
+/// Computes every row on all threads and compares an executor's `o` and statistics. `done` receives the number of rows that each step completed.
 pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     check_each(p, &[(o, statistics)], done).pop().unwrap_or_default()
 }
@@ -136,19 +136,19 @@ pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], don
     all
 }
 
-/// Error of a score that is a sum of products, from the sum of their magnitudes.
+/// Returns the error of a score of `dim_qk` products whose magnitudes sum to `size`.
 pub(crate) fn score_error(p: &Problem<'_>, dim_qk: usize, size: f64) -> f64 {
     (sum_of(dim_qk) + if p.narrow.is_some() { products_of(dim_qk) } else { 0.0 }) * size
 }
 
-/// A modified score. What is infinite is exact.
+/// Evaluates the score_mod. An infinite result counts as exact.
 pub(crate) fn modified(function: &dyn Modify, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Rough {
     let value = function.value(score, at, scratch);
     let error = if value.value.is_finite() { value.error } else { 0.0 };
     Rough { error, ..value }
 }
 
-/// How far the largest of scores may be off: by what the one may be off that it is found to be.
+/// Bounds the error of the row maximum: the distance between the maxima of the scores with and without their errors.
 fn of_largest(scores: &[f64], errors: &[f64], sink: f64) -> f64 {
     let reach = |sign: f64| largest(scores.iter().zip(errors).map(|(score, error)| score + sign * error).chain([sink]));
     let max = largest(scores.iter().copied().chain([sink]));
@@ -189,12 +189,12 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             errors[r * seq_kv + j] = score.error;
         }
     }
-    // From here on `scores` are weights, and `errors` theirs.
+    // From here on `scores` holds P, and `errors` holds the errors of P.
     for (r, answer) in answers.iter_mut().enumerate() {
         let keys = r * seq_kv..(r + 1) * seq_kv;
         let (scores, errors, kept) = (&mut scores[keys.clone()], &mut errors[keys.clone()], &kept[keys]);
         let of_kept = |numbers: &[f64]| numbers.iter().zip(kept).filter(|(_, kept)| **kept).map(|(x, _)| *x).collect::<Vec<f64>>();
-        // Nothing is kept, or only scores of -inf.
+        // `empty`: no key is unmasked, or all unmasked scores are −∞.
         let in_sum = |scores: Vec<f64>| scores.into_iter().chain((sink != f64::NEG_INFINITY).then_some(sink));
         let max = largest(in_sum(of_kept(scores)));
         let empty = largest(of_kept(scores).into_iter()) == f64::NEG_INFINITY;
@@ -203,7 +203,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         (answer.max, answer.sum) = (max, if max == f64::NEG_INFINITY { 0.0 } else { sum });
         answer.stats = if max == f64::NEG_INFINITY { max } else { max + sum.ln() };
         if !empty {
-            // All scores off in the same way: nothing moves the logarithm of the sum further. Weights end at 1, and this does not.
+            // Shifting all scores by their errors in one direction moves the log-sum-exp furthest. P is clamped to 1; a log-sum-exp is not.
             let moved = |sign: f64| {
                 let moved = of_kept(scores).iter().zip(of_kept(errors)).map(|(score, error)| score + sign * error).collect();
                 let moved: Vec<f64> = in_sum(moved).collect();
@@ -232,7 +232,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             let factor = p.factor(index(rows.start + r, j));
             let (weight, error) = (factor * scores[r * seq_kv + j], factor * errors[r * seq_kv + j]);
             answer.sums.add([weight, error, factor, square]);
-            // As of a weight in the output, before it is rounded to 8 bits.
+            // The error of P in the output, before P is rounded to 8 bits.
             let common = answer.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF;
             answer.largest.add(weight, 2.0 * (error + weight * common));
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
@@ -274,7 +274,7 @@ mod tests {
         })
     }
 
-    /// Two keys with scores 0 and ln 3: weights 1/4 and 3/4.
+    /// Two keys with scores 0 and ln 3: P is 1/4 and 3/4.
     #[test]
     fn a_row_that_can_be_done_by_hand() {
         let (keys, values) = ([0.0, 3f64.ln()], [1.0, -2.0, 5.0, 6.0]);
@@ -295,14 +295,14 @@ mod tests {
         assert!(!passes(&[], plain, [4.0001, 4.0], ln4) && !passes(&[], plain, [4.0, 3.9999], ln4));
         assert!(!passes(&[], plain, [4.0, 4.0], 1.387));
         assert!(passes(&[CAUSAL], plain, [1.0, -2.0], 0.0) && !passes(&[CAUSAL], plain, [4.0, 4.0], ln4));
-        // Scores become ln 3 and 0.
+        // The scores become ln 3 and 0.
         let turned = Closures { modify: Some(&|score, _| 3f64.ln() - score), slope: Some(&|_, _| -1.0), ..plain };
         assert!(passes(&[], turned, [2.0, 0.0], ln4) && !passes(&[], turned, [4.0, 4.0], ln4));
         let nothing = [CAUSAL, LAST];
         assert!(passes(&nothing, plain, [0.0, 0.0], f32::NEG_INFINITY) && !passes(&nothing, plain, [0.0, 1e-9], f32::NEG_INFINITY));
     }
 
-    /// Scores 0 and ln 3, and ln 4 that has no value: weights 1/8 and 3/8.
+    /// Scores 0 and ln 3, and a sink of ln 4, which has no value: P is 1/8 and 3/8.
     #[test]
     fn a_sink_is_a_key_without_a_value() {
         let (keys, values) = ([0.0, 3f64.ln()], [1.0, -2.0, 5.0, 6.0]);
@@ -333,14 +333,14 @@ mod tests {
             let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::of(Some(&vec![stats])), &|_| ()).passes();
             with(&[1e9, 0.0], &[1.0, -2.0, 5.0, 6.0], &[], judged)
         };
-        // Half a unit of the last place of 1e9 is 32.
+        // Half a unit in the last place of 1e9 is 32.
         assert!(passes(1e9) && passes(1e9 + 256.0) && passes(1e9 - 256.0));
         assert!(!passes(1e9 + 2048.0) && !passes(1e9 - 2048.0));
     }
 
     #[test]
     fn functions_of_a_caller_come_after_the_scale_and_before_the_softmax() {
-        // Scores 0.5, 1 and 7 become 0, ln 3 and whatever: the last key is dropped.
+        // Scores 0.5 and 1 become 0 and ln 3. The last key, of score 7, is masked out.
         let modify = |score: f64, [.., key]: Place| if key == 0 { score - 0.5 } else { score * 3f64.ln() };
         let dropped = |score: f64, at: Place| if at[3] == 2 { f64::NEG_INFINITY } else { modify(score, at) };
         let keep = |[.., key]: Place| key < 2;
@@ -356,7 +356,7 @@ mod tests {
         assert_eq!((nothing.o, nothing.stats), (vec![0.0], vec![f64::NEG_INFINITY]));
     }
 
-    /// A closure's keys are dropped besides what masks drop.
+    /// The closure and the mask each mask out a key that the other does not.
     #[test]
     fn closures_and_masks_both_drop() {
         let keep = |[.., key]: Place| key == 0;

@@ -1,11 +1,11 @@
-//! Textbook attention in f64, its gradients, and how far from them an executor's results may be.
+//! Textbook attention in f64, its gradients, and the tolerance of an executor's results.
 //!
-//! It shares no code with what it judges: it depends on no other crate of the project, reads named masks verbatim, and is given
-//! everything else as closures and as numbers in memory. The command line's `--check` and the tests compare with it.
+//! The oracle shares no code with the executors: it depends on no other crate of the project. It evaluates masks by their definition, and receives everything
+//! else as closures and numbers in memory. The command line's `--check` and the tests compare with it.
 //!
-//! A score is the scaled product of a query and a key; it is modified, then masked, and a row's weights are the softmax of what is
-//! kept. Neighbouring query heads share a key head. Extents are always (batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v), and a
-//! place among the scores is (batch, query head, query, key).
+//! A score is the scaled product of a query and a key. A score_mod may modify it, then masks apply, and P is the softmax over the unmasked keys of a row.
+//! Neighbouring query heads form a GQA group with one KV head. Extents are always (batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v). A position is
+//! (batch, query head, query, key).
 
 mod backward;
 mod dropout;
@@ -28,12 +28,12 @@ pub use tolerance::{Distance, Element, F32_ROUNDOFF, Largest, Worst, of_differen
 /// (batch, query head, query, key).
 pub type Place = [i64; 4];
 
-/// Numbers in memory, widened when they are read.
+/// Numbers in memory, widened to f64 when they are read.
 pub trait Numbers: Sync {
-    /// The number at an offset, exactly. Offsets that a [`Tensor`] asks for are within what its strides and the extents say.
+    /// Returns the number at an offset, exactly. A [`Tensor`] reads only offsets within its strides and extents.
     fn get(&self, at: usize) -> f64;
 
-    /// As many neighbours as `to` holds.
+    /// Reads `to.len()` consecutive numbers.
     fn row(&self, at: usize, to: &mut [f64]) {
         to.iter_mut().enumerate().for_each(|(n, to)| *to = self.get(at + n));
     }
@@ -53,20 +53,20 @@ numbers!(Vec<f64>, &[f64], Vec<f32>, &[f32]);
 /// An operand or a result.
 #[derive(Clone, Copy)]
 pub struct Tensor<'a> {
-    /// Where its numbers are.
+    /// The memory that holds the numbers.
     pub numbers: &'a dyn Numbers,
-    /// Along (batch, head, sequence, dim), in elements.
+    /// Strides along (batch, head, sequence, dim), in elements.
     pub strides: [usize; 4],
 }
 
 impl<'a> Tensor<'a> {
-    /// In row-major order of these extents: (batch, head, sequence, dim).
+    /// A row-major tensor of extents (batch, head, sequence, dim).
     #[must_use]
     pub fn dense(numbers: &'a dyn Numbers, [_, heads, rows, dim]: [usize; 4]) -> Tensor<'a> {
         Tensor { numbers, strides: [heads * rows * dim, rows * dim, dim, 1] }
     }
 
-    /// Where a row begins.
+    /// Returns the offset of a row.
     fn place(&self, row: [usize; 3]) -> usize {
         row.iter().zip(self.strides).map(|(at, stride)| at * stride).sum()
     }
@@ -91,36 +91,36 @@ pub struct Problem<'a> {
     pub k: Tensor<'a>,
     /// Values.
     pub v: Tensor<'a>,
-    /// The type that weights and `dS` are rounded to in front of the second products.
+    /// The type that P and `dS` are rounded to before the second GEMMs.
     pub element: Element,
     /// The type that results are rounded to.
     pub stored: Element,
-    /// Multiplies the scores.
+    /// The factor of the scores.
     pub scale: f64,
-    /// All must keep a key.
+    /// Masks; a query attends to a key where all of them allow it.
     pub masks: &'a [Mask<'a>],
-    /// What becomes of a scaled score.
+    /// The score_mod, applied to scaled scores.
     pub modify: Option<&'a dyn Modify>,
-    /// A score of each query head that has no key and no value, and stands in the denominators of its rows.
+    /// The attention sink of each query head: a score without key and value, in the softmax denominator of each row.
     pub sink: Option<&'a dyn Numbers>,
-    /// Weights that are dropped at random, behind the softmax.
+    /// Dropout of P, after the softmax.
     pub dropout: Option<Dropout>,
-    /// What is made 8-bit floats of.
+    /// Types and scales of a problem with 8-bit floats.
     pub narrow: Option<Narrow>,
 }
 
-/// What an executor's backward pass was given, besides operands.
+/// The `o` and stats that an executor's backward pass received.
 #[derive(Clone, Copy)]
 pub enum Given<'a> {
     /// `o` and stats of an exact forward pass, rounded.
     Rounded,
-    /// Its own.
+    /// `o` and stats of the executor's own forward pass.
     Own,
-    /// These, whatever they are: the gradient is that of a pass with them. Stats in row-major (batch, heads_q, seq_q).
+    /// Given numbers: the gradient is that of a pass that receives them. Stats in row-major (batch, heads_q, seq_q).
     These {
         /// The output.
         o: Tensor<'a>,
-        /// Natural logarithms.
+        /// Stats, natural logarithm.
         stats: &'a dyn Numbers,
     },
 }
@@ -132,17 +132,17 @@ impl Problem<'_> {
         place([batch, heads_q, seq_q, seq_kv])
     }
 
-    /// Query heads that share a key head.
+    /// Number of query heads per KV head.
     fn group(&self) -> usize {
         self.shape[1] / self.shape[2]
     }
 
-    /// The score of a head that has no key.
+    /// The sink of a query head; −∞ without a sink.
     fn sink_of(&self, head: usize) -> f64 {
         self.sink.map_or(f64::NEG_INFINITY, |sink| sink.get(head))
     }
 
-    /// What the weight of a place is multiplied by.
+    /// The dropout factor of P at a position.
     fn factor(&self, at: Place) -> f64 {
         self.dropout.map_or(1.0, |dropout| dropout.factor(at, self.extents()))
     }
@@ -156,7 +156,7 @@ fn place(at: [usize; 4]) -> Place {
     at.map(|n| i64::try_from(n).unwrap_or(i64::MAX))
 }
 
-/// Σ x·y and Σ |x·y|, in eight partial sums.
+/// Returns Σ x·y and Σ |x·y|, in eight partial sums.
 fn dot(x: &[f64], y: &[f64]) -> (f64, f64) {
     const LANES: usize = 8;
     let (mut sums, mut sizes) = ([0f64; LANES], [0f64; LANES]);
@@ -174,7 +174,7 @@ fn dot(x: &[f64], y: &[f64]) -> (f64, f64) {
     (sums.iter().sum(), sizes.iter().sum())
 }
 
-/// Not-a-number where one of them is; −∞ of none.
+/// Returns the largest score: NaN if one of them is NaN, −∞ if there are none.
 fn largest(scores: impl Iterator<Item = f64>) -> f64 {
     scores.fold(f64::NEG_INFINITY, |a, b| {
         if b.is_nan() {

@@ -1,53 +1,53 @@
-//! Masks, read verbatim.
+//! Masks, evaluated by their definition at one position.
 
 use crate::Place;
 
-/// Which corner a window's diagonal ends in.
+/// The corner of the score matrix that a window's diagonal starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Align {
-    /// Query 0 and key 0.
+    /// The diagonal through query 0 and key 0.
     TopLeft,
-    /// The last query and the last key.
+    /// The diagonal through the last query and the last key.
     BottomRight,
 }
 
-/// Which keys a query keeps.
+/// A mask: which keys each query attends to.
 pub enum Mask<'a> {
-    /// Fewer than `left` keys before the diagonal and itself, at most `right` after it; absent: any number.
+    /// Attends to the key on the diagonal, fewer than `left` keys before it including itself, and at most `right` after it. `None` means no bound.
     Window {
-        /// How many keys up to the diagonal.
+        /// Left bound, counted from the diagonal and including it.
         left: Option<i64>,
-        /// How many behind it.
+        /// Right bound, counted from the diagonal.
         right: Option<i64>,
-        /// Where it lies.
+        /// Alignment of the diagonal.
         align: Align,
     },
-    /// The same about the diagonal through the last query and the last key that a batch entry has.
+    /// A window around the diagonal through the last query and the last key of each batch entry (bottom-right aligned per sequence).
     Ends {
-        /// How many keys up to the diagonal.
+        /// Left bound, counted from the diagonal and including it.
         left: Option<i64>,
-        /// How many behind it.
+        /// Right bound, counted from the diagonal.
         right: Option<i64>,
-        /// How many queries and keys a batch entry has.
+        /// Returns the number of queries and keys of a batch entry.
         lengths: Box<dyn Fn(i64) -> [i64; 2] + Sync + 'a>,
     },
-    /// The first `len` keys, and those that are not after the query.
+    /// Attends to the first `len` keys, and to keys that are not after the query.
     Prefix {
-        /// How many.
+        /// Number of keys in the prefix.
         len: i64,
     },
-    /// What a function says.
+    /// Attends where a function returns true.
     Rule(Box<dyn Fn(Place) -> bool + Sync + 'a>),
-    /// All of them keep it.
+    /// Attends where all of them do.
     All(Vec<Mask<'a>>),
-    /// One of them keeps it.
+    /// Attends where at least one of them does.
     Any(Vec<Mask<'a>>),
-    /// The other drops it.
+    /// Attends where the other mask does not.
     Not(Box<Mask<'a>>),
 }
 
 impl Mask<'_> {
-    /// Whether the key of a place is kept for its query; `extents` are (batch, heads_q, seq_q, seq_kv).
+    /// Returns true if the query of a position attends to its key; `extents` are (batch, heads_q, seq_q, seq_kv).
     #[must_use]
     pub fn keeps(&self, at: Place, extents: Place) -> bool {
         let ([b, .., q, k], [.., seq_q, seq_kv]) = (at, extents);
@@ -57,13 +57,13 @@ impl Mask<'_> {
                     Align::TopLeft => q,
                     Align::BottomRight => q + seq_kv - seq_q,
                 };
-                // In i128, as bounds may be any i64.
+                // i128 cannot overflow, and bounds may be any i64.
                 let (q, k) = (i128::from(q), i128::from(k));
                 left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
             }
             Mask::Ends { left, right, lengths } => {
                 let [queries, keys] = lengths(b);
-                // How far the key is from the last one, and the query from the last one.
+                // The distances of the key and of the query from the last one.
                 let (of_key, of_query) = (i128::from(keys - 1 - k), i128::from(queries - 1 - q));
                 left.is_none_or(|left| of_key - of_query < i128::from(left))
                     && right.is_none_or(|right| of_query - of_key <= i128::from(right))
@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(kept(&window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
         assert_eq!(kept(&window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
         let ends = |left, right, lengths: [i64; 2]| Mask::Ends { left, right, lengths: Box::new(move |_| lengths) };
-        // Of 3 queries and 5 keys the last meets the last; of 4 queries and 2 keys the first two meet none.
+        // 3 queries and 5 keys: the last query attends up to the last key. 4 queries and 2 keys: the first two queries attend to no key.
         assert_eq!(kept(&ends(None, Some(0), [3, 5]), 2, 6), [0, 1, 2, 3, 4]);
         assert_eq!(kept(&ends(Some(2), Some(1), [3, 5]), 1, 6), [2, 3, 4]);
         assert_eq!(kept(&ends(None, Some(0), [4, 2]), 1, 6), [] as [i64; 0]);

@@ -1,42 +1,42 @@
-//! 8-bit floats: what is multiplied before it is rounded to them, and what that costs.
+//! 8-bit floats: which tensors are scaled before they are rounded, and the errors that this causes.
 //!
-//! Operands and results of such a problem are told as what they stand for. With `u` half the distance from 1 to the next number (2⁻⁴ of E4M3,
+//! Operands and results of such a problem are passed as the numbers that they stand for. Let `u` be half the distance from 1 to the next number (2⁻⁴ of E4M3,
 //! 2⁻³ of E5M2), and `t` half the smallest number (2⁻¹⁰ and 2⁻¹⁷):
 //!
-//! - what is multiplied by a scale and rounded is off by `u` of itself, or by `t` over the scale where it is tiny. That holds of weights, be they divided by
-//!   the sum of their row before or after: no weight is above 1 then either, and the sum is not below 1;
-//! - tensor cores add products of 8-bit floats 32 at a time to sums that keep 13 bits behind the point of the largest addend (Hopper; DeepSeek-V3, section
-//!   3.3.2): `⌈n / 32⌉·2⁻¹³` of the sum of magnitudes, of scores, of outputs and of gradients;
-//! - what is past the largest number becomes that.
+//! - a number that is scaled and rounded is off by `u` of itself, or by `t` over the scale where it is tiny. That holds for P whether it is divided by the sum
+//!   of its row before or after rounding: P is never above 1, and the sum is not below 1;
+//! - tensor cores add products of 8-bit floats 32 at a time to sums that keep 13 bits after the binary point of the largest addend (Hopper; DeepSeek-V3,
+//!   section 3.3.2). The error is `⌈n / 32⌉·2⁻¹³` of the sum of magnitudes, for scores, outputs and gradients;
+//! - a number beyond the largest one of the type becomes the largest one.
 
 use crate::tolerance::Element;
 
-/// What an executor of 8-bit floats multiplies before it rounds.
+/// Scales and types of the tensors that an executor of 8-bit floats rounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
-    /// Multiplies weights.
+    /// Scale of P.
     pub weights: f64,
-    /// Multiplied the output, which is of the problem's [`stored`](crate::Problem::stored) type.
+    /// Scale of the output, which has the problem's [`stored`](crate::Problem::stored) type.
     pub o: f64,
-    /// Multiplies the gradients of scores, which have the attention's scale in them.
+    /// Scale of dS; dS already includes the attention scale.
     pub slopes: f64,
-    /// Their type, which is that of the gradient of the output.
+    /// Type of dS, which is that of the gradient of the output.
     pub slope: Element,
-    /// Multiply `dq`, `dk` and `dv`.
+    /// Scales of `dq`, `dk` and `dv`.
     pub gradients: [f64; 3],
-    /// Their type.
+    /// Type of `dq`, `dk` and `dv`.
     pub gradient: Element,
 }
 
 impl Narrow {
-    /// For a forward pass.
+    /// Scales of a forward pass.
     #[must_use]
     pub fn forward(weights: f64, o: f64) -> Narrow {
         Narrow { weights, o, slopes: 1.0, slope: Element::E4M3, gradients: [1.0; 3], gradient: Element::E4M3 }
     }
 }
 
-/// Error of a sum of `n` products of 8-bit floats on tensor cores, relative to the sum of magnitudes.
+/// Returns the error of a sum of `n` products of 8-bit floats on tensor cores, relative to the sum of magnitudes.
 #[must_use]
 pub fn products_of(n: usize) -> f64 {
     n.div_ceil(32) as f64 / 8192.0
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
     use crate::{Problem, Statistics, Tensor, attention, check};
 
-    /// Two keys with weights 1/4 and 3/4: outputs 4 and 4 of values 1, 5 and −2, 6.
+    /// Two keys with P = 1/4 and 3/4: outputs 4 and 4 of values 1, 5 and −2, 6.
     #[test]
     fn weights_and_results_may_be_off_by_half_a_step() {
         let (query, keys, values) = (vec![1.0], vec![0.0, 3f64.ln()], vec![1.0, -2.0, 5.0, 6.0]);
@@ -70,18 +70,18 @@ mod tests {
             let o = vec![o, o];
             check(&Problem { narrow, ..problem }, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::default(), &|_| ()).o.ratio
         };
-        // A sixteenth of 4, of the sums of magnitudes 4 and 5, and little besides.
+        // A sixteenth of 4, of the sums of magnitudes 4 and 5, and a little more.
         let off = (4.0 + 4.0) / 16.0;
         assert!(ratio(problem.narrow, 4.0 + off) <= 1.0 && ratio(problem.narrow, 4.0 - 1.2 * off) > 1.0);
         assert!(ratio(problem.narrow, f64::NAN) > 1.0);
-        // What is scaled too far becomes the largest number.
+        // A number that the scale moves out of range becomes the largest one.
         let far = Some(Narrow::forward(256.0, 1000.0));
         assert!(ratio(far, 0.448) <= 1.0 && ratio(far, 4.0) > 1.0 && ratio(far, 0.3) > 1.0);
     }
 
     #[test]
     fn weights_that_are_tiny_for_their_scale_may_be_lost() {
-        // e⁻⁹ is 1.2e-4: below half of the smallest number times 2⁻⁹ it is nothing.
+        // e⁻⁹ is 1.2e-4: below half of the smallest number times 2⁻⁹ it is rounded to 0.
         let (query, keys, values) = (vec![1.0], vec![0.0, -9.0], vec![0.0, 1.0]);
         let problem = |weights: f64| Problem {
             shape: [1, 1, 1, 1, 2, 1, 1],

@@ -1,26 +1,26 @@
-//! What becomes of a score, and how far f32 may be from it.
+//! Score_mods, and bounds on their error in f32.
 
 use crate::tolerance::{F32_ROUNDOFF, sum_of};
 use crate::{Place, Problem};
 
-/// A number and how far f32 may be from it.
+/// A number with a bound on the error of its f32 evaluation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Rough {
     /// The number.
     pub value: f64,
-    /// How far f32 may be from it, to first order.
+    /// The bound on the error, to first order.
     pub error: f64,
 }
 
 impl Rough {
-    /// A number that is known.
+    /// A number without error.
     #[must_use]
     pub fn exact(value: f64) -> Rough {
         Rough { value, error: 0.0 }
     }
 
-    /// A sum of f32 that is so large that its rounding may exceed 1, such as a score with −1e9 added, as the nearest f32. Every executor rounds
-    /// it there, so it may only be off by what the nearest f32 is of a sum that is off. `None` of smaller numbers.
+    /// Rounds to the nearest f32 if the number is so large that its rounding may exceed 1, such as a score with −1e9 added. Every executor rounds there, so the
+    /// error is the distance between the nearest f32 of the number and of the number with its error. Returns `None` for smaller numbers.
     #[must_use]
     pub fn nearest(self) -> Option<Rough> {
         let nearest = |x: f64| f64::from(x as f32);
@@ -30,16 +30,15 @@ impl Rough {
     }
 }
 
-/// A function of scores.
+/// A score_mod.
 pub trait Modify: Sync {
-    /// The modified score, of one that may be off: by what that makes of it, and by the function's own roundings. `scratch` is memory.
+    /// Returns the modified score. Its error includes the error of `score` and the function's own roundings. `scratch` is reusable memory.
     fn value(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Rough;
 
-    /// Its derivatives, in the same way: by the score, and by each parameter whose gradient is wanted.
+    /// Returns the derivatives with errors: with respect to the score, and to each parameter whose gradient is wanted.
     fn slopes(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Vec<Rough>;
 
-    /// Those derivatives times what comes in from behind, where a product is no finite number: what a function does not look at passes
-    /// nothing on.
+    /// Returns those derivatives times `upstream`, for products that are not finite. A value that the function does not depend on gets 0, not NaN.
     fn passed_on(&self, score: f64, upstream: f64, at: Place) -> Vec<f64> {
         self.slopes(Rough::exact(score), at, &mut Vec::new()).iter().map(|slope| slope.value * upstream).collect()
     }
@@ -49,49 +48,49 @@ pub trait Modify: Sync {
         Vec::new()
     }
 
-    /// Whether that parameter is a table, of these extents alone, which is read at computed places.
+    /// Whether parameter `which` is a table: read at computed indices, with extents of its own.
     fn is_table(&self, _which: usize) -> bool {
         false
     }
 
-    /// The places at which tables are read: which parameter, and its element. The derivatives by what is read there stand behind those of parameters, in
-    /// this order; those of tables themselves are 0.
+    /// Returns the table elements that this position reads: the index of the parameter and the offset of the element. Their derivatives follow those of the
+    /// parameters in this order. The derivatives of the tables themselves are 0.
     fn reads(&self, _score: f64, _at: Place) -> Vec<(usize, usize)> {
         Vec::new()
     }
 }
 
-/// A function of a score and its place.
+/// A function of a score and its position.
 pub type Real<'a> = &'a (dyn Fn(f64, Place) -> f64 + Sync);
 
-/// What a caller's own functions do with a score. Absent: nothing.
+/// A caller's score_mod and mask as closures. An absent one has no effect.
 #[derive(Clone, Copy, Default)]
 pub struct Closures<'a> {
     /// The modified score.
     pub modify: Option<Real<'a>>,
-    /// Its derivative by the score.
+    /// Its derivative with respect to the score.
     pub slope: Option<Real<'a>>,
-    /// What an executor's own roundings may move the modified score by, besides those of its size, in units of a roundoff.
+    /// A bound on the executor's own roundings of the modified score, besides those relative to its size, in units of the f32 roundoff.
     pub rounding: Option<Real<'a>>,
-    /// Whether the key is kept, besides what the masks say.
+    /// Whether the query attends to the key; the masks of the problem apply too.
     pub keep: Option<&'a (dyn Fn(Place) -> bool + Sync)>,
-    /// Parameters of the modification whose gradients are wanted.
+    /// Parameters of the score_mod whose gradients are wanted.
     pub along: &'a [Along<'a>],
 }
 
-/// A parameter of a modification.
+/// A parameter of a score_mod.
 #[derive(Clone, Copy)]
 pub struct Along<'a> {
-    /// The derivative of the modified score by the element that it is made with.
+    /// The derivative of the modified score with respect to the element that the position reads.
     pub slope: Real<'a>,
-    /// Its extents (batch, heads_q, seq_q, seq_kv), 1 along axes that it does not span; those of a table are its own.
+    /// Its extents (batch, heads_q, seq_q, seq_kv), 1 along axes that it does not span; a table has extents of its own.
     pub dims: [usize; 4],
-    /// Of a table, the element that a score reads.
+    /// For a table, the offset of the element that a position reads.
     pub read: Option<&'a (dyn Fn(Place) -> usize + Sync)>,
 }
 
 impl Closures<'_> {
-    /// Calls with a problem whose scores these functions modify and whose keys they drop, besides what it says.
+    /// Calls `call` with `problem`, extended by the score_mod and the mask of these closures.
     pub fn with<T>(&self, problem: &Problem<'_>, call: impl FnOnce(&Problem<'_>) -> T) -> T {
         let modified = Modified { closures: self, relative: sum_of(problem.shape[5]) };
         let modify = self.modify.is_some().then_some(&modified as &dyn Modify).or(problem.modify);
@@ -101,7 +100,7 @@ impl Closures<'_> {
     }
 }
 
-/// Closures, for scores that are sums of so many products that they are off by a part of their size.
+/// Closures, with the relative error of a score that is a sum of many products.
 struct Modified<'a> {
     closures: &'a Closures<'a>,
     relative: f64,

@@ -1,29 +1,29 @@
-//! How far results may be from the oracle's.
+//! Tolerances of results of a forward pass.
 //!
-//! Derived, not tuned. With `u` the unit roundoff of the operands' type and `e` that of f32 (2⁻²⁴):
+//! The tolerances are derived, not tuned. With `u` the unit roundoff of the operands' type and `e` that of f32 (2⁻²⁴):
 //!
-//! - a score is a sum of `dim_qk` products in f32: its error is at most about `4·√dim_qk·e` of the sum of magnitudes
-//!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails);
-//! - a score that is modified is off by what its function makes of that, and by the roundings inside, which the function tells;
-//!   a score that is off by `x` has a weight that is off by up to `eˣ − 1` of itself, and all weights are off by what their sum is;
-//! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`), and the
-//!   exponential is good to `8·e`, in weight and sum;
-//! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
+//! - A score is a sum of `dim_qk` products in f32. Its error is at most about `4·√dim_qk·e` of the sum of magnitudes. Rounding errors are independent (Higham
+//!   and Mary, 2019), with a factor for the tails.
+//! - The error of a modified score has two parts: the effect of the error of the score, and the roundings inside the function, which the function reports.
+//! - An error of `x` in a score changes its P by up to `eˣ − 1` of itself. The error of the softmax denominator changes all P of the row.
+//! - P is rounded to the operands' type before the second GEMM (`u`), and the result is rounded once more (`u`).
+//! - The exponential is accurate to `8·e`, in P and in the denominator.
+//! - The second GEMM and the denominator run over `seq_kv` terms in f32: `4·√seq_kv·e`.
 //!
-//! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers rescaling
-//! between blocks. Where the oracle itself is infinite or not a number (it is, for operands that are), a result must be the same. What
-//! the type of the result has no finite number for is to be infinite.
+//! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers rescaling between blocks. If the
+//! oracle itself is infinite or NaN, as it is for such operands, a result must equal it. A result that is beyond the finite numbers of its type must be
+//! infinite.
 //!
-//! What is rounded to 8-bit floats besides is told in `narrow`, and counted once, without the factor.
+//! The module `narrow` describes the additional roundings to 8-bit floats. They count once, without the factor.
 //!
-//! Rows whose every score is extremely low, such as −1e9, have right results too: f32 rounds such scores to numbers that are equal or far apart. Neither
-//! the size of these scores nor that of `stats`, which cannot hold the logarithm of a sum there, excuses an error ([`of_difference`]).
+//! Rows whose every score is extremely low, such as −1e9, have right results too: f32 rounds such scores to numbers that are equal or far apart. Neither the
+//! size of these scores nor that of `stats`, which cannot hold the logarithm of a sum there, excuses an error ([`of_difference`]).
 //!
-//! A tolerance that exceeds what was added up, `Σ p·|v|`, forgives any result: such an element is counted as *undecided*.
+//! A tolerance that exceeds what was added up, `Σ p·|v|`, accepts any result: such an element is counted as *undecided*.
 //!
-//! These are worst cases of each element, and a sum of `n` terms counts `Σ(n) = 4·√n·e`, twice with the factor. Independent rounding errors of up to `e` of
-//! a partial sum exceed that with a probability of at most `2·exp(−96) < 10⁻⁴¹` per element (Hoeffding's inequality for uniform errors), below 10⁻⁹ in any run.
-//! Sums of dependent terms, and the limits of norms, are in `norm`.
+//! These are worst cases of each element, and a sum of `n` terms counts `Σ(n) = 4·√n·e`, twice with the factor. Independent rounding errors of up to `e` of a
+//! partial sum exceed that with a probability of at most `2·exp(−96) < 10⁻⁴¹` per element (Hoeffding's inequality for uniform errors). For a run that is below
+//! 10⁻⁹. The module `norm` covers sums of dependent terms, and the limits of norms.
 
 pub(crate) mod gradients;
 mod largest;
@@ -43,16 +43,16 @@ pub enum Element {
     F32,
     /// IEEE half precision.
     F16,
-    /// The upper half of an f32.
+    /// bfloat16: the upper half of an f32.
     BF16,
-    /// OCP's 8-bit float with 3 bits behind the point.
+    /// OCP's 8-bit float with 3 mantissa bits.
     E4M3,
-    /// OCP's 8-bit float with 2 bits behind the point.
+    /// OCP's 8-bit float with 2 mantissa bits.
     E5M2,
 }
 
 impl Element {
-    /// Unit roundoff: half the distance from 1 to the next number.
+    /// Returns the unit roundoff: half the distance from 1 to the next number.
     #[must_use]
     pub fn roundoff(self) -> f64 {
         match self {
@@ -64,8 +64,8 @@ impl Element {
         }
     }
 
-    /// How far a number moves, however small it is, when it is rounded: half the distance between the smallest numbers of 16-bit f16 and of 8-bit floats,
-    /// and everything below the smallest normal number of other types.
+    /// Returns the absolute rounding error of numbers near 0. It is half the distance between the smallest numbers for f16 and 8-bit floats. For other types it
+    /// is the smallest normal number, because subnormal ones may be flushed to 0.
     #[must_use]
     pub fn least(self) -> f64 {
         match self {
@@ -76,7 +76,7 @@ impl Element {
         }
     }
 
-    /// From here on numbers are rounded to infinity.
+    /// Returns the smallest magnitude that is rounded to infinity.
     fn overflow(self) -> f64 {
         match self {
             Element::F16 => 65_520.0,
@@ -86,7 +86,7 @@ impl Element {
         }
     }
 
-    /// The number that stands for everything past it.
+    /// Returns the largest finite number if conversions saturate at it.
     pub(crate) fn saturates(self) -> Option<f64> {
         match self {
             Element::F32 | Element::F16 | Element::BF16 => None,
@@ -95,52 +95,52 @@ impl Element {
         }
     }
 
-    /// What a number becomes that is rounded times a scale, but for the rounding, and how far that moves it.
+    /// Returns the value of `x` after scaling and saturation, without rounding, and the error that rounding adds.
     pub(crate) fn scaled(self, x: f64, scale: f64) -> (f64, f64) {
         let most = self.saturates().map_or(f64::INFINITY, |most| most / scale.abs());
         (if x.is_nan() { x } else { x.max(-most).min(most) }, self.roundoff() * x.abs().min(most) + self.least() / scale.abs())
     }
 }
 
-/// What an element should be.
+/// The expected value of an element, and its tolerance.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub(crate) value: f64,
-    /// How far a result may be from that.
+    /// The largest accepted distance from `value`.
     pub(crate) tolerance: f64,
-    /// The sizes that were added up: a tolerance above them says nothing.
+    /// The sum of magnitudes of the terms; a larger tolerance accepts any result.
     pub(crate) magnitude: f64,
     /// The type of the result.
     pub(crate) stored: Element,
 }
 
-/// The element that is furthest past, or nearest to, its tolerance.
+/// The element with the largest ratio of error and tolerance.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Worst {
-    /// What it is.
+    /// The executor's value.
     pub got: f64,
-    /// What it should be.
+    /// The oracle's value.
     pub want: f64,
     /// The distance between the two.
     pub error: f64,
-    /// How large that may be.
+    /// The largest accepted distance.
     pub tolerance: f64,
-    /// The one over the other: above 1 fails.
+    /// `error` divided by `tolerance`; above 1 the element fails.
     pub ratio: f64,
-    /// How many elements have a tolerance that forgives anything.
+    /// Number of elements whose tolerance accepts any result.
     pub undecided: u64,
 }
 
 impl Worst {
     pub(crate) fn of(got: f64, wanted: Wanted) -> Worst {
         let Wanted { value: want, tolerance, magnitude, stored } = wanted;
-        // What is not known at all may be anything.
+        // An element whose tolerance is NaN may have any value.
         let tolerance = if tolerance.is_nan() { f64::INFINITY } else { tolerance };
         let overflows = got.is_infinite() && want.is_finite() && want.abs() + tolerance >= stored.overflow() && want * got > 0.0;
         let same = got == want || (got.is_nan() && want.is_nan()) || overflows;
         let error = if same { 0.0 } else { (got - want).abs() };
         let ratio = if same { 0.0 } else { error / tolerance };
-        // Infinite tolerances would forgive what is not a number.
+        // An infinite tolerance must not accept NaN.
         let comparable = same || (want.is_finite() && got.is_finite() && !ratio.is_nan());
         Worst {
             got,
@@ -153,49 +153,49 @@ impl Worst {
     }
 
     pub(crate) fn worse(self, other: Worst) -> Worst {
-        // Among equals the larger tolerance, so that perfect results have one to show.
+        // Among equal ratios, keep the larger tolerance, so that exact results report one.
         let worst = if (other.ratio, other.tolerance) > (self.ratio, self.tolerance) { other } else { self };
         Worst { undecided: self.undecided + other.undecided, ..worst }
     }
 }
 
-/// How far results are from the oracle's.
+/// The distance of results from the oracle's.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Distance {
-    /// Of the output.
+    /// The worst element of the output.
     pub o: Worst,
-    /// There if stats were compared.
+    /// The worst element of stats, if they were compared.
     pub stats: Option<Worst>,
-    /// There if row maxima were compared.
+    /// The worst row maximum, if they were compared.
     pub row_max: Option<Worst>,
-    /// There if sums of exponentials were compared.
+    /// The worst sum of exponentials, if they were compared.
     pub sum_exp: Option<Worst>,
-    /// There if the largest weight was compared.
+    /// The largest P, if it was compared.
     pub amax_s: Option<Worst>,
-    /// The largest weight.
+    /// The oracle's largest P.
     pub(crate) largest: Largest,
-    /// Of the first four.
+    /// Norms of the output, stats, row maxima and sums of exponentials.
     norms: [Norms; 4],
     squares: f64,
     norm: f64,
 }
 
 impl Distance {
-    /// Within every tolerance.
+    /// Returns true if everything is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         let elements = self.o.ratio <= 1.0 && self.statistics().iter().chain([&self.amax_s]).flatten().all(|s| s.ratio <= 1.0);
         elements && self.norms.iter().all(|norms| norms.bound() <= 1.0)
     }
 
-    /// Passed, failed or undecided.
+    /// Returns whether the results passed, failed or are undecided.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         let decided = self.norms.iter().all(|norms| norms.undecided() == 0) && self.amax_s.is_none_or(|amax| amax.undecided == 0);
         Verdict::new(self.passes(), self.undecided() == 0 && decided)
     }
 
-    /// The norms of the errors of the output and of every row statistic: stats, `row_max`, `sum_exp`.
+    /// Returns the norms of the errors of the output and of each row statistic: stats, `row_max`, `sum_exp`.
     #[must_use]
     pub fn norms(&self) -> [Norms; 4] {
         self.norms
@@ -207,25 +207,25 @@ impl Distance {
         self
     }
 
-    /// Of every row statistic: stats, `row_max`, `sum_exp`.
+    /// Returns the worst element of each row statistic: stats, `row_max`, `sum_exp`.
     #[must_use]
     pub fn statistics(&self) -> [Option<Worst>; 3] {
         [self.stats, self.row_max, self.sum_exp]
     }
 
-    /// How many elements no result could be wrong in.
+    /// Returns the number of elements whose tolerance accepts any result.
     #[must_use]
     pub fn undecided(&self) -> u64 {
         self.o.undecided + self.statistics().iter().flatten().map(|s| s.undecided).sum::<u64>()
     }
 
-    /// ‖o − want‖ / ‖want‖, over finite elements.
+    /// Returns ‖o − want‖ / ‖want‖ over finite elements.
     #[must_use]
     pub fn o_relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// Both together.
+    /// Returns the distance of both results together.
     #[must_use]
     pub fn and(self, other: Distance) -> Distance {
         let worse = |a: Option<Worst>, b: Option<Worst>| match (a, b) {
@@ -241,64 +241,64 @@ impl Distance {
     }
 }
 
-/// Error of a sum of `n` terms in f32, relative to the sum of magnitudes.
+/// Returns the error of a sum of `n` terms in f32, relative to the sum of magnitudes.
 #[must_use]
 pub fn sum_of(n: usize) -> f64 {
     4.0 * (n as f64).sqrt() * F32_ROUNDOFF
 }
 
-/// What an executor may add to a score whose size makes that so large. Past 1 nothing: a right executor subtracts the largest score first, and the
-/// difference of equal scores is 0 however large they are.
+/// Returns the error that the size of a score excuses: `error`, or 0 above 1. A correct executor subtracts the row maximum first, and the difference of equal
+/// scores is 0 however large they are.
 #[must_use]
 pub fn of_difference(error: f64) -> f64 {
     if error > 1.0 { 0.0 } else { error }
 }
 
-/// One row of the oracle, and the sizes that rounding errors are proportional to.
+/// One row of the oracle, and the magnitudes that rounding errors are proportional to.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Row {
     pub(crate) o: Vec<f64>,
     /// Σ p·|v|, for each element of `o`.
     pub(crate) o_magnitude: Vec<f64>,
-    /// How far `o` may be off by what the weights may be off by, each for itself.
+    /// Error of each element of `o` that comes from the errors of its own P, as a sum of magnitudes.
     pub(crate) o_error: Vec<f64>,
-    /// Σ |v| over the kept keys, for weights in f16 or 8 bits alone.
+    /// Σ |v| over the unmasked keys, only for P in f16 or 8 bits.
     pub(crate) values: Vec<f64>,
-    /// −∞ where no key is kept, or the sink.
+    /// Log-sum-exp; a row that attends to no key has −∞, or the sink.
     pub(crate) stats: f64,
-    /// No key is kept: −∞ is as good.
+    /// The row attends to no key: stats of −∞ are accepted too.
     pub(crate) keyless: bool,
-    /// As in an [`Answer`](crate::Answer).
+    /// See [`Answer`](crate::Answer).
     pub(crate) score_magnitude: f64,
-    /// How far the sum of the weights may be off.
+    /// Relative error of the softmax denominator.
     pub(crate) weight_error: f64,
-    /// How far stats may be off by what the scores may be off.
+    /// Error of stats that comes from the errors of the scores.
     pub(crate) stats_error: f64,
     /// The largest score, and the sum of exponentials relative to it.
     pub(crate) max: f64,
     pub(crate) sum: f64,
-    /// How far the largest score may be off by what the scores may be off.
+    /// Error of the largest score that comes from the errors of the scores.
     pub(crate) max_error: f64,
     pub(crate) sums: Sums,
-    /// The largest weight, after dropout.
+    /// The largest P, after dropout.
     pub(crate) largest: Largest,
 }
 
-/// Sums over the keys of a row, with the norms of their values.
+/// Sums over the keys of a row, weighted by the norms of their values.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sums {
     /// Σ p·‖v‖.
     pub(crate) weights: f64,
     /// Σ p²·‖v‖².
     pub(crate) squares: f64,
-    /// The same of the errors of the weights, by their scores.
+    /// Σ ‖v‖ times the error of P that comes from its own score.
     pub(crate) errors: f64,
-    /// Σ ‖v‖², of what dropout leaves.
+    /// Σ ‖v‖² over the keys that dropout keeps.
     pub(crate) values: f64,
 }
 
 impl Sums {
-    /// Adds a key: its weight, the error of that, what dropout makes of it, and ‖v‖².
+    /// Adds a key: P, the error of P, the dropout factor, and ‖v‖².
     pub(crate) fn add(&mut self, [weight, error, factor, square]: [f64; 4]) {
         self.weights += weight * square.sqrt();
         self.squares += weight * weight * square;
@@ -308,10 +308,10 @@ impl Sums {
 }
 
 impl Row {
-    /// What rounding may make of the norm of the output.
+    /// Returns the rounding error of the norm of the output.
     fn noise(&self, [element, stored]: [Element; 2], (seq_kv, narrow): (usize, Option<Narrow>)) -> Noise {
         let dims = self.o.len() as f64;
-        // Counted once: the limit doubles what is here.
+        // Halved, because the limit doubles `fine`.
         let coarse = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { 0.0 };
         let relative = self.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF + coarse;
         let square: f64 = self.o.iter().map(|x| x * x).sum();
@@ -320,7 +320,7 @@ impl Row {
             Some(narrow) => (stored.least() / narrow.o, (element.least() / narrow.weights).powi(2) * self.sums.values),
             None => (2.0 * stored.least(), small_weights(element).powi(2) * self.sums.values),
         };
-        // Where nothing is added up there is nothing to be rounded.
+        // A sum without terms has no rounding error.
         let there = if self.sums.weights == 0.0 && square == 0.0 { 0.0 } else { 1.0 };
         Noise {
             fine: relative * self.sums.weights + self.sums.errors,
@@ -332,20 +332,20 @@ impl Row {
     }
 }
 
-/// How far a weight of 16 bits moves, however small it is, when it is rounded for the product with the values. No weight is above 1 there. Weights in 8 bits have a
-/// scale, and are counted with it.
+/// Returns the absolute error of rounding a small P to 16 bits for the second GEMM. Only f16 has one: P is at most 1, and other types have smaller numbers. The
+/// caller handles P in 8 bits, together with its scale.
 fn small_weights(element: Element) -> f64 {
     if element == Element::F16 { element.least() } else { 0.0 }
 }
 
-/// How far a weight may be off whose score may be off.
+/// Bounds the error of P whose score is off by `score_error`.
 pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
-    // No weight is above 1; of one that is nothing at all nothing is left.
+    // P is at most 1, and a P of 0 stays 0.
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 
-/// Compares a row over so many keys, of operands and of a result of these types, and its statistics: stats, largest score, sum of exponentials.
-/// One that keeps none must be exactly zeros, and −∞ or the sink.
+/// Compares the output and the statistics of a row over `seq_kv` keys: stats, largest score, sum of exponentials. `element` is the type of the operands,
+/// `stored` that of the output. A row that attends to no key must be exactly zeros, with statistics of −∞ or the sink.
 pub(crate) fn compare(
     [element, stored]: [Element; 2],
     (seq_kv, narrow): (usize, Option<Narrow>),
@@ -355,29 +355,29 @@ pub(crate) fn compare(
 ) -> Distance {
     let score = want.weight_error;
     let sum = sum_of(seq_kv);
-    // Of 8-bit floats the roundings are counted apart, as what they are: see `narrow`.
+    // For 8-bit floats, the rounding of P is added below, without the factor of 2; see `narrow`.
     let u = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { element.roundoff() };
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
-    // Below the smallest normal number there are no relative errors.
+    // Below the smallest normal number, errors are absolute.
     let absolute = match stored {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => stored.least(),
-        // With its scale, below.
+        // Added below, with the scale.
         Element::E4M3 | Element::E5M2 => 0.0,
     };
     let mut distance = Distance { largest: want.largest, ..Distance::default() };
     let mut values = Vec::with_capacity(o.len());
     for (n, (((&got, &expected), magnitude), error)) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error).enumerate() {
-        // Where nothing is added up there is nothing to be rounded.
+        // A sum without terms has no rounding error.
         let absolute = if *magnitude == 0.0 { 0.0 } else { absolute };
-        // Dropout may leave a row weights that are all tiny: what f16 loses of these is no part of their size.
+        // Dropout may leave a row only tiny P, whose f16 rounding errors are not proportional to their size.
         let sizes = want.values.get(n).copied().unwrap_or(0.0);
         let small = if *magnitude == 0.0 { 0.0 } else { small_weights(element) * sizes };
         let tolerance = 2.0 * (relative * magnitude + error) + absolute + small;
         let wanted = if let Some(narrow) = narrow {
             let weights = if *magnitude == 0.0 { 0.0 } else { element.roundoff() * magnitude + element.least() / narrow.weights * sizes };
             let off = tolerance + weights;
-            // Past the largest number nothing moves.
+            // Values beyond the largest number all saturate to it.
             let [low, value, high] = [-off, 0.0, off].map(|off| stored.scaled(expected + off, narrow.o).0);
             let (_, rounded) = stored.scaled(expected.abs() + off, narrow.o);
             let off = if value.is_finite() { (high - value).max(value - low) } else { off };
@@ -411,17 +411,17 @@ pub(crate) fn compare(
     };
     distance.stats = stats.map(|got| {
         let tolerance = 2.0 * (want.stats_error + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * want.stats.abs());
-        // A logarithm that is off by 1 and a sum that is another one are the same.
+        // An absolute error in the log-sum-exp is a relative error in the sum, so the magnitude is at least 1.
         let (mut value, magnitude) = (want.stats, want.stats.abs().max(1.0));
         if want.keyless && got == f64::NEG_INFINITY {
             value = got;
         }
         judge(1, got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
-    // As good of a row without keys: that the sink is not there either.
+    // For a row that attends to no key, an executor may also report statistics without the sink.
     let none = want.keyless && max.or(stats).unwrap_or(want.max) == f64::NEG_INFINITY && sum_exp.is_none_or(|sum| sum == 0.0);
     distance.row_max = max.map(|got| {
-        // A row that is not a number has a largest score that is found or is not.
+        // If the row has a NaN score or an infinite maximum, the executor may report NaN or infinity.
         let lost = |max: f64| max.is_nan() || max == f64::INFINITY;
         let value = if none {
             f64::NEG_INFINITY
@@ -435,7 +435,7 @@ pub(crate) fn compare(
         judge(2, got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
     distance.sum_exp = sum_exp.map(|got| {
-        // Whoever finds other scores than the oracle does finds another largest one: what the sum loses by that, stats do not.
+        // An executor with other rounding errors in its scores has another row maximum. That changes the sum, but not stats.
         let off = want.stats_error + want.max_error;
         let value = if none || want.keyless && got == 0.0 && max.is_none() { 0.0 } else { want.sum };
         let tolerance = 2.0 * value * (off.exp_m1() + sum + 16.0 * F32_ROUNDOFF);
@@ -481,7 +481,7 @@ mod tests {
         }
     }
 
-    /// Of two keys dropout leaves one, with a weight of 3.13 times the least number of f16.
+    /// Dropout keeps one of two keys, with a P of 3.13 times the smallest number of f16.
     #[test]
     fn weights_that_f16_rounds_by_much_of_themselves_are_right() {
         let least = 2f64.powi(-24);
@@ -537,7 +537,7 @@ mod tests {
             compare([Element::BF16; 2], (128, None), &row, &[1.0], [Some(2.0), None, None]).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
-        // What has no weight may be off by any number.
+        // A P of 0 has no error, whatever the error of its score.
         assert_eq!(weight_error(0.0, INF), 0.0);
     }
 

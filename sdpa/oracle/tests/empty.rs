@@ -2,7 +2,7 @@
 
 use sdpa_oracle::{Align, Element, Given, Mask, Numbers, Problem, Statistics, Tensor, attention, check, check_gradients, gradients};
 
-/// Without keys, `o` is 0 and row statistics are those of the sink or of nothing; gradients are zeros, whichever side has no rows.
+/// Without keys, `o` is 0 and row statistics come from the sink alone, if there is one. Gradients are zeros if either side has no rows.
 #[test]
 fn without_queries_or_keys_every_result_is_known() {
     let sinks = vec![0.5, -2.0];
@@ -37,7 +37,7 @@ fn without_queries_or_keys_every_result_is_known() {
         };
         assert!(forward(0.0, [0.0; 3]));
         assert_eq!(forward(1e-9, [0.0; 3]), seq_q == 0);
-        // No number added to minus infinity is another.
+        // Adding a number to −∞ does not change it.
         for by in [[0.01, 0.0, 0.0], [0.0, 0.01, 0.0], [0.0, 0.0, 0.01]] {
             assert_eq!(forward(0.0, by), seq_q == 0 || !sink && by[2] == 0.0, "{by:?}");
         }

@@ -1,4 +1,4 @@
-//! What rounding may make of the norms of rows of `dq`, `dk` and `dv`: see `tolerance/norm.rs`.
+//! Bounds on the rounding errors in the norms of rows of `dq`, `dk` and `dv`; see `tolerance/norm.rs`.
 
 use super::{Kept, Worker};
 use crate::narrow::products_of;
@@ -8,13 +8,13 @@ use crate::tolerance::weight_error;
 use crate::{F32_ROUNDOFF, sum_of};
 use std::ops::Range;
 
-/// The noise of one row's gradients, of each key's, and parts of the latter by head.
+/// The noise of the gradients of one row and of each key, and the norms of each head's part of `dk` and `dv`.
 pub(super) struct Noises {
-    /// Of the rows of `dq`.
+    /// Noise of the rows of `dq`.
     pub(super) dq: Vec<Noise>,
-    /// Of the rows of `dk` and `dv`.
+    /// Noise of the rows of `dk` and `dv`.
     pub(super) keys: [Vec<Noise>; 2],
-    /// The norms of what each head of a group adds to `dk` and `dv`, a key at a time; none where one head has the keys alone.
+    /// Norms of the part that each head of a GQA group adds to `dk` and `dv`, one per key. Empty where a KV head has one query head.
     pub(super) heads: [Vec<f64>; 2],
 }
 
@@ -24,7 +24,7 @@ impl Noises {
         Noises { dq: vec![Noise::default(); rows], keys: [(); 2].map(|()| vec![Noise::default(); seq_kv]), heads: [parts(), parts()] }
     }
 
-    /// Adds what other rows make of the same keys.
+    /// Adds the contribution of other rows to the same keys.
     pub(super) fn merge(&mut self, other: &Noises) {
         for (to, from) in self.keys.iter_mut().zip(&other.keys) {
             to.iter_mut().zip(from).for_each(|(to, from)| to.merge(*from));
@@ -34,7 +34,7 @@ impl Noises {
         }
     }
 
-    /// Adds the norms of what a head of a group has added to `dk` and `dv` since these were `before`.
+    /// Adds the norms of the difference between `dk` and `dv` now and `before`, as the part of one head of a group.
     pub(super) fn add_head(&mut self, head: usize, before: &[Vec<f64>; 2], now: [&Gradient; 2], dims: [usize; 2]) {
         for (which, heads) in self.heads.iter_mut().enumerate().filter(|(_, heads)| !heads.is_empty()) {
             let rows = before[which].chunks_exact(dims[which]).zip(now[which].value.chunks_exact(dims[which]));
@@ -45,38 +45,38 @@ impl Noises {
         }
     }
 
-    /// The squares of the norms of the heads' parts of a key.
+    /// Returns the sum of squared norms of all heads' parts of a key.
     pub(super) fn parts(&self, which: usize, key: usize) -> f64 {
         self.heads[which].iter().skip(key).step_by(self.keys[which].len().max(1)).map(|norm| norm * norm).sum()
     }
 }
 
-/// What all keys of a row have in common.
+/// Errors that all keys of a row have in common.
 pub(super) struct OfRow {
-    /// How far the statistic may be off, in all weights of the row.
+    /// The relative error in P that comes from the row's stats.
     pub(super) weight: f64,
 }
 
-/// What a pair of a query and a key adds to a gradient.
+/// The contribution of one query and one key to a gradient.
 pub(super) struct Pair {
-    /// `dP − δ`, and the magnitudes of dP.
+    /// `dP − δ`, and the sum of the magnitudes of dP.
     pub(super) difference: f64,
     pub(super) size: f64,
     /// `P ∘ (dP − δ)`.
     pub(super) modified: f64,
-    /// `dS`, in front of the scale.
+    /// `dS`, before the multiplication by the scale.
     pub(super) slope: f64,
-    /// How far the derivative of the score_mod may be off.
+    /// A bound on the error of the derivative of the score_mod.
     pub(super) off: f64,
 }
 
 impl Worker<'_> {
     fn coarse(&self, terms: usize) -> f64 {
-        // Counted once: the limit doubles what is here.
+        // Halved, because the limit doubles `fine`.
         if self.p.narrow.is_some() { products_of(terms) / 2.0 } else { 0.0 }
     }
 
-    /// The noise of a weight in `dv`.
+    /// Returns the noise of P in `dv`.
     pub(super) fn noise_of_weight(&self, kept: &Kept, of_row: &OfRow) -> Noise {
         let (rates, [.., seq_q, _, _, _]) = (&self.rates, self.p.shape);
         let weight = kept.factor * kept.weight;
@@ -90,7 +90,7 @@ impl Worker<'_> {
         }
     }
 
-    /// The noise of `dS` in `dq` and `dk`, without what is common to its row.
+    /// Returns the noise of `dS` in `dq` and in `dk`, without errors that are common to a row of `dq`.
     pub(super) fn noise_of_slope(&self, kept: &Kept, of_row: &OfRow, pair: &Pair) -> [Noise; 2] {
         let (rates, scale) = (&self.rates, self.p.scale.abs());
         let [.., seq_q, seq_kv, _, _] = self.p.shape;
@@ -103,11 +103,11 @@ impl Worker<'_> {
             let variance = independent.iter().map(|x| x * x).sum();
             Noise { fine: fine + self.coarse(products) * value.abs(), variance, shared: (common * value).powi(2), ..Noise::default() }
         };
-        // In `dq` a sixteenth of the norm covers the error of the statistic, or the row itself does.
+        // For `dq`, the error of the stats is covered by a sixteenth of the norm, or by the noise of the row itself.
         [of(seq_kv, seq_kv, 0.0), of(self.p.group() * seq_q, seq_q, of_row.weight)]
     }
 
-    /// How far `dS` times the scale may be off before it is rounded to 8 bits, `o` and stats being what they are.
+    /// Bounds the error of `dS` times the scale before it is rounded to 8 bits, with `o` and stats taken as exact.
     pub(super) fn error_of_slope(&self, kept: &Kept, of_row: &OfRow, pair: &Pair, delta: &Noise) -> f64 {
         let own = (self.own_error(kept) + of_row.weight * kept.weight) * pair.difference.abs();
         let products = kept.weight * (self.rates.product * pair.size + delta.fine);
@@ -115,15 +115,15 @@ impl Worker<'_> {
         2.0 * self.p.scale.abs() * ((own + products) * (kept.slope.value.abs() + pair.off) + rounded)
     }
 
-    /// How far a weight may be off by its own score.
+    /// Bounds the error of P that comes from the error of its own score.
     fn own_error(&self, kept: &Kept) -> f64 {
         let off = kept.score.error + crate::of_difference(self.rates.score * kept.magnitude);
         if kept.weight.is_finite() { weight_error(kept.weight, off) + self.rates.tiny } else { f64::NAN }
     }
 
-    /// Adds the rounding of a row that is complete, and of its parts.
+    /// Adds the rounding of a complete row, and of the parts that it is a sum of.
     pub(super) fn stored(&self, which: usize, mut noise: Noise, parts: f64, gradient: &Gradient, range: Range<usize>) -> Noise {
-        // An error of 0 is that of a gradient which is exactly 0.
+        // An error of 0 means that the gradient is exactly 0.
         if gradient.error[range.clone()].iter().all(|error| *error == 0.0) {
             return noise;
         }
@@ -140,7 +140,7 @@ impl Worker<'_> {
         noise
     }
 
-    /// How often an executor may round an element of dq (0), dk (1) or dv (2): it may round the part of each query head of a GQA group, then their sum.
+    /// Returns how often an executor may round an element of dq (0), dk (1) or dv (2). It may round each query head's part of a GQA group, then their sum.
     pub(super) fn roundings(&self, which: usize) -> f64 {
         let group = self.p.group();
         if which == 0 || group == 1 { 1.0 } else { 1.0 + group as f64 }

@@ -40,7 +40,7 @@ impl Numbers {
     }
 }
 
-/// Numbers that look random, about as large as normal ones.
+/// Returns a generator of pseudorandom numbers of about the size of normal ones.
 fn draws(seed: u64) -> impl FnMut(usize) -> Vec<f64> {
     let mut n = seed as f64;
     move |len| {
@@ -80,7 +80,7 @@ const NONE: Rates = Rates {
     computed_output_values: 0.0,
 };
 
-/// Two keys with weights 1/4 and 3/4: dP is (1, 5), δ is 4, and dS is (−3/4, 3/4).
+/// Two keys with P = 1/4 and 3/4: dP is (1, 5), δ is 4, and dS is (−3/4, 3/4).
 #[test]
 fn a_row_that_can_be_done_by_hand() {
     let ln3 = 3f64.ln();
@@ -91,7 +91,7 @@ fn a_row_that_can_be_done_by_hand() {
     }
 }
 
-/// The same row, told that its statistic is ln 8 and its output (2, 9): weights 1/8 and 3/8, δ is 2, and dS is (−1/8, 9/8).
+/// This row with given stats ln 8 and given output (2, 9): P is 1/8 and 3/8, δ is 2, and dS is (−1/8, 9/8).
 #[test]
 fn what_is_given_is_taken_for_what_it_is() {
     let (o, stats) = (vec![2.0, 9.0], vec![8f64.ln()]);
@@ -106,8 +106,8 @@ fn what_is_given_is_taken_for_what_it_is() {
     assert!([got.dq, got.dk, got.dv].iter().all(|g| g.value.iter().chain(&g.error).all(|x| *x == 0.0)));
 }
 
-/// Each kind of error, alone, in the gradients of the same row: so large that the roundings of the scores do not count, so small that
-/// what they do is linear.
+/// Each kind of error alone, in the gradients of the same row. The errors are so large that the roundings of the scores do not count, and so small that their
+/// effect is linear.
 #[test]
 fn errors_are_carried_through() {
     const ONE: f64 = 1e-4;
@@ -144,7 +144,7 @@ fn errors_are_carried_through() {
     }
 }
 
-/// Each query head's part of dk and dv may be rounded before the parts are added, and their sum once more.
+/// Each query head's part of dk and dv may be rounded before the parts are added, and their sum is rounded once more.
 #[test]
 fn parts_of_a_group_may_each_be_rounded() {
     const ONE: f64 = 1e-4;
@@ -156,7 +156,7 @@ fn parts_of_a_group_may_each_be_rounded() {
     }
 }
 
-/// The derivative of `Σ o∘d_o` by one element of an operand.
+/// Returns the difference quotient of `Σ o∘d_o` with respect to one element of an operand.
 fn difference(numbers: &Numbers, shape: [usize; 7], masks: &[Mask<'_>], closures: &Closures<'_>, operand: usize, at: usize) -> f64 {
     const STEP: f64 = 1e-6;
     let moved = |step: f64| {
@@ -198,10 +198,10 @@ fn gradients_are_limits_of_differences() {
 
 #[test]
 fn rows_without_keys_and_keys_without_queries_have_gradients_of_zero() {
-    // Queries 0 and 1 see nothing.
+    // Queries 0 and 1 attend to no key.
     let got = agrees_with_differences([1, 2, 1, 5, 3, 2, 2], &[window(None, Some(0), Align::BottomRight)], &PLAIN, 7);
     assert!(got.dq.value[..4].iter().all(|x| *x == 0.0) && got.dq.value[4..10].iter().any(|x| *x != 0.0));
-    // Keys 2 and later are not seen.
+    // No query attends to keys 2 and 3.
     let numbers = Numbers::of(&[1.0; 2], &[1.0; 4], &[1.0; 4], &[1.0; 2]);
     let got = numbers.with([1, 1, 1, 2, 4, 1, 1], 1.0, &[causal()], |p, d_o| gradients(p, d_o, Given::Own));
     for gradient in [&got.dk, &got.dv] {
@@ -212,7 +212,7 @@ fn rows_without_keys_and_keys_without_queries_have_gradients_of_zero() {
 
 #[test]
 fn modified_scores_have_the_slope_of_their_function() {
-    // A cap, and something that depends on every index.
+    // A softcap, and a score_mod that depends on every index.
     let cap = |score: f64, _: Place| 1.5 * (score / 1.5).tanh();
     let cap_slope = |score: f64, _: Place| 1.0 - (score / 1.5).tanh().powi(2);
     let bias = |score: f64, [b, h, q, k]: Place| score * score * 0.1 * (h + 1) as f64 + (b + q - k) as f64 * 0.3;
@@ -225,7 +225,7 @@ fn modified_scores_have_the_slope_of_their_function() {
     agrees_with_differences([2, 2, 1, 3, 4, 3, 2], &[], &biased, 10);
 }
 
-/// A factor for each head and an addend for each pair of a query and a key; more rows than a part has.
+/// A factor per head and an addend per (query, key). There are more rows than one part holds.
 #[test]
 fn gradients_of_parameters_are_limits_of_differences() {
     let shape = [2, 4, 2, 66, 4, 3, 2];
@@ -259,7 +259,7 @@ fn gradients_of_parameters_are_limits_of_differences() {
             let want = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
             let value = got.along[which].value[at];
             assert!((value - want).abs() < 1e-7, "element {at} of parameter {which} is {value}, not {want}");
-            // Where no query meets a key there is nothing, and nothing that it may be off by.
+            // A (query, key) that is masked out has the gradient 0 and the error 0.
             if which == 1 && at % 4 > at / 4 {
                 assert_eq!((value, got.along[which].error[at]), (0.0, 0.0));
             }
@@ -275,14 +275,14 @@ fn a_slope_may_be_off_where_its_score_is() {
         numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| closures.with(p, |p| gradients_with(p, d_o, Given::Rounded, rates))).dk
     };
     let got = of(NONE);
-    // Key 1 has score 1, off by 4 roundoffs, and slope 2, off by 8; its own rounding is 4: 4·2 + 4.
+    // Key 1 has score 1, off by 4 roundoffs, and derivative 2, off by 8; its own rounding is 4: 4·2 + 4.
     let (e, d_s) = (crate::F32_ROUNDOFF, got.value[1] / (0.5 * 2.0) / 2.0);
     let want = d_s * (8.0 + 2.0 * 12.0) * e;
     assert!((got.error[1] - want).abs() < 1e-5 * want, "{} {want}", got.error[1]);
     assert!((of(Rates { slope: 1.0, ..NONE }).error[1] - 3.0 * d_s).abs() < 1e-5);
 }
 
-/// Query 1 has weights 1/4 and 3/4, and nobody sees key 2.
+/// Query 1 has P = 1/4 and 3/4, and no query attends to key 2.
 fn judged<T>(element: Element, call: impl FnOnce(&Problem<'_>, Tensor<'_>) -> T) -> T {
     let numbers = Numbers::of(&[2.0, 2.0], &[1.0, 1.0 + 3f64.ln(), 1.0], &[1.0, 5.0, 3.0], &[1.0, 1.0]);
     numbers.with([1, 1, 1, 2, 3, 1, 1], 0.5, &[causal()], |p, d_o| call(&Problem { element, stored: element, ..*p }, d_o))
@@ -329,7 +329,7 @@ fn errors_of_either_sign_nan_and_gradients_of_nothing_fail() {
 
 #[test]
 fn a_gradient_that_is_stored_in_a_small_type_is_rounded_as_that_type_rounds() {
-    // Between two numbers of f16, whose distance there is 2⁻²⁴; 0 is exact.
+    // Halfway between two numbers of f16, whose distance there is 2⁻²⁴; 0 is exact.
     let (value, half) = (1.5 / f64::from(1u32 << 24), 0.5 / f64::from(1u32 << 24));
     let want = Gradient { value: vec![value, 0.0], error: vec![1e-12, 0.0], magnitude: vec![1.0, 0.0] };
     let passes = |element, got: [f64; 2]| {
@@ -383,7 +383,7 @@ fn a_sink_has_the_gradient_of_differences_and_moves_those_of_others() {
         assert!((value - want).abs() < 1e-7 && want.abs() > 1e-3, "{head}: {value}, not {want}");
         assert!(gradient.error[head] > 0.0 && gradient.error[head] < 1e-3 * gradient.magnitude[head]);
     }
-    // That of a query.
+    // The difference quotient with respect to an element of a query.
     let moved = |step: f64| {
         let mut numbers = Numbers(numbers.0.clone());
         numbers.0[0][7] += step;
@@ -391,7 +391,7 @@ fn a_sink_has_the_gradient_of_differences_and_moves_those_of_others() {
         o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
     };
     assert!(((moved(STEP) - moved(-STEP)) / (2.0 * STEP) - got.dq.value[7]).abs() < 1e-7);
-    // With the output and stats that were computed, it is the same.
+    // With the output and stats that were computed, the gradient is equal.
     let answer = numbers.with(shape, 0.7, &masks, |p, _| attention(&Problem { sink: Some(&sink), ..*p }));
     let (o, stats) = (Tensor::dense(&answer.o, [2, 4, 5, 2]), &answer.stats);
     let again = with(Given::These { o, stats });
@@ -423,24 +423,24 @@ fn what_dropout_leaves_has_the_gradient_of_differences() {
             assert!((value - want).abs() < 1e-7, "{operand} {n}: {value}, not {want}");
         }
     }
-    // Statistics are those without, and outputs are not.
+    // Dropout leaves the statistics unchanged, but not the outputs.
     let [with, without] = [dropout, None].map(|dropout| numbers.with(shape, 0.7, &masks, |p, _| dropped(p, dropout)));
     assert_eq!(with.stats, without.stats);
     assert!(with.o.iter().zip(&without.o).filter(|(x, y)| x != y).count() > 60);
 }
 
-/// A number as bf16 holds it.
+/// Rounds a number to bf16.
 fn bf16(x: f64) -> f64 {
     let bits = (x as f32).to_bits();
     f64::from(f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000))
 }
 
-/// A number below the smallest normal one of f16, as f16 holds it.
+/// Rounds a number below the smallest normal f16 to f16.
 fn small_f16(x: f64) -> f64 {
     (x * f64::from(1u32 << 24)).round() / f64::from(1u32 << 24)
 }
 
-/// A gradient of `heads` numbers, and one over all pairs.
+/// Two parameters: one number per head, and one number per (query, key).
 #[test]
 fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum_over_many_pairs() {
     let (heads, seq_q, seq_kv, dim) = (2, 80, 100, 64);
@@ -456,7 +456,7 @@ fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum
     let along = [
         Along { slope: &by_distance, dims: [1, heads, 1, 1], read: None },
         Along { slope: &one, dims: [1, heads, seq_q, seq_kv], read: None },
-        // A number that is added to all scores of a head changes nothing.
+        // Softmax does not change when one number is added to all scores of a head.
         Along { slope: &one, dims: [1, heads, 1, 1], read: None },
     ];
     let closures = Closures { modify: Some(&modify), slope: Some(&one), along: &along, ..PLAIN };
@@ -465,7 +465,7 @@ fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum
             closures.with(&Problem { element: Element::BF16, stored: Element::BF16, ..*p }, |p| call(p, d_o));
         });
     };
-    // The output is rounded, as it is where a forward pass stores it.
+    // A forward pass rounds the output where it stores it.
     let mut got = Gradients::default();
     with(&mut |p, d_o| {
         let answer = attention(p);
@@ -497,14 +497,14 @@ fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum
         let wrong = check(&|_, all| change(all));
         assert!(!wrong[0].passes() && !wrong[1].passes(), "{what}: {wrong:?}");
     }
-    // What changes nothing has the gradient 0: zeros are right, and any number that is none of rounding is wrong.
+    // A parameter without effect has the gradient 0: zeros are right, and any number larger than rounding is wrong.
     let of = |wrong: f64| check(&|_, all| vec![wrong; all.len()])[2];
     assert!(of(0.0).passes() && !of(10.0).passes(), "{:?} {:?}", of(1.0), of(10.0));
-    // The sum of worst cases alone accepts these.
+    // The sum of worst cases alone accepts these wrong results.
     assert!(check(&|_, all| vec![0.0; all.len()])[0].worst.ratio < 1.0);
 }
 
-/// What is left of the output are a few of f16's smallest numbers.
+/// The output consists of small multiples of the smallest number of f16.
 #[test]
 fn a_sink_far_above_the_scores_has_the_gradient_that_a_small_output_leaves() {
     let (shape, sink) = ([1, 2, 1, 7, 9, 4, 8], vec![20.0, 21.0]);
@@ -532,8 +532,8 @@ fn a_sink_far_above_the_scores_has_the_gradient_that_a_small_output_leaves() {
     });
 }
 
-/// `tanh` far from 0 has the derivative 0 in f64; f32 finds a small one by another formula. The first query has one key: its dP − δ is nothing
-/// but rounding.
+/// Far from 0, `tanh` has the derivative 0 in f64; f32 finds a small one by another formula. The first query has one key, so its dP − δ consists of rounding
+/// errors only.
 #[test]
 fn a_slope_that_rounds_to_zero_may_be_small_where_the_rest_rounds_to_zero_too() {
     let numbers = Numbers::of(&[2.0, 1.0], &[0.5, -0.25], &[1.0, 5.0], &[1.0, 1.0]);
@@ -555,13 +555,13 @@ fn a_slope_that_rounds_to_zero_may_be_small_where_the_rest_rounds_to_zero_too() 
                 )
                 .passes()
             };
-            // Sech² there, times a rounding of f32.
+            // sech² there, times an f32 rounding error.
             assert!(passes(4.0 * (-46f64).exp() * 6e-8) && !passes(1e-6));
         });
     });
 }
 
-/// In f32, 1e9 has no neighbour nearer than 64: all weights of a row are equal, and the gradients by hand are those of a mean.
+/// In f32, the nearest neighbour of 1e9 is 64 away. All P of a row are equal, so the gradients by hand are those of a mean.
 #[test]
 fn rows_whose_every_score_is_extremely_low_have_one_right_result() {
     let (rows, keys) = (3, 4);
@@ -580,7 +580,7 @@ fn rows_whose_every_score_is_extremely_low_have_one_right_result() {
             closures.with(p, |p| {
                 let o = crate::check(p, Tensor::dense(&vec![mean; rows], [1, 1, rows, 1]), crate::Statistics::default(), &|_| ());
                 assert!(o.passes() && o.undecided() == 0, "{low}: {o:?}");
-                // Weights of the scores as they were.
+                // The output of the scores before the score_mod.
                 let plain = attention(&Problem { modify: None, ..*p }).o;
                 assert!(!crate::check(p, Tensor::dense(&plain, [1, 1, rows, 1]), crate::Statistics::default(), &|_| ()).passes());
                 for given in [Given::Rounded, Given::Own] {

@@ -1,33 +1,32 @@
-//! How far gradients may be from the oracle's.
+//! Tolerances of gradients.
 //!
-//! Derived as those of the forward pass, from what executors do. The oracle carries these errors through to each element of a gradient,
-//! to first order and as sums of magnitudes, so that cancellation is not the executor's fault. With `Σ(n) = 4·√n·e`:
+//! They are derived like those of the forward pass, from the roundings that executors make. The oracle carries these errors through to each element of a
+//! gradient, to first order. It sums magnitudes, so that cancellation is not the executor's fault. With `Σ(n) = 4·√n·e`:
 //!
-//! - a weight is `exp(S − stats)`: `S` is off by what the forward pass allows; scaling it, its step to powers of two and the difference
-//!   round it three times, and `stats` is rounded as often: three of `|S|`, by the magnitude of that score, and three of `|stats|`. The
-//!   exponential is good to `8·e`; what is off by `x` in all moves a weight by up to `eˣ − 1`;
-//! - `dP` and `δ` are sums of `dim_v` products, which are subtracted: `Σ(dim_v) + 2·e` of `Σ |d_o·v|` and of `Σ |d_o·o|`; `o`, which
-//!   `δ` is made of, was rounded when it was stored: `u`;
-//! - `P` is rounded to the operands' type in front of its product with `d_o`, `dS` in front of those with `k` and `q`; the product with
-//!   `dP − δ`, the scale and the difference are rounded in f32 besides: `u + 4·e`;
-//! - the slope of a modified score is off by what its own function makes of the error of the score, and by `8·e` of itself and of 1;
-//! - sums over keys, and over the queries of all heads of a group, run in f32 and are rounded: `Σ(terms) + u`, and `u` more where a
-//!   group has several heads, whose parts may be rounded before they are added; those of a parameter's gradient run over up to all
-//!   scores and are rounded to its own type;
-//! - small numbers have no relative errors: a weight below the smallest normal f32 may be 0 (`2⁻¹²⁶`), what is rounded to f16 is off by
-//!   up to `2⁻²⁵`, what is rounded to another type by up to `2⁻¹²⁶`.
+//! - P is `exp(S − stats)`. `S` is off by what the forward pass allows. The scale, the conversion to base 2 and the difference round it three times, and
+//!   `stats` as often: three of `|S|`, by the magnitude of that score, and three of `|stats|`. The exponential is accurate to `8·e`. A total error of `x`
+//!   changes P by up to `eˣ − 1`.
+//! - `dP` and `δ` are sums of `dim_v` products, which are subtracted: `Σ(dim_v) + 2·e` of `Σ |d_o·v|` and of `Σ |d_o·o|`. The `o` in `δ` was rounded when it
+//!   was stored: `u`.
+//! - `P` is rounded to the operands' type before its GEMM with `d_o`, and `dS` before those with `k` and `q`. The product with `dP − δ`, the scale and the
+//!   difference are rounded in f32 too: `u + 4·e`.
+//! - The error of the derivative of a score_mod has two parts: the effect of the error of the score, and `8·e` of the derivative and of 1.
+//! - Sums over keys, and over the queries of all heads of a GQA group, run in f32 and are rounded: `Σ(terms) + u`. A group of several heads adds another `u`,
+//!   because each head's part may be rounded before the sum. Sums for a parameter's gradient run over up to all scores and are rounded to its own type.
+//! - Small numbers have absolute errors: a P below the smallest normal f32 may be 0 (`2⁻¹²⁶`). Rounding to f16 is off by up to `2⁻²⁵`, and rounding to another
+//!   type by up to `2⁻¹²⁶`.
 //!
-//! Where `o` and stats are the executor's own (a chained pass), `o` is off by what the forward pass allows, of `Σ p·|v|`, in place
-//! of `u` of `|o|`; and so are stats, which the weights take over.
+//! In a chained pass, `o` and stats are the executor's own. Then the error of `o` is what the forward pass allows, relative to `Σ p·|v|`, in place of `u` of
+//! `|o|`. P also has the error of stats.
 //!
-//! The factor of 2 is there as in the forward pass. Where no query meets a key, all of it is 0: such a gradient is exactly 0.
+//! The factor of 2 applies as in the forward pass. A gradient without an unmasked pair of query and key is exactly 0.
 //!
 //! # Norms
 //!
 //! The gradient of a parameter sums up to all pairs of a query and a key, and `dq`, `dk` and `dv` sum over all keys or queries. The worst cases of many terms
-//! exceed the sum itself, so that these tolerances accept zeros and twice the gradient. [`Tally::bound`] therefore also limits the norm of the error:
-//! `norm.rs` says by how much. For parameters, an error of δ reaches all keys of its row: it is multiplied by the signed sum of the row's `P` times slope
-//! first. `P ∘ (dP − δ)` sums to 0 over a row, so an error that all slopes share cancels.
+//! exceed the sum itself, so that these tolerances accept zeros and twice the gradient. [`Tally::bound`] therefore also limits the norm of the error; `norm.rs`
+//! defines the limit. For parameters, an error of δ reaches all keys of its row. It is multiplied by the signed sum of the row's `P` times derivative. `P ∘ (dP
+//! − δ)` sums to 0 over a row, so an error that all derivatives share cancels.
 
 use super::norm::{Noise, NormRow, Norms, Verdict};
 use super::{Element, F32_ROUNDOFF, Wanted, Worst, sum_of};
@@ -35,61 +34,61 @@ use crate::narrow::{Narrow, products_of};
 use crate::{Given, Problem, Tensor};
 use std::ops::Range;
 
-/// Errors that do not grow with a number count this often in its magnitude, as they decide nothing about how right it is.
+/// Factor of absolute errors in the magnitude of an element. They do not grow with the number, so they must not make it undecided.
 pub(crate) const ABSOLUTE: f64 = 4.0;
 
 /// The errors of an executor's steps. All 0: no error.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rates {
-    /// Of a weight, relative.
+    /// Relative error of P.
     pub(crate) weight: f64,
-    /// The same, for each unit of the magnitude of its score.
+    /// Relative error of P for each unit of the magnitude of its score.
     pub(crate) score: f64,
-    /// The same, for each unit of the magnitude of its row's statistic.
+    /// Relative error of P for each unit of the magnitude of its row's stats.
     pub(crate) stats: f64,
-    /// How often the error of the sum of weights counts in a weight: once where it was computed in the same run.
+    /// How often the error of the softmax denominator counts in P: once if the same run computed it.
     pub(crate) sum: f64,
-    /// Of `dP` and `δ`.
+    /// Error of `dP` and `δ`.
     pub(crate) product: f64,
-    /// Of `o`, relative to itself.
+    /// Error of `o`, relative to itself.
     pub(crate) output: f64,
-    /// Of `o`, relative to Σ p·|v|.
+    /// Error of `o`, relative to Σ p·|v|.
     pub(crate) computed_output: f64,
-    /// The same, for each unit of the error of the sum of weights.
+    /// Error of `o` for each unit of the error of the softmax denominator.
     pub(crate) computed_output_score: f64,
     /// The part of `computed_output` that comes from f32.
     pub(crate) computed_output_fine: f64,
-    /// Of `o` where it is stored, and of `P` in the product that makes it.
+    /// Error of storing `o`, and error of `P` in the GEMM that computes `o`.
     pub(crate) stored: f64,
     pub(crate) computed_weight: f64,
-    /// Of `P` in front of its product with `d_o`.
+    /// Error of rounding `P` before its GEMM with `d_o`.
     pub(crate) round: f64,
-    /// Of `dS` in front of those with `k` and `q`.
+    /// Error of rounding `dS` before its GEMMs with `k` and `q`.
     pub(crate) round_slope: f64,
-    /// Of a slope, besides what its function makes of the error of the score.
+    /// Error of a derivative, besides the effect of the error of the score.
     pub(crate) slope: f64,
-    /// Of a sum over keys and its result, relative to the sum of magnitudes.
+    /// Error of a sum over keys and its result, relative to the sum of magnitudes.
     pub(crate) over_keys: f64,
-    /// The same of a sum over queries.
+    /// Error of a sum over queries and its result, relative to the sum of magnitudes.
     pub(crate) over_queries: f64,
-    /// The same of a sum over scores, without the rounding of its result.
+    /// Error of a sum over scores, without the rounding of its result.
     pub(crate) over_scores: f64,
-    /// A weight below this may be 0.
+    /// A P below this may be 0.
     pub(crate) tiny: f64,
-    /// Of a rounded number, however small it is.
+    /// Absolute error of rounding a small number.
     pub(crate) small: f64,
-    /// Likewise of `P`, and of `dS` times the scale where that is told.
+    /// Absolute error of `P`, and of `dS` times the scale if the executor scales dS to 8 bits.
     pub(crate) small_weight: f64,
     pub(crate) small_slope: Option<f64>,
-    /// Likewise of elements of `dq`, `dk` and `dv`, and of `o`.
+    /// Absolute errors of elements of `dq`, `dk` and `dv`, and of `o`.
     pub(crate) small_results: [f64; 3],
     pub(crate) small_output: f64,
-    /// Of `o`, for each unit of Σ |v|.
+    /// Error of `o` for each unit of Σ |v|.
     pub(crate) computed_output_values: f64,
 }
 
 impl Rates {
-    /// For the extents and types of a problem.
+    /// Returns the errors for the extents and types of a problem.
     pub(crate) fn new(p: &Problem<'_>, given: &Given<'_>) -> Rates {
         let [batch, heads_q, heads_kv, seq_q, seq_kv, _, dim_v] = p.shape;
         let (element, u, e) = (p.element, p.element.roundoff(), F32_ROUNDOFF);
@@ -123,9 +122,9 @@ impl Rates {
         let alone = p.narrow.map_or(alone, |narrow| alone.narrowed(p, &narrow));
         match given {
             Given::Rounded => alone,
-            // They are what they are, and a statistic is rounded twice on its way into a weight.
+            // Given `o` and stats are exact by definition; stats are rounded twice on their way into P.
             Given::These { .. } => Rates { output: 0.0, stored: 0.0, small_output: 0.0, stats: 2.0 * e, ..alone },
-            // What `compare` allows of `o` and stats, less its factor of 2, which stands in front of everything here.
+            // The tolerance of `o` and stats in `compare`, without its factor of 2, which applies to everything here.
             Given::Own => Rates {
                 computed_output_values: if p.narrow.is_some() { alone.small_weight } else { 0.0 },
                 weight: alone.weight + sum_of(seq_kv) + 16.0 * e,
@@ -146,7 +145,7 @@ impl Rates {
 }
 
 impl Rates {
-    /// Those of 8-bit floats, by the types and scales of each.
+    /// Replaces errors by those of 8-bit floats, from the types and scales of `narrow`.
     fn narrowed(self, p: &Problem<'_>, narrow: &Narrow) -> Rates {
         let [_, heads_q, heads_kv, seq_q, seq_kv, _, dim_v] = p.shape;
         let (e, stored) = (F32_ROUNDOFF, narrow.gradient.roundoff());
@@ -166,31 +165,31 @@ impl Rates {
     }
 }
 
-/// What is added to an element of a gradient, or multiplies what is.
+/// A term that is added to an element of a gradient, or a factor of such terms.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Term {
     pub(crate) value: f64,
-    /// How far it may be off.
+    /// Bound on the error of the value.
     pub(crate) error: f64,
-    /// The sizes that it is a difference of, and what no number of its type is smaller than.
+    /// The sum of magnitudes of the terms, and the smallest numbers of the type.
     pub(crate) magnitude: f64,
 }
 
 impl Term {
-    /// With what a sum of such terms may be off by, relative to each.
+    /// Adds the error of a sum, which is relative to each term.
     fn in_sum(self, sum: f64) -> Term {
         Term { error: self.error + sum * self.value.abs(), ..self }
     }
 }
 
-/// A gradient of the oracle, in row-major order; all of it is 0 where no query meets a key.
+/// A gradient of the oracle in row-major order. It is all 0 if no query attends to a key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradient {
     /// The numbers.
     pub value: Vec<f64>,
-    /// How far rounding may move each.
+    /// Bounds on their rounding errors.
     pub error: Vec<f64>,
-    /// The sizes that each is a sum of.
+    /// Sums of the magnitudes of their terms.
     pub magnitude: Vec<f64>,
 }
 
@@ -199,7 +198,7 @@ impl Gradient {
         Gradient { value: vec![0.0; len], error: vec![0.0; len], magnitude: vec![0.0; len] }
     }
 
-    /// Adds `factor` times `row`, where the sum may be off by `sum` of its terms.
+    /// Adds `factor` times `row`, with an error of the sum of `sum` relative to each term.
     pub(crate) fn add(&mut self, from: usize, row: &[f64], factor: Term, sum: f64) {
         let factor = factor.in_sum(sum);
         let range = from..from + row.len();
@@ -218,14 +217,14 @@ impl Gradient {
         self.magnitude[at] += term.magnitude;
     }
 
-    /// Adds another of the same length.
+    /// Adds another gradient of equal length.
     pub(crate) fn merge(&mut self, other: &Gradient) {
         for (to, from) in [(&mut self.value, &other.value), (&mut self.error, &other.error), (&mut self.magnitude, &other.magnitude)] {
             to.iter_mut().zip(from).for_each(|(to, x)| *to += x);
         }
     }
 
-    /// Puts neighbours of another where they belong.
+    /// Copies a range of another gradient to the offset `at`.
     pub(crate) fn place(&mut self, at: usize, from: &Gradient, range: Range<usize>) {
         let to = at..at + range.len();
         self.value[to.clone()].copy_from_slice(&from.value[range.clone()]);
@@ -259,7 +258,7 @@ impl Along {
         self.noise[at].shared += noise.shared;
     }
 
-    /// An element as a term of another sum.
+    /// Returns an element as a term of another sum.
     pub(crate) fn term(&self, at: usize) -> (Term, Noise) {
         (Term { value: self.sum.value[at], error: self.sum.error[at], magnitude: self.sum.magnitude[at] }, self.noise[at])
     }
@@ -268,20 +267,20 @@ impl Along {
 /// An element past its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct First {
-    /// Which one, in row-major order.
+    /// Its index in row-major order.
     pub at: usize,
-    /// What came.
+    /// The executor's value.
     pub got: f64,
-    /// The oracle's.
+    /// The oracle's value.
     pub want: f64,
-    /// How far apart they may be.
+    /// The largest accepted distance.
     pub tolerance: f64,
 }
 
-/// How far one gradient is from the oracle's.
+/// The distance of one gradient from the oracle's.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// Of all elements.
+    /// The worst element.
     pub worst: Worst,
     /// The first one past its tolerance.
     pub first: Option<First>,
@@ -292,31 +291,31 @@ pub struct Tally {
 
 /// The elements of a row that are compared.
 pub(crate) struct Piece<'a> {
-    /// The oracle's.
+    /// The oracle's gradient.
     pub(crate) want: &'a Gradient,
     pub(crate) range: Range<usize>,
-    /// Where the first of them is in the whole gradient, in row-major order.
+    /// Row-major index of the first of them in the complete gradient.
     pub(crate) first: usize,
-    /// What rounding may make of their norm.
+    /// Noise of their norm.
     pub(crate) noise: Noise,
 }
 
 impl Tally {
-    /// Compares neighbours with what is at `row` of a result of a type. `rounded`: the oracle's errors lack the rounding to that type.
+    /// Compares a piece with row `got.1` of a result of type `element`. `rounded`: the oracle's errors do not include the rounding to that type.
     pub(crate) fn compare(&mut self, piece: &Piece<'_>, got: (&Tensor<'_>, [usize; 3]), element: Element, rounded: bool) {
         let row = self.compare_elements(piece, got, element, rounded);
         let (want, magnitude) = (&piece.want.value[piece.range.clone()], &piece.want.magnitude[piece.range.clone()]);
         self.norms.add_at(got.1, &NormRow { got: &row, want, magnitude, noise: piece.noise });
     }
 
-    /// Compares elements alone; what came.
+    /// Compares elements but no norms, and returns the executor's values.
     fn compare_elements(&mut self, piece: &Piece<'_>, got: (&Tensor<'_>, [usize; 3]), element: Element, rounded: bool) -> Vec<f64> {
         let mut row = vec![0f64; piece.range.len()];
         got.0.read(got.1, &mut row);
         let small = element.least();
         for (n, (place, &got)) in piece.range.clone().zip(&row).enumerate() {
             let (value, error) = (piece.want.value[place], piece.want.error[place]);
-            // An error of 0 is that of a gradient which is exactly 0.
+            // An error of 0 means that the gradient is exactly 0.
             let stored = if rounded && error > 0.0 { small.max(element.roundoff() * value.abs()) } else { 0.0 };
             let tolerance = 2.0 * (error + stored);
             let magnitude = piece.want.magnitude[place] + ABSOLUTE * small;
@@ -333,7 +332,7 @@ impl Tally {
         row
     }
 
-    /// Compares all of a parameter's gradient, of these extents.
+    /// Compares a parameter's complete gradient.
     pub(crate) fn compare_along(&mut self, want: &Along, [_, heads, rows, dim]: [usize; 4], got: &Tensor<'_>, element: Element) {
         let len = want.noise.len();
         self.norms = Norms::of_parameter();
@@ -345,7 +344,7 @@ impl Tally {
             for at in range.clone() {
                 let (Term { value, error, .. }, of) = want.term(at);
                 if error > 0.0 {
-                    // Elements of a row share the errors of δ.
+                    // The errors of δ are common to the elements of a row.
                     noise.shared += of.variance;
                     noise.elements += (element.roundoff() * value).powi(2);
                     noise.fine = noise.fine.hypot(of.fine);
@@ -358,63 +357,63 @@ impl Tally {
         self.norms.close();
     }
 
-    /// ‖got − want‖ / ‖want‖, over finite elements.
+    /// Returns ‖got − want‖ / ‖want‖ over finite elements.
     #[must_use]
     pub fn relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// The norm of the error of a tile over its limit, of the worst tile. Above 1 fails.
+    /// Returns the largest ratio, over all tiles, of the norm of the error and its limit. Above 1 the gradient fails.
     #[must_use]
     pub fn bound(&self) -> f64 {
         self.norms.bound()
     }
 
-    /// Within every tolerance.
+    /// Returns true if everything is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.worst.ratio <= 1.0 && self.bound() <= 1.0
     }
 
-    /// False where rounding may change a tile of an operand's gradient, or all of a parameter's, by more than its norm: zeros pass, and so does twice
-    /// the gradient.
+    /// Returns false if rounding may change a tile of an operand's gradient, or a parameter's complete gradient, by more than its norm. Then zeros would pass,
+    /// and so would twice the gradient.
     #[must_use]
     pub fn is_decided(&self) -> bool {
         self.norms.undecided() == 0
     }
 }
 
-/// How far all gradients are: of `q`, `k` and `v`, and of each parameter.
+/// The distances of all gradients from the oracle's.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GradientDistance {
-    /// Of `q`, `k` and `v`.
+    /// Distances of `dq`, `dk` and `dv`.
     pub operands: Box<[Tally; 3]>,
-    /// Of the parameters, as they were asked for.
+    /// Distances of the gradients of parameters, in the order of the request.
     pub along: Vec<Tally>,
-    /// There if the largest gradient of a score was compared.
+    /// The largest `|dS|`, if it was compared.
     pub amax_dp: Option<Box<Worst>>,
 }
 
 impl GradientDistance {
-    /// All of them.
+    /// Iterates over all gradients.
     pub fn all(&self) -> impl Iterator<Item = &Tally> {
         self.operands.iter().chain(&self.along)
     }
 
-    /// Within every tolerance.
+    /// Returns true if everything is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.all().all(Tally::passes) && self.amax_dp.as_ref().is_none_or(|amax| amax.ratio <= 1.0)
     }
 
-    /// Passed, failed or undecided.
+    /// Returns whether the gradients passed, failed or are undecided.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         let decided = self.all().all(Tally::is_decided) && self.amax_dp.as_ref().is_none_or(|amax| amax.undecided == 0);
         Verdict::new(self.passes(), self.undecided() == 0 && decided)
     }
 
-    /// How many elements no result could be wrong in.
+    /// Returns the number of elements whose tolerance accepts any result.
     #[must_use]
     pub fn undecided(&self) -> u64 {
         self.all().map(|tally| tally.worst.undecided).sum()

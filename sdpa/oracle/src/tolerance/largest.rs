@@ -1,8 +1,8 @@
-//! The largest magnitude of a tensor that executors of 8-bit floats keep to themselves, and report for the scales of later calls.
+//! The largest magnitude of a tensor that an executor of 8-bit floats does not return. The executor reports it (amax) for the scales of later calls.
 
 use super::{Element, Wanted, Worst};
 
-/// The largest magnitude, and between which numbers rounding may move it.
+/// The largest magnitude, and the range in which rounding may move it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Largest {
     value: f64,
@@ -11,15 +11,15 @@ pub struct Largest {
 }
 
 impl Largest {
-    /// Adds an element, and how far that may be off.
+    /// Adds an element and the bound on its error.
     pub(crate) fn add(&mut self, value: f64, error: f64) {
         let size = value.abs();
-        // What is not known may be anything.
+        // An unknown error accepts any value.
         let error = if error.is_nan() { f64::INFINITY } else { error };
         *self = self.and(Largest { value: size, least: (size - error).max(0.0), most: size + error });
     }
 
-    /// The largest of both.
+    /// Returns the larger magnitude and the range of both.
     #[must_use]
     pub(crate) fn and(self, other: Largest) -> Largest {
         Largest { value: self.value.max(other.value), least: self.least.max(other.least), most: self.most.max(other.most) }

@@ -1,8 +1,8 @@
 //! Limits the norm of the error of a result, one tile of rows at a time.
 //!
-//! The tolerance of an element adds up worst cases, so it grows with the number of terms, while the element itself grows with the square root of that.
-//! Where many terms are summed, such a tolerance accepts zeros, twice the result, or the result of another head. [`Norms`] therefore also limits the norm
-//! of the error of each tile: up to 64 rows of one head. With `u` the unit roundoff of the type that is rounded to and `e = 2⁻²⁴` that of f32, it is at most
+//! The tolerance of an element adds up worst cases, so it grows with the number of terms, while the element itself grows with the square root of that. For sums
+//! of many terms, such a tolerance accepts zeros, twice the result, or the result of another head. [`Norms`] therefore also limits the norm of the error of
+//! each tile: up to 64 rows of one head. Let `u` be the unit roundoff of the result's type and `e = 2⁻²⁴` that of f32. The limit is
 //!
 //! ```text
 //! 2·F + D(V, largest row of V) + D(E, largest element of E) + D(S, S) + N/16
@@ -13,52 +13,52 @@
 //!
 //! | result | `V`: reaches one row | `E`: reaches one element | `S`: reaches several rows |
 //! |---|---|---|---|
-//! | `o` | `u·p·‖v‖` of each weight | `u·‖o‖` where it is stored | |
+//! | `o` | `u·p·‖v‖` of each P | `u·‖o‖` where it is stored | |
 //! | `dq` | `u·dS·‖k‖` of each pair, the error of its derivative, the error of δ times `‖Σ P·k‖` | `u·‖dq‖` | |
 //! | `dk` | `u·dS·‖q‖` of each pair, the error of its derivative, `u` of the part of each head of a group | `u·‖dk‖` | errors of δ and of the statistic of each row |
-//! | `dv` | `u·p·‖d_o‖` of each weight, `u` of the part of each head of a group | `u·‖dv‖` | errors of the statistic of each row |
+//! | `dv` | `u·p·‖d_o‖` of each P, `u` of the part of each head of a group | `u·‖dv‖` | errors of the statistic of each row |
 //! | parameters | | `u` of each element | `u·dS` of each pair, the error of its derivative, errors of δ |
 //!
-//! A sum of `n` terms in f32 adds `Σ(n) = 4·√n·e` of each term. δ is off by `u` of each element of `o`, by `u` of each weight that made `o` in a chained
-//! pass, and by the errors of scores in those weights.
+//! A sum of `n` terms in f32 adds `Σ(n) = 4·√n·e` of each term. δ is off by `u` of each element of `o`. In a chained pass it is also off by `u` of each P that
+//! `o` was computed from, and by the errors of scores in that P.
 //!
 //! **The constant.** A rounding error of `a` is at most `u·a`. Within one binade it is uniform, so that it is sub-Gaussian with variance `(u·a)²/3`. A vector
-//! `x` that sums such errors has `‖x‖² ≤ tr C + 2·√(t·tr C²) + 2·t·‖C‖` for its covariance `C`, but for a probability of `e⁻ᵗ`, whatever the number
-//! of terms (Hsu, Kakade and Zhang, 2012, Theorem 2.1). `D` is this for `t = 32`, with `tr C² ≤ ‖C‖·tr C`, and `‖C‖` at most the trace of the largest
-//! block of errors that are independent of the others. A right result exceeds one `D` by chance in one of 7·10¹³ tiles; a run of less than 20,000 tiles,
-//! of three such terms each, fails by chance with a probability below 10⁻⁹. The factor of 2 in front of `F` and the use of `u·a` for errors that are
-//! usually half of it leave room for larger runs: right results use at most a fifth of the limit in every case of the tests.
+//! `x` that sums such errors has `‖x‖² ≤ tr C + 2·√(t·tr C²) + 2·t·‖C‖` for its covariance `C`, except with a probability of `e⁻ᵗ`. That holds for any number
+//! of terms (Hsu, Kakade and Zhang, 2012, Theorem 2.1). `D` is this for `t = 32`, with `tr C² ≤ ‖C‖·tr C`, and `‖C‖` at most the trace of the largest block of
+//! errors that are independent of the others. A right result exceeds one `D` by chance in one of 7·10¹³ tiles. A run of less than 20,000 tiles, of three such
+//! terms each, fails by chance with a probability below 10⁻⁹. Two choices leave a margin for larger runs: the factor of 2 before `F`, and `u·a` for errors that
+//! are usually half of it. Right results use at most a fifth of the limit in every case of the tests.
 //!
-//! **Dependent errors.** `F` adds magnitudes. Each is of the size of f32's roundoff, but for 8-bit floats:
+//! **Dependent errors.** `F` adds magnitudes. Each is of the size of f32's roundoff, except for 8-bit floats:
 //!
-//! - an error of a score reaches every product that its weight is in, and the sum of the row's weights;
+//! - an error of a score reaches every product that its P is in, and the softmax denominator of the row;
 //! - an error of a row's statistic is common to the row of `dq`;
 //! - an error of δ that comes from f32 is common to the row of `dq`;
-//! - tensor cores that add 8-bit products cut each sum off in the same direction;
+//! - tensor cores truncate each sum of 8-bit products in the same direction;
 //! - numbers below the smallest normal one of a type lose their digits together.
 //!
-//! `N` is the norm of the tile in the oracle. A sixteenth of it covers an error that scales all of a tile alike: of the attention scale, of a scale of
-//! 8-bit floats, of a biased approximation of `tanh` or `exp`.
+//! `N` is the norm of the tile in the oracle. A sixteenth of it covers an error that scales a complete tile: of the attention scale, of a scale of 8-bit
+//! floats, of a biased approximation of `tanh` or `exp`.
 //!
 //! Row statistics have `F` alone: each row is one number in f32, and its tolerance is twice its error.
 //!
-//! **Undecided.** A tile whose norm is not above its limit is undecided: zeros would pass. Two kinds of tiles are decided nevertheless. A tile that is 0 by
-//! cancellation, as `dq` of rows with one key is, and a tile whose norm is below one standard deviation of its own rounding compare their limit with the
-//! magnitudes that were added up: zeros are right there. A tile of a parameter's gradient may be one number, which is small by chance, so such a gradient
-//! is decided as a whole.
+//! **Undecided.** A tile whose norm is not above its limit is undecided: zeros would pass. Two kinds of tiles are decided nevertheless, because zeros are right
+//! there: a tile that is 0 by cancellation, as `dq` of rows with one key is, and a tile whose norm is below one standard deviation of its own rounding. Their
+//! limit is compared with the sum of magnitudes instead. A tile of a parameter's gradient may be one number, which is small by chance. Therefore such a
+//! gradient is decided with all its tiles together.
 
 use super::gradients::ABSOLUTE;
 
-/// Rows of a tile, at most.
+/// Maximum number of rows of a tile.
 pub(crate) const TILE: usize = 64;
-/// A limit is exceeded by chance with a probability of at most `e` to the minus this: 1.3·10⁻¹⁴.
+/// A limit is exceeded by chance with a probability of at most `e` to the power of minus this: 1.3·10⁻¹⁴.
 const RARE: f64 = 32.0;
-/// Part of its norm that a result may be off by besides.
+/// Error, relative to its norm, that a tile may have in addition.
 const RELATIVE: f64 = 1.0 / 16.0;
-/// Below this part of what was added up, the oracle's f64 has nothing but rounding.
+/// Below this fraction of the sum of magnitudes, a result of the oracle in f64 consists of rounding errors.
 const CANCELLED: f64 = 1e-10;
 
-/// How large a sum of independent rounding errors is at most, whose squares sum to `total`, and in any one direction to no more than `largest`.
+/// Bounds the norm of a sum of independent rounding errors whose squares sum to `total`, and to at most `largest` in any one direction.
 fn deviation(total: f64, largest: f64) -> f64 {
     if total == f64::INFINITY { total } else { ((total + 2.0 * (total * largest * RARE).sqrt() + 2.0 * largest * RARE) / 3.0).sqrt() }
 }
@@ -66,15 +66,15 @@ fn deviation(total: f64, largest: f64) -> f64 {
 /// Rounding errors of a number or of the norm of a row, by how they add up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Noise {
-    /// Magnitudes are added.
+    /// Dependent errors: their magnitudes are added.
     pub(crate) fine: f64,
     /// Errors that are independent of each other and of those of other rows: their squares are added.
     pub(crate) variance: f64,
-    /// Errors that are independent of each other, each of which reaches several rows: likewise.
+    /// Independent errors that each reach several rows: their squares are added.
     pub(crate) shared: f64,
-    /// Independent roundings of the elements of a row: likewise.
+    /// Independent roundings of the elements of a row: their squares are added.
     pub(crate) elements: f64,
-    /// What numbers of a type lose that are small for it, besides.
+    /// Absolute errors of numbers that are small for their type.
     pub(crate) small: f64,
 }
 
@@ -86,13 +86,13 @@ impl Noise {
         self.shared += of.shared * square;
     }
 
-    /// Adds the errors of another part of the same sum.
+    /// Adds the errors of another part of this sum.
     pub(crate) fn merge(&mut self, of: Noise) {
         self.add(of, 1.0);
     }
 }
 
-/// Sums over rows, all of squares.
+/// Sums of squares over the rows of a tile.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Tile {
     error: f64,
@@ -113,7 +113,7 @@ impl Tile {
         2.0 * self.fine.sqrt() + independent + deviation(self.shared, self.shared) + RELATIVE * self.norm.sqrt()
     }
 
-    /// How large rounding usually is: a standard deviation, and what is lost of small numbers.
+    /// Returns a typical rounding error: one standard deviation plus the absolute errors of small numbers.
     fn usual(&self) -> f64 {
         ((self.variance + self.elements + self.shared) / 3.0).sqrt() + self.small.sqrt()
     }
@@ -147,13 +147,13 @@ impl Tile {
 pub(crate) struct NormRow<'a> {
     pub(crate) got: &'a [f64],
     pub(crate) want: &'a [f64],
-    /// What each element is a sum of.
+    /// The sum of magnitudes of the terms of each element.
     pub(crate) magnitude: &'a [f64],
-    /// Of the norm of the row.
+    /// Noise of the norm of the row.
     pub(crate) noise: Noise,
 }
 
-/// How the norms of the errors of a result's tiles compare with their limits.
+/// The norms of the errors of a result's tiles, relative to their limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Norms {
     ratio: f64,
@@ -161,12 +161,12 @@ pub struct Norms {
     /// The tile that rows are added to.
     open: Tile,
     at: [usize; 3],
-    /// Of a parameter's gradient, all of it.
+    /// All closed tiles of a parameter's gradient together; `None` for other results.
     whole: Option<Tile>,
 }
 
 impl Norms {
-    /// Of a parameter's gradient, which is decided as a whole: a tile may be one number, which is small by chance.
+    /// Norms of a parameter's gradient, which is decided with all its tiles together: one tile may be one number, which is small by chance.
     pub(crate) fn of_parameter() -> Norms {
         Norms { whole: Some(Tile::default()), ..Norms::default() }
     }
@@ -174,13 +174,13 @@ impl Norms {
     /// Adds a row to the open tile.
     pub(crate) fn add(&mut self, row: &NormRow<'_>) {
         let Noise { fine, variance, shared, elements, small } = row.noise;
-        // An element that is infinite or NaN in the oracle has to be the same; no norm says more.
+        // The result must equal an infinite or NaN element of the oracle; the comparison of elements checks that.
         if row.want.iter().any(|x| !x.is_finite()) {
             return;
         }
         let known = |x: f64| if x.is_nan() { f64::INFINITY } else { x };
         let tile = &mut self.open;
-        // An element that is not finite fails by itself.
+        // An element that is not finite already fails the comparison of elements.
         tile.error += row.got.iter().zip(row.want).filter(|(got, _)| got.is_finite()).map(|(got, want)| (got - want).powi(2)).sum::<f64>();
         tile.norm += row.want.iter().map(|x| x * x).sum::<f64>();
         tile.magnitude += row.magnitude.iter().map(|x| x * x).sum::<f64>();
@@ -192,11 +192,11 @@ impl Norms {
         let (most, all) = (row.want.iter().map(square).fold(0.0, f64::max), row.want.iter().map(square).sum::<f64>());
         tile.largest =
             [tile.largest[0].max(known(variance)), tile.largest[1].max(if all > 0.0 { known(elements) * most / all } else { 0.0 })];
-        // What rows share adds up in the norm as it does in each.
+        // `shared` of all rows is summed, because each of these errors reaches several rows.
         tile.shared += known(shared);
     }
 
-    /// Adds a row of (batch, head, row), which come in order, to its tile.
+    /// Adds the row (batch, head, row) to its tile. Rows arrive in order.
     pub(crate) fn add_at(&mut self, [batch, head, row]: [usize; 3], of: &NormRow<'_>) {
         let at = [batch, head, row / TILE];
         if at != self.at {
@@ -212,21 +212,21 @@ impl Norms {
         *self = Norms { ratio: self.bound(), undecided: self.tiles(), whole, ..Norms::default() };
     }
 
-    /// Adds those of other rows: of one tile with the open rows of both.
+    /// Adds the norms of other rows. The open rows of both belong to one tile.
     pub(crate) fn and(mut self, other: Norms) -> Norms {
         self.open = self.open.and(other.open);
         Norms { ratio: self.ratio.max(other.ratio), undecided: self.undecided + other.undecided, ..self }
     }
 
-    /// The norm of a tile's error over its limit, of the worst tile: above 1 fails.
+    /// Returns the largest ratio, over all tiles, of the norm of the error and its limit. Above 1 the result fails.
     #[must_use]
     pub fn bound(&self) -> f64 {
         let ratio = self.open.ratio();
-        // An infinite error over an infinite limit is no error that is known.
+        // An infinite error with an infinite limit gives NaN and fails.
         if ratio.is_nan() { f64::INFINITY } else { self.ratio.max(ratio) }
     }
 
-    /// How many tiles have a limit that is not below their norm.
+    /// Returns the number of tiles whose limit is at least their norm.
     #[must_use]
     pub fn undecided(&self) -> u64 {
         self.whole.map_or_else(|| self.tiles(), |whole| u64::from(whole.is_undecided()))
@@ -237,14 +237,14 @@ impl Norms {
     }
 }
 
-/// What a comparison says of a result.
+/// The outcome of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Every element and every norm is within its tolerance, and each of these says something.
+    /// Every element and every norm is within its tolerance, and no tolerance accepts any result.
     Passed,
     /// An element or a norm is past its tolerance.
     Failed,
-    /// Nothing is past its tolerance, and a tolerance would accept any result.
+    /// Nothing is past its tolerance, but a tolerance would accept any result.
     Undecided,
 }
 
@@ -272,9 +272,9 @@ mod tests {
     fn a_norm_is_limited_and_decides_where_the_limit_is_below_it() {
         assert!(row(1.0, 1.0, 0.1).bound() == 0.0 && row(1.1, 1.0, 0.1).bound() < 1.0 && row(2.0, 1.0, 0.1).bound() > 1.0);
         assert_eq!([0.1, 2.0, f64::NAN, f64::INFINITY].map(|fine| row(1.0, 1.0, fine).undecided()), [0, 1, 1, 1]);
-        // Cancelled: zeros are right, and what was added up is larger than the limit.
+        // Cancelled: zeros are right, and the sum of magnitudes is larger than the limit.
         assert_eq!([0.1, 2.0].map(|fine| row(0.0, 1e-15, fine).undecided()), [0, 1]);
-        // Nothing at all has to be nothing at all.
+        // A tile of exact zeros without noise accepts zeros only.
         assert_eq!((row(0.0, 0.0, 0.0).undecided(), row(1e-30, 0.0, 0.0).bound()), (0, f64::INFINITY));
     }
 
@@ -282,7 +282,7 @@ mod tests {
     fn a_tile_is_judged_by_itself() {
         let mut norms = Norms::default();
         for at in 0..1024 {
-            // One of sixteen tiles is dropped.
+            // One of sixteen tiles is zeros.
             let got = if at / TILE == 3 { 0.0 } else { 1.0 };
             let noise = Noise { fine: 0.05, ..Noise::default() };
             norms.add_at([0, 0, at], &NormRow { got: &[got; 4], want: &[1.0; 4], magnitude: &[1.0; 4], noise });
