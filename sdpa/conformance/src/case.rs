@@ -1,4 +1,4 @@
-//! Cases as they stand in `cases/*.toml`.
+//! Test cases, as written in `cases/*.toml`.
 
 mod backward;
 mod sweep;
@@ -13,81 +13,81 @@ use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, 
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// Why a case is not run on an executor.
+/// The reason why a case does not run on an executor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skip(pub String);
 
-/// One problem with its inputs' seed.
+/// One problem, from whose name the seed of its inputs is derived.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Case {
-    /// What it is about; unique.
+    /// A unique name that says what the case tests.
     pub name: String,
     /// Extents.
     pub shape: Shape,
     /// Element type.
     pub dtype: DType,
-    /// Element type of the output, where it is another.
+    /// Element type of the output; absent: that of the operands.
     #[serde(default)]
     pub o_dtype: Option<DType>,
-    /// Whether blocks of 32 elements have scales, and tensors have none.
+    /// Whether blocks of 32 elements have scales (MXFP8) in place of tensors.
     #[serde(default)]
     pub block_scaled: bool,
-    /// Order of the axes in memory.
+    /// Memory order of the axes.
     #[serde(default = "bhsd")]
     pub layout: Layout,
-    /// Masks, in the command line's spelling; with score_mods, by their names in the library.
+    /// Masks, in the syntax of the command line. Together with score_mods: by their names in the library.
     #[serde(default)]
     pub mask: Vec<String>,
     /// Score_mods, by their names in the library.
     #[serde(default)]
     pub score_mod: Vec<String>,
-    /// Whether query heads have numbers in the softmax's denominator.
+    /// Whether query heads have attention sinks.
     #[serde(default)]
     pub sink: bool,
-    /// The part of the weights that is dropped at random.
+    /// Dropout probability of P.
     #[serde(default)]
     pub dropout: Option<f32>,
-    /// Whether stats are wanted.
+    /// Whether the forward pass returns stats.
     #[serde(default)]
     pub stats: bool,
-    /// The base of stats.
+    /// The base of the logarithm in stats.
     #[serde(default)]
     pub stats_base: StatsBase,
-    /// Whether the largest score of each row is wanted.
+    /// Whether the forward pass returns the largest score of each row.
     #[serde(default)]
     pub row_max: bool,
-    /// Whether the sum of exponentials of each row is wanted.
+    /// Whether the forward pass returns the sum of exponentials of each row.
     #[serde(default)]
     pub sum_exp: bool,
-    /// The scale; absent: the default.
+    /// The attention scale; absent: the default.
     #[serde(default)]
     pub attn_scale: Option<f32>,
-    /// Elements between one row of `q` and the next, besides the row.
+    /// Gap in elements between rows of `q`.
     #[serde(default)]
     pub q_gap: i64,
-    /// Elements between one row of `k` and `v` and the next, besides the row.
+    /// Gap in elements between rows of `k` and of `v`.
     #[serde(default)]
     pub kv_gap: i64,
-    /// Elements between one row of `o` and the next, besides the row.
+    /// Gap in elements between rows of `o`.
     #[serde(default)]
     pub o_gap: i64,
     /// `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
     #[serde(default)]
     pub packed_qkv: bool,
-    /// Batch entries are these documents, packed; `layout` is that of `(total, heads, dim)`: head-major where it is `bhsd`.
+    /// Packed sequences (varlen) as batch entries. `layout` is that of `(total, heads, dim)`; `bhsd` means head-major.
     #[serde(default)]
     pub packed: Option<Packing>,
-    /// Keys and values lie in these pages; `layout` is that of `q` and `o`.
+    /// Paged keys and values; `layout` is that of `q` and `o`.
     #[serde(default)]
     pub paged: Option<Paging>,
     /// Standard deviation of the inputs.
     #[serde(default = "one")]
     pub spread: f64,
-    /// Executors that do not run it, each with the reason.
+    /// Executors on which the case does not run, each with the reason.
     #[serde(default)]
     pub skip: BTreeMap<String, String>,
-    /// What only a backward pass has.
+    /// Options of the backward pass.
     #[serde(default)]
     pub backward: Option<Backward>,
 }
@@ -104,7 +104,7 @@ fn listed(numbers: &[f64]) -> String {
     numbers.iter().map(f64::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// A name as it is; the text of a function that only the harness names in quotes.
+/// Returns a name of the library as it is, and the quoted text of a score_mod that only the harness has.
 fn quoted(name: &str) -> String {
     let text = own(name);
     if text == name { name.to_owned() } else { format!("'{text}'") }
@@ -119,10 +119,10 @@ struct File {
 }
 
 impl Case {
-    /// The cases of one file.
+    /// Parses the cases of one file.
     ///
     /// # Errors
-    /// What does not parse; a skip without a reason; a name twice.
+    /// The file does not parse, a skip has no reason, or a name is used twice.
     pub fn parse(text: &str) -> Result<Vec<Case>, String> {
         let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
         for (n, case) in file.case.iter().enumerate() {
@@ -136,10 +136,10 @@ impl Case {
         Ok(file.case)
     }
 
-    /// Every forward case of the project.
+    /// Returns every forward case of the project.
     ///
     /// # Errors
-    /// As [`Case::parse`]; a case with something that only a backward pass has.
+    /// See [`Case::parse`]; also a case with options of the backward pass.
     pub fn all() -> Result<Vec<Case>, String> {
         let cases = Case::parse(include_str!("../cases/forward.toml"))?;
         match cases.iter().find(|case| case.backward.is_some()) {
@@ -148,114 +148,114 @@ impl Case {
         }
     }
 
-    /// Every backward case of the project.
+    /// Returns every backward case of the project.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_backward() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/backward.toml"))
     }
 
-    /// Every case with sinks; each is for both passes.
+    /// Returns every case with sinks; each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_sinks() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/sink.toml"))
     }
 
-    /// Every case with dropout; each is for both passes.
+    /// Returns every case with dropout; each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_dropout() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/dropout.toml"))
     }
 
-    /// Every case of 8-bit floats; each is for both passes.
+    /// Returns every case with 8-bit floats; each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_fp8() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/fp8.toml"))
     }
 
-    /// Every case of 8-bit floats whose blocks have scales; each is for a forward pass alone.
+    /// Returns every case with block-scaled 8-bit floats; each is for the forward pass only.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_block_scaled() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/block_scale.toml"))
     }
 
-    /// Every case of row statistics besides stats; each is for a forward pass alone.
+    /// Returns every case with row statistics other than stats; each is for the forward pass only.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_statistics() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/statistics.toml"))
     }
 
-    /// Every case of packed documents; each is for both passes.
+    /// Returns every case with packed sequences; each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_packed() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/packed.toml"))
     }
 
-    /// Every case of windows about the ends of batch entries; each is for both passes.
+    /// Returns every case with windows that are bottom-right aligned per sequence; each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_ends() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/ends.toml"))
     }
 
-    /// Every case of a paged cache; each is for a forward pass alone.
+    /// Returns every case with a paged KV cache; each is for the forward pass only.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_paged() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/paged.toml"))
     }
 
-    /// Every case of tables that are read at computed places; each is for both passes.
+    /// Returns every case with tables that are read at computed indices; each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_tables() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/table.toml"))
     }
 
-    /// Every case of few queries or few tiles beside many keys that the file has.
+    /// Returns every case of `few.toml`: few queries or few tiles with many keys.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_few() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/few.toml"))
     }
 
-    /// Every case of functions over all that they may be asked for.
+    /// Returns every case of `functions.toml`: functions of the expression language over their complete domains.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_functions() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/functions.toml"))
     }
 
-    /// The cases with score_mods and masks of the library that the file has.
+    /// Returns the cases of `score_mod.toml`: score_mods and masks of the library.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn combined() -> Result<Vec<Case>, String> {
         Case::parse(COMBINED)
     }
 
-    /// Every case with score_mods and masks of the library, those of the file and one for each name; each is for both passes.
+    /// Returns every case with score_mods and masks of the library: those of the file, and one for each name. Each is for both passes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn all_library() -> Result<Vec<Case>, String> {
         let mut text = COMBINED.to_owned();
         let score_mods = SCORE_MODS.iter().map(|named| ("score_mod", named.cases));
@@ -269,10 +269,10 @@ impl Case {
         Case::parse(&text)
     }
 
-    /// The closures and parameters of its score_mods and masks; none where the oracle reads its masks by itself.
+    /// Returns the closures and parameters of its score_mods and masks; `None` if the oracle evaluates all its masks itself.
     ///
     /// # Errors
-    /// A name that the library has not.
+    /// The library does not have a name.
     pub fn library(&self) -> Result<Option<Library>, String> {
         let Shape { batch, heads_q, seq_q, seq_kv, .. } = self.shape;
         if let (Some(packing), None) = (&self.packed, &self.paged) {
@@ -298,10 +298,10 @@ impl Case {
         self.name.bytes().fold(7u64, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
     }
 
-    /// The specification.
+    /// Returns the specification of the forward pass.
     ///
     /// # Errors
-    /// A mask or score_mod that cannot be read.
+    /// A mask or score_mod does not parse.
     pub fn spec(&self) -> Result<AttentionSpec, String> {
         let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
         (spec.o_dtype, spec.block_scaled) = (self.o_dtype, self.block_scaled);
@@ -316,7 +316,7 @@ impl Case {
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
-                // Rows as if each were longer by the gap.
+                // Strides of rows that are longer by the gap.
                 let [b, h, s, d] = tensor.dims;
                 tensor.strides = self.layout.strides([b, h, s, d + gap]);
             }
@@ -346,7 +346,7 @@ impl Case {
         Ok(spec)
     }
 
-    /// One line that makes the same problem from the command line.
+    /// Returns a command line that runs this problem.
     pub fn repro(&self, executor: ExecutorName) -> String {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = self.shape;
         let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {}", quoted(m))).collect();

@@ -1,23 +1,23 @@
-//! How near an executor is to the oracle. Tolerances are the oracle's: `sdpa/oracle/src/tolerance.rs`.
+//! Compares results of executors with the oracle's. The tolerances are the oracle's: `sdpa/oracle/src/tolerance.rs`.
 
 use crate::oracle::{Closures, Given, Problem, element};
 use sdpa::DType;
 pub use sdpa_oracle::{Distance, GradientDistance, Verdict};
 use sdpa_oracle::{Norms, Numbers, Results, Statistics, Tally, Tensor, Worst};
 
-/// What a tally needs to know of a distance.
+/// The properties of a distance that a tally uses.
 pub trait Measured {
-    /// The largest error over its tolerance: above 1 fails.
+    /// Returns the largest ratio of an error and its tolerance: above 1 fails.
     fn worst(&self) -> f64;
-    /// Passed, failed or undecided: what `--check` says.
+    /// Returns the verdict that `--check` reports: passed, failed or undecided.
     fn verdict(&self) -> Verdict;
-    /// How near it is, in words.
+    /// Describes the distance in words.
     fn told(&self) -> String;
 
-    /// How many elements any result would be right in.
+    /// Returns the number of elements whose tolerance accepts any result.
     fn undecided(&self) -> u64;
 
-    /// Within every tolerance, and each of an element decides something. `cpu::replaced` says which cases have a norm that decides nothing.
+    /// Returns true if everything is within its tolerance and no element is undecided. Norms may be undecided: `cpu::replaced` lists the cases.
     fn holds(&self) -> bool {
         self.verdict() != Verdict::Failed && self.undecided() == 0
     }
@@ -128,13 +128,13 @@ impl Measured for GradientDistance {
 /// The gradient of a parameter.
 #[derive(Clone, Debug)]
 pub struct GotAlong {
-    /// The type in which it was asked for.
+    /// The requested type.
     pub dtype: DType,
-    /// What came.
+    /// The executor's result.
     pub value: Vec<f64>,
 }
 
-/// Operands are finite, and what they make is a number, also where the oracle says it is none.
+/// Operands are finite, so results must not be NaN, even where the oracle's are.
 fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String> {
     let wrong = all.into_iter().flatten().filter(|x| x.is_nan()).count();
     if wrong == 0 { Ok(()) } else { Err(format!("{wrong} elements are no numbers")) }
@@ -145,9 +145,9 @@ fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String
 pub struct Outputs {
     /// The output.
     pub o: Vec<f64>,
-    /// Those that were asked for.
+    /// The requested statistics.
     pub of_rows: [Option<Vec<f64>>; 3],
-    /// The largest weight, of a problem of 8-bit floats.
+    /// The largest P, for a problem with 8-bit floats.
     pub amax_s: Option<f64>,
 }
 
@@ -156,22 +156,22 @@ pub struct Outputs {
 pub struct GotGradients {
     /// `dq`, `dk` and `dv`.
     pub operands: [Vec<f64>; 3],
-    /// Of parameters, that of the sink last if there is one.
+    /// Gradients of parameters; that of the sink comes last if there is one.
     pub along: Vec<GotAlong>,
-    /// The largest gradient of a score, of a problem of 8-bit floats.
+    /// The largest gradient of a score, for a problem with 8-bit floats.
     pub slopes: Option<Slopes>,
 }
 
-/// The largest gradient of a score, times the scale, as a backward pass reports it, and what it was given.
+/// The largest gradient of a score times the scale, as reported by a backward pass, and the inputs of that pass.
 #[derive(Clone, Debug)]
 pub struct Slopes {
-    /// As it was reported.
+    /// The reported value.
     pub amax_dp: f64,
     /// Descaled `o`, and stats, in row-major order.
     pub given: [Vec<f64>; 2],
 }
 
-/// Compares results with the oracle's, which is computed once.
+/// Compares several results with the oracle's, which is computed once.
 pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -> Vec<Distance> {
     let mut results = Vec::new();
     for got in all {
@@ -184,7 +184,7 @@ pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -
 /// Compares `o` and row statistics with the oracle's.
 ///
 /// # Errors
-/// In words: what is not a number.
+/// A message that names the results that are NaN.
 pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, got: &Outputs) -> Result<Distance, String> {
     let distance = compare_each(p, closures, std::slice::from_ref(got)).pop().unwrap_or_default();
     if distance.holds() {
@@ -193,10 +193,10 @@ pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, got: &Outputs) -> Resul
     Ok(distance)
 }
 
-/// Compares gradients with the oracle's, which are computed once.
+/// Compares several sets of gradients with the oracle's, which is computed once.
 ///
 /// # Errors
-/// In words: gradients of parameters of another length than the oracle's.
+/// A message: a gradient of a parameter does not have the length of the oracle's.
 pub fn compare_each_gradients(
     p: &Problem<'_>,
     closures: &Closures<'_>,
@@ -238,7 +238,7 @@ pub fn compare_each_gradients(
 /// Compares gradients with the oracle's.
 ///
 /// # Errors
-/// In words: what is not a number, and gradients of parameters of another length than the oracle's.
+/// A message: a result is NaN, or a gradient of a parameter does not have the length of the oracle's.
 pub fn compare_gradients(
     p: &Problem<'_>,
     closures: &Closures<'_>,

@@ -1,8 +1,8 @@
-//! Covering arrays: few problems in which any two features, or any three, meet.
+//! Covering arrays: short lists of problems in which any two features, or any three, occur together.
 //!
-//! A *factor* is a feature with values, such as the element type. A *row* chooses a value of each. An array *covers* with strength *t* if for any *t*
-//! factors every combination of their values is in some row, unless a rule forbids it. The construction is greedy, as in AETG (Cohen, Dalal, Fredman
-//! and Patton, 1997): of several random rows that begin with a missing combination it takes the one with the most missing combinations.
+//! A *factor* is a feature with values, such as the element type. A *row* chooses a value of each. An array *covers* with strength *t* if for any *t* factors
+//! every combination of their values is in some row, unless a rule forbids it. The construction is greedy, as in AETG (Cohen, Dalal, Fredman and Patton, 1997).
+//! It draws several random rows that begin with a missing combination, and keeps the one with the most missing combinations.
 
 mod asked;
 mod problem;
@@ -19,16 +19,16 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 pub struct Factor {
     /// Its name.
     pub name: &'static str,
-    /// What it may be.
+    /// Its possible values.
     pub values: &'static [&'static str],
 }
 
-/// Two values that no problem has together.
+/// Two sets of values that no problem combines.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// A factor, and values of it.
     pub one: (&'static str, &'static [&'static str]),
-    /// Another, and values of it.
+    /// Another factor, and values of it.
     pub other: (&'static str, &'static [&'static str]),
     /// The reason.
     pub why: &'static str,
@@ -40,39 +40,38 @@ pub type Row = Vec<usize>;
 /// (factor, value), in the order of factors.
 type Combination = Vec<(usize, usize)>;
 
-/// What is to be covered.
+/// The combinations to cover.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// Every factor of a row.
     pub factors: &'a [Factor],
-    /// Values that no row has together.
+    /// Values that no row combines.
     pub rules: &'a [Rule],
-    /// Names of the factors whose combinations are to be in rows.
+    /// Names of the factors whose combinations are covered.
     pub of: &'a [&'a str],
-    /// How many of them make a combination.
+    /// Number of factors in a combination.
     pub strength: usize,
-    /// How many rows each combination is to be in.
+    /// Number of rows that must contain each combination.
     pub times: usize,
-    /// A factor, and values of it with which a problem computes nothing: such a row covers only combinations of which one of them is a part.
+    /// A factor with values for which a problem computes nothing. Such a row covers only combinations that contain one of these values.
     pub hollow: (&'a str, &'a [&'a str]),
 }
 
-/// Rows that cover, and what cannot be covered.
+/// The rows of a covering, and the combinations that it does not cover.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Covering {
     /// The rows.
     pub rows: Vec<Row>,
-    /// Combinations that no rule forbids by itself and that are in fewer rows than wanted: rules of other factors leave none, or none was found that is
-    /// supported.
+    /// Combinations that no rule forbids directly, but that are in too few rows. Either rules for other factors leave no row, or no supported row was found.
     pub impossible: Vec<Combination>,
-    /// How many combinations are in as many rows as wanted.
+    /// Number of combinations that are in enough rows.
     pub covered: usize,
 }
 
-/// How much a value of a factor adds to a row that is begun.
+/// How many missing combinations a value of a factor adds to an incomplete row.
 type Worth<'a> = dyn Fn(&[Option<usize>], usize, usize) -> usize + 'a;
 
-/// Rows tried for each that is taken.
+/// Number of rows tried for each row that is kept.
 const ATTEMPTS: usize = 12;
 /// Number of supported rows that are modified to contain a combination when none of the constructed rows is supported.
 const BASES: usize = 48;
@@ -81,9 +80,9 @@ const FIRST: usize = 24;
 
 struct Builder<'a> {
     factors: &'a [Factor],
-    /// By factor and value, then by factor and value: whether both may be in one row.
+    /// Whether two values may occur in one row, by factor and value of both.
     allowed: Vec<Vec<Vec<Vec<bool>>>>,
-    /// The factor, and its values with which nothing is computed.
+    /// Each (factor, value) for which nothing is computed.
     hollow: Vec<(usize, usize)>,
     random: Random,
 }
@@ -114,13 +113,13 @@ impl Builder<'_> {
         combination.iter().any(|chosen| self.hollow.contains(chosen))
     }
 
-    /// Whether a row is a problem for a combination.
+    /// Returns true if a row tests a combination.
     fn covers(&self, row: &Row, combination: &Combination) -> bool {
         let computes_nothing = self.hollow.iter().any(|(factor, value)| row[*factor] == *value);
         combination.iter().all(|(factor, value)| row[*factor] == *value) && (!computes_nothing || self.is_hollow(combination))
     }
 
-    /// Combinations of so many factors that rules do not forbid.
+    /// Returns the combinations of `strength` factors that rules allow.
     fn combinations(&self, strength: usize, of: &[usize]) -> Vec<Combination> {
         let mut all = vec![Combination::new()];
         let mut found = Vec::new();
@@ -141,20 +140,20 @@ impl Builder<'_> {
         found
     }
 
-    /// Values of a factor that fit a row that is begun.
+    /// Returns the values of a factor that rules allow in an incomplete row.
     fn choices(&self, row: &[Option<usize>], factor: usize, may_be_hollow: bool) -> Vec<usize> {
         let may_be = |value: &usize| self.fits(row, factor, *value) && (may_be_hollow || !self.hollow.contains(&(factor, *value)));
         (0..self.factors[factor].values.len()).filter(may_be).collect()
     }
 
-    /// A row that begins with a combination: each further factor in random order has the value that adds the most missing pairs of `worth`, ties at random.
+    /// Completes a row that begins with a combination. Each further factor, in random order, gets the value that adds the most to `worth`, ties at random.
     fn complete(&mut self, begin: &Combination, worth: &Worth<'_>) -> Option<Row> {
         let mut row: Vec<Option<usize>> = vec![None; self.factors.len()];
         begin.iter().for_each(|(factor, value)| row[*factor] = Some(*value));
         let may_be_hollow = self.is_hollow(begin);
         let mut left: Vec<usize> = (0..row.len()).filter(|factor| row[*factor].is_none()).collect();
         while !left.is_empty() {
-            // The factor with the fewest values that fit comes first, so that few rows end in nothing.
+            // The factor with the fewest allowed values comes first, so that few rows end without one.
             let narrow = left.iter().position(|factor| self.choices(&row, *factor, may_be_hollow).len() <= 1);
             let n = narrow.unwrap_or_else(|| self.random.between(0, left.len() as i64 - 1) as usize);
             let factor = left.swap_remove(n);
@@ -180,7 +179,7 @@ impl Builder<'_> {
             row[factor] = keep.then_some(value);
             !keep
         });
-        // The factor with the fewest values that fit comes first.
+        // The factor with the fewest allowed values comes first.
         while !left.is_empty() {
             let n = (0..left.len()).min_by_key(|n| self.choices(&row, left[*n], may_be_hollow).len())?;
             let factor = left.swap_remove(n);
@@ -193,8 +192,8 @@ impl Builder<'_> {
         row.into_iter().collect()
     }
 
-    /// Looks for a supported row with a combination among modified known rows, except `taken`: rows that share most values with the combination, alone and
-    /// crossed with others.
+    /// Looks for a supported row that contains a combination and is not in `taken`. It modifies known rows that share the most values with the combination,
+    /// alone and crossed with others.
     fn supported_with(&mut self, combination: &Combination, known: &[Row], taken: &HashSet<Row>, asked: &mut Asked<'_>) -> Option<Row> {
         if known.is_empty() {
             return None;
@@ -210,7 +209,7 @@ impl Builder<'_> {
         })
     }
 
-    /// Rows that differ from `row` in one factor and gain missing combinations: the best two.
+    /// Returns the best two rows that differ from `row` in one factor and gain missing combinations.
     fn better(&self, row: &Row, factor: usize, begin: &Combination, worth: &dyn Fn(&Row) -> usize, taken: &HashSet<Row>) -> Vec<Row> {
         if begin.iter().any(|(other, _)| *other == factor) {
             return Vec::new();
@@ -261,7 +260,7 @@ impl Builder<'_> {
                 None => missing.push(chosen),
             }
         }
-        // A value may need several other values. Random rows seldom have all of them; a supported row is one change away.
+        // A value may need several other values that random rows seldom all have. A supported row may need only one change.
         loop {
             let before = missing.len();
             missing.retain(|chosen| {
@@ -279,14 +278,13 @@ impl Builder<'_> {
     }
 }
 
-/// Rows in which combinations of values meet that rules allow to, so often as wanted; the other factors vary too. Only rows that are supported are taken. The same
-/// rows every time.
+/// Returns supported rows that contain each allowed combination as often as wanted. The other factors vary too. Repeated calls return identical rows.
 pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
     let asked = &mut Asked::new(supports);
     let factors = wanted.factors;
     let of: Vec<usize> = (0..factors.len()).filter(|n| wanted.of.contains(&factors[*n].name)).collect();
     let mut builder = Builder::new(wanted);
-    // How many rows each combination still wants.
+    // Number of rows that each combination still lacks.
     let mut missing: BTreeMap<Combination, usize> =
         builder.combinations(wanted.strength, &of).into_iter().map(|combination| (combination, wanted.times)).collect();
     let all = missing.len();
@@ -300,7 +298,7 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
         keep
     });
     while let Some(begin) = missing.first_key_value().map(|(combination, _)| combination.clone()) {
-        // By factor and value: missing combinations in which it is. Cheaper than to ask of every value how many it would complete.
+        // Number of missing combinations that contain each value, by factor. Counting the completed combinations of every value would be slower.
         let mut open = vec![Vec::new(); factors.len()];
         factors.iter().enumerate().for_each(|(n, factor)| open[n] = vec![0usize; factor.values.len()]);
         missing.keys().flatten().for_each(|(factor, value)| open[*factor][*value] += 1);
@@ -314,7 +312,7 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
         };
         let completed = |builder: &Builder<'_>, row: &Row| missing.keys().filter(|combination| builder.covers(row, combination)).count();
         let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !taken.contains(row)).collect();
-        // The last of the best, as `max_by_key` would have it.
+        // The last of the best, as `max_by_key` would return.
         let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
         best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
         let made = best.into_iter().map(|(_, row)| row).find(|row| asked.is_supported(row));
@@ -386,7 +384,7 @@ mod tests {
             Rule { one: ("a", &["0"]), other: ("c", &["0"]), why: "" },
             Rule { one: ("b", &["2"]), other: ("c", &["1"]), why: "" },
         ];
-        // a = 0 wants b = 2 and c = 1, which exclude one another: it has no row at all.
+        // a = 0 needs b = 2 and c = 1, which exclude each other: no row has it.
         let covering = cover(&wanted(&rules, 2), &|_| true);
         assert!(covering.rows.iter().all(|row| row[0] != 0 && !(row[1] == 2 && row[2] == 1)));
         assert_eq!(covering.impossible.len(), 1 + 1 + 4, "{:?}", covering.impossible);
@@ -394,7 +392,7 @@ mod tests {
 
     #[test]
     fn combinations_are_in_so_many_rows_that_are_supported() {
-        // Nothing with c = 1 is supported, nor a = 0 beside b = 0.
+        // No row with c = 1 is supported, and none with a = 0 and b = 0.
         let covering = cover(&Wanted { times: 3, ..wanted(&[], 2) }, &|row| row[2] != 1 && (row[0], row[1]) != (0, 0));
         for (n, row) in covering.rows.iter().enumerate() {
             assert!(row[2] == 0 && (row[0], row[1]) != (0, 0) && !covering.rows[..n].contains(row), "{row:?}");
@@ -412,7 +410,7 @@ mod tests {
         let names = ["0", "1", "2", "3", "4", "5", "6", "7", "8"];
         let factors: Vec<Factor> = FEW.iter().zip(names).map(|(factor, name)| Factor { name, ..*factor }).collect();
         let wanted = Wanted { factors: &factors, rules: &[], of: &names, strength: 2, times: 1, hollow: ("", &[]) };
-        // At most three values other than 0: 1 of 27 random rows, and 1 of 150 where one value is given.
+        // Supported are at most three values other than 0: 1 of 27 random rows, and 1 of 150 if one value is fixed.
         let covering = cover(&wanted, &|row| row.iter().filter(|value| **value > 0).count() <= 3);
         assert!(covering.impossible.is_empty(), "{} of {} combinations", covering.impossible.len(), covering.covered);
         for (a, b) in (0..9).flat_map(|a| (a + 1..9).map(move |b| (a, b))) {
@@ -422,7 +420,7 @@ mod tests {
         }
     }
 
-    /// Declines about one in 60 pairs of values that are not the first of their factors.
+    /// Rejects about one in 60 pairs of values that are not the first of their factors.
     fn declines_pairs(row: &Row) -> bool {
         let pairs = (0..row.len()).flat_map(|a| (a + 1..row.len()).map(move |b| (a, b))).filter(|(a, b)| row[*a] > 0 && row[*b] > 0);
         pairs.map(|(a, b)| Random::new(((a * 20 + row[a]) * 1000 + b * 20 + row[b]) as u64).bits()).any(|bits| bits % 60 == 0)
@@ -435,7 +433,7 @@ mod tests {
         let whole: Vec<Row> = covering.rows.iter().filter(|row| row[0] != 0).cloned().collect();
         assert!((0..3).all(|b| (0..4).all(|d| has(&whole, &[(1, b), (3, d)]))), "{:?}", covering.rows);
         assert!((0..4).all(|d| has(&covering.rows, &[(0, 0), (3, d)])));
-        // No combination of other factors is one of them.
+        // Combinations of other factors are not covered by such rows.
         let others = cover(&Wanted { hollow: ("a", &["0"]), of: &["b", "c", "d"], ..wanted(&[], 2) }, &|_| true);
         assert!(others.rows.iter().all(|row| row[0] != 0));
     }

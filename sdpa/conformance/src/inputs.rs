@@ -21,7 +21,7 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// All elements, those between rows too, set to one number.
+    /// Returns `len` elements, gaps included, that are all `value`.
     pub fn filled(dtype: DType, len: usize, value: f32) -> Operand {
         match dtype {
             DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
@@ -32,7 +32,7 @@ impl Operand {
         }
     }
 
-    /// For a call to read.
+    /// Returns the elements for a call to read.
     pub fn elements(&self) -> Elements<'_> {
         match self {
             Operand::F32(x) => Elements::F32(x),
@@ -43,7 +43,7 @@ impl Operand {
         }
     }
 
-    /// For a call to write.
+    /// Returns the elements for a call to write.
     pub fn elements_mut(&mut self) -> ElementsMut<'_> {
         match self {
             Operand::F32(x) => ElementsMut::F32(x),
@@ -54,7 +54,7 @@ impl Operand {
         }
     }
 
-    /// Memory of f32.
+    /// Returns the memory if it is f32.
     pub fn numbers_mut(&mut self) -> Option<&mut [f32]> {
         match self {
             Operand::F32(x) => Some(x),
@@ -62,7 +62,7 @@ impl Operand {
         }
     }
 
-    /// The same to read; nothing of other types.
+    /// Returns the memory if it is f32, else an empty slice.
     pub fn numbers(&self) -> &[f32] {
         match self {
             Operand::F32(x) => x,
@@ -75,13 +75,13 @@ impl Operand {
             Operand::F32(x) => x[at] = value as f32,
             Operand::F16(x) => x[at] = f16::from_f64(value),
             Operand::BF16(x) => x[at] = bf16::from_f64(value),
-            // Numbers to be made narrow are drawn as f32.
+            // Operands of 8-bit floats are drawn as f32 first.
             Operand::F8E4M3(x) => x[at] = F8E4M3::from_f32(value as f32),
             Operand::F8E5M2(x) => x[at] = F8E5M2::from_f32(value as f32),
         }
     }
 
-    /// An element, exactly.
+    /// Returns an element, exactly.
     pub fn get(&self, at: usize) -> f64 {
         match self {
             Operand::F32(x) => f64::from(x[at]),
@@ -93,17 +93,17 @@ impl Operand {
     }
 }
 
-/// Random elements where the tensor has some, NaN between them: whoever reads a gap shows it.
+/// Returns random elements with NaN in the gaps between them, so that reading a gap shows in the result.
 pub fn random(tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
     random_about(0.0, tensor, dtype, spread, random)
 }
 
-/// The same about a mean.
+/// Returns random elements around a mean, with NaN in the gaps.
 pub fn random_about(mean: f64, tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
     fill(&tensor.into(), dtype, || f64::from((mean + random.normal() * spread) as f32))
 }
 
-/// Makes rows past a length of their batch entry NaN.
+/// Sets rows past the length of their batch entry to NaN.
 pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     let [_, heads, rows, dim] = tensor.dims.map(|d| d as usize);
     for (n, place) in Laid::from(tensor).places().into_iter().enumerate() {
@@ -114,7 +114,7 @@ pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     }
 }
 
-/// Makes numbers of what is NaN of a tensor.
+/// Replaces NaN elements of a tensor by numbers.
 pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
     for place in Laid::from(tensor).places().into_iter().flatten() {
         if operand.get(place).is_nan() {
@@ -123,7 +123,7 @@ pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
     }
 }
 
-/// Elements in row-major order, rounded; NaN between them.
+/// Stores elements in row-major order, rounded to the type, with NaN in the gaps.
 pub fn scatter(tensor: impl Into<Laid>, dtype: DType, elements: &[f64]) -> Operand {
     let laid = tensor.into();
     let mut operand = Operand::filled(dtype, laid.elements(), f32::NAN);
@@ -141,10 +141,10 @@ fn fill(laid: &Laid, dtype: DType, mut next: impl FnMut() -> f64) -> Operand {
     operand
 }
 
-/// What lies between the elements of a result, to be found again; every type has it.
+/// Marks gaps in results, so that a write to a gap can be detected. Every type can represent it.
 const GAP: f32 = 384.0;
 
-/// Memory for a result: NaN where it has elements, so that none is left out or added to, and a number between them.
+/// Returns memory for a result. Its elements are NaN, so that an element that is not written or is accumulated to shows. Its gaps hold a marker.
 pub fn poisoned(tensor: impl Into<Laid>, dtype: DType) -> Operand {
     let laid = tensor.into();
     let mut operand = Operand::filled(dtype, laid.elements(), GAP);
@@ -154,7 +154,7 @@ pub fn poisoned(tensor: impl Into<Laid>, dtype: DType) -> Operand {
     operand
 }
 
-/// A place between the elements of a result that was [`poisoned`], and was written.
+/// Returns the offset of a gap of a [`poisoned`] result that was written.
 pub fn written_gap(tensor: impl Into<Laid>, operand: &Operand) -> Option<usize> {
     let laid = tensor.into();
     let mut belongs = vec![false; laid.elements()];
@@ -162,12 +162,12 @@ pub fn written_gap(tensor: impl Into<Laid>, operand: &Operand) -> Option<usize> 
     (0..belongs.len()).find(|&at| !belongs[at] && operand.get(at) != f64::from(GAP))
 }
 
-/// The elements in row-major order, exactly; 0 behind the end of a document.
+/// Returns the elements in row-major order, exactly; 0 past the end of a sequence.
 pub fn gather(tensor: impl Into<Laid>, operand: &Operand) -> Vec<f64> {
     gather_or(0.0, tensor, operand)
 }
 
-/// The same with another number behind the end of a document.
+/// Returns the elements in row-major order, with `rest` past the end of a sequence.
 pub fn gather_or(rest: f64, tensor: impl Into<Laid>, operand: &Operand) -> Vec<f64> {
     tensor.into().places().into_iter().map(|at| at.map_or(rest, |at| operand.get(at))).collect()
 }

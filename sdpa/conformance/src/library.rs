@@ -1,6 +1,6 @@
-//! What every score_mod and mask of the library means, as plain closures, and random values for their parameters.
+//! Every score_mod and mask of the library as plain closures, with random values for their parameters.
 //!
-//! Written down from the publications, by name; traces are not read.
+//! The closures are written by name from the publications; they do not evaluate traces.
 
 mod masks;
 mod mods;
@@ -17,15 +17,15 @@ use half::{bf16, f16};
 use sdpa::{Mask, Param, ParamValue, Side, TensorSpec};
 use std::sync::Arc;
 
-/// A place among the scores: (batch, query head, query, key).
+/// A position: (batch, query head, query, key).
 pub type Here = [i64; 4];
 
 type Real = Box<dyn Fn(f64, Here) -> f64 + Send + Sync>;
 
-/// The element of a table.
+/// Returns the offset of the table element that a position reads.
 type Reading = Box<dyn Fn(Here) -> usize + Send + Sync>;
 
-/// What is bound to a parameter.
+/// The value of a parameter.
 #[derive(Clone, Debug)]
 pub enum Values {
     /// A scalar.
@@ -38,9 +38,9 @@ pub enum Values {
     BF16(Vec<bf16>),
     /// A tensor of i32.
     I32(Vec<i32>),
-    /// Boundaries of i64.
+    /// Offsets of i64.
     I64(Vec<i64>),
-    /// A tensor of truth values.
+    /// A tensor of booleans.
     Bool(Vec<bool>),
 }
 
@@ -53,12 +53,12 @@ pub struct Bound {
     pub dims: [i64; 4],
     /// Its value.
     pub values: Values,
-    /// The same, widened.
+    /// Its value, widened to f64.
     pub widened: Arc<[f64]>,
 }
 
 impl Bound {
-    /// For a call.
+    /// Returns it as a parameter of a call.
     pub fn param(&self) -> Param<'_> {
         let value = match &self.values {
             Values::Scalar(x) => ParamValue::Scalar(*x),
@@ -73,14 +73,14 @@ impl Bound {
     }
 }
 
-/// A tensor as closures see it.
+/// A tensor that closures read.
 #[derive(Clone)]
 struct Tensor {
     dims: [i64; 4],
     data: Arc<[f64]>,
 }
 
-/// The element of a tensor of these extents at a place.
+/// Returns the offset of the element of a tensor that a position reads.
 fn element(dims: [i64; 4], here: Here) -> usize {
     dims.iter().zip(here).fold(0, |n, (&extent, at)| n * extent + if extent == 1 { 0 } else { at }) as usize
 }
@@ -90,24 +90,24 @@ impl Tensor {
         self.data[element(self.dims, here)]
     }
 
-    /// The place of the element at these indices, outside of the tensor of the nearest.
+    /// Returns the offset of the element at these indices; indices out of range are clamped.
     fn place(&self, indices: [i64; 4]) -> usize {
         let within = std::array::from_fn(|axis| indices[axis].clamp(0, self.dims[axis] - 1));
         element(self.dims, within)
     }
 
-    /// That element.
+    /// Returns that element.
     fn nearest(&self, indices: [i64; 4]) -> f64 {
         self.data[self.place(indices)]
     }
 }
 
-/// The axes that letters of `bhqk` name.
+/// Parses axes as letters of `bhqk`.
 fn axes(letters: &str) -> Result<Vec<usize>, String> {
     letters.chars().map(|c| "bhqk".find(c).ok_or_else(|| format!("{letters:?}: axes are b, h, q, k"))).collect()
 }
 
-/// Draws parameters; what two functions declare under one name is one.
+/// Draws parameters. Two functions that declare the same name share one parameter.
 struct Drawing<'r> {
     extents: [i64; 4],
     random: &'r mut Random,
@@ -123,7 +123,7 @@ impl Drawing<'_> {
         self.bind_of(name, dims, make)
     }
 
-    /// The same of extents of its own.
+    /// Draws a parameter whose extents do not depend on the problem.
     fn bind_of(&mut self, name: &'static str, dims: [i64; 4], make: impl FnOnce(&mut Random, usize) -> Values) -> Tensor {
         let values = make(self.random, dims.iter().product::<i64>() as usize);
         let data: Arc<[f64]> = match &values {
@@ -144,13 +144,13 @@ impl Drawing<'_> {
 struct Stage {
     value: Real,
     slope: Real,
-    /// What its own roundings may move the value by, in units of f32's roundoff.
+    /// A bound on its own roundings, in units of the f32 roundoff.
     rounding: Real,
-    /// How large what it makes of a `tanh` is: of a GPU's own that is off by a part of it.
+    /// The magnitude that the relative error of a hardware `tanh` applies to; `None` without `tanh`.
     tanh: Option<Real>,
-    /// Derivatives by parameters.
+    /// Derivatives with respect to parameters.
     partials: Vec<(&'static str, Real)>,
-    /// Of tables among them, the element that a score reads.
+    /// For tables among the parameters, the offset of the element that a position reads.
     reads: Vec<(&'static str, Reading)>,
 }
 
@@ -158,28 +158,28 @@ struct Stage {
 pub struct Library {
     stages: Vec<Stage>,
     keeps: Vec<Box<dyn Fn(Here) -> bool + Send + Sync>>,
-    /// What is bound; a scalar that is not here has its default.
+    /// Bound parameters; a scalar that is not in the list has its default.
     pub bound: Vec<Bound>,
     pads: bool,
-    /// Whether the oracle reads masks by itself.
+    /// Whether the oracle evaluates windows, prefixes and their combinations itself.
     beside_masks: bool,
     packing: Option<Packing>,
     cache: Option<Cache>,
 }
 
 impl Library {
-    /// The functions of these names, with parameters drawn for a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// Draws the parameters of the named functions for a problem of extents (batch, heads_q, seq_q, seq_kv).
     ///
     /// # Errors
-    /// A name that the library has not.
+    /// The library does not have a name.
     pub fn draw(mods: &[String], masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
         Library::draw_packed(mods, masks, extents, None, random)
     }
 
-    /// The same over packed documents.
+    /// Draws them for packed sequences.
     ///
     /// # Errors
-    /// A name that the library has not.
+    /// The library does not have a name.
     pub fn draw_packed(
         mods: &[String],
         masks: &[String],
@@ -192,10 +192,10 @@ impl Library {
         Ok(Library { packing: packing.cloned(), ..library })
     }
 
-    /// The same over a paged cache, with packed queries or without.
+    /// Draws them for a paged KV cache, with or without packed queries.
     ///
     /// # Errors
-    /// A name that the library has not.
+    /// The library does not have a name.
     pub fn draw_paged(
         mods: &[String],
         masks: &[String],
@@ -214,7 +214,7 @@ impl Library {
         Ok(Library { cache: Some(cache), ..library })
     }
 
-    /// The same beside parameters that are there.
+    /// Draws them in addition to parameters that are already bound.
     fn over(mods: &[String], masks: &[String], extents: [i64; 4], bound: Vec<Bound>, random: &mut Random) -> Result<Library, String> {
         let mut drawing = Drawing { extents, random, bound };
         let stages = mods.iter().map(|text| mods::stage(text, &mut drawing)).collect::<Result<_, _>>()?;
@@ -226,14 +226,13 @@ impl Library {
         Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: None, cache: None })
     }
 
-    /// Documents, beside masks that the oracle reads by itself.
+    /// Packed sequences without score_mods; the oracle evaluates the masks itself.
     pub fn of_documents(packing: Packing) -> Library {
         let bound = packing.bound(&Side::ALL);
         Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing), cache: None }
     }
 
-    /// A paged cache, with packed queries or without, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q,
-    /// seq_kv).
+    /// A paged KV cache, with or without packed queries, for a problem of extents (batch, heads_q, seq_q, seq_kv). The oracle evaluates the masks itself.
     pub fn of_cache(paging: &Paging, packing: Option<Packing>, extents: [i64; 4], random: &mut Random) -> Library {
         let paging = paging.beside(packing.as_ref());
         let mut bound = packing.as_ref().map_or_else(Vec::new, |packing| packing.bound(&[Side::Queries]));
@@ -246,16 +245,16 @@ impl Library {
         Library { stages: Vec::new(), keeps: vec![Box::new(there)], bound, pads: false, beside_masks: true, packing, cache: Some(cache) }
     }
 
-    /// Drawn lengths of batch entries, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// Draws per-sequence lengths for a problem of extents (batch, heads_q, seq_q, seq_kv). The oracle evaluates other masks itself.
     ///
     /// # Errors
-    /// None: the library has lengths.
+    /// None: the library has the mask `padding`.
     pub fn of_lengths(extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
         let library = Library::over(&[], &["padding".to_owned()], extents, Vec::new(), random)?;
         Ok(Library { beside_masks: true, ..library })
     }
 
-    /// The masks that the oracle reads by itself: none that is a closure.
+    /// Returns the masks that the oracle evaluates itself, which are those without a closure.
     pub fn word_for_word(&self, masks: &[Mask]) -> Vec<Mask> {
         let read = |mask: &&Mask| match mask {
             Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::All(_) | Mask::Any(_) | Mask::Not(_) => self.beside_masks,
@@ -264,7 +263,7 @@ impl Library {
         masks.iter().filter(read).cloned().collect()
     }
 
-    /// Where an operand's elements are.
+    /// Returns the memory positions of an operand's elements.
     pub fn laid(&self, tensor: &TensorSpec, side: Side) -> Laid {
         match (&self.cache, side) {
             (Some(cache), Side::Keys) => Laid::paged(tensor, cache),
@@ -272,34 +271,34 @@ impl Library {
         }
     }
 
-    /// The paged cache, where keys are in such.
+    /// Returns the paged KV cache, if there is one.
     pub fn cache(&self) -> Option<&Cache> {
         self.cache.as_ref()
     }
 
-    /// For a call.
+    /// Returns the parameters of a call.
     pub fn params(&self) -> Vec<Param<'_>> {
         self.bound.iter().map(Bound::param).collect()
     }
 
-    /// Keys of each batch entry, where keys past them are padding.
+    /// Returns the number of keys of each batch entry, if keys past it are padding.
     pub fn key_lengths(&self) -> Option<&[f64]> {
         let pads = self.pads || self.packing.is_some();
         self.bound.iter().find(|b| b.name == "seq_len_kv" && pads).map(|b| &*b.widened)
     }
 
-    /// Queries of each batch entry, where queries past them are padding.
+    /// Returns the number of queries of each batch entry, if queries past it are padding.
     pub fn query_lengths(&self) -> Option<&[f64]> {
         let pads = self.pads && self.packing.is_none();
         self.bound.iter().find(|b| b.name == "seq_len_q" && pads).map(|b| &*b.widened)
     }
 
-    /// Queries and keys that each batch entry has, of a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// Returns the number of queries and keys of each batch entry, for a problem of extents (batch, heads_q, seq_q, seq_kv).
     pub fn lengths(&self, extents: [i64; 4]) -> Vec<[i64; 2]> {
         masks::entries(&self.bound, extents)
     }
 
-    /// What goes into each stage, and what comes out of the last.
+    /// Returns the input of each stage, and the output of the last.
     fn values(&self, score: f64, here: Here) -> Vec<f64> {
         let mut values = vec![score];
         for stage in &self.stages {
@@ -312,19 +311,19 @@ impl Library {
         self.stages.iter().zip(values).map(|(stage, &x)| (stage.slope)(x, here)).collect()
     }
 
-    /// `of` of each stage, carried through the stages behind it.
+    /// Propagates `of` of each stage through the derivatives of the stages after it.
     fn carried(&self, score: f64, here: Here, of: impl Fn(&Stage, f64) -> f64, through: impl Fn(f64) -> f64) -> f64 {
         let values = self.values(score, here);
         let slopes = self.slopes(&values, here);
         self.stages.iter().zip(&values).zip(&slopes).fold(0.0, |sum, ((stage, &x), &slope)| sum * through(slope) + of(stage, x))
     }
 
-    /// Calls with everything as closures; `along` names parameters whose derivatives are wanted.
+    /// Calls `call` with closures of everything; `along` names the parameters whose derivatives are wanted.
     pub fn with<T>(&self, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
         self.with_tanh_off(along, 0.0, call)
     }
 
-    /// The same of an executor whose `tanh` is off by so many units of f32's roundoff.
+    /// Calls `call` with closures for an executor whose `tanh` has a relative error of `tanh` times the f32 roundoff.
     pub fn with_tanh_off<T>(&self, along: &[&str], tanh: f64, call: impl FnOnce(&Closures<'_>) -> T) -> T {
         let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);
         let slope = |score, here| self.slopes(&self.values(score, here), here).iter().product();

@@ -1,4 +1,4 @@
-//! Converts a specification into a problem of the oracle: numbers in row-major order, masks as they are written, the rest as closures.
+//! Converts a specification into a problem of the oracle: numbers in row-major order, masks, and closures for everything traced.
 
 use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};
@@ -15,26 +15,26 @@ pub struct Problem<'a> {
     pub k: &'a [f64],
     /// Values.
     pub v: &'a [f64],
-    /// In which an executor computes it.
+    /// The type in which an executor computes.
     pub dtype: DType,
-    /// Multiplies the scores.
+    /// The attention scale.
     pub scale: f64,
-    /// All must keep a key; traced ones are given as closures.
+    /// Masks; a query attends to a key where all of them allow it. Traced ones are passed as closures instead.
     pub masks: &'a [Mask],
-    /// Queries and keys that each batch entry has; none: all of them.
+    /// Number of queries and keys of each batch entry; empty if all are complete.
     pub lengths: &'a [[i64; 2]],
-    /// A number of each query head that stands in its denominators.
+    /// The attention sink of each query head.
     pub sink: Option<&'a [f64]>,
-    /// Weights that are dropped at random.
+    /// Dropout of P.
     pub dropout: Option<Dropout>,
-    /// What is made 8-bit floats of.
+    /// Scales of a problem with 8-bit floats.
     pub narrow: Option<Narrow>,
 }
 
 /// Scales of 8-bit floats, and the type of the output.
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
-    /// What the oracle is told.
+    /// The scales in the oracle's terms.
     pub told: sdpa_oracle::Narrow,
     /// Element type of `o`.
     pub o: DType,
@@ -55,12 +55,12 @@ fn word_for_word<'a>(mask: &Mask, lengths: &'a (dyn Fn(i64) -> [i64; 2] + Sync))
         Mask::All(masks) => Rule::All(each(masks)),
         Mask::Any(masks) => Rule::Any(each(masks)),
         Mask::Not(mask) => Rule::Not(Box::new(word_for_word(mask, lengths))),
-        // The oracle does not read traces: it would share their meaning with what it checks.
+        // The oracle does not evaluate traces: otherwise it would share code with the executors that it checks.
         Mask::Traced(rule) => panic!("{} is given to the oracle as a closure", rule.name()),
     }
 }
 
-/// The type of a result.
+/// Returns the oracle's name of a type.
 pub fn element(dtype: DType) -> Element {
     match dtype {
         DType::F16 => Element::F16,
@@ -73,7 +73,7 @@ pub fn element(dtype: DType) -> Element {
 }
 
 impl Problem<'_> {
-    /// Calls with what the oracle reads.
+    /// Calls `call` with the oracle's form of this problem.
     pub fn with<T>(&self, closures: &Closures<'_>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
         let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = self.shape;
         let lengths = |b: i64| self.lengths.get(b as usize).copied().unwrap_or([seq_q as i64, seq_kv as i64]);
@@ -112,7 +112,7 @@ pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64]) -> Gradi
     p.with(closures, |told| sdpa_oracle::gradients(told, Tensor::dense(&d_o, p.o_dims()), Given::Rounded))
 }
 
-/// Where weights stay: 1 or 0 for each place among (batch, heads_q, seq_q, seq_kv), in row-major order.
+/// Returns the dropout mask: 1 where P is kept and 0 elsewhere, in row-major order of (batch, heads_q, seq_q, seq_kv).
 pub fn stays(dropout: &Dropout, extents: [i64; 4]) -> Vec<f64> {
     let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
     let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));

@@ -1,4 +1,4 @@
-//! Packed documents of a case: how long they are, and what lies around them.
+//! Packed sequences (varlen) of a case: their lengths, and the tokens around them.
 
 use crate::library::{Bound, Values};
 use crate::paging::Cache;
@@ -8,31 +8,31 @@ use sdpa::{AttentionSpec, Packed, Side, TensorSpec};
 use serde::Deserialize;
 use std::ops::Range;
 
-/// The documents of a packed case.
+/// The packed sequences of a case.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Packing {
-    /// Tokens of each document, of queries; of keys too where these have no lengths of their own.
+    /// Number of query tokens of each sequence, and of key tokens unless `lengths_kv` is given.
     pub lengths_q: Vec<i64>,
-    /// Tokens of each document, of keys; beside pages, the keys of each batch entry.
+    /// Number of key tokens of each sequence; with pages, the number of keys of each batch entry.
     #[serde(default)]
     pub lengths_kv: Option<Vec<i64>>,
-    /// Tokens in front of the first document.
+    /// Number of tokens before the first sequence.
     #[serde(default)]
     pub before: i64,
-    /// Tokens behind the last one.
+    /// Number of tokens after the last sequence.
     #[serde(default)]
     pub slack: i64,
-    /// Whether the problem leaves unsaid how many tokens there are at most.
+    /// Whether the problem leaves the maximum number of tokens open.
     #[serde(default)]
     pub unbounded: bool,
-    /// Whether boundaries are i64.
+    /// Whether `cu_seqlens` is i64.
     #[serde(default)]
     pub wide: bool,
 }
 
 impl Packing {
-    /// Draws documents that a packed specification has room for: empty ones, the longest, and others.
+    /// Draws sequences that fit a packed specification: empty ones, one of the maximum length, and others.
     pub fn draw(spec: &AttentionSpec, packed: &Packed, random: &mut Random) -> Packing {
         let of = |tensor: &TensorSpec, total: Option<i64>, random: &mut Random| {
             let [batch, _, longest, _] = tensor.dims;
@@ -62,7 +62,7 @@ impl Packing {
         }
     }
 
-    /// Tokens of each document, of one side.
+    /// Returns the number of tokens of each sequence on one side.
     pub fn lengths(&self, side: Side) -> &[i64] {
         match side {
             Side::Queries => &self.lengths_q,
@@ -70,7 +70,7 @@ impl Packing {
         }
     }
 
-    /// Where each document begins, and where the last one ends.
+    /// Returns the `cu_seqlens` of one side.
     pub fn boundaries(&self, side: Side) -> Vec<i32> {
         let mut at = self.before;
         let ends = self.lengths(side).iter().map(|length| {
@@ -84,18 +84,18 @@ impl Packing {
         self.boundaries(side).windows(2).map(|pair| i64::from(pair[0])..i64::from(pair[1])).collect()
     }
 
-    /// Tokens in memory, those of no document too.
+    /// Returns the number of tokens in memory, including those outside of any sequence.
     pub fn tokens(&self, side: Side) -> i64 {
         self.before + self.lengths(side).iter().sum::<i64>() + self.slack
     }
 
-    /// What a specification says of them.
+    /// Returns the packing as a specification states it.
     pub fn packed(&self) -> Packed {
         let total = |side| (!self.unbounded).then(|| self.before + self.lengths(side).iter().sum::<i64>());
         Packed::new().with_cross(self.lengths_kv.is_some()).with_wide(self.wide).with_totals(total(Side::Queries), total(Side::Keys))
     }
 
-    /// The boundaries of sides as parameters.
+    /// Returns the `cu_seqlens` of `sides` as parameters.
     pub fn bound(&self, sides: &[Side]) -> Vec<Bound> {
         let mut sides: Vec<_> = sides.iter().map(|side| (self.packed().boundaries(*side), *side)).collect();
         sides.dedup_by_key(|(name, _)| *name);
@@ -109,13 +109,13 @@ impl Packing {
         sides.into_iter().map(bind).collect()
     }
 
-    /// Whether a place among the scores is of a document.
+    /// Returns true if a position is within its sequence.
     pub fn has(&self, [b, _, q, k]: [i64; 4]) -> bool {
         q < self.lengths(Side::Queries)[b as usize] && k < self.lengths(Side::Keys)[b as usize]
     }
 }
 
-/// A tensor, and where its batch entries lie.
+/// A tensor with the memory layout of its batch entries.
 #[derive(Clone, Debug)]
 pub struct Laid {
     tensor: TensorSpec,
@@ -124,11 +124,11 @@ pub struct Laid {
 
 #[derive(Clone, Debug)]
 enum Entries {
-    /// A stride apart.
+    /// Batch entries at a constant stride.
     Apart,
-    /// Documents, and all tokens.
+    /// Sequences as token ranges, and the total number of tokens.
     Packed(Vec<Range<i64>>, i64),
-    /// In pages.
+    /// Pages of a KV cache.
     Paged(Cache),
 }
 
@@ -139,18 +139,18 @@ impl From<&TensorSpec> for Laid {
 }
 
 impl Laid {
-    /// A tensor of one side.
+    /// Returns the layout of a tensor on one side.
     pub fn of(tensor: &TensorSpec, side: Side, packing: Option<&Packing>) -> Laid {
         let packed = |packing: &Packing| Entries::Packed(packing.documents(side), packing.tokens(side));
         Laid { tensor: *tensor, entries: packing.map_or(Entries::Apart, packed) }
     }
 
-    /// Keys or values in pages.
+    /// Returns the layout of keys or values in pages.
     pub fn paged(tensor: &TensorSpec, cache: &Cache) -> Laid {
         Laid { tensor: *tensor, entries: Entries::Paged(cache.clone()) }
     }
 
-    /// Elements of its memory.
+    /// Returns the number of elements in memory.
     pub fn elements(&self) -> usize {
         let whole = match &self.entries {
             Entries::Apart => self.tensor,
@@ -160,7 +160,7 @@ impl Laid {
         whole.extent().unwrap_or(0) as usize
     }
 
-    /// Where each element is, in row-major order of (batch, head, seq, dim); nowhere behind the end of a document, and behind the keys of a page
+    /// Returns the offset of each element, in row-major order of (batch, head, seq, dim). It is `None` past the end of a sequence and past the keys of a page
     /// table.
     pub fn places(&self) -> Vec<Option<usize>> {
         let ([b, h, s, d], [of_b, of_h, of_s, of_d]) = (self.tensor.dims, self.tensor.strides);

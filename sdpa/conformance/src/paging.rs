@@ -1,4 +1,4 @@
-//! The paged KV cache of a case: which pages each batch entry has, and what the rest of the page table and of the containers holds.
+//! The paged KV cache of a case: the pages of each batch entry, and the contents of unused table entries and pages.
 
 use crate::library::{Bound, Values};
 use crate::packing::Packing;
@@ -8,28 +8,28 @@ use sdpa::{AttentionSpec, Layout, Mask, Paged, TensorSpec};
 use serde::Deserialize;
 use std::sync::Arc;
 
-/// The cache of a paged case.
+/// The paged KV cache of a case.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Paging {
-    /// Tokens of a page.
+    /// Number of tokens in a page.
     pub page_size: i64,
-    /// Order of (pages, heads, tokens of a page, dim) in memory: page-major, or `bhsd` with heads in front of tokens.
+    /// Memory order of (pages, heads, tokens of a page, dim): page-major, where `bhsd` has heads before tokens.
     #[serde(default = "page_major")]
     pub layout: Layout,
-    /// Queries of each batch entry, beside the mask `padding`; absent: drawn.
+    /// Number of queries of each batch entry, with the mask `padding`; absent: drawn.
     #[serde(default)]
     pub lengths_q: Option<Vec<i64>>,
-    /// Keys of each batch entry, likewise.
+    /// Number of keys of each batch entry, with the mask `padding`; absent: drawn.
     #[serde(default)]
     pub lengths_kv: Option<Vec<i64>>,
-    /// Whether pages lie in the order of the keys.
+    /// Whether pages are in the order of the keys.
     #[serde(default)]
     pub in_order: bool,
-    /// Pages that every entry begins with.
+    /// Number of leading pages that all entries share.
     #[serde(default)]
     pub shared: i64,
-    /// Pages that nobody has, besides those of keys that are not there.
+    /// Number of pages that no entry uses, in addition to those past the lengths.
     #[serde(default)]
     pub spare: i64,
 }
@@ -38,7 +38,7 @@ fn page_major() -> Layout {
     Layout::Bshd
 }
 
-/// A page table, and how many keys it is for.
+/// A page table, and the number of keys of each batch entry.
 #[derive(Clone, Debug)]
 pub struct Cache {
     page_size: i64,
@@ -49,7 +49,7 @@ pub struct Cache {
 }
 
 impl Paging {
-    /// Draws the cache of a paged specification; with lengths, where a mask says that there are such.
+    /// Draws the cache of a paged specification. It draws lengths if the specification has a traced mask.
     pub fn draw(spec: &AttentionSpec, paged: &Paged, random: &mut Random) -> Paging {
         let padded = spec.masks.iter().any(|mask| matches!(mask, Mask::Traced(_)));
         let mut lengths = |most: i64| {
@@ -64,17 +64,17 @@ impl Paging {
         Paging { page_size: paged.page_size, layout: page_major(), lengths_q, lengths_kv, in_order, shared, spare: spare - shared }
     }
 
-    /// What a specification says of a cache for so many batch entries of so many keys.
+    /// Returns the specification of a cache for `batch` entries of up to `seq_kv` keys.
     pub fn paged(&self, batch: i64, seq_kv: i64) -> Paged {
         Paged::new(self.page_size, batch * pages_of(seq_kv, self.page_size) + self.shared + self.spare)
     }
 
-    /// Strides of keys or values, with so many elements between rows.
+    /// Returns the strides of keys or values, with a gap of `gap` elements between rows.
     pub fn strides(&self, [batch, heads, seq_kv, dim]: [i64; 4], gap: i64) -> [i64; 4] {
         self.layout.strides([self.paged(batch, seq_kv).pages, heads, self.page_size, dim + gap])
     }
 
-    /// The same where queries are packed, with the lengths of the keys.
+    /// Returns the cache for packed queries, with the lengths of the keys.
     #[must_use]
     pub fn beside(&self, packing: Option<&Packing>) -> Paging {
         match packing {
@@ -83,13 +83,13 @@ impl Paging {
         }
     }
 
-    /// The lengths that are not drawn.
+    /// Returns the lengths that the case gives.
     pub fn lengths(&self) -> Vec<Bound> {
         let given = [("seq_len_q", &self.lengths_q), ("seq_len_kv", &self.lengths_kv)];
         given.into_iter().filter_map(|(name, lengths)| Some(bound(name, lengths.as_ref()?.iter().map(|n| *n as i32), 1))).collect()
     }
 
-    /// Draws the page table of a problem of extents (batch, heads_q, seq_q, seq_kv), whose entries have so many keys.
+    /// Draws the page table of a problem of extents (batch, heads_q, seq_q, seq_kv) for the given per-sequence lengths.
     pub fn cache(&self, [batch, _, _, seq_kv]: [i64; 4], lengths: Option<&[f64]>, random: &mut Random) -> Cache {
         let pages = self.paged(batch, seq_kv).pages;
         let mut order: Vec<i32> = (0..pages as i32).collect();
@@ -121,23 +121,23 @@ fn bound(name: &'static str, values: impl Iterator<Item = i32>, per_entry: i64) 
 }
 
 impl Cache {
-    /// The page table as a parameter.
+    /// Returns the page table as a parameter.
     pub fn bound(&self) -> Bound {
         bound(PAGE_TABLE, self.table.iter().flatten().copied(), self.table[0].len() as i64)
     }
 
-    /// The page and the token of a key that is there.
+    /// Returns the page of a key and the key's index in it, if the entry has that key.
     pub fn place(&self, batch: i64, key: i64) -> Option<[i64; 2]> {
         let page = |key: i64| i64::from(self.table[batch as usize][(key / self.page_size) as usize]);
         (key < self.keys[batch as usize]).then(|| [page(key), key % self.page_size])
     }
 
-    /// Whether a place among the scores has a key.
+    /// Returns true if the key of a position exists.
     pub fn has(&self, [b, _, _, k]: [i64; 4]) -> bool {
         k < self.keys[b as usize]
     }
 
-    /// All pages of a tensor.
+    /// Returns the page pool of a tensor.
     pub fn container(&self, tensor: &TensorSpec) -> TensorSpec {
         let [_, heads, _, dim] = tensor.dims;
         TensorSpec { dims: [self.pages, heads, self.page_size, dim], ..*tensor }

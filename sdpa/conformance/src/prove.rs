@@ -1,5 +1,5 @@
-//! Proofs of executors: an [`Answer`] for each problem of a covering, a [`State`] of them in a file that a later run goes on from, and [`Workers`], the processes
-//! that answer.
+//! Proofs of executors: an [`Answer`] for each problem of a covering, a [`State`] file of answers that a later run continues, and [`Workers`], the processes
+//! that compute answers.
 
 mod auto;
 mod error;
@@ -24,16 +24,16 @@ pub use workers::{Count, MOST_BAD, Workers, serve};
 pub enum Verdict {
     /// Every result is within its tolerances.
     Right,
-    /// The executor declined it, and said so before anything ran.
+    /// The executor reported the problem as unsupported before it ran anything.
     Unsupported,
     /// A result is past a tolerance, or the call failed.
     Wrong,
-    /// The process ended, or gave no answer in time.
+    /// The process ended, or did not answer in time.
     Exit,
 }
 
 impl Verdict {
-    /// Whether it speaks against the executor.
+    /// Returns true for verdicts against the executor.
     pub fn is_bad(self) -> bool {
         matches!(self, Verdict::Wrong | Verdict::Exit)
     }
@@ -46,14 +46,14 @@ pub struct Answer {
     pub name: String,
     /// Its features, `factor: value`.
     pub features: Vec<String>,
-    /// Its row, of which [`Answer::problem`] makes the problem again. Files of earlier versions have none.
+    /// Its row, from which [`Answer::problem`] builds the problem again. Files of earlier versions have none.
     #[serde(default)]
     pub row: Row,
     /// Its verdict.
     pub verdict: Verdict,
-    /// How near it is, why it was declined, or what was wrong.
+    /// The distance from the oracle, the reason why the problem is unsupported, or the error.
     pub told: String,
-    /// How long it took, compiling and the oracle with it.
+    /// Duration in seconds, including compilation and the oracle.
     pub seconds: f64,
 }
 
@@ -74,16 +74,16 @@ impl Answer {
         Answer { seconds: start.elapsed().as_secs_f64(), ..Answer::without(problem, verdict, told) }
     }
 
-    /// One that nothing was measured of.
+    /// An answer without a measurement.
     pub fn without(problem: &Problem, verdict: Verdict, told: String) -> Answer {
         let Problem { case, features, row, .. } = problem;
         Answer { name: case.name.clone(), features: features.clone(), row: row.clone(), verdict, told, seconds: 0.0 }
     }
 
-    /// Makes the problem again.
+    /// Builds the problem again.
     ///
     /// # Errors
-    /// The answer has no row, or one that another version of [`FACTORS`](crate::covering::FACTORS) gives a meaning to.
+    /// The answer has no row, or the row has other features in this version of [`FACTORS`](crate::covering::FACTORS).
     pub fn problem(&self) -> Result<Problem, String> {
         let problem = Problem::of(&self.name, &self.row)?;
         if problem.features != self.features {
@@ -93,12 +93,12 @@ impl Answer {
     }
 }
 
-/// The subject of answers: they are no answers of another executor, version or device.
+/// The subject of answers. Answers about one executor, version or device do not hold for another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
     /// The executor.
     pub executor: String,
-    /// Its version and the device that it runs on, in words.
+    /// The executor's version and the device, in words.
     pub runs_on: String,
 }
 

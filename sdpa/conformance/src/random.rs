@@ -1,16 +1,16 @@
-//! Numbers that look random and are the same everywhere.
+//! Pseudorandom numbers that are identical on every platform.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// A stream of its own for every seed.
+    /// Starts a stream that depends on the seed.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }
 
-    /// 64 bits.
+    /// Returns 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -19,22 +19,22 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Between 0 and 1.
+    /// Returns a number between 0 and 1.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Nearly normal: a sum of twelve uniform numbers.
+    /// Returns an approximately normal number: a sum of twelve uniform ones.
     pub fn normal(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
 
-    /// A whole number in `low..=high`.
+    /// Returns an integer in `low..=high`.
     pub fn between(&mut self, low: i64, high: i64) -> i64 {
         low + (self.bits() % (high - low + 1).unsigned_abs()) as i64
     }
 
-    /// One of a list.
+    /// Returns an element of a list.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[(self.bits() % of.len() as u64) as usize]
     }

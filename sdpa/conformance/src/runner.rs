@@ -1,4 +1,4 @@
-//! Runs cases on executors and counts what became of them.
+//! Runs cases on executors and counts the outcomes.
 
 mod backward;
 mod blocks;
@@ -49,27 +49,27 @@ use sdpa_oracle::F32_ROUNDOFF;
 pub use stays::{Stays, stays};
 use std::f64::consts::LN_2;
 
-/// What became of a case on an executor.
+/// The outcome of a case on an executor.
 #[derive(Clone, Debug)]
 pub enum Outcome<D = Distance> {
-    /// Right, and how near.
+    /// All results are within their tolerances; with the distance from the oracle.
     Pass(D, Report),
-    /// Not run, and why.
+    /// The case did not run; with the reason.
     Skip(String),
-    /// Wrong, and how.
+    /// A result is wrong; with a description.
     Fail(String),
 }
 
-/// Counts, for a summary that cannot hide a skip.
+/// Counts of outcomes, for a summary that includes skips.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
-    /// Right.
+    /// Number of passed cases.
     pub passed: usize,
-    /// Not run.
+    /// Number of cases that did not run.
     pub skipped: usize,
-    /// Wrong.
+    /// Number of failed cases.
     pub failed: usize,
-    /// The largest error over its tolerance among those that passed.
+    /// The largest ratio of error and tolerance among the passed cases.
     pub worst: f64,
 }
 
@@ -99,7 +99,7 @@ impl Tally {
         }
     }
 
-    /// One line.
+    /// Returns the counts as one line.
     pub fn summary(&self, executor: &str) -> String {
         format!(
             "{executor}: {} passed, {} skipped, {} failed; worst error {:.2} of its tolerance",
@@ -126,7 +126,7 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
 }
 
 impl<D: Measured + 'static> Outcome<D> {
-    /// The same, whichever pass it is of.
+    /// Boxes the distance, so that forward and backward outcomes have one type.
     pub fn boxed(self) -> Outcome<Box<dyn Measured>> {
         match self {
             Outcome::Pass(distance, report) => Outcome::Pass(Box::new(distance), report),
@@ -137,7 +137,7 @@ impl<D: Measured + 'static> Outcome<D> {
 }
 
 impl<D> Outcome<D> {
-    /// A failure says how it is seen again.
+    /// Adds a line to a failure that reproduces it.
     #[must_use]
     pub fn with_repro(self, line: impl FnOnce() -> String) -> Outcome<D> {
         match self {
@@ -146,7 +146,7 @@ impl<D> Outcome<D> {
         }
     }
 
-    /// A skip that nothing excuses is a failure.
+    /// Turns a skip into a failure unless `excused` returns true.
     #[must_use]
     pub fn skip_only_if(self, excused: impl FnOnce() -> bool, line: impl FnOnce() -> String) -> Outcome<D> {
         match self {
@@ -156,7 +156,7 @@ impl<D> Outcome<D> {
     }
 }
 
-/// What was made ready; an executor that says one thing and does another has failed.
+/// Returns the prepared pass. An executor whose `supports` and `prepare` disagree has failed.
 fn ready<T, D>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<T, Outcome<D>> {
     Err(match (made, said) {
         (Ok(made), Ok(())) => return Ok(made),
@@ -172,18 +172,18 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
     run_with(spec, &Draw { attn_scale, spread, shift: 0.0, seed }, None, executor)
 }
 
-/// The masks that the oracle reads by itself: those that no closure is there for.
+/// Returns the masks that the oracle evaluates itself: those without a closure.
 fn read_by_oracle(masks: &[Mask], library: Option<&Library>) -> Vec<Mask> {
     library.map_or_else(|| masks.to_vec(), |library| library.word_for_word(masks))
 }
 
-/// Queries and keys that each batch entry has, where some have not all.
+/// Returns the number of queries and keys of each batch entry; empty if all are complete.
 fn entries(library: Option<&Library>, spec: &AttentionSpec) -> Vec<[i64; 2]> {
     let [batch, heads_q, seq_q, _] = spec.q.dims;
     library.map_or_else(Vec::new, |library| library.lengths([batch, heads_q, seq_q, spec.k.dims[2]]))
 }
 
-/// Documents, pages or lengths of a specification that a case says nothing of.
+/// Draws packed sequences, pages or lengths for a specification without a case.
 fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     let mut random = Random::new(seed ^ 0xd0c5);
     let [batch, heads_q, seq_q, _] = spec.q.dims;
@@ -201,15 +201,15 @@ fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     Library::of_lengths(extents, &mut random).ok().filter(|_| padded)
 }
 
-/// Where the elements of a side's tensor are.
+/// Returns the memory positions of a tensor's elements.
 fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
     library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
 }
 
-/// An executor that takes whatever an automatic choice does, cuDNN's engines too.
+/// An executor that runs what the automatic selection picks, including cuDNN.
 pub const AUTO: ExecutorName = ExecutorName::new("auto");
 
-/// Makes rows NaN that are padding: no result may depend on them. cuDNN's engines multiply them by 0, so they stay numbers there.
+/// Sets padding rows to NaN, because no result may depend on them. cuDNN's engines multiply them by 0, so they stay finite there.
 fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, tensors: &mut [(&TensorSpec, &mut inputs::Operand)]) {
     let Some(library) = library else { return };
     let multiplies = [ExecutorName::CUDNN, AUTO].contains(&executor);
@@ -219,7 +219,7 @@ fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, 
     };
     for (tensor, operand) in tensors {
         match (cache, lengths) {
-            // Between the keys of pages there is NaN already.
+            // Memory outside of the pages' keys is NaN already.
             (Some(cache), _) if multiplies => inputs::number_gaps(&cache.container(tensor), operand),
             (None, Some(lengths)) if !multiplies => inputs::spoil_rows(tensor, operand, lengths),
             (Some(_) | None, _) => {}
@@ -227,7 +227,7 @@ fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, 
     }
 }
 
-/// The same with score_mods and masks of the library, whose closures stand for all masks of the specification.
+/// Runs a specification with score_mods and masks of the library, whose closures replace all masks of the specification.
 pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, executor: &dyn Executor) -> Outcome {
     let (compared, report) = match computed(spec, draw, library, executor, compare) {
         Ok(done) => done,
@@ -240,7 +240,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     }
 }
 
-/// Computes a specification on an executor, and what a judge says of that who knows the problem of the oracle.
+/// Computes a specification on an executor and calls `judge` with the problem of the oracle.
 fn computed<T>(
     spec: &AttentionSpec,
     draw: &Draw,
@@ -321,7 +321,7 @@ fn computed<T>(
     Ok((with(library, &[], tanh, |closures| judge(&textbook, closures, &got)), report))
 }
 
-/// What a row without keys has.
+/// Returns the statistic of a row that attends to no key.
 fn of_no_key(statistic: Statistic) -> f64 {
     match statistic {
         Statistic::Stats | Statistic::RowMax => f64::NEG_INFINITY,
@@ -329,14 +329,14 @@ fn of_no_key(statistic: Statistic) -> f64 {
     }
 }
 
-/// How far `tanh` is off that kernels for NVIDIA GPUs take beside operands of a type, in units of f32's roundoff (docs/numerics.md).
+/// Returns the relative error of the `tanh` that NVIDIA kernels use for operands of a type, in units of the f32 roundoff (docs/numerics.md).
 fn tanh_error(executor: ExecutorName, dtype: DType) -> f64 {
     let relative = match dtype {
         DType::BF16 => 1.0 / 2048.0,
         DType::F16 => 2e-5,
         DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 0.0,
     };
-    // Engines of cuDNN are off by 1.1e-5 beside either type, of all that were looked at (9.27, an H100).
+    // cuDNN engines are off by 1.1e-5 with either type, of all that were examined (9.27, an H100).
     match executor {
         ExecutorName::CUDA | AUTO => relative / F32_ROUNDOFF,
         ExecutorName::CUDNN => 2e-5 / F32_ROUNDOFF,
@@ -344,7 +344,7 @@ fn tanh_error(executor: ExecutorName, dtype: DType) -> f64 {
     }
 }
 
-/// Calls with the closures of the library, or with none.
+/// Calls `call` with the closures of the library, or without closures.
 fn with<T>(library: Option<&Library>, along: &[&str], tanh: f64, call: impl FnOnce(&Closures<'_>) -> T) -> T {
     match library {
         Some(library) => library.with_tanh_off(along, tanh, call),
@@ -352,7 +352,7 @@ fn with<T>(library: Option<&Library>, along: &[&str], tanh: f64, call: impl FnOn
     }
 }
 
-/// A random specification: lengths off every tile, GQA, odd strides, every mask, a fifth of packed documents. Small enough for the oracle.
+/// Draws a specification: lengths off every tile, GQA, odd strides, every mask; a fifth are packed sequences. Small enough for the oracle.
 pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     if random.between(0, 4) == 0 {
@@ -361,7 +361,7 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Lays a problem out as TMA needs it: dense rows of a multiple of 16 bytes, pages of a multiple of 8 tokens.
+/// Changes the layout to what TMA needs: dense rows of a multiple of 16 bytes, pages of a multiple of 8 tokens.
 pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
     if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
         paged.page_size *= 8;
@@ -381,14 +381,14 @@ pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
     spec
 }
 
-/// The same of packed documents alone.
+/// Draws a specification of packed sequences.
 pub fn random_packed(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     pack(&mut spec, random);
     spec
 }
 
-/// Makes documents of batch entries, together about as long.
+/// Turns batch entries into packed sequences of about the previous total length.
 fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     let batch = random.between(1, 7);
     let longest = |n: i64| n.min(700 / batch);
@@ -396,7 +396,7 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     let cross = random.between(0, 1) == 0;
     let longest_q = if cross { longest_q } else { longest_kv };
     let (said, wide) = (random.between(0, 3) > 0, random.between(0, 3) == 0);
-    // Heads are apart by more than one token, whatever there is of them.
+    // Heads are more than one token apart, whatever the number of tokens.
     let total = |longest: i64, random: &mut Random| random.between(if said { longest } else { batch * longest }, batch * longest).max(2);
     let total_q = total(longest_q, random);
     let total_kv = if cross { total(longest_kv, random) } else { total_q };
@@ -417,7 +417,7 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     spec.packed = Some(Packed::new().with_cross(cross).with_wide(wide).with_totals(said.then_some(total_q), said.then_some(total_kv)));
 }
 
-/// The same in a paged cache alone: pages of any size, in any order of their axes, with lengths or without, or with packed queries. For forward passes.
+/// Draws a specification with a paged KV cache for a forward pass: pages of any size and memory order, with or without lengths, or with packed queries.
 pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     let [batch, _, seq_kv, _] = spec.k.dims;
@@ -449,7 +449,7 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// The same of windows about the ends of entries, beside their lengths.
+/// Draws a specification with windows that are bottom-right aligned per sequence, with their lengths.
 pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     let [seq_q, seq_kv] = [spec.q.dims[2], spec.k.dims[2]];
@@ -460,10 +460,10 @@ pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// The same of masks that are unions of bands.
+/// Draws a specification whose mask is a union of bands.
 pub fn random_pieces(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
-    // As engines read them, so that nothing is copied, and with stats alone: other passes are not taken apart.
+    // Strides that engines read without copies, and no statistic except stats: other problems are not split into bands.
     for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
         let [_, heads, rows, dim] = tensor.dims;
         let row = (dim + 7) / 8 * 8 + random.pick(&[0, 0, 8, 64]);
@@ -482,14 +482,14 @@ pub fn random_pieces(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Strides of so many packed tokens, token-major or head-major, with gaps or without.
+/// Sets the strides of `total` packed tokens, token-major or head-major, with or without gaps.
 fn place_packed(tensor: &mut TensorSpec, total: i64, random: &mut Random) {
     let [_, heads, _, dim] = tensor.dims;
     let row = dim + random.pick(&[0, 0, 0, 8, 3]);
     tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, total.max(2), row]);
 }
 
-/// The same of batch entries that are no documents.
+/// Draws a specification without packed sequences.
 pub fn random_padded(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let heads_kv = random.pick(&[1, 1, 2, 3]);
     let lengths = |random: &mut Random| match random.between(0, 5) {

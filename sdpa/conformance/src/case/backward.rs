@@ -1,46 +1,46 @@
-//! What a backward case has besides a forward one.
+//! Options of a case for the backward pass.
 
 use super::Case;
 use sdpa::{BackwardSpec, DType, ExecutorName, Layout, Side, TensorSpec};
 use serde::Deserialize;
 
-/// The `backward` table of a case. Without it each gradient lies as its operand, and `d_o` as `o`.
+/// The `backward` table of a case. Without it each gradient has the strides of its operand, and `d_o` those of `o`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backward {
-    /// Where the gradient of the output lies.
+    /// Strides of the gradient of the output.
     pub d_o: Option<Place>,
-    /// Where the gradient of the queries lies.
+    /// Strides of the gradient of the queries.
     pub dq: Option<Place>,
-    /// Where the gradient of the keys lies.
+    /// Strides of the gradient of the keys.
     pub dk: Option<Place>,
-    /// Where the gradient of the values lies.
+    /// Strides of the gradient of the values.
     pub dv: Option<Place>,
-    /// Parameters whose gradients are asked for, each with the type of the gradient: `"bias:f32"`.
+    /// Parameters to differentiate by, each with the type of its gradient: `"bias:f32"`.
     pub wrt: Vec<String>,
-    /// Whether every run must give the same bits.
+    /// Whether every run must return identical bits.
     pub deterministic: bool,
-    /// Element type of `d_o`, where it is another than that of `q`.
+    /// Element type of `d_o`; absent: that of `q`.
     pub d_o_dtype: Option<DType>,
-    /// Element type of `dq`, `dk` and `dv`, where it is another.
+    /// Element type of `dq`, `dk` and `dv`; absent: that of the operands.
     pub gradient_dtype: Option<DType>,
-    /// One key head and one value head are read as all of them; each head's gradient is its own.
+    /// All KV heads read the memory of one KV head; the gradient of each head has memory of its own.
     pub repeated_heads: bool,
-    /// Mean of the queries, and minus that of the keys: scores lie about `−scale·dim_qk·shift²`.
+    /// Mean of the queries; the keys have minus this mean. The scores have a mean of about `−scale·dim_qk·shift²`.
     pub shift: f64,
 }
 
-/// Where a tensor lies.
+/// The strides of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Place {
-    /// Order of the axes in memory; absent: the case's.
+    /// Memory order of the axes; absent: that of the case.
     #[serde(default)]
     pub layout: Option<Layout>,
-    /// Elements between one row and the next, besides the row.
+    /// Gap in elements between rows.
     #[serde(default)]
     pub gap: i64,
-    /// Axes along which one element stands for all.
+    /// Axes with stride 0.
     #[serde(default)]
     pub repeats: Vec<usize>,
 }
@@ -60,10 +60,10 @@ impl Place {
 }
 
 impl Case {
-    /// The specification of the backward pass.
+    /// Returns the specification of the backward pass.
     ///
     /// # Errors
-    /// A mask or score_mod that cannot be read, an axis that is not there, a parameter without a type.
+    /// A mask or score_mod does not parse, an axis does not exist, or a parameter has no type.
     pub fn backward_spec(&self) -> Result<BackwardSpec, String> {
         let mut forward = self.spec()?;
         let options = self.backward.clone().unwrap_or_default();
@@ -91,7 +91,7 @@ impl Case {
         Ok(spec)
     }
 
-    /// One line that computes the gradient of the same problem from the command line.
+    /// Returns a command line that computes the gradients of this problem.
     pub fn backward_repro(&self, executor: ExecutorName) -> String {
         let options = self.backward.clone().unwrap_or_default();
         let types = [("d-o", options.d_o_dtype), ("gradient", options.gradient_dtype)];

@@ -1,9 +1,8 @@
-//! Cases that are made and not written down: each a step from the next, so that every place of an edge is met. For executors to which
-//! a problem costs little.
+//! Generated cases that vary one extent step by step, so that a mask's edge is at every position of a block. For executors that run a problem in little time.
 
 use super::Case;
 
-/// Extents, as far as sweeps differ in them.
+/// The extents that the sweeps vary.
 struct Extents {
     batch: i64,
     seq_q: i64,
@@ -18,10 +17,10 @@ fn text(name: &str, Extents { batch, seq_q, seq_kv }: Extents, mask: &str, more:
 }
 
 impl Case {
-    /// Bands, prefixes and lengths that end at every place of a block of so many keys or queries, also where they leave rows without keys.
+    /// Returns bands, prefixes and lengths that end at every position of a block of `block` keys or queries. Some leave rows that attend to no key.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn edges(block: i64) -> Result<Vec<Case>, String> {
         let mut all = String::new();
         let mut add = |name: String, seq_q, seq_kv, mask: String| {
@@ -34,17 +33,17 @@ impl Case {
             add(format!("the next {n} keys"), 2 * block + 2, 2 * block + 6, format!("window:inf,{n}"));
             add(format!("the first {n} keys"), 2 * block + 2, block + 6, format!("prefix-lm:{n}"));
         }
-        // Of many entries, some have each length.
+        // With 40 batch entries, each of the drawn lengths occurs.
         let lengths =
             |n: i64| text(&format!("lengths {n}"), Extents { batch: 40, seq_q: block + 3 + n, seq_kv: 2 * block - n }, "\"padding\"", "");
         all.extend((0..4).map(lengths));
         Case::parse(&all)
     }
 
-    /// The gradient of a tensor over every set of axes.
+    /// Returns cases with the gradient of a tensor over every set of axes.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn axes() -> Result<Vec<Case>, String> {
         let one = |set: usize| {
             let axes: String = "bhqk".chars().enumerate().filter(|(n, _)| set >> n & 1 == 1).map(|(_, axis)| axis).collect();
@@ -59,11 +58,11 @@ impl Case {
         Case::parse(&(0..16).map(one).collect::<String>())
     }
 
-    /// The gradient of every kind of declared parameter with heads wider than 128, where several thread blocks compute the same scores:
-    /// dense and packed, f16 and bf16, several tiles of queries and keys.
+    /// Returns cases with the gradient of every kind of declared parameter for head dims above 128, where several thread blocks compute the same scores. They
+    /// are dense and packed, f16 and bf16, with several tiles of queries and keys.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn wide_parameters() -> Result<Vec<Case>, String> {
         const KINDS: [(&str, &str); 8] = [
             ("bias:hqk", "bias"),
@@ -94,10 +93,10 @@ impl Case {
         Case::parse(&all)
     }
 
-    /// Scales that are not the usual one, for every number of queries that kernels differ in.
+    /// Returns cases with scales other than the default, for every number of queries that kernels treat differently.
     ///
     /// # Errors
-    /// As [`Case::parse`].
+    /// See [`Case::parse`].
     pub fn scales() -> Result<Vec<Case>, String> {
         let mut all = String::new();
         for seq_q in [1, 4, 9, 40] {

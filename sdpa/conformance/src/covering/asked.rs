@@ -1,4 +1,4 @@
-//! Asks which rows are supported, each row once.
+//! Asks an executor which rows it supports, once per row.
 
 use super::Row;
 use std::collections::HashMap;
@@ -6,8 +6,8 @@ use std::collections::HashMap;
 /// Returns whether an executor supports a row. The answer must depend on the row alone.
 pub type Supports<'a> = dyn Fn(&Row) -> bool + 'a;
 
-/// Remembers which rows are supported: a question to cuDNN takes tens of milliseconds. One thread asks: rows that several threads ask ahead are mostly not needed,
-/// and cuDNN 9.27 took longer with two threads (62 s and 68 s) than with one (41 s).
+/// Remembers which rows are supported, because a query to cuDNN takes tens of milliseconds. One thread asks: most rows that several threads would query ahead
+/// are not needed. cuDNN 9.27 took longer with two threads (62 s and 68 s) than with one (41 s).
 pub(super) struct Asked<'a> {
     supports: &'a Supports<'a>,
     answers: HashMap<Row, bool>,

@@ -1,4 +1,4 @@
-//! The features of attention problems, and the case of a row.
+//! The features of attention problems, and the case that a row describes.
 
 use super::{Covering, Factor, Row, Rule, Supports, Wanted, cover};
 use crate::case::Case;
@@ -8,7 +8,7 @@ use sdpa::Executor;
 /// Sets of axes of a declared parameter.
 const AXES: &[&str] = &["", "b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
 
-/// Every feature. Each problem also has NaN wherever its lengths, documents and pages leave memory that no query attends to.
+/// Every feature. In addition, each problem has NaN in memory that no query attends to: past lengths, sequences and pages.
 pub const FACTORS: [Factor; 19] = [
     Factor { name: "pass", values: &["forward", "backward", "backward of its own forward"] },
     Factor { name: "dtype", values: &["f32", "f16", "bf16", "f8e4m3", "f8e5m2"] },
@@ -70,7 +70,7 @@ pub const FACTORS: [Factor; 19] = [
     Factor { name: "scale", values: &["default", "0", "-0.1", "0.15"] },
 ];
 
-/// Factors of which any three values meet: those of the faults that no test of two features would have found.
+/// Factors of which any three values occur together. They are those of the faults that no test of two features would have found.
 pub const THREE_WAY: [&str; 8] = ["pass", "dtype", "dims", "parameter", "axes", "use", "gradient of the parameter", "container"];
 
 const TENSORS_AXES: &[&str] = &["b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
@@ -78,7 +78,7 @@ const BACKWARD: &[&str] = &["backward", "backward of its own forward"];
 const FP8: &[&str] = &["f8e4m3", "f8e5m2"];
 const PAGED: &[&str] = &["paged", "paged, packed queries", "paged by 64"];
 
-/// Values that no problem has together.
+/// Values that no problem combines.
 pub const RULES: [Rule; 22] = [
     Rule {
         one: ("dtype", FP8),
@@ -156,7 +156,7 @@ pub const RULES: [Rule; 22] = [
     },
 ];
 
-/// A row by the names of its factors.
+/// A row, read by the names of its factors.
 struct Chosen<'a>(&'a [usize]);
 
 impl Chosen<'_> {
@@ -170,7 +170,7 @@ impl Chosen<'_> {
     }
 }
 
-/// The extents of queries and keys.
+/// Returns the number of queries and keys.
 fn seqs(size: &str) -> [i64; 2] {
     match size {
         "no queries" => [0, 7],
@@ -190,7 +190,7 @@ fn seqs(size: &str) -> [i64; 2] {
     }
 }
 
-/// Lengths of three documents of at most so many tokens: one is empty, one is the longest.
+/// Returns the lengths of three sequences: one is empty, one has the maximum length.
 fn documents(longest: i64) -> String {
     format!("[{longest}, 0, {}]", (longest + 1) / 2)
 }
@@ -205,22 +205,22 @@ pub fn features(combination: &[(usize, usize)]) -> Vec<String> {
 pub struct Problem {
     /// Its extents, options and inputs.
     pub case: Case,
-    /// Where a backward pass takes `o` and `stats` from; none for a forward pass.
+    /// Source of `o` and `stats` for a backward pass; `None` for a forward pass.
     pub source: Option<Source>,
     /// Its features, `factor: value`.
     pub features: Vec<String>,
-    /// The row that it was made of.
+    /// Its row in the covering.
     pub row: Row,
 }
 
-/// How often how many features meet.
+/// How many features occur together, and how often.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strength {
-    /// Any two, in one problem at least.
+    /// Any two, in at least one problem.
     Two,
-    /// Any three of [`THREE_WAY`], in one problem at least.
+    /// Any three of [`THREE_WAY`], in at least one problem.
     Three,
-    /// Any two, in three problems: as many as show that they are computed correctly together.
+    /// Any two, in three problems: as many as the ledger requires.
     Ledger,
 }
 
@@ -228,7 +228,7 @@ impl Strength {
     /// Every strength.
     pub const ALL: [Strength; 3] = [Strength::Two, Strength::Three, Strength::Ledger];
 
-    /// `two`, `three` or `ledger`.
+    /// Parses `two`, `three` or `ledger`.
     pub fn named(name: &str) -> Option<Strength> {
         Strength::ALL.into_iter().find(|strength| strength.name() == name)
     }
@@ -242,7 +242,7 @@ impl Strength {
         }
     }
 
-    /// Rows that cover and are supported.
+    /// Returns supported rows that cover the combinations.
     pub fn rows(self, supports: &Supports<'_>) -> Covering {
         let every: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
         let (of, strength, times) = match self {
@@ -254,36 +254,36 @@ impl Strength {
         cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow }, supports)
     }
 
-    /// The problems of every row, whoever supports them.
+    /// Returns the problems of every row, whether an executor supports them or not.
     ///
     /// # Errors
-    /// A case that cannot be read: a bug of this file.
+    /// A case does not parse, which is a bug in this file.
     pub fn problems(self) -> Result<Vec<Problem>, String> {
         self.problems_of(&self.rows(&|_| true).rows)
     }
 
-    /// Rows that cover and that an executor supports.
+    /// Returns rows that cover the combinations and that an executor supports.
     pub fn rows_for(self, executor: &dyn Executor) -> Covering {
         self.rows(&|row| Problem::of("", row).is_ok_and(|problem| problem.is_supported(executor)))
     }
 
-    /// The problems of those rows that an executor supports.
+    /// Returns the problems of the rows that an executor supports.
     ///
     /// # Errors
-    /// As [`Strength::problems`].
+    /// See [`Strength::problems`].
     pub fn problems_for(self, executor: &dyn Executor) -> Result<Vec<Problem>, String> {
         self.problems_of(&self.rows_for(executor).rows)
     }
 
-    /// The problems of rows.
+    /// Returns the problems of `rows`.
     ///
     /// # Errors
-    /// As [`Strength::problems`].
+    /// See [`Strength::problems`].
     pub fn problems_of(self, rows: &[Row]) -> Result<Vec<Problem>, String> {
         rows.iter().enumerate().map(|(n, row)| Problem::of(&format!("{} {n}", self.label()), row)).collect()
     }
 
-    /// The strength that has problems with such a name: `two-way 5` is one of [`Strength::Two`].
+    /// Returns the strength that a problem's name belongs to: `two-way 5` belongs to [`Strength::Two`].
     pub fn of(problem: &str) -> Option<Strength> {
         let (label, number) = problem.rsplit_once(' ')?;
         number.parse::<usize>().ok()?;
@@ -300,10 +300,10 @@ impl Strength {
 }
 
 impl Problem {
-    /// The problem of a row.
+    /// Returns the problem of a row.
     ///
     /// # Errors
-    /// A row that does not fit [`FACTORS`]; as [`Strength::problems`].
+    /// The row does not fit [`FACTORS`]; see also [`Strength::problems`].
     pub fn of(name: &str, row: &[usize]) -> Result<Problem, String> {
         if row.len() != FACTORS.len() || FACTORS.iter().zip(row).any(|(factor, value)| *value >= factor.values.len()) {
             return Err(format!("{name}: {row:?} is no row of {} factors", FACTORS.len()));
@@ -317,10 +317,10 @@ impl Problem {
         Ok(Problem { case: case_of(name, row)?, source, features, row: row.to_vec() })
     }
 
-    /// Whether an executor takes it, before anything is made ready.
+    /// Returns whether an executor supports the problem, before it prepares anything.
     ///
     /// # Panics
-    /// Where the case is no problem: a bug of this file.
+    /// The case is not a valid problem, which is a bug in this file.
     pub fn is_supported(&self, executor: &dyn Executor) -> bool {
         if self.case.skip.contains_key(executor.name().name()) {
             return false;
@@ -345,7 +345,7 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     let (dim_qk, dim_v) = dims.split_once(" and ").unwrap_or((dims, dims));
     let (group, of_one) = chosen.of("query heads per KV head").split_once(" of ").unwrap_or((chosen.of("query heads per KV head"), ""));
     let group: i64 = group.parse().map_err(|e| format!("{e}"))?;
-    // Values of other factors decide: a factor more would make problems, but no new combinations of features.
+    // Derived from other factors: a factor of its own would add problems, but no new combinations of features.
     let heads_kv = if !of_one.is_empty() || (group > 2 && chosen.is("layout", "bhsd")) { 1 } else { 2 };
     let page_size =
         if container == "paged by 64" || (container == "paged, packed queries" && chosen.is("layout", "bshd")) { 64 } else { 16 };
@@ -366,7 +366,7 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     flag(container == "packed", &format!("packed = {{ lengths_q = {}, before = 2, slack = 3 }}", documents(seq_q)));
     let both = format!("lengths_q = {}, lengths_kv = {}", documents(seq_q), documents(seq_kv));
     flag(container == "cross-packed", &format!("packed = {{ {both}, before = 1, slack = 2, wide = true }}"));
-    // Without the mask every entry has all keys, or those of its document.
+    // Without the mask every entry has all keys, or those of its sequence.
     let lengths = [seq_kv, 0, (seq_kv + 1) / 2];
     let lengths = if chosen.is("mask", "padding") { format!(", lengths_kv = {:?}", &lengths[..batch]) } else { String::new() };
     flag(container.starts_with("paged"), &format!("paged = {{ page_size = {page_size}{lengths}, spare = 1 }}"));
@@ -402,7 +402,7 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     let of = |masks: bool| how.as_deref().filter(|_| masks == masked).unwrap_or_default();
     let [mask, second] = if chosen.is("mask", "causal document") { ["causal", "document"] } else { [chosen.of("mask"), ""] };
     lines.push(format!("mask = [{}]", list(&[mask, second, of(true)])));
-    // Whole rows last, so that nothing is added to what f32 cannot hold beside it.
+    // The `scores` score_mod is last, so that nothing is added to a number too large for f32 to hold the sum.
     lines.push(format!("score_mod = [{}]", list(&[chosen.of("score_mod"), of(false), chosen.of("scores")])));
     if !chosen.is("pass", "forward") {
         let asked = [
@@ -446,7 +446,7 @@ mod tests {
     #[test]
     fn few_pairs_have_no_problem() {
         let covering = Strength::Two.rows(&|_| true);
-        // Gradients with pages and with results of forward passes alone: 15. Axes without a parameter: 15.
+        // Not covered: gradients with pages and with results that only forward passes return (15), and axes without a parameter (15).
         assert_eq!(covering.impossible.len(), 30, "{:?}", covering.impossible);
         assert!(covering.covered > 4000 && covering.rows.len() < 300, "{} rows cover {} pairs", covering.rows.len(), covering.covered);
     }

@@ -5,7 +5,7 @@ use crate::random::Random;
 
 pub(super) type Keep = Box<dyn Fn(Here) -> bool + Send + Sync>;
 
-/// A document for each position: a few runs in each batch entry.
+/// Draws a document index for each position: a few runs in each batch entry.
 fn runs(random: &mut Random, elements: usize, batches: i64) -> Values {
     let length = elements / batches.max(1) as usize;
     let mut all = Vec::with_capacity(elements);
@@ -21,8 +21,7 @@ fn runs(random: &mut Random, elements: usize, batches: i64) -> Values {
     Values::I32(all)
 }
 
-/// A length for each batch entry: none, all, more than there is, about the end of a block, or between. What is past the extent is not
-/// there: it counts as all.
+/// Draws a length for each batch entry: 0, the extent, more than the extent, near the end of a block, or between. A length beyond the extent means the extent.
 fn lengths(random: &mut Random, entries: usize, extent: i64) -> Values {
     let mut one = || match random.between(0, 6) {
         0 => 0,
@@ -34,7 +33,7 @@ fn lengths(random: &mut Random, entries: usize, extent: i64) -> Values {
     Values::I32((0..entries).map(|_| one() as i32).collect())
 }
 
-/// The last of several entries has nothing: what engines get wrong first.
+/// Sets the length of the last of several entries to 0: cuDNN engines get an empty sequence wrong first.
 fn with_an_empty_one(lengths: Values) -> Values {
     let Values::I32(mut all) = lengths else { return lengths };
     if let [_, .., last] = &mut all[..] {
@@ -52,14 +51,14 @@ fn window(left: Option<i64>, right: Option<i64>, shift: i64) -> Keep {
     Box::new(move |[_, _, q, k]| left.is_none_or(|left| k > q + shift - left) && right.is_none_or(|right| k <= q + shift + right))
 }
 
-/// What the mask `padding` reads: lengths of queries and of keys.
+/// Binds the lengths of queries and keys that the mask `padding` reads.
 pub(super) fn lengths_of_entries(drawing: &mut Drawing<'_>) -> [Tensor; 2] {
     let [_, _, seq_q, seq_kv] = drawing.extents;
     let rows = drawing.bind("seq_len_q", &[0], |random, n| lengths(random, n, seq_q));
     [rows, drawing.bind("seq_len_kv", &[0], |random, n| with_an_empty_one(lengths(random, n, seq_kv)))]
 }
 
-/// Queries and keys that each batch entry has, by the boundaries or the lengths that are bound.
+/// Returns the number of queries and keys of each batch entry, from the bound `cu_seqlens` or lengths.
 pub(super) fn entries(bound: &[Bound], [batch, _, seq_q, seq_kv]: [i64; 4]) -> Vec<[i64; 2]> {
     let of = |name: &str| bound.iter().find(|b| b.name == name).map(|b| &*b.widened);
     let side = |b: usize, boundaries: &str, length: &str, extent: i64| match (of("cu_seqlens").or_else(|| of(boundaries)), of(length)) {
@@ -71,7 +70,7 @@ pub(super) fn entries(bound: &[Bound], [batch, _, seq_q, seq_kv]: [i64; 4]) -> V
     (0..batch as usize).map(entry).collect()
 }
 
-/// A window about the last query and the last key of each entry.
+/// A window that is bottom-right aligned per sequence.
 fn at_ends(left: Option<i64>, right: Option<i64>, drawing: &Drawing<'_>) -> Keep {
     let entries = entries(&drawing.bound, drawing.extents);
     Box::new(move |here| {
@@ -80,7 +79,7 @@ fn at_ends(left: Option<i64>, right: Option<i64>, drawing: &Drawing<'_>) -> Keep
     })
 }
 
-/// The mask of a name. What `padding` reads is bound before, where there is such a mask.
+/// Returns the mask with this name. The caller binds the lengths for `padding` before.
 pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String> {
     let wrong = || format!("{text:?}: there is no closure for it");
     let (name, rest) = text.split_once(':').unwrap_or((text, ""));

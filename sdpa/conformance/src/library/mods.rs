@@ -10,15 +10,15 @@ fn distance([_, _, q, k]: Here) -> f64 {
     (k - q) as f64
 }
 
-/// The slopes of the publication: for a power of two of heads a row of powers, for others that of the power below, filled up
-/// with every other one of twice as many (Press et al., 2022, and the code that came with it).
+/// The published ALiBi slopes. A power of two of heads has a row of powers. Other numbers take those of the next lower power, and then every other one of twice
+/// as many heads (Press et al., 2022, and its code).
 fn published_slope(head: i64, heads: i64) -> f64 {
     let of_power = |head: i64, heads: i64| 2f64.powf(-8.0 / heads as f64).powi(head as i32 + 1);
     let power = (1..).map(|n| 1i64 << n).find(|p| *p > heads).map_or(1, |p| p / 2);
     if head < power { of_power(head, power) } else { of_power(2 * (head - power), 2 * power) }
 }
 
-/// Adds something that does not depend on the score.
+/// A score_mod that adds a term that does not depend on the score.
 fn adds(what: impl Fn(Here) -> f64 + Clone + Send + Sync + 'static, rounding: impl Fn(Here) -> f64 + Send + Sync + 'static) -> Stage {
     let value = what.clone();
     Stage {
@@ -31,18 +31,18 @@ fn adds(what: impl Fn(Here) -> f64 + Clone + Send + Sync + 'static, rounding: im
     }
 }
 
-/// A number of any size from 2^-20 on to the greatest that there is.
+/// Draws a number of any magnitude from 2^-20 up to the largest f32.
 fn of_any_size(random: &mut Random) -> f32 {
     let size = (1.0 + random.unit()) * 2f64.powi(random.between(-20, 126) as i32);
     if random.between(0, 1) == 0 { size as f32 } else { -size as f32 }
 }
 
-/// The power of two is off by this many roundings: its argument is at most 8.
+/// The rounding error of the power of two, whose argument is at most 8.
 const SLOPE: f64 = 16.0;
 
 fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     let default: f32 = text.parse().map_err(|e| format!("softcap:{text}: {e}"))?;
-    // Bound in one of two draws, else what the name says.
+    // Half of the draws bind the parameter; the others use the default from the name.
     let cap = if drawing.random.between(0, 1) == 0 {
         let other = default * (0.5 + drawing.random.unit() as f32);
         drawing.bind("cap", &[], |_, _| Values::Scalar(other)).data[0]
@@ -61,8 +61,8 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     })
 }
 
-/// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
-/// read outside of them; what is a number within the extents alone.
+/// Score_mods of the harness that the library does not have. They read `cu_seqlens`, per-sequence tensors, and tables, some of them out of range. Some are
+/// finite only within the extents.
 const OWN: [(&str, &str); 14] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
@@ -86,7 +86,7 @@ const OWN: [(&str, &str); 14] = [
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
-/// The text of a score_mod or mask of the harness; any other as it is.
+/// Returns the text of a score_mod or mask of the harness, and any other text unchanged.
 pub fn own(text: &str) -> Cow<'_, str> {
     match (text.strip_prefix("parameter:"), OWN.iter().find(|(name, _)| *name == text)) {
         (Some(rest), _) => parameter::text(rest).map_or(Cow::Borrowed(text), Cow::Owned),
@@ -101,7 +101,7 @@ fn row_place(boundaries: &str, drawing: &Drawing<'_>) -> Result<Stage, String> {
     Ok(adds(move |here| (start.at(here) + here[3] as f64) % 3.0 * 0.25, |_| 0.0))
 }
 
-/// The score_mod of a name.
+/// Returns the score_mod with this name.
 pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     let (name, rest) = text.split_once(':').unwrap_or((text, ""));
     let heads = drawing.extents[1];
@@ -128,7 +128,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let terms: i32 = rest.parse().map_err(|e| format!("{text}: {e}"))?;
             let angle = move |here, i| distance(here) / 10_000f64.powf(f64::from(i) / f64::from(terms));
             let sum = move |here| (0..terms).map(|i| f64::cos(angle(here, i))).sum::<f64>();
-            // A cosine is off by what its angle is off by, which is rounded twice.
+            // The error of a cosine is that of its angle, which is rounded twice.
             let own = move |here| (0..terms).map(|i| 4.0 + 2.0 * angle(here, i).abs()).sum::<f64>() + SLOPE * sum(here).abs();
             Ok(adds(move |here| slope(here) * sum(here), move |here| slope(here) * own(here)))
         }
@@ -165,7 +165,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
         "blocks" => {
             let of = drawing
                 .bind_of("of_blocks", [2, 3, 4, 2], |random, n| Values::BF16((0..n).map(|_| bf16::from_f64(random.normal())).collect()));
-            // Whole quotients go toward zero.
+            // Integer division truncates toward zero.
             let at = |[batch, head, q, k]: Here| [batch, head - 1, q / 16, (k - 5) / 32];
             let table = of.clone();
             let read: Reading = Box::new(move |here| table.place(at(here)));
@@ -192,7 +192,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let [far, turn] = [("far", 3), ("turn", 2)]
                 .map(|(name, axis)| drawing.bind(name, &[axis], |r, n| Values::F32((0..n).map(|_| of_any_size(r)).collect())));
             let [near, grid] = [|[_, _, q, k]: Here| (k - q) as f64 * 0.75, |[_, _, q, k]: Here| (q * k) as f64];
-            // Devices are off by 8e-7 of 1.
+            // Errors of sine and cosine on GPUs are at most 8e-7 absolute.
             Ok(adds(move |here| far.at(here).sin() + 2.0 * turn.at(here).cos() + near(here).sin() - grid(here).cos(), |_| 5.0 * 14.0))
         }
         "powers" => {
@@ -214,7 +214,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             Ok(Stage {
                 value: Box::new(move |score, here| score * slope(here) + own(here).0),
                 slope: Box::new(move |_, here| slope(here)),
-                // Devices are off by 1e-6 of a logarithm, and by that times the exponent.
+                // GPUs compute a logarithm with an error of 1e-6, which the exponent multiplies.
                 rounding: Box::new(move |score, here| 8.0 * (score * slope(here)).abs() + 64.0 * rounding(here).1),
                 tanh: None,
                 partials: Vec::new(),
@@ -244,7 +244,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
         "ripples" => Ok(Stage {
             value: Box::new(|score, here| score + score.sin() + (distance(here) * 0.0625).cos()),
             slope: Box::new(|score, _| 1.0 + score.cos()),
-            // A sine or cosine of a device is off by 8e-7, which is 14 roundings of 1, and by two roundings of its angle (docs/numerics.md).
+            // Sine and cosine on a GPU are off by 8e-7, which is 14 roundings of 1, and by two roundings of the angle (docs/numerics.md).
             rounding: Box::new(|score, here| 6.0 * score.abs() + 2.0 * 14.0 + 2.0 * (distance(here) * 0.0625).abs()),
             tanh: None,
             partials: Vec::new(),
@@ -261,7 +261,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 reads: Vec::new(),
             })
         }
-        // Numbers that f32 holds: such a row weighs every key alike.
+        // Exact in f32: such a row has equal P for every key.
         "very-low-rows" | "very-high-rows" => {
             let all = if text == "very-low-rows" { -1e9 } else { 1e9 };
             let is_one = |[_, _, q, _]: Here| q % 3 == 1;

@@ -1,14 +1,14 @@
-//! A declared parameter of any type over any axes in any use: `parameter:USE,TYPE,AXES` in a score_mod, `parameter:TYPE,AXES` in a mask.
+//! A declared parameter of any type and axes, used in any way: `parameter:USE,TYPE,AXES` in a score_mod, `parameter:TYPE,AXES` in a mask.
 
 use super::masks::Keep;
 use super::{Drawing, Here, Stage, Tensor, Values, axes};
 use crate::random::Random;
 use half::{bf16, f16};
 
-/// How a score_mod reads its parameter; the mask has no name.
+/// The ways in which a score_mod uses its parameter; a mask has only one.
 const USES: [&str; 3] = ["added", "multiplied", "inside"];
 
-/// The type of a parameter and the axes that it spans.
+/// Parses the use, the type and the axes of a parameter.
 fn typed(rest: &str) -> Option<(Option<&str>, &str, &str)> {
     let mut parts = rest.split(',');
     let first = parts.next()?;
@@ -16,7 +16,7 @@ fn typed(rest: &str) -> Option<(Option<&str>, &str, &str)> {
     Some((using, dtype, parts.next().unwrap_or_default()))
 }
 
-/// The text of a score_mod or mask.
+/// Returns the text of the score_mod or mask.
 pub(super) fn text(rest: &str) -> Option<String> {
     let (using, dtype, axes) = typed(rest)?;
     let letters = [('b', "batch"), ('h', "head"), ('q', "q"), ('k', "k")];
@@ -36,7 +36,7 @@ pub(super) fn text(rest: &str) -> Option<String> {
         Some(_) => format!("score + tanh(score * 0.25 + {value})"),
         None => match dtype {
             "bool" => "t".to_owned(),
-            // Where axes are of entries or heads it is a length.
+            // An i32 over batch entries or heads is a length.
             "i32" => "k < t".to_owned(),
             _ => "t < 0.75".to_owned(),
         },
@@ -46,7 +46,7 @@ pub(super) fn text(rest: &str) -> Option<String> {
 
 fn bind(dtype: &str, letters: &str, drawing: &mut Drawing<'_>) -> Result<Tensor, String> {
     let keys = drawing.extents[3];
-    // Numbers that every floating point type holds, so that no rounding of a comparison is in doubt.
+    // Numbers that every floating-point type represents exactly, so that rounding cannot change a comparison.
     let number = |random: &mut Random| 0.5 + random.between(0, 64) as f32 / 64.0;
     if dtype == "scalar" {
         return Ok(drawing.bind("t", &[], |random, _| Values::Scalar(number(random))));
@@ -66,7 +66,7 @@ fn bind(dtype: &str, letters: &str, drawing: &mut Drawing<'_>) -> Result<Tensor,
     Ok(drawing.bind("t", &axes(letters)?, |random, n| make(random, n).unwrap_or_else(|e| unreachable!("{e}, which was tried"))))
 }
 
-/// The score_mod.
+/// Returns the score_mod.
 pub(super) fn stage(rest: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     let (using, dtype, letters) = typed(rest).ok_or_else(|| format!("{rest:?}: USE,TYPE,AXES"))?;
     let tensor = bind(dtype, letters, drawing)?;
@@ -117,7 +117,7 @@ pub(super) fn stage(rest: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
     })
 }
 
-/// The mask.
+/// Returns the mask.
 pub(super) fn keep(rest: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String> {
     let (_, dtype, letters) = typed(rest).ok_or_else(|| format!("{rest:?}: TYPE,AXES"))?;
     let tensor = bind(dtype, letters, drawing)?;

@@ -1,14 +1,14 @@
-//! Random smooth score_mods: a text for the library, and the same as plain arithmetic with its derivative and its own roundings.
+//! Random smooth score_mods: a text for the library, and the function in plain f64 with its derivative and a bound on its f32 roundings.
 
 use super::{Drawing, Here, Library, Stage, masks};
 use crate::random::Random;
 use std::sync::Arc;
 
-/// A function of a score and a place.
+/// A function of a score and its position.
 enum Tree {
     Score,
     Constant(f32),
-    /// `f32(index) · factor`, by an axis.
+    /// `f32(index) · factor` for an axis.
     Index(usize, f32),
     /// `f32(k − q) · factor`.
     Distance(f32),
@@ -27,11 +27,11 @@ enum Tree {
     Root(Box<Tree>),
     /// `log(1 + x²)`.
     Log(Box<Tree>),
-    /// The first where the key is not after the query, else the second.
+    /// The first if the key is not after the query, else the second.
     Choice(Box<[Tree; 2]>),
 }
 
-/// A value, its derivative by the score, and what f32 arithmetic may move it by, in roundoffs.
+/// A value, its derivative with respect to the score, and a bound on the roundings of f32 arithmetic, in units of roundoff.
 #[derive(Clone, Copy)]
 struct Dual {
     value: f64,
@@ -44,7 +44,7 @@ impl Dual {
         Dual { value, slope: 0.0, rounding: value.abs() }
     }
 
-    /// `f(self)`, where `f` has this value and derivative. Devices approximate functions: within 32 roundings is taken as right.
+    /// Returns `f(self)` for an `f` with this value and derivative. GPUs approximate functions: an error of 32 roundings is accepted.
     fn map(self, value: f64, slope: f64) -> Dual {
         Dual { value, slope: slope * self.slope, rounding: slope.abs() * self.rounding + 32.0 * value.abs().max(1e-3) }
     }
@@ -58,7 +58,7 @@ impl Dual {
     }
 }
 
-/// The error function: its series, and where that cancels the continued fraction of what is left to 1.
+/// The error function: its series, and for large `x`, where the series cancels, the continued fraction of `1 − erf(x)`.
 fn erf(x: f64) -> f64 {
     let root = std::f64::consts::PI.sqrt();
     if x.abs() > 2.5 {
@@ -192,12 +192,12 @@ impl Tree {
 }
 
 impl Library {
-    /// A score_mod of up to so many functions, as text and as closures, with masks of the library.
+    /// Draws a score_mod of up to `ops` functions, as text and as closures, with masks of the library.
     ///
     /// # Errors
-    /// A mask that the library has not.
+    /// The library does not have a mask.
     pub fn tree(ops: i64, masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<(String, Library), String> {
-        // A bounded share of the rest, so that no score runs away.
+        // `tanh` bounds the random part, so that scores stay small.
         let mut left = ops;
         let tree = Arc::new(Tree::draw(random, &mut left, 0));
         let text = format!("score + tanh({}) * 3.0", tree.text());

@@ -1,4 +1,4 @@
-//! The automatic choice as an executor.
+//! The automatic executor selection as an executor.
 
 use crate::runner::AUTO;
 use sdpa::{
@@ -6,12 +6,12 @@ use sdpa::{
 };
 use std::sync::Arc;
 
-/// Proves the executors that an automatic choice takes, each pass by itself. It supports every problem, so one that no executor computes is wrong.
+/// Proves the executors that the automatic selection picks, each pass separately. It supports every problem, so a problem that no executor computes is wrong.
 #[derive(Debug)]
 pub struct Auto(Dispatcher);
 
 impl Auto {
-    /// The choice of a dispatcher.
+    /// Uses the executor selection of a dispatcher.
     pub fn new(dispatcher: Dispatcher) -> Auto {
         Auto(dispatcher)
     }

@@ -4,7 +4,7 @@ use super::About;
 use std::fmt::{Display, Formatter, Result};
 use std::path::PathBuf;
 
-/// A proof that cannot begin or go on. Wrong results are no errors: they are answers.
+/// A proof that cannot begin or continue. A wrong result is an answer, not an error.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ProveError {
@@ -17,14 +17,14 @@ pub enum ProveError {
         /// The reason.
         source: std::io::Error,
     },
-    /// The file is no state of a proof.
+    /// The file does not hold the state of a proof.
     NotAState {
         /// The file.
         path: PathBuf,
         /// The reason.
         why: String,
     },
-    /// The state has answers of another executor, device or version.
+    /// The state has answers about another executor, device or version.
     Other {
         /// The file.
         path: PathBuf,
@@ -38,7 +38,7 @@ pub enum ProveError {
         /// The file.
         path: PathBuf,
     },
-    /// A worker process does not start, or its executor is not there.
+    /// A worker process did not start, or its executor is not available.
     Worker {
         /// The reason, with the lines that the process printed.
         why: String,

@@ -1,4 +1,4 @@
-//! Answers in a file, which a later run goes on from.
+//! A file of answers that a later run continues.
 
 use super::{About, Answer, ProveError, Verdict};
 use crate::covering::{Covering, FACTORS, Problem, Strength};
@@ -9,29 +9,30 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
-/// Answers in a file: its first line is an [`About`], each other line is an [`Answer`]. Answers are added at the end, so a run that was ended goes on where it
-/// was. The last answer of a name counts. One file may have the problems of every [`Strength`](crate::covering::Strength): their names differ.
+/// A file of answers. Its first line is an [`About`], each other line is an [`Answer`] or a covering. Answers are appended, so a later run continues where an
+/// interrupted one ended. The last answer of a name counts. One file may hold the problems of every [`Strength`](crate::covering::Strength): their names
+/// differ.
 #[derive(Debug)]
 pub struct State {
     path: PathBuf,
     file: File,
     answers: BTreeMap<String, Answer>,
-    /// By the name of a strength.
+    /// Coverings by the name of the strength.
     coverings: BTreeMap<String, Chosen>,
 }
 
-/// The rows that a strength has for the executor, as a line of JSON. Making them may take minutes.
+/// The rows of a strength that the executor supports, as a line of JSON. Computing them may take minutes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Chosen {
     strength: String,
-    /// The version of this crate. Another may support other rows.
+    /// The version of this crate. Another version may support other rows.
     version: String,
     /// Every value of every factor.
     values: Vec<String>,
     covering: Covering,
 }
 
-/// A line of a state but the first.
+/// Any line of a state file except the first.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Kept {
@@ -48,13 +49,13 @@ impl Chosen {
 }
 
 impl State {
-    /// Opens a file, or begins one. No other process can add answers until it is dropped.
+    /// Opens a file or creates it. Until it is dropped, no other process can add answers.
     ///
     /// # Errors
-    /// [`ProveError`]: the file cannot be read or written, is no state, has answers about something else, or another process has it open.
+    /// [`ProveError`]: the file cannot be read or written, is not a state file, has answers about another subject, or is open in another process.
     pub fn open(path: &Path, about: &About) -> Result<State, ProveError> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(ProveError::io(path, "opening"))?;
-        // A file system without locks is no reason against a proof.
+        // A file system without locks must not prevent a proof.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(ProveError::Busy { path: path.to_owned() });
         }
@@ -70,7 +71,7 @@ impl State {
                     return Err(ProveError::Other { path: path.to_owned(), there, here: about.clone() });
                 }
                 for line in lines {
-                    // A run that was ended may have left half a line.
+                    // An interrupted run may have left an incomplete line.
                     match serde_json::from_slice::<Kept>(&line.map_err(reading())?) {
                         Ok(Kept::Answer(answer)) => drop(answers.insert(answer.name.clone(), answer)),
                         Ok(Kept::Chosen(chosen)) => drop(coverings.insert(chosen.strength.clone(), chosen)),
@@ -85,7 +86,7 @@ impl State {
         Ok(State { path: path.to_owned(), file, answers, coverings })
     }
 
-    /// The rows of a strength that the executor supports: from the file, or made now and added to it.
+    /// Returns the rows of a strength that the executor supports. Reads them from the file, or computes and appends them.
     ///
     /// # Errors
     /// [`ProveError::Io`]: the file cannot be written.
@@ -102,27 +103,27 @@ impl State {
         Ok(covering)
     }
 
-    /// The file.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether a run need not ask this problem: its answer is there, and is not bad. A case whose features changed is another problem.
+    /// Returns true if the file has an answer of this problem that is not bad. A case whose features changed is another problem.
     pub fn has(&self, problem: &Problem) -> bool {
         self.of(problem).is_some_and(|answer| !answer.verdict.is_bad())
     }
 
-    /// The answer of a problem, if it is there.
+    /// Returns the answer of a problem, if the file has it.
     pub fn of(&self, problem: &Problem) -> Option<&Answer> {
         self.answers.get(&problem.case.name).filter(|answer| answer.features == problem.features)
     }
 
-    /// The answer of this name, whatever its features are.
+    /// Returns the answer of this name, whatever its features are.
     pub fn named(&self, name: &str) -> Option<&Answer> {
         self.answers.get(name)
     }
 
-    /// Every answer, of problems of every strength.
+    /// Iterates over all answers, of problems of every strength.
     pub fn answers(&self) -> impl Iterator<Item = &Answer> {
         self.answers.values()
     }
@@ -153,7 +154,7 @@ impl State {
     }
 }
 
-/// One write for a whole line, so that a run that is ended rarely leaves half of one.
+/// Writes a complete line at once, so that an interrupted run rarely leaves an incomplete one.
 fn write_line(file: &mut File, path: &Path, value: &impl Serialize) -> Result<(), ProveError> {
     let line = serde_json::to_string(value).map_err(std::io::Error::from).map(|line| line + "\n");
     line.and_then(|line| file.write_all(line.as_bytes())).map_err(ProveError::io(path, "writing"))
@@ -162,26 +163,26 @@ fn write_line(file: &mut File, path: &Path, value: &impl Serialize) -> Result<()
 /// Counts of answers.
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
-    /// How many there are of each kind.
+    /// Number of answers of each verdict.
     pub answers: BTreeMap<Verdict, usize>,
-    /// Why problems were declined, and how many.
+    /// Reasons why problems are unsupported, and their number of problems.
     pub reasons: BTreeMap<String, usize>,
-    /// The wrong answers.
+    /// The bad answers.
     pub bad: Vec<Answer>,
 }
 
 impl Summary {
-    /// How many answers have a verdict.
+    /// Returns the number of answers with a verdict.
     pub fn count(&self, verdict: Verdict) -> usize {
         self.answers.get(&verdict).copied().unwrap_or(0)
     }
 
-    /// How many problems have an answer.
+    /// Returns the number of problems that have an answer.
     pub fn answered(&self) -> usize {
         self.answers.values().sum()
     }
 
-    /// One line.
+    /// Returns the counts as one line.
     pub fn told(&self) -> String {
         format!(
             "{} right, {} unsupported, {} wrong, {} exits",
@@ -202,7 +203,7 @@ mod tests {
         About { executor: executor.to_owned(), runs_on: "nothing".to_owned() }
     }
 
-    /// Supports every type but f32, and counts the questions.
+    /// Supports every type except f32, and counts the calls of `supports`.
     #[derive(Debug, Default)]
     struct Counts(std::sync::atomic::AtomicUsize);
 
@@ -240,7 +241,7 @@ mod tests {
         assert_eq!((&kept.rows, &kept.impossible, kept.covered), (&made.rows, &made.impossible, made.covered));
         assert_eq!(executor.0.load(std::sync::atomic::Ordering::Relaxed), asked);
         drop(state);
-        // Rows of other factors have another meaning.
+        // The rows of other factors have another meaning.
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, text.replace("size: split KV", "size: another")).unwrap();
         let mut state = State::open(&path, &about("counts")).unwrap();
@@ -287,7 +288,7 @@ mod tests {
         let state = State::open(&path, &about("x")).unwrap();
         let again = state.named(&problem.case.name).unwrap().problem().unwrap();
         assert_eq!((again.row, again.case.spec().unwrap()), (problem.row.clone(), problem.case.spec().unwrap()));
-        // Rows of other versions of the factors are other problems.
+        // Rows of another version of the factors describe other problems.
         let mut other = state.named(&problem.case.name).unwrap().clone();
         other.row[0] = (other.row[0] + 1) % 2;
         assert!(other.problem().unwrap_err().contains("another version"), "{:?}", other.problem());

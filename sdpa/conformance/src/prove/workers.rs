@@ -1,4 +1,4 @@
-//! Worker processes that answer questions. A fault of a device ends one process, not the proof.
+//! Worker processes that run problems. A fault of a device ends one process, not the proof.
 
 use super::{Answer, ProveError, State, Verdict};
 use crate::covering::{Problem, Row};
@@ -10,21 +10,21 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bad answers after which [`Workers::new`] ends a proof.
+/// Number of bad answers after which [`Workers::new`] ends a proof.
 pub const MOST_BAD: usize = 20;
 
-/// Begins the line that a worker prints once its executor is there, and the line of each answer. Libraries may print other lines.
+/// Prefixes of the line that a worker prints once its executor is available, and of the line of each answer. Libraries may print other lines.
 const READY: &str = "ready: ";
 const ANSWER: &str = "answer: ";
 
-/// A question to a worker: the name of a problem, and its row.
+/// A request to a worker: the name of a problem, and its row.
 type Question = (String, Row);
 
-/// Answers the questions of [`Workers::prove`] on stdin, a line each on stdout, until there are no more or a result was wrong: after a fault, a device's next
-/// results mean nothing. The main function of a worker process calls it.
+/// Answers the requests of [`Workers::prove`] on stdin with one line each on stdout. It returns when there are no more, or after a wrong result: after a fault,
+/// a device's next results mean nothing. The main function of a worker process calls it.
 ///
 /// # Errors
-/// A pipe that broke, or a line that is no question.
+/// A pipe broke, or a line is not a request.
 pub fn serve(executor: &dyn Executor) -> std::io::Result<()> {
     say(READY, executor.name().name())?;
     for line in std::io::stdin().lines() {
@@ -45,50 +45,50 @@ fn say(begin: &str, text: &str) -> std::io::Result<()> {
     out.flush()
 }
 
-/// How far a run is.
+/// The progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
-    /// Problems that were answered.
+    /// Number of answered problems.
     pub answered: usize,
-    /// Problems that the run asks.
+    /// Number of problems that the run requests.
     pub total: usize,
-    /// Answers that are bad.
+    /// Number of bad answers.
     pub bad: usize,
 }
 
-/// Worker processes, and when a run of them ends.
+/// Worker processes, and the limits that end a run.
 pub struct Workers<'a> {
-    /// Makes the command that starts a worker, which calls [`serve`]. Its stdin and stdout become pipes, and `RAYON_NUM_THREADS` becomes 1: the processes
+    /// Returns the command that starts a worker, which calls [`serve`]. Its stdin and stdout become pipes. `RAYON_NUM_THREADS` becomes 1, because the processes
     /// share the processors.
     pub command: &'a (dyn Fn() -> Command + Sync),
-    /// Processes at the same time.
+    /// Number of concurrent processes.
     pub processes: usize,
-    /// A run ends after this many bad answers.
+    /// Number of bad answers that ends a run.
     pub most_bad: usize,
-    /// The time that a problem may take. One without an answer then is [`Verdict::Exit`], and its process is killed.
+    /// Time limit per problem. A problem without an answer by then is [`Verdict::Exit`], and its process is killed.
     pub time_limit: Duration,
 }
 
 impl<'a> Workers<'a> {
-    /// A process for each processor, [`MOST_BAD`] bad answers, two minutes.
+    /// One process per processor, [`MOST_BAD`] bad answers, two minutes per problem.
     pub fn new(command: &'a (dyn Fn() -> Command + Sync)) -> Workers<'a> {
         let processes = std::thread::available_parallelism().map_or(1, usize::from);
         Workers { command, processes, most_bad: MOST_BAD, time_limit: Duration::from_secs(120) }
     }
 
-    /// Asks each problem that the state has no good answer of, and adds the answers to it. Calls `progress` after each answer.
+    /// Runs each problem without a good answer in the state, and adds the answers. Calls `progress` after each answer.
     ///
     /// # Errors
-    /// [`ProveError`]: a worker that does not start, or a state that cannot be written. Answers so far are in the state.
+    /// [`ProveError`]: a worker does not start, or the state cannot be written. The state keeps all answers before the error.
     pub fn prove(&self, problems: &[Problem], state: &mut State, progress: &(dyn Fn(Count, &Answer) + Sync)) -> Result<Count, ProveError> {
         let open: Vec<&Problem> = problems.iter().filter(|problem| !state.has(problem)).collect();
         self.ask(&open, state, progress)
     }
 
-    /// Asks problems, those with answers too, and adds the answers. Calls `progress` after each.
+    /// Runs problems, including those with answers, and adds the answers. Calls `progress` after each answer.
     ///
     /// # Errors
-    /// As [`Workers::prove`].
+    /// See [`Workers::prove`].
     pub fn ask(&self, problems: &[&Problem], state: &mut State, progress: &(dyn Fn(Count, &Answer) + Sync)) -> Result<Count, ProveError> {
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let shared = Mutex::new((state, Count { total: problems.len(), ..Count::default() }));
@@ -124,7 +124,7 @@ impl<'a> Workers<'a> {
         Ok(count)
     }
 
-    /// Starts a process, and waits until its executor is there.
+    /// Starts a process, and waits until its executor is available.
     fn start(&self) -> Result<Worker, ProveError> {
         let failed = |why: String| ProveError::Worker { why };
         let mut command = (self.command)();
@@ -148,7 +148,7 @@ impl<'a> Workers<'a> {
     }
 }
 
-/// A process that answers.
+/// A running worker process.
 struct Worker {
     child: Child,
     questions: ChildStdin,
@@ -162,7 +162,7 @@ impl Worker {
         self.child.wait().map_or_else(|e| e.to_string(), |status| status.to_string())
     }
 
-    /// The answer, or why there is none.
+    /// Returns the answer, or the reason why there is none.
     fn ask(&mut self, question: &Question) -> Result<Answer, String> {
         let line = serde_json::to_string(question).map_err(|e| e.to_string())? + "\n";
         if let Err(e) = self.questions.write_all(line.as_bytes()) {
@@ -199,7 +199,7 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
-    /// The variable that makes a process of this test binary a worker, and says how it fails.
+    /// Environment variable that turns a process of this test binary into a worker. Its value is the way in which the worker fails.
     const MODE: &str = "SDPA_CONFORMANCE_TEST_WORKER";
 
     /// The CPU executor, with a fault for every problem of f16.
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    /// The worker process of the other tests; nothing by itself.
+    /// The worker process of the other tests; without the variable it does nothing.
     #[test]
     fn worker() {
         let Ok(mode) = std::env::var(MODE) else { return };
@@ -256,7 +256,7 @@ mod tests {
         }
     }
 
-    /// Small problems, of which so many are of f16.
+    /// Returns small problems, `of_f16` of which are of f16.
     fn problems(of_f16: usize) -> Vec<Problem> {
         let all = Strength::Two.problems().unwrap();
         let small = |problem: &&Problem| problem.features.contains(&"size: below a tile".to_owned());
@@ -268,7 +268,7 @@ mod tests {
         State::open(&folder.join("state.jsonl"), &About { executor: "cpu".to_owned(), runs_on: "this".to_owned() }).unwrap()
     }
 
-    /// Proves with two processes; what each answer was, by name.
+    /// Runs a proof with two processes.
     fn proven(mode: &'static str, problems: &[Problem], state: &mut State, change: impl Fn(&mut Workers<'_>)) -> Result<Count, ProveError> {
         let command = command(mode);
         let mut workers = Workers { processes: 2, ..Workers::new(&command) };

@@ -17,10 +17,10 @@ use sdpa::{
     Operand as Name, Param, PreparedBackward, Report, SINK, Side, TensorSpec,
 };
 
-/// Whose forward pass a backward pass is given.
+/// The forward pass that provides `o` and `stats`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The oracle's, rounded: the backward pass is tested alone.
+    /// The oracle's, rounded: tests the backward pass alone.
     Oracle,
     /// The executor's own, as in training.
     Executor,
@@ -30,7 +30,7 @@ impl Source {
     /// Both.
     pub const ALL: [Source; 2] = [Source::Oracle, Source::Executor];
 
-    /// What is added to the name of a case.
+    /// The suffix for the name of a case.
     pub fn suffix(self) -> &'static str {
         match self {
             Source::Oracle => "",
@@ -39,16 +39,16 @@ impl Source {
     }
 }
 
-/// Numbers of a call.
+/// Parameters of the random inputs of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Draw {
-    /// Multiplies the scores; absent: the default.
+    /// The attention scale; absent: the default.
     pub attn_scale: Option<f32>,
     /// Standard deviation of `q`, `k` and `v`; that of `d_o` is 1.
     pub spread: f64,
-    /// Mean of `q`, and minus that of `k`.
+    /// Mean of `q`; `k` has minus this mean.
     pub shift: f64,
-    /// Of everything.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
@@ -75,7 +75,7 @@ pub fn run_backward(spec: &BackwardSpec, draw: &Draw, source: Source, executor: 
     run_backward_with(spec, draw, None, source, executor)
 }
 
-/// The same with score_mods and masks of the library, whose closures stand for all masks of the specification.
+/// Runs a backward specification with score_mods and masks of the library, whose closures replace all masks of the specification.
 pub fn run_backward_with(
     spec: &BackwardSpec,
     draw: &Draw,
@@ -94,7 +94,7 @@ pub fn run_backward_with(
     }
 }
 
-/// What a backward call reads.
+/// The inputs of a backward call.
 struct Read {
     q: Operand,
     k: Operand,
@@ -117,7 +117,7 @@ fn bits(got: &GotGradients) -> Vec<u64> {
     got.operands.iter().flatten().chain(along).map(|x| x.to_bits()).collect()
 }
 
-/// Computes a specification on an executor, and what a judge says of that who knows the problem of the oracle, the upstream gradient, and whose forward pass it was.
+/// Computes a specification on an executor. Then calls `judge` with the problem of the oracle, the upstream gradient, and the source of `o` and `stats`.
 pub(super) fn computed<T>(
     spec: &BackwardSpec,
     draw: &Draw,
@@ -202,7 +202,7 @@ pub(super) fn computed<T>(
     Ok((with(library, &along, tanh, |closures| judge(&textbook, closures, &d_o, whose, &got)), report))
 }
 
-/// `o` and `stats` of the executor's own forward pass.
+/// Computes `o` and `stats` with the executor's own forward pass.
 fn own_forward(
     problem: &BackwardProblem,
     [q, k, v]: [&Operand; 3],
@@ -212,7 +212,7 @@ fn own_forward(
 ) -> Result<(Operand, Operand), Outcome<GradientDistance>> {
     let forward = problem.forward();
     let prepared = ready(executor.supports(forward), executor.prepare(forward))?;
-    // NaN in the gaps too: the backward pass must not read them.
+    // The gaps are NaN too: the backward pass must not read them.
     let mut o = Operand::filled(forward.dtype_of(Name::O), of_o.elements(), f32::NAN);
     let mut amax = narrowed.amax(Direction::Forward);
     let mut stats = Operand::filled(DType::F32, of_stats.elements(), f32::NAN);
@@ -226,7 +226,7 @@ fn own_forward(
     Ok((o, stats))
 }
 
-/// The gradients of one call, in row-major order.
+/// Returns the gradients of one call, in row-major order.
 fn backward(
     problem: &BackwardProblem,
     (of, of_stats): (&dyn Fn(Name) -> Laid, &Laid),
@@ -284,20 +284,19 @@ fn tensor(spec: &BackwardSpec, operand: Name) -> &TensorSpec {
     }
 }
 
-/// A random backward specification: what [`random_spec`] gives, gradients that lie elsewhere, `d_o` repeated. Small enough for the
-/// oracle.
+/// Draws a backward specification: the forward one of [`random_spec`], other strides for gradients, and stride 0 in `d_o`. Small enough for the oracle.
 pub fn random_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
     let forward = random_spec(random, dtypes);
     gradients_elsewhere(forward, random)
 }
 
-/// The same of batch entries that are no documents.
+/// Draws a backward specification without packed sequences.
 pub fn random_padded_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
     let forward = random_padded(random, dtypes);
     gradients_elsewhere(forward, random)
 }
 
-/// The gradient of an attention, some of it laid out in another way.
+/// Returns the gradient of an attention, with other strides for some of its tensors.
 pub fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let packed = forward.packed;
     if random.between(0, 9) == 0 {

@@ -1,4 +1,4 @@
-//! Scales of blocks of 8-bit floats: drawn, laid out tile by tile, and told to the oracle element by element.
+//! Block scales of 8-bit floats: drawn at random, stored tile by tile for a call, and passed to the oracle element by element.
 
 use crate::random::Random;
 use sdpa::{AttentionSpec, F8E8M0, Operand, Param};
@@ -7,18 +7,18 @@ use sdpa::{AttentionSpec, F8E8M0, Operand, Param};
 #[derive(Debug)]
 pub(super) struct Blocks([Operands; 3]);
 
-/// Those of one operand.
+/// The scales of one operand.
 #[derive(Debug)]
 struct Operands {
     name: &'static str,
-    /// As a call takes them; padding is the largest power of two, so that it shows.
+    /// The memory that a call reads. Its padding is the largest power of two, so that reading it shows in the result.
     memory: Vec<F8E8M0>,
-    /// What each element is multiplied by, in row-major order.
+    /// The scale of each element, in row-major order.
     each: Vec<f64>,
 }
 
 impl Operands {
-    /// `lines` of `along` elements in each of `heads`; in row-major order elements of a line are apart where it is `turned`.
+    /// Draws the scales of `lines` of `along` elements in each of `heads`. If `turned`, the elements of a line are not contiguous in row-major order.
     fn draw(name: &'static str, [heads, lines, along]: [usize; 3], turned: bool, random: &mut Random) -> Operands {
         let blocks = along.div_ceil(32);
         let drawn: Vec<i32> = (0..heads * lines * blocks).map(|_| random.pick(&[-3, -2, -1, 0, 1])).collect();
@@ -44,7 +44,7 @@ impl Operands {
 }
 
 impl Blocks {
-    /// Those of a specification that has some.
+    /// Draws the scales of a block-scaled specification; `None` for others.
     pub(super) fn draw(spec: &AttentionSpec, seed: u64) -> Option<Blocks> {
         let mut random = Random::new(seed ^ 0x3270);
         let mut draw = |name, dims: [i64; 4], turned: bool| {
@@ -60,12 +60,12 @@ impl Blocks {
         })
     }
 
-    /// What an element of an operand stands for, over what it is, in row-major order.
+    /// Returns the scale of each element of an operand, in row-major order.
     pub(super) fn of(&self, operand: Operand) -> Option<&[f64]> {
         self.0.get(operand as usize).map(|of| &of.each[..])
     }
 
-    /// For a call.
+    /// Returns the scales as parameters of a call.
     pub(super) fn params(&self) -> impl Iterator<Item = Param<'_>> {
         self.0.iter().map(|of| Param::new(of.name, &of.memory))
     }

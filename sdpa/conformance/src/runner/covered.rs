@@ -6,10 +6,10 @@ use crate::covering::Problem;
 use sdpa::Executor;
 use std::sync::{Mutex, PoisonError};
 
-/// What becomes of a problem. One that the executor supports and does not run is a failure.
+/// Runs a problem. A problem that the executor supports but does not run is a failure.
 ///
 /// # Panics
-/// Where the case is no problem: a bug of the harness.
+/// The case is not a valid problem, which is a bug in the harness.
 pub fn covered(problem: &Problem, executor: &dyn Executor) -> Outcome<Box<dyn Measured>> {
     let Problem { case, source, .. } = problem;
     let unsupported = || !problem.is_supported(executor);
@@ -22,10 +22,10 @@ pub fn covered(problem: &Problem, executor: &dyn Executor) -> Outcome<Box<dyn Me
     }
 }
 
-/// Runs a problem and counts what became of it, as [`covered`] says.
+/// Runs a problem with [`covered`] and counts the outcome.
 ///
 /// # Panics
-/// As [`covered`].
+/// See [`covered`].
 pub fn run_covered(problem: &Problem, label: &str, executor: &dyn Executor, tally: &Mutex<Tally>) {
     let outcome = covered(problem, executor);
     let name = format!("{} ({})", problem.case.name, problem.features.join("; "));

@@ -1,13 +1,13 @@
-//! A pair of a query and a key that is dropped has no effect, whatever the two hold, in blocks that are visited too: by a mask, or by a
-//! score_mod that makes −∞ of its score.
+//! Tests that a masked-out (query, key) has no effect, whatever the two contain, in blocks that the kernel visits too. A mask removes the pair, or a score_mod
+//! returns −∞ for it.
 
 use crate::random::Random;
 use sdpa::{AttentionSpec, BackwardProblem, DType, Elements, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape};
 
-/// A row of stats that says: nothing is attended to.
+/// A row whose stats are set to −∞, as if it attended to no key.
 const EMPTY: usize = 2;
 
-/// Rows of dense heads, one after the other.
+/// Dense heads of rows, one after another.
 struct Rows {
     seq: usize,
     dim: usize,
@@ -38,26 +38,26 @@ impl Rows {
     }
 }
 
-/// What drops a pair.
+/// The way in which a pair is masked out.
 #[derive(Clone, Copy, Debug)]
 pub enum Drops {
-    /// A mask: even queries keep even keys, odd ones odd ones.
+    /// A mask: even queries attend to even keys, odd ones to odd ones.
     Mask,
-    /// A mask of blocks: those of a kernel are odd in every element, or in none.
+    /// A mask of blocks: every element of a kernel's block is odd, or none is.
     Blocks,
-    /// A mask of one row: one simdgroup, and not the last, copies its elements, and all have to know.
+    /// A mask of one row: one simdgroup, not the last, copies its elements, and all simdgroups must respect it.
     One,
-    /// As the first, of heads so wide that their slices reach past the end.
+    /// Like `Mask`, with head dims so wide that their slices extend past the end.
     Wide,
-    /// A score_mod that makes −∞ of its score; not on the CPU, where such a pair weighs 0 and takes part in the products.
+    /// A score_mod that returns −∞; not on the CPU, where such a pair has P = 0 but takes part in the products.
     ScoreMod,
 }
 
 impl Drops {
-    /// All of them.
+    /// All ways.
     pub const ALL: [Drops; 5] = [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide, Drops::ScoreMod];
 
-    /// Off every tile; or whole ones, so that nothing beside the rows is put into a block.
+    /// Off every tile, or exact multiples of a tile, so that a block holds nothing except rows.
     fn shape(self) -> Shape {
         let [seq_q, seq_kv, dim_qk, dim_v] = match self {
             Drops::Mask | Drops::One | Drops::ScoreMod => [40, 70, 20, 44],
@@ -90,7 +90,7 @@ fn problem(drops: Drops) -> BackwardProblem {
     spec.with_stats().backward().validate().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// What stands in the odd rows of some operands: of `q`, `k`, `v`, `d_o`.
+/// The value in the odd rows of some operands out of `q`, `k`, `v`, `d_o`.
 #[derive(Clone, Copy, Debug)]
 struct Spoil {
     with: f32,
@@ -106,7 +106,7 @@ const SPOILS: [Spoil; 6] = [
     Spoil { with: f32::NAN, operands: [false, false, false, true] },
 ];
 
-/// `o`, `dq`, `dk` and `dv`; nothing is spoiled without operands.
+/// Returns `o`, `dq`, `dk` and `dv`, with the selected operands spoiled.
 fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spoil: Spoil) -> Result<[Rows; 4], String> {
     let Shape { heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v, .. } = drops.shape();
     let mut random = Random::new(7);
@@ -136,10 +136,10 @@ fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spo
     Ok([o, dq, dk, dv])
 }
 
-/// Whether what is dropped has an effect.
+/// Tests that masked-out pairs have no effect.
 ///
 /// # Errors
-/// Which.
+/// The first element that depends on a masked-out pair.
 pub fn dropped(drops: Drops, executor: &dyn Executor) -> Result<(), String> {
     let problem = problem(drops);
     let clean = results(executor, drops, &problem, Spoil { with: 0.0, operands: [false; 4] })?;

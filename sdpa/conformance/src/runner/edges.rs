@@ -1,5 +1,5 @@
-//! Where rules of floats end, place by place: all scores are 0 before the rule, and values that are one at a single key write its weights into the output, gradients of the output
-//! that are one at a single query into those of the values.
+//! Discontinuities of masks and score_mods with floats, element by element. All scores are 0, and V has a one at a single key, so that the output shows P of
+//! that key. A d_o with a one at a single query makes dV show P too.
 
 use super::ready;
 use crate::inputs::Operand;
@@ -10,24 +10,24 @@ use sdpa::expr::{Place, Precision, Trace};
 use sdpa::{AttentionSpec, DType, Error, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape, Unsupported};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Whole blocks and some more, of queries and keys.
+/// More than one block of queries and keys, and not a multiple of one.
 const SHAPE: Shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 200, seq_kv: 300, dim_qk: 64, dim_v: 64 };
 const DIM: usize = 64;
 
-/// What a score is where the rule does not hold, beside 0 where it does.
+/// The score where the rule does not hold; it is 0 where the rule holds.
 const LESS: f64 = -3.0;
 
-/// Divisors whose inverse, rounded to f32, makes less than 1 of them.
+/// Divisors whose product with their f32 reciprocal is less than 1.
 const INVERTED: [i64; 8] = [41, 47, 55, 61, 82, 83, 94, 97];
 
-/// Kinds of rules.
+/// Number of kinds of rules.
 const KINDS: u64 = 12;
 
-/// Rules whose ends numbers meet exactly, or would but for how they are rounded.
+/// Draws a rule whose boundary some positions meet exactly, or would meet without rounding.
 fn rule(kind: u64, random: &mut Random) -> String {
     let whole = random.pick(&INVERTED);
     let [a, b] = [(); 2].map(|()| random.between(1, 99) as f64 / 10.0);
-    // Where a line meets places.
+    // A line through a position.
     let met = a * random.between(0, 150) as f64 + b * random.between(0, 200) as f64;
     let times = random.between(1, 9) as f64;
     match kind {
@@ -39,12 +39,12 @@ fn rule(kind: u64, random: &mut Random) -> String {
         5 => format!("f32(k) * {a:?} % {b:?} < {:.2}", b / 2.0),
         6 => format!("ceil(f32(k) * {a:?} - f32(q) * {a:?}) <= {:.1}", (a * 10.0).round() * random.between(0, 2) as f64),
         7 => {
-            // Half of a step from key to key, which is a thousandth of what a fast function may be off by.
+            // Half a step between neighbouring keys: a thousandth of the error of a fast `tanh`.
             let [step, at] = [1e-5, 0.5 + random.unit()];
             let met = (at + step * (random.between(20, 280) as f64 + 0.5)).tanh();
             format!("tanh({at:?} + f32(k) * 0.00001) < {met:.9}")
         }
-        // Whole numbers, which every executor has exactly.
+        // Integers, which every executor computes exactly.
         8 => format!("k / {whole} == (q + {}) / {whole}", random.between(-100, 100)),
         9 => format!("({} * k - q) % {whole} < {}", random.between(1, 9), random.between(-3, whole)),
         10 => format!("(q - k) / {} != (k - {}) / {whole}", random.between(2, 9), random.between(0, 200)),
@@ -52,7 +52,7 @@ fn rule(kind: u64, random: &mut Random) -> String {
     }
 }
 
-/// A rule of floats, or of quotients and rests of whole numbers, as a mask or as a choice between two scores.
+/// A rule with floats, or with integer quotients and remainders, as a mask or as a choice between two scores.
 #[derive(Clone, Debug)]
 pub struct Edges {
     /// The rule.
@@ -63,7 +63,7 @@ pub struct Edges {
     pub dtype: DType,
 }
 
-/// How many weights were looked at, and which was wrong; nothing where the executor declines.
+/// The number of compared elements of P, or the first wrong one; `None` if the executor does not support the rule.
 pub type Looked = Result<Option<usize>, String>;
 
 fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Option<T>, String> {
@@ -75,10 +75,10 @@ fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Opti
     }
 }
 
-/// Looks at the rules of these seeds on an executor that declines none, and says how many weights that were.
+/// Tests the rules of these seeds on an executor that supports all of them, and prints the number of compared elements of P.
 ///
 /// # Panics
-/// Where a weight is wrong, or a rule is declined.
+/// An element of P is wrong, or a rule is unsupported.
 pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
     let looked = AtomicUsize::new(0);
     side_by_side(seeds, |&seed| {
@@ -89,7 +89,7 @@ pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
 }
 
 impl Edges {
-    /// One that a number stands for. Every third of three times as many numbers as kinds has all of these.
+    /// Draws the rule of a seed. Every third of three times as many seeds as kinds covers all kinds, types and forms.
     pub fn drawn(seed: u64) -> Edges {
         let mut random = Random::new(seed * 7919 + 61);
         Edges {
@@ -107,7 +107,7 @@ impl Edges {
         Operand::filled(self.dtype, seq as usize * DIM, f32::NAN)
     }
 
-    /// One at these rows, each in a column of its own, else zero.
+    /// Returns an operand with a one at each of `DIM` rows, each in a column of its own, and zeros elsewhere.
     fn ones(&self, seq: i64, first: usize) -> Operand {
         let mut all = self.zeros(seq);
         (first..(first + DIM).min(seq as usize)).for_each(|row| all.set(row * DIM + row - first, 1.0));
@@ -123,7 +123,7 @@ impl Edges {
         })
     }
 
-    /// The weight of each pair, row by row, and the logarithm of each row's sum.
+    /// Returns P of each (query, key), row by row, and the log-sum-exp of each row.
     fn weights(&self) -> Result<(Vec<f64>, Vec<f32>), String> {
         let rule: Trace = self.text.parse().map_err(|e| format!("{}: {e}", self.text))?;
         let extents = [1, 1, SHAPE.seq_q, SHAPE.seq_kv];
@@ -145,13 +145,13 @@ impl Edges {
         Ok((weights, stats))
     }
 
-    /// Looks at every weight of both passes.
+    /// Compares every element of P in both passes.
     ///
     /// # Errors
-    /// The first that is wrong.
+    /// The first wrong element.
     pub fn look(&self, executor: &dyn Executor) -> Looked {
         let (weights, stats) = self.weights()?;
-        // Rounded as a weight, and as a result.
+        // P and the result are each rounded once.
         let rounding = if self.dtype == DType::BF16 { 1e-2 } else { 4e-3 };
         let judge = |got: f64, q: usize, k: usize, pass: &str| {
             let want = weights[q * SHAPE.seq_kv as usize + k];

@@ -1,10 +1,10 @@
-//! Few queries beside many keys.
+//! Decode shapes: few queries with many keys.
 
 use super::{random_mask, random_padded};
 use crate::random::Random;
 use sdpa::{Align, AttentionSpec, DType, Layout, Mask, TensorSpec};
 
-/// A random specification of few queries and many keys: lengths or none, windows about the ends or none, sinks, any group of heads.
+/// Draws a specification of few queries and many keys: with or without lengths, windows and sinks, and any GQA group.
 pub fn random_few(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     let heads_kv = random.between(1, 3);

@@ -8,15 +8,15 @@ use sdpa::{
 };
 use sdpa_oracle::{Element, Given, Modify, Place, Problem, Rough, Tensor, attention, gradients};
 
-/// A bias that is added to the scores of some rows or keys.
+/// Biases that are added to the scores of some rows or keys.
 pub const ADDED: [f32; 10] = [-1e4, -1e9, 1e9, -1e10, -1e30, 1e30, f32::MIN, f32::MAX, 1e6, -700.0];
 
-/// Where it is added.
+/// The scores that get the bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Where {
-    /// To every score of each third row.
+    /// Every score of each third row.
     Rows,
-    /// To the scores of the last keys: rows of causal masks have none of them, some, or all.
+    /// The scores of the last keys: rows of causal masks attend to none, some or all of them.
     Keys,
 }
 
@@ -70,10 +70,10 @@ enum Float {
 }
 
 impl Float {
-    /// The floating point type of an element type.
+    /// Returns the floating-point type of an element type.
     ///
     /// # Panics
-    /// For integers and 8-bit floats.
+    /// The type is an integer or an 8-bit float.
     fn of(dtype: DType) -> Float {
         let all = [(DType::F32, Float::F32), (DType::F16, Float::F16), (DType::BF16, Float::BF16)];
         all.into_iter().find(|(of, _)| *of == dtype).map(|(_, float)| float).unwrap_or_else(|| panic!("{dtype} has no large scores"))
@@ -88,7 +88,7 @@ impl Float {
     }
 }
 
-/// Numbers of an element type, and the same widened.
+/// Numbers of an element type, and the numbers widened to f64.
 struct Drawn {
     wide: Vec<f64>,
     f32: Vec<f32>,
@@ -140,7 +140,7 @@ impl Drawn {
     }
 }
 
-/// That a result is as near as its type and f32 scores allow: by norm, relative to the right one. Finite where that is, and only there.
+/// Checks that the norm of the error is at most `bound`, relative to the norm of `want`. Results must be finite exactly where `want` is.
 fn near(what: &str, got: &[f64], want: &[f64], bound: f64) -> Result<(), String> {
     if let Some(at) = (0..want.len()).find(|&at| got[at].is_finite() != want[at].is_finite()) {
         return Err(format!("{what}: element {at} is {}, not {}", got[at], want[at]));
@@ -150,7 +150,7 @@ fn near(what: &str, got: &[f64], want: &[f64], bound: f64) -> Result<(), String>
     if off <= bound * size + 1e-30 { Ok(()) } else { Err(format!("{what}: off by {off:.2e}, of {size:.2e}")) }
 }
 
-/// One problem with large scores: forward with every row statistic, then backward from the executor's own results.
+/// Runs one problem with large scores: forward with every row statistic, then backward from the executor's own results.
 ///
 /// # Errors
 /// The message of the first mismatch.
@@ -174,7 +174,7 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let k = Drawn::new(random, float, len(heads_kv, seq_kv, dim_qk));
     let v = Drawn::new(random, float, len(heads_kv, seq_kv, dim_v));
     let d_o = Drawn::new(random, float, len(heads_q, seq_q, dim_v));
-    // One near ordinary scores, one near large ones.
+    // One sink near ordinary scores, one near large ones.
     let sinks: Vec<f32> = (0..heads_q).map(|head| if head % 2 == 0 { 0.5 } else { added }).collect();
     let params: Vec<Param<'_>> = if sink { vec![Param::new(SINK, &sinks)] } else { Vec::new() };
 
@@ -239,9 +239,9 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     near("dk", &dk.widened(), &right.dk.value, bound)?;
     near("dv", &dv.widened(), &right.dv.value, bound)?;
     if sink {
-        // By the row sums: next to 1e30 an f64 log-sum-exp has no room for the logarithm of the number of keys either.
+        // Computed from the row sums: near 1e30 not even an f64 log-sum-exp can hold the logarithm of the number of keys.
         let mut want_sink = vec![0.0; heads_q as usize];
-        // The rounded output, as the pass reads it: of few rows, the sum is not large next to the rounding.
+        // The rounded output, which the pass reads: with few rows, the sum is not large compared with the rounding.
         let of_o = o.widened();
         for row in 0..rows {
             let head = row / seq_q as usize % heads_q as usize;
@@ -256,7 +256,7 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     Ok(())
 }
 
-/// Tiles of one and of several thread blocks, 2-CTA clusters, query heads in one tile, splits of the keys.
+/// Tiles of one and of several thread blocks, 2-CTA clusters, packed GQA tiles, split-KV.
 const SHAPES: [Shape; 6] = [
     Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 70, seq_kv: 150, dim_qk: 64, dim_v: 64 },
     Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 150, seq_kv: 290, dim_qk: 128, dim_v: 128 },
@@ -273,16 +273,16 @@ pub struct LargeScores {
     pub shape: Shape,
     /// Its element type.
     pub dtype: DType,
-    /// Which scores are large.
+    /// The scores that are large.
     pub place: Where,
-    /// How large.
+    /// The bias that makes them large.
     pub added: f32,
     /// True if the problem has sinks.
     pub sink: bool,
 }
 
 impl LargeScores {
-    /// Every extent with every number, in turns of these types, a third of them with sinks.
+    /// Returns every shape with every bias. The types alternate, and a third of the problems have sinks.
     pub fn all(dtypes: &[DType]) -> Vec<LargeScores> {
         let mut all = Vec::new();
         for (n, shape) in SHAPES.into_iter().enumerate() {
@@ -296,8 +296,10 @@ impl LargeScores {
         all
     }
 
+    /// Runs the problem.
+    ///
     /// # Errors
-    /// As [`large_scores`].
+    /// See [`large_scores`].
     pub fn run(&self, executor: &dyn Executor) -> Result<(), String> {
         large_scores(executor, self.dtype, self.shape, self.place, self.added, self.sink)
     }

@@ -8,10 +8,10 @@ use crate::library::Library;
 use crate::random::Random;
 use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, ScoreMod, Shape};
 
-/// Every case with score_mods and masks of the library, and every one of packed documents, forward, and backward alone and chained.
+/// Runs every case with score_mods and masks of the library, and every case with packed sequences: forward, and backward alone and chained.
 ///
 /// # Errors
-/// Cases that cannot be read.
+/// A case does not parse.
 pub fn library_suite(label: &str, executor: &dyn Executor) -> Result<[Tally; 2], String> {
     let (mut forward, mut backward) = (Tally::default(), Tally::default());
     for case in Case::all_library()?.into_iter().chain(Case::all_packed()?) {
@@ -23,21 +23,21 @@ pub fn library_suite(label: &str, executor: &dyn Executor) -> Result<[Tally; 2],
     Ok([forward, backward])
 }
 
-/// What became of one random score_mod.
+/// The outcome of one random score_mod.
 #[derive(Debug)]
 pub struct Tree {
     /// Its text, masks and extents.
     pub text: String,
-    /// Of the forward pass.
+    /// Outcome of the forward pass.
     pub forward: Outcome,
-    /// Of the backward pass.
+    /// Outcome of the backward pass.
     pub backward: Outcome<GradientDistance>,
 }
 
-/// The `seed`th random score_mod of up to 20 functions under random masks: forward and backward.
+/// Runs the `seed`th random score_mod of up to 20 functions with random masks, forward and backward.
 ///
 /// # Errors
-/// A bug of the harness: a text or a mask that cannot be read.
+/// A text or a mask does not parse, which is a bug in the harness.
 pub fn run_tree(seed: u64, dtypes: &[DType], executor: &dyn Executor) -> Result<Tree, String> {
     let random = &mut Random::new(seed * 6151 + 17);
     let heads_kv = random.pick(&[1, 2]);

@@ -1,4 +1,4 @@
-//! An executor that is easy to read, and its faults: what the runner must find.
+//! A simple executor with injectable faults that the runner must find.
 
 mod rules;
 
@@ -137,13 +137,13 @@ fn add(to: &mut [f32], factor: f32, row: &[f32]) {
     to.iter_mut().zip(row).for_each(|(to, x)| *to += factor * x);
 }
 
-/// The number of a head in the denominator; −∞ is none.
+/// Returns the sink of a head; −∞ without a sink.
 fn sink_of(problem: &Problem, params: &[Param<'_>], head: usize) -> f32 {
     let given = params.iter().find(|p| problem.sink() && p.name == SINK);
     given.map_or(f32::NEG_INFINITY, |sink| sink.value.get(head) as f32)
 }
 
-/// What the weight of a place is multiplied by.
+/// Returns the dropout factor of P at a position.
 fn left(problem: &Problem, params: &[Param<'_>], [b, h, q, k]: [usize; 4]) -> f32 {
     let number = |name: &str| match params.iter().find(|p| p.name == name).map(|p| p.value) {
         Some(ParamValue::I64(number)) => number[0],
@@ -195,7 +195,7 @@ impl Prepared for Ready<Problem> {
 }
 
 impl Ready<BackwardProblem> {
-    /// Gradients in row-major order, and those of parameters.
+    /// Returns gradients in row-major order, and those of parameters.
     fn gradients(&self, call: &HostBackward<'_>, scale: f32) -> ([Vec<f32>; 3], Vec<Vec<f32>>) {
         let (problem, p) = (&self.problem, self.problem.forward());
         let rules = Rules::new(p, problem.params(), call.params, self.fault);
@@ -302,7 +302,7 @@ impl PreparedBackward for Ready<BackwardProblem> {
 
 const DRAW: Draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed: 3 };
 
-/// Masks, groups, rows without keys, gaps, gradients that lie elsewhere than their operands.
+/// Masks, GQA, rows that attend to no key, gaps, gradients with strides of their own.
 fn spec(dtype: DType) -> BackwardSpec {
     let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 33, dim_qk: 24, dim_v: 16 };
     let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).backward().deterministic();
@@ -332,7 +332,7 @@ fn the_runner_finds_every_fault() {
         (Fault::NeverTheSameBits, "other bits"),
     ] {
         for source in Source::ALL {
-            // Rounding to bf16 shows in another type.
+            // With other types, the rounding to bf16 is not visible.
             let coarse = matches!(fault, Fault::CoarseWeights | Fault::CoarseScores);
             for dtype in if coarse { &[DType::F32][..] } else { &[DType::F32, DType::F16, DType::BF16] } {
                 match run_backward(&spec(*dtype), &DRAW, source, &Naive(fault)) {
@@ -345,7 +345,7 @@ fn the_runner_finds_every_fault() {
     }
 }
 
-/// Score_mods, masks and gradients of the library: each fault shows in one pass at least.
+/// Score_mods, masks and gradients of the library: each fault shows in at least one pass.
 #[test]
 fn the_runner_finds_faults_of_score_mods_and_masks() {
     let cases = Case::all_library().unwrap();
@@ -355,15 +355,15 @@ fn the_runner_finds_faults_of_score_mods_and_masks() {
     type Shows<'c> = &'c dyn Fn(&Case) -> bool;
     let has: [(Fault, Shows<'_>); 7] = [
         (Fault::NoRest, &|case| masked(case, "array:hqk")),
-        // Of several entries the last has a length of 0; the length of a single one may drop nothing, or what another mask drops already.
+        // The last of several entries has length 0. A single entry's length may mask out nothing, or only keys that another mask removes already.
         (Fault::NoLengths, &|case| masked(case, "padding") && case.shape.batch > 1),
         (Fault::NoSlope, &|case| case.score_mod == ["softcap:2"]),
         (Fault::OnlyDefaults, &|case| case.library().unwrap().is_some_and(|l| l.bound.iter().any(|b| b.name == "cap"))),
         (Fault::OneElementForAll, &|case| case.score_mod == ["alibi-slopes"]),
-        // Where a bias is one for all keys, its gradient is 0: weights do not change.
+        // A bias that is constant over keys has the gradient 0, because P does not depend on it.
         (Fault::OneBatchOfAParameter, &|case| {
             let over_keys = case.score_mod.iter().any(|m| m.starts_with("bias") && m.ends_with('k'));
-            // The last entry of a padded case has no keys, so that nothing of another's shows there.
+            // The last entry of a padded case has no keys, so a parameter of another entry does not show there.
             case.shape.batch > 1 && !masked(case, "padding") && ((over_keys && asks(case, "bias")) || asks(case, "slopes"))
         }),
         (Fault::NoParameters, &|case| asks(case, "bias") || asks(case, "cap")),
@@ -380,7 +380,7 @@ fn the_runner_finds_faults_of_score_mods_and_masks() {
     }
 }
 
-/// What the library means in f32, traces evaluated, is what its closures say; and the tolerances are not far from it.
+/// The library's traces in f32 match its closures, and the tolerances are not far above their errors.
 #[test]
 fn tolerances_hold_with_score_mods_and_masks() {
     let mut worst = [0f64; 2];
@@ -410,7 +410,7 @@ fn what_is_declined_is_a_skip_that_must_be_excused() {
     assert!(matches!(skipped().skip_only_if(|| false, || "again".to_owned()), Outcome::Fail(how) if how.ends_with("again")));
 }
 
-/// What rounds as executors do stays within the tolerances, and is not far from them.
+/// The rounding of a real executor stays within the tolerances, and is not far below them.
 #[test]
 fn tolerances_hold_and_are_not_loose() {
     let mut worst = [0f64; 2];
@@ -423,7 +423,7 @@ fn tolerances_hold_and_are_not_loose() {
         Outcome::Skip(how) | Outcome::Fail(how) => panic!("{name}{}: {how}", source.suffix()),
     };
     for case in Case::all_backward().unwrap() {
-        // The others are for executors that split long sequences.
+        // Larger cases are for executors that split long sequences.
         if case.shape.seq_q * case.shape.seq_kv > 50_000 {
             continue;
         }

@@ -1,4 +1,4 @@
-//! 8-bit floats: scales of a call, and what its operands and results stand for.
+//! 8-bit floats: the scales of a call, and conversion of operands and results to real numbers.
 
 use super::blocks::Blocks;
 use crate::oracle::{self, element};
@@ -9,24 +9,24 @@ use sdpa::{
     Problem, Shape,
 };
 
-/// The scales of a problem of 8-bit floats; all are one of any other.
+/// The scales of a problem with 8-bit floats; all are 1 for other types.
 #[derive(Debug)]
 pub(super) struct Narrowed {
     dtype: DType,
     scales: [f32; 13],
-    /// Powers of two that are kept free.
+    /// Headroom in powers of two.
     margin: i32,
-    /// In place of scales of tensors.
+    /// Block scales, in place of tensor scales.
     blocks: Option<Blocks>,
 }
 
-/// The largest magnitude.
+/// Returns the largest magnitude.
 fn amax(numbers: &[f64]) -> f32 {
     numbers.iter().filter(|x| x.is_finite()).fold(0.0, |amax, x| x.abs().max(amax)) as f32
 }
 
 impl Narrowed {
-    /// Descales of operands: of any size.
+    /// Draws descales of operands, of any size.
     pub(super) fn draw(dtype: DType, seed: u64) -> Narrowed {
         let mut random = Random::new(seed ^ 0xf8);
         let mut narrowed = Narrowed { dtype, scales: [1.0; 13], margin: random.between(0, 2) as i32, blocks: None };
@@ -38,7 +38,7 @@ impl Narrowed {
         narrowed
     }
 
-    /// The same for a specification whose blocks have scales.
+    /// Adds block scales if the specification has them.
     pub(super) fn in_blocks(mut self, spec: &AttentionSpec, seed: u64) -> Narrowed {
         self.blocks = Blocks::draw(spec, seed);
         if self.blocks.is_some() {
@@ -55,12 +55,12 @@ impl Narrowed {
         self.scales[scale as usize]
     }
 
-    /// Those of the forward pass that are made of its values, which are told as they are.
+    /// Sets the scales of the forward pass from its values, which are given before descaling.
     pub(super) fn forward(&mut self, problem: &Problem, values: &[f64]) {
         if !self.dtype.is_fp8() || self.blocks.is_some() {
             return;
         }
-        // No weight is above 1, or above what stays of it.
+        // P is at most 1, or at most the dropout scale.
         let most = problem.dropout().map_or(1.0, |dropout| dropout.scale());
         let weights = scale_of(most, self.dtype, self.margin);
         let o = scale_of(most * amax(values) * self.get(Fp8Scale::DescaleV), problem.dtype_of(Operand::O), self.margin);
@@ -72,28 +72,28 @@ impl Narrowed {
         }
     }
 
-    /// Those of the backward pass: of `d_o` and gradients as what they stand for.
+    /// Sets the scales of the backward pass. `d_o` and the gradients are given as real numbers.
     pub(super) fn backward(&mut self, problem: &BackwardProblem, (values, upstream): (&[f64], &[f64]), scale: f64, gradients: [&[f64]; 3]) {
         let forward = problem.forward();
         let most = forward.dropout().map_or(1.0, |dropout| dropout.scale());
-        // Products of numbers of either sign: six deviations of their sum, of dP and of what is subtracted.
+        // dP and δ sum products of either sign: six standard deviations of their difference.
         let deviation = (forward.dim_v() as f32).sqrt() * amax(values) * self.get(Fp8Scale::DescaleV) * amax(upstream) / 4.0;
         let slopes = scale_of(most * deviation * scale.abs() as f32, problem.dtype_of(Operand::DO), 1);
         self.set(Fp8Scale::ScaleDP, slopes);
         self.set(Fp8Scale::DescaleDP, slopes.recip());
         let dtype = problem.dtype_of(Operand::DQ);
         for (scale, gradient) in [Fp8Scale::ScaleDQ, Fp8Scale::ScaleDK, Fp8Scale::ScaleDV].into_iter().zip(gradients) {
-            // Room for what rounding adds.
+            // The headroom covers rounding.
             self.set(scale, if dtype.is_fp8() { scale_of(amax(gradient), dtype, 1) } else { 0.75 });
         }
     }
 
-    /// What elements of an operand that is read stand for, over what they are.
+    /// Returns the factor from stored elements of an input to real numbers.
     pub(super) fn descale(&self, operand: Operand) -> f64 {
         self.get(Fp8Scale::of_operand(operand, false)).into()
     }
 
-    /// What elements of an operand that is read stand for.
+    /// Converts stored elements of an input to real numbers.
     pub(super) fn real(&self, operand: Operand, mut elements: Vec<f64>) -> Vec<f64> {
         match self.blocks.as_ref().and_then(|blocks| blocks.of(operand)) {
             Some(each) => elements.iter_mut().zip(each).for_each(|(x, scale)| *x *= scale),
@@ -102,21 +102,21 @@ impl Narrowed {
         elements
     }
 
-    /// What elements of a result stand for.
+    /// Converts stored elements of a result to real numbers.
     pub(super) fn stands_for(&self, operand: Operand, mut elements: Vec<f64>) -> Vec<f64> {
         let scale = f64::from(self.get(Fp8Scale::of_operand(operand, true)));
         elements.iter_mut().for_each(|x| *x /= scale);
         elements
     }
 
-    /// What is rounded to be such elements.
+    /// Converts real numbers to stored elements, before rounding.
     pub(super) fn rounds_to(&self, operand: Operand, mut real: Vec<f64>) -> Vec<f64> {
         let scale = f64::from(self.get(Fp8Scale::of_operand(operand, true)));
         real.iter_mut().for_each(|x| *x *= scale);
         real
     }
 
-    /// The scales of a pass, behind other parameters.
+    /// Appends the scales of a pass to other parameters.
     pub(super) fn params<'a>(&'a self, direction: Direction, mut params: Vec<Param<'a>>) -> Vec<Param<'a>> {
         params.extend(self.blocks.iter().flat_map(Blocks::params));
         let scales = Fp8Scale::of(direction).iter().filter(|_| self.dtype.is_fp8() && self.blocks.is_none());
@@ -127,7 +127,7 @@ impl Narrowed {
         params
     }
 
-    /// Room for what a pass tells.
+    /// Returns slots for the amax values that a pass reports, set to NaN.
     pub(super) fn amax(&self, direction: Direction) -> Vec<(Amax, f32)> {
         let told = match (self.dtype.is_fp8(), &self.blocks) {
             (false, _) => &[],
@@ -137,13 +137,13 @@ impl Narrowed {
         told.iter().map(|amax| (*amax, f32::NAN)).collect()
     }
 
-    /// What the oracle is told.
+    /// Returns the scales that the oracle needs for a forward pass.
     pub(super) fn told(&self, problem: &Problem) -> Option<oracle::Narrow> {
         let told = sdpa_oracle::Narrow::forward(self.get(Fp8Scale::ScaleS).into(), self.get(Fp8Scale::ScaleO).into());
         self.dtype.is_fp8().then(|| oracle::Narrow { told, o: problem.dtype_of(Operand::O) })
     }
 
-    /// Likewise of a backward pass.
+    /// Returns the scales that the oracle needs for a backward pass.
     pub(super) fn told_backward(&self, problem: &BackwardProblem) -> Option<oracle::Narrow> {
         let narrow = self.told(problem.forward())?;
         let gradients = [Fp8Scale::ScaleDQ, Fp8Scale::ScaleDK, Fp8Scale::ScaleDV].map(|scale| self.get(scale).into());
@@ -157,7 +157,8 @@ impl Narrowed {
         Some(oracle::Narrow { told, ..narrow })
     }
 
-    /// Rounding keeps an order: the largest magnitude, scaled and rounded, is that of the elements. The oracle judges those of tensors that are not there.
+    /// Checks amax of stored results: rounding is monotonic, so amax, scaled and rounded, equals the largest stored element. The oracle checks amax of P and
+    /// dP.
     pub(super) fn judge<const N: usize>(&self, told: &[(Amax, f32)], dtype: DType, results: [(Amax, &Vec<f64>); N]) -> Result<(), String> {
         for (which, number) in told {
             let Some((_, elements)) = results.iter().find(|(of, _)| of == which) else { continue };
@@ -184,7 +185,7 @@ impl Narrowed {
     }
 }
 
-/// A random problem of 8-bit floats, many of them such as an engine takes: lengths off every tile, bands and lengths of entries.
+/// Draws a problem with 8-bit floats, often one that a cuDNN engine supports: lengths off every tile, bands, per-sequence lengths.
 pub fn random_fp8(random: &mut Random) -> AttentionSpec {
     let heads_kv = random.between(1, 4);
     let dims = random.pick(&[[128, 128], [128, 128], [64, 64], [192, 128], [256, 256], [96, 96]]);
@@ -214,7 +215,7 @@ pub fn random_fp8(random: &mut Random) -> AttentionSpec {
     spec
 }
 
-/// The gradient of one: half of them in the other format.
+/// Returns the backward problem of one; half of them use the other 8-bit format for gradients.
 pub fn random_fp8_gradients(spec: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let other = random.pick(&[None, Some(DType::F8E5M2)]);
     let mut backward = spec.backward();
@@ -222,12 +223,12 @@ pub fn random_fp8_gradients(spec: AttentionSpec, random: &mut Random) -> Backwar
     backward
 }
 
-/// The magnitude of a tensor that a pass reports.
+/// Returns the amax of a tensor that a pass reported.
 pub(super) fn reported(told: &[(Amax, f32)], which: Amax) -> Option<f64> {
     told.iter().find(|(of, _)| *of == which).map(|(_, number)| f64::from(*number))
 }
 
-/// Room for numbers, as calls take it.
+/// Returns the slots as a call takes them.
 pub(super) fn room(told: &mut [(Amax, f32)]) -> Vec<HostAmax<'_>> {
     told.iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
 }
@@ -242,7 +243,7 @@ mod tests {
         narrowed.set(Fp8Scale::ScaleO, 16.0);
         let elements = vec![-3.25, 26.0, 1.0];
         let judge = |told: f32| narrowed.judge(&[(Amax::O, told)], DType::F8E4M3, [(Amax::O, &elements)]);
-        // 26 is 16 times 1.625, and what rounds to it.
+        // 26 is 16 times 1.625, and the numbers that round to it.
         assert!(judge(1.625).is_ok() && judge(1.65).is_ok());
         for wrong in [0.0, 3.25, -1.625, 0.203, f32::NAN, f32::INFINITY] {
             assert!(judge(wrong).is_err(), "{wrong}");

@@ -1,21 +1,21 @@
-//! What a specification declares by itself: sinks, and the numbers of dropout.
+//! Parameters that the options of a specification declare: sinks, and the seed and offset of dropout.
 
 use crate::random::Random;
 use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, Param, SINK};
 use sdpa_oracle::Dropout;
 
-/// What of it a call is given, and the oracle.
+/// Their values, for the call and for the oracle.
 pub(super) struct Own {
     sinks: Option<Vec<f32>>,
     widened: Option<Vec<f64>>,
     seed: i64,
     offset: i64,
-    /// The probability that a weight is dropped.
+    /// The dropout probability.
     p: Option<f32>,
 }
 
 impl Own {
-    /// Sinks of the size of scores, far below them, or none; numbers of any size, half of them with an offset that is no multiple of four.
+    /// Draws sinks as large as scores, far below them, or absent, and seeds of any size. Half of the offsets are not a multiple of four.
     pub(super) fn draw(spec: &AttentionSpec, seed: u64) -> Own {
         let mut random = Random::new(seed ^ 0x51_4e6b);
         let one = |random: &mut Random| match random.between(0, 7) {
@@ -34,7 +34,7 @@ impl Own {
         Own { sinks, widened, seed, offset, p: spec.dropout.map(|dropout| dropout.p()) }
     }
 
-    /// Those of a call, behind others.
+    /// Appends them to other parameters of a call.
     pub(super) fn params<'a>(&'a self, mut params: Vec<Param<'a>>) -> Vec<Param<'a>> {
         params.extend(self.sinks.as_ref().map(|sinks| Param::new(SINK, sinks)));
         if self.p.is_some() {
@@ -44,12 +44,12 @@ impl Own {
         params
     }
 
-    /// Sinks as the oracle is told of them.
+    /// Returns the sinks for the oracle.
     pub(super) fn sink(&self) -> Option<&[f64]> {
         self.widened.as_deref()
     }
 
-    /// Dropout as the oracle is told of it.
+    /// Returns dropout for the oracle.
     pub(super) fn dropout(&self) -> Option<Dropout> {
         self.p.map(|p| Dropout { p: p.into(), seed: self.seed, offset: self.offset })
     }

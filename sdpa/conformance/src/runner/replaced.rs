@@ -1,4 +1,4 @@
-//! Right results, and what the check says once one of them is replaced by a wrong one.
+//! Replaces right results by wrong ones and records the verdicts of the check.
 
 use super::backward::computed as computed_backward;
 use super::{Draw, Source, computed};
@@ -10,9 +10,9 @@ use sdpa::{AttentionSpec, BackwardSpec, Executor};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// Rows of a tile that is dropped.
+/// Number of rows of a tile that is set to zero.
 const TILE: usize = 64;
-/// A replacement that is not further from the truth than this many times the right result is the right result, but for rounding.
+/// A replacement whose error is at most this many times that of the right result differs from it only by rounding.
 const ROUNDING: f64 = 16.0;
 
 /// A wrong result in place of a right one.
@@ -28,18 +28,18 @@ pub enum Replacement {
     Nan,
     /// Infinity in one element.
     Infinite,
-    /// One head has the result of the next.
+    /// One head has the result of the next head.
     Head,
-    /// One batch entry has the result of the next.
+    /// One batch entry has the result of the next entry.
     Batch,
-    /// The tile of 64 rows that has the largest norm is zeros.
+    /// The tile of 64 rows with the largest norm is zeros.
     LargeTile,
-    /// The tile of 64 rows that has the smallest norm above zero is zeros.
+    /// The tile of 64 rows with the smallest norm above zero is zeros.
     SmallTile,
 }
 
 impl Replacement {
-    /// All of them.
+    /// All replacements.
     pub const ALL: [Replacement; 9] = [
         Replacement::Zeros,
         Replacement::Twice,
@@ -52,7 +52,7 @@ impl Replacement {
         Replacement::SmallTile,
     ];
 
-    /// As it stands above a column.
+    /// The heading of its column in the table.
     fn name(self) -> &'static str {
         match self {
             Replacement::Zeros => "zeros",
@@ -67,17 +67,17 @@ impl Replacement {
         }
     }
 
-    /// The wrong result; none where there is no other head or entry. Extents are (batch, head, row, element).
+    /// Returns the wrong result, or `None` if there is no other head or entry. Extents are (batch, head, row, element).
     fn of(self, right: &[f64], dims: [usize; 4]) -> Option<Vec<f64>> {
         let [batch, heads, rows, dim] = dims;
         let mut wrong = right.to_vec();
         let square = |of: &[f64]| of.iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>();
-        // The piece with the largest norm has the most to lose.
+        // Replaces the part with the largest norm, where an error has the largest effect.
         let largest = |size: usize| {
             let squares = right.chunks(size.max(1)).map(square).enumerate();
             squares.fold((0, -1.0), |best, next| if next.1 > best.1 { next } else { best }).0
         };
-        // Puts the next piece of the same whole in place of the largest one.
+        // Copies the next head or entry over the one with the largest norm.
         let next = |wrong: &mut Vec<f64>, size: usize, of: usize| {
             let at = largest(size);
             let from = at / of * of + (at + 1) % of;
@@ -107,10 +107,10 @@ impl Replacement {
         Some(wrong)
     }
 
-    /// Whether a wrong result differs from the truth by more than rounding, in what was replaced.
+    /// Returns true if the replaced elements differ from the truth by more than rounding.
     fn differs(wrong: &[f64], right: &[f64], truth: &[f64]) -> bool {
         let replaced = || wrong.iter().zip(right).zip(truth).filter(|((wrong, right), _)| wrong.to_bits() != right.to_bits());
-        // Infinities and NaN are never rounding, nor is what stands in place of them.
+        // An infinity or NaN, on either side, is never a rounding difference.
         if replaced().any(|((wrong, right), _)| !wrong.is_finite() || !right.is_finite()) {
             return true;
         }
@@ -119,33 +119,33 @@ impl Replacement {
         };
         let of_wrong = squares(&mut replaced().map(|((wrong, _), truth)| (*wrong, *truth)));
         let of_right = squares(&mut replaced().map(|((_, right), truth)| (*right, *truth)));
-        // What is replaced may be few numbers, which are right to more digits by chance.
+        // If few elements are replaced, they may be unusually accurate by chance; compare with the average error too.
         let of_all = squares(&mut right.iter().copied().zip(truth.iter().copied())) * replaced().count() as f64 / right.len().max(1) as f64;
         of_wrong.sqrt() > ROUNDING * of_right.max(of_all).sqrt()
     }
 }
 
-/// What the check says of one replacement.
+/// The verdict on one replacement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Said {
-    /// The replacement is the right result, but for rounding, or there is none.
+    /// The replacement equals the right result except for rounding, or does not exist.
     Same,
-    /// It fails.
+    /// The check fails it.
     Failed,
-    /// It is undecided.
+    /// The check leaves it undecided.
     Undecided,
-    /// It passes, which it must not.
+    /// The check accepts it, which is a bug.
     Passed,
 }
 
-/// What the check says of the results of a pass and of every replacement.
+/// The verdicts on the results of a pass and on every replacement.
 #[derive(Clone, Debug, Default)]
 pub struct Replaced {
-    /// How often, by tensor and replacement.
+    /// Number of verdicts, by tensor and replacement.
     counts: BTreeMap<(&'static str, Replacement), BTreeMap<Said, usize>>,
-    /// Replacements that pass, and a right result that fails.
+    /// Replacements that pass, and right results that fail.
     pub wrong: Vec<String>,
-    /// The right result is undecided.
+    /// The reason why the right result is undecided.
     pub undecided: Option<String>,
 }
 
@@ -174,13 +174,13 @@ impl Replaced {
         }
     }
 
-    /// How many replacements are not the same.
+    /// Returns the number of replacements that differ from the right result.
     #[must_use]
     pub fn seen(&self) -> usize {
         self.counts.values().flatten().filter(|(said, _)| **said != Said::Same).map(|(_, n)| n).sum()
     }
 
-    /// How often the check fails, is undecided, and the replacement is the same, a line for each tensor.
+    /// Returns a table of failed, undecided and equal replacements, with a line per tensor.
     #[must_use]
     pub fn table(&self) -> String {
         let mut table = "replaced by".to_owned();
@@ -251,7 +251,7 @@ fn outputs(p: &oracle::Problem<'_>, closures: &Closures<'_>, right: &Outputs) ->
         let Some(of) = of else { continue };
         for replacement in Replacement::ALL {
             let wrong = replacement.of(of, dims).map(|mut wrong| {
-                // A row without keys may have no sink either.
+                // For a row that attends to no key, statistics without the sink are right too.
                 let keyless = |row: usize| n > 0 && truth_of.o_magnitude[row * dim_v..][..dim_v].iter().all(|x| *x == 0.0);
                 let none = |(row, wrong): (usize, &f64)| *wrong == f64::NEG_INFINITY && keyless(row);
                 let rows: Vec<usize> = wrong.iter().enumerate().filter(|x| none((x.0, x.1))).map(|(row, _)| row).collect();
@@ -301,7 +301,7 @@ fn gradients(
     let along = of_parameters.zip(&truth.along).map(|((name, dims), truth)| (name, dims, &truth.value));
     let tensors: Vec<_> = operands.into_iter().chain(along).take(3 + right.along.len()).collect();
     let mut replaced = Replaced::default();
-    // Each tensor of a list is replaced, and then judged with the others as they were.
+    // Each tensor of a list is replaced, then checked with the others unchanged.
     let (mut all, mut what) = (vec![right.clone()], Vec::new());
     for replacement in Replacement::ALL {
         let mut wrong = right.clone();
@@ -343,18 +343,18 @@ fn gradients(
     Ok(replaced)
 }
 
-/// What the check says of a forward pass of a specification.
+/// Checks the replacements of a forward pass of a specification.
 ///
 /// # Errors
-/// What became of the pass, where an executor does not compute it.
+/// The outcome of the pass, if the executor does not compute it.
 pub fn replaced(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, executor: &dyn Executor) -> Result<Replaced, String> {
     computed(spec, draw, library, executor, outputs).map(|(replaced, _)| replaced).map_err(|outcome| format!("{outcome:?}"))
 }
 
-/// What it says of a backward pass.
+/// Checks the replacements of a backward pass of a specification.
 ///
 /// # Errors
-/// As [`replaced`].
+/// See [`replaced`].
 pub fn replaced_backward(
     spec: &BackwardSpec,
     draw: &Draw,
@@ -366,19 +366,19 @@ pub fn replaced_backward(
     done.map_err(|outcome| format!("{outcome:?}"))?.0
 }
 
-/// What it says of the forward pass of a case.
+/// Checks the replacements of the forward pass of a case.
 ///
 /// # Errors
-/// As [`replaced`], and what cannot be read.
+/// See [`replaced`]; also a case that does not parse.
 pub fn replaced_case(case: &Case, executor: &dyn Executor) -> Result<Replaced, String> {
     let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift: 0.0, seed: case.seed() };
     replaced(&case.spec()?, &draw, case.library()?.as_ref(), executor)
 }
 
-/// What it says of the backward pass of a case.
+/// Checks the replacements of the backward pass of a case.
 ///
 /// # Errors
-/// As [`replaced_case`].
+/// See [`replaced_case`].
 pub fn replaced_backward_case(case: &Case, source: Source, executor: &dyn Executor) -> Result<Replaced, String> {
     let shift = case.backward.as_ref().map_or(0.0, |backward| backward.shift);
     let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift, seed: case.seed() };

@@ -1,20 +1,19 @@
-//! Results in 16 bits are the nearest to what was computed. Tolerances cannot see it: a result that is cut off is off by less than two of
-//! their roundings.
+//! Tests that 16-bit results are rounded to nearest. Tolerances cannot detect truncation: its error is less than two roundings.
 //!
-//! So the numbers are such that what is computed is exact, or nearly, in f32 and its rounding is not: scores are 0, all keys weigh the same,
-//! and what is averaged are small whole numbers.
+//! The inputs are such that the computation is exact, or nearly, in f32, but the 16-bit result is not. All scores are 0, all keys have equal P, and the
+//! averaged values are small integers.
 
 use crate::random::Random;
 use half::{bf16, f16};
 use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Shape};
 
-/// Keys, and queries that a gradient is summed over.
+/// Number of keys, and of queries that a gradient sums over.
 const FOUR: i64 = 4;
 
-/// One of the types with 16 bits.
+/// A 16-bit type.
 trait Short: Copy + PartialEq {
     const DTYPE: DType;
-    /// Steps from 1 to 2.
+    /// Number of steps from 1 to 2.
     const STEPS: f64;
     fn nearest(x: f64) -> Self;
     fn value(self) -> f64;
@@ -45,17 +44,17 @@ macro_rules! short {
 short!(f16, F16, 1024.0);
 short!(bf16, BF16, 128.0);
 
-/// From 1 to 2, in steps of the type.
+/// Draws numbers from 1 to 2, in steps of the type.
 fn draw<T: Short>(random: &mut Random, n: usize) -> Vec<T> {
     (0..n).map(|_| T::nearest(1.0 + random.between(0, T::STEPS as i64 - 1) as f64 / T::STEPS)).collect()
 }
 
-/// Each result is the nearest to what it should be; where two are about as near, either.
+/// Checks that each result is the nearest number to the expected one. If two are about equally near, either passes.
 fn judge<T: Short>(what: &str, got: &[T], want: &[f64]) -> Result<usize, String> {
     let mut rounded = 0;
     for (at, (got, &want)) in got.iter().zip(want).enumerate() {
         let nearest = T::nearest(want);
-        // What f32 may be off by on the way, and more.
+        // More than the f32 error of the intermediate results.
         let slack = want.abs() / f64::from(1 << 18);
         let clear = T::nearest(want - slack) == nearest && T::nearest(want + slack) == nearest;
         rounded += usize::from(clear && nearest.value() > want);
@@ -92,7 +91,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     );
     executor.prepare_backward(&problem).and_then(|made| made.backward(call)).map_err(|e| e.to_string())?;
     rounded += judge("dv", &dv, &average(&d_o))?;
-    // Of the queries' gradient the slopes are as they are computed, from the output that was rounded.
+    // For dQ, dS is computed from the rounded output, as the executor does.
     let scale = 1.0 / (dim as f64).sqrt();
     let dot = |a: &[T], b: &[T]| a.iter().zip(b).map(|(a, b)| a.value() * b.value()).sum::<f64>();
     let row = |of: &[T], n: usize| of[n * dim..][..dim].to_vec();
@@ -104,7 +103,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
         want.extend((0..dim).map(|d| (0..4).map(|key| slope(key) * k[key * dim + d].value()).sum::<f64>() * scale));
         sizes.push(delta.abs());
     }
-    // Slopes are differences: what f32 is off by is of the size of their terms.
+    // dS is a difference, so its f32 error is relative to its terms.
     let largest = sizes.into_iter().fold(0.0, f64::max);
     let far = want.iter().zip(&dq).filter(|(want, got)| {
         let step = |x: f64| x.abs().log2().floor().exp2() / T::STEPS;
@@ -113,14 +112,14 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     if let Some((want, got)) = far.last() {
         return Err(format!("dq of {:?} is {}, which is not the nearest to {want}", T::DTYPE, got.value()));
     }
-    // Half of what is not exact is nearer to the number above.
+    // About half of the inexact results round up.
     if rounded < n / 4 { Err(format!("only {rounded} of {n} results show anything")) } else { Ok(()) }
 }
 
-/// Whether results are rounded to the nearest: of one query of four heads, and of four queries of one.
+/// Tests rounding to nearest for one query of four heads, and for four queries of one head.
 ///
 /// # Errors
-/// Which is not.
+/// The first result that is not the nearest number.
 pub fn rounding(executor: &dyn Executor) -> Result<(), String> {
     for seq_q in [1, 4] {
         for dim in [32, 40] {

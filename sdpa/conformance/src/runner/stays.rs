@@ -1,5 +1,5 @@
-//! Which weights an executor's dropout leaves, bit by bit: where all weights of a row are the same, values that are one at a single key
-//! write them into the output, and gradients of the output that are one at a single query into those of the values.
+//! Compares the dropout mask of an executor bit by bit. All P of a row are equal. V has a one at a single key, so that the output shows the mask of that key; a
+//! d_o with a one at a single query makes dV show it.
 
 use super::ready;
 use crate::inputs::Operand;
@@ -8,12 +8,12 @@ use crate::runner::Outcome;
 use half::f16;
 use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Executor, HostBackward, HostForward, Layout, Param, Shape};
 
-/// What was looked at.
+/// Number of compared bits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stays {
     /// Bits of the forward pass.
     pub forward: usize,
-    /// Of the backward pass.
+    /// Bits of the backward pass.
     pub backward: usize,
 }
 
@@ -34,7 +34,7 @@ const CASES: [(&str, Shape, f32, [i64; 2]); 9] = {
     ]
 };
 
-/// The numbers that are one where `at` says, else zero.
+/// Returns `n` numbers: one where `at` returns true, else zero.
 fn ones(n: i64, at: impl Fn(i64) -> bool) -> Operand {
     Operand::F16((0..n).map(|n| f16::from_f32(f32::from(u8::from(at(n))))).collect())
 }
@@ -42,7 +42,7 @@ fn ones(n: i64, at: impl Fn(i64) -> bool) -> Operand {
 /// Compares every bit.
 ///
 /// # Errors
-/// A bit that is wrong, and where.
+/// The first wrong bit, and its position.
 pub fn stays(executor: &dyn Executor) -> Result<Stays, String> {
     let mut all = Stays::default();
     for (name, shape, p, [seed, offset]) in CASES {
@@ -65,7 +65,7 @@ fn made<T>(made: Result<T, Outcome>) -> Result<T, String> {
     })
 }
 
-/// Whether what was written says that the weight of a place stays, and whether it should.
+/// Compares a result with the dropout factor of its position.
 fn judge(got: f64, at: [i64; 4], shape: Shape, dropout: Dropout) -> Result<(), String> {
     let Shape { batch, heads_q, seq_q, seq_kv, .. } = shape;
     let want = dropout.factor(at, [batch, heads_q, seq_q, seq_kv]) / seq_kv as f64;

@@ -14,12 +14,12 @@ pub(super) struct Rules<'a> {
 }
 
 impl<'a> Rules<'a> {
-    /// Of a call that has been checked.
+    /// The rules of a call whose parameters were validated.
     pub(super) fn new(problem: &'a Problem, declared: &'a [Declared], params: &[Param<'a>], fault: Fault) -> Rules<'a> {
         Rules { problem, declared, values: bind(declared, problem.extents(), params).unwrap(), fault }
     }
 
-    /// Which element of a parameter a score has.
+    /// Returns the offset of the parameter element that a position reads.
     pub(super) fn element(&self, kind: ParamKind, index: [i64; 4]) -> usize {
         let dims = match kind {
             ParamKind::Scalar => [1; 4],
@@ -38,7 +38,7 @@ impl<'a> Rules<'a> {
         }
     }
 
-    /// The roots of a trace.
+    /// Evaluates the roots of a trace.
     pub(super) fn eval(&self, trace: &Trace, score: f32, upstream: f32, index: [i64; 4]) -> Vec<f32> {
         let params: Vec<f64> = trace.params().iter().map(|p| self.param(&p.name, index)).collect();
         let (score, upstream) = (f64::from(score), f64::from(upstream));
@@ -51,7 +51,7 @@ impl<'a> Rules<'a> {
         trace.eval_reading(&place, Precision::F32, read).into_iter().map(|x| x as f32).collect()
     }
 
-    /// What the score_mods make of a scaled score.
+    /// Applies the score_mods to a scaled score.
     pub(super) fn modified(&self, score: f32, index: [i64; 4]) -> f32 {
         self.problem.score_mod().map_or(score, |trace| self.eval(trace, score, 0.0, index)[0])
     }
@@ -63,7 +63,7 @@ impl<'a> Rules<'a> {
             let counts = used && self.fault != Fault::NoLengths;
             !counts || (at as f64) < self.param(name, index)
         };
-        // Of entries that are no documents, which it is not given.
+        // Lengths of entries; a packed problem does not have them.
         let entry = |used: bool, name: &str, extent: i64| if used { (self.param(name, index) as i64).clamp(0, extent) } else { extent };
         let ends = || {
             let lengths = [(kept.seq_len_q, SEQ_LEN_Q, self.problem.seq_q()), (kept.seq_len_kv, SEQ_LEN_KV, self.problem.seq_kv())];
