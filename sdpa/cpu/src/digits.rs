@@ -1,11 +1,11 @@
-//! Large scores, many keys and flat slopes: where f32 has few digits to lose.
+//! Tests of large scores, many keys and small derivatives, where f32 loses precision.
 
 use super::CpuExecutor;
 use super::isa::Isa;
 use sdpa_core::executor::Executor;
 use sdpa_core::{AttentionSpec, BackwardProblem, DType, HostBackward, HostForward, Layout, Problem, ScoreMod, Shape};
 
-/// Operands of one head, row after row, and the scale.
+/// Operands of one head, row by row, and the scale.
 struct Head<'a> {
     q: &'a [f32],
     k: &'a [f32],
@@ -23,7 +23,7 @@ fn spec(shape: Shape, score_mod: &str) -> AttentionSpec {
     if score_mod.is_empty() { spec } else { spec.score_mod(score_mod.parse::<ScoreMod>().unwrap()) }
 }
 
-/// `o` and stats.
+/// Returns `o` and stats.
 fn forward(isa: Isa, problem: &Problem, head: &Head<'_>) -> (Vec<f32>, Vec<f32>) {
     let seq_q = problem.seq_q() as usize;
     let (mut o, mut stats) = (vec![f32::NAN; seq_q * problem.dim_v() as usize], vec![f32::NAN; seq_q]);
@@ -32,7 +32,7 @@ fn forward(isa: Isa, problem: &Problem, head: &Head<'_>) -> (Vec<f32>, Vec<f32>)
     (o, stats)
 }
 
-/// `dq`, `dk`, `dv`.
+/// Returns `dq`, `dk`, `dv`.
 fn backward(isa: Isa, problem: &BackwardProblem, head: &Head<'_>, [o, stats, d_o]: [&[f32]; 3]) -> [Vec<f32>; 3] {
     let mut gradients = [head.q.len(), head.k.len(), head.v.len()].map(|n| vec![f32::NAN; n]);
     let [dq, dk, dv] = &mut gradients;
@@ -41,7 +41,7 @@ fn backward(isa: Isa, problem: &BackwardProblem, head: &Head<'_>, [o, stats, d_o
     gradients
 }
 
-/// Numbers from −1 to 1 that follow no pattern.
+/// Returns pseudorandom numbers from −1 to 1.
 fn numbers(n: usize, seed: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 7919 + seed * 104_729 + 1) as f32 * 0.618_034).sin()).collect()
 }
@@ -50,7 +50,7 @@ fn near(got: f32, want: f64, relative: f64) -> bool {
     (f64::from(got) - want).abs() <= relative * want.abs()
 }
 
-/// Rows of 1 query and of 40: a row to a register, and to a lane.
+/// 1 query runs the few-row kernel, 40 the tiled one.
 const ROWS: [usize; 2] = [1, 40];
 
 #[test]
@@ -65,10 +65,10 @@ fn scores_up_to_the_largest_number_are_told_apart() {
             let even = (v[0] + v[2] + v[4]) / 3.0;
             let (o, stats) = run("select(k % 2 == 0, 3e38, 2.5e38)", 1.0, &k);
             assert!(o.iter().all(|o| near(*o, even.into(), 1e-6)) && stats.iter().all(|s| *s == 3e38), "{isa:?}: {o:?} {even} {stats:?}");
-            // Without a function of the score.
+            // Without a score_mod.
             let (o, stats) = run("", 1.5e19, &[2e19, 1.7e19, 2e19, -2e19, 2e19, 0.0]);
             assert!(o.iter().all(|o| near(*o, even.into(), 1e-6)) && stats.iter().all(|s| *s == 1.5e19 * 2e19), "{isa:?}: {o:?} {stats:?}");
-            // The lowest number is what others write for a key that is dropped.
+            // Some libraries write the lowest f32 for a key that is masked out.
             let mean = v.iter().sum::<f32>() / 6.0;
             let (o, stats) = run("-3.4028235e38 + score * 0.0", 1.0, &k);
             assert!(o.iter().all(|o| near(*o, mean.into(), 1e-5)) && stats.iter().all(|s| *s == f32::MIN), "{isa:?}: {o:?} {stats:?}");
@@ -80,7 +80,7 @@ fn scores_up_to_the_largest_number_are_told_apart() {
 fn rows_keep_their_digits_over_any_number_of_keys() {
     for isa in Isa::all() {
         for (seq_q, seq_kv) in [(1, 3000), (40, 3000), (1, 1_000_000), (17, 1_000_000)] {
-            // A weight of which no sum is a number of f32, and others among them.
+            // P that f32 cannot represent exactly, so that sums round.
             let scores: Vec<f32> = (0..seq_kv).map(|key| if key % 5 == 4 { -0.7 } else { -0.1 * (key % 3) as f32 }).collect();
             let v: Vec<f32> = (0..seq_kv).map(|key| 0.3 + 0.1 * (key % 7) as f32).collect();
             let problem = spec(shape(seq_q, seq_kv, 1, 1), "").validate().unwrap();
@@ -91,7 +91,7 @@ fn rows_keep_their_digits_over_any_number_of_keys() {
             let worst = o.iter().map(|o| (f64::from(*o) / want - 1.0).abs()).fold(0.0, f64::max);
             let of_sum = stats.iter().map(|s| (f64::from(*s) - sum.ln()).abs()).fold(0.0, f64::max);
             println!("{isa:?}, {seq_q} queries, {seq_kv} keys: o is off by {worst:.1e}, the logarithm of the sum by {of_sum:.1e}");
-            // A rounding of a logarithm of 14 is 5e-7.
+            // An f32 log-sum-exp of 14 has a rounding error of 5e-7.
             assert!(worst < 1e-6 && of_sum < 1.5e-6, "{isa:?}, {seq_q} queries, {seq_kv} keys: {worst:e} {of_sum:e}");
         }
     }
@@ -101,7 +101,7 @@ fn rows_keep_their_digits_over_any_number_of_keys() {
 fn the_slope_of_a_softcap_is_right_wherever_it_is_not_zero() {
     for isa in Isa::all() {
         for text in ["tanh(score / 2.0) * 2.0", "2.0 * tanh(score * 0.5)"] {
-            // Two keys, of which the second has the score 0: dS is P(1 − P)(dP₁ − dP₂) times the slope.
+            // Two keys, the second with score 0: dS is P(1 − P)(dP₁ − dP₂) times the derivative.
             let scores: Vec<f32> = (0..41).map(|n| (n as f32 - 20.0) * 2.0).collect();
             for score in scores {
                 let problem = spec(shape(1, 2, 1, 1), text).backward().validate().unwrap();
@@ -127,7 +127,7 @@ fn weights_are_right_where_one_number_per_row_is_not_enough() {
             let head = Head { q: &q, k: &k, v: &v, scale: 0.3 };
             let (o, stats) = forward(isa, problem.forward(), &head);
             assert!(stats.iter().all(|s| *s == -shift));
-            // In f32 all scores are one number: every weight is 1 / seq_kv.
+            // In f32 all scores are equal, so every P is 1 / seq_kv.
             let [dq, dk, dv] = backward(isa, &problem, &head, [&o, &stats, &d_o]);
             for c in 0..dim {
                 let want: f64 = (0..seq_q).map(|row| f64::from(d_o[row * dim + c])).sum::<f64>() / seq_kv as f64;
@@ -184,7 +184,7 @@ fn statistics_of_other_keys_too_are_believed() {
             let head = Head { k: &k[keys.clone()], v: &v[keys], ..head };
             let [_, _, dv] = backward(isa, &part, &head, [&o, &stats, &d_o]);
             let size = of_whole.iter().fold(0f32, |size, x| size.max(x.abs()));
-            // A statistic of 700 is rounded by 3e-5.
+            // Stats of 700 have a rounding error of 3e-5.
             assert!(dv.iter().zip(of_whole).all(|(x, y)| (x - y).abs() < 1e-4 * size), "{isa:?}, half {n}");
         }
     }
@@ -200,11 +200,11 @@ fn no_weight_is_above_one() {
             let head = Head { q: &q, k: &k, v: &v, scale: 1e8 };
             let (o, stats) = forward(isa, problem.forward(), &head);
             let [dq, dk, dv] = backward(isa, &problem, &head, [&o, &stats, &d_o]);
-            // One key has all of the weight: dS is next to nothing, and a row of dv is a sum of rows of d_o.
+            // One key has P near 1: dS is nearly 0, and a row of dv is a sum of rows of d_o.
             let most: f32 = d_o.iter().map(|x| x.abs()).sum();
             assert!(dv.iter().all(|x| x.abs() <= most), "{isa:?}: {dv:?}");
             assert!(dq.iter().chain(&dk).all(|x| x.is_finite()), "{isa:?}: {dq:?} {dk:?}");
-            // Stats by somebody else, whose sums were rounded otherwise.
+            // Stats of another implementation, whose sums were rounded differently.
             let lower: Vec<f32> = stats.iter().map(|s| s - 20.0 * (s.abs().next_up() - s.abs())).collect();
             let [_, _, dv] = backward(isa, &problem, &head, [&o, &lower, &d_o]);
             assert!(dv.iter().all(|x| x.abs() <= most), "{isa:?}: {dv:?}");

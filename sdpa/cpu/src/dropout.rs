@@ -1,29 +1,29 @@
-//! Weights that dropout leaves, tile by tile.
+//! Dropout of P, tile by tile.
 
 use super::program::Row;
 use sdpa_core::{DropoutMask, SQUARE};
 use std::ops::Range;
 
-/// Which weights of a call stay, and what those are multiplied by.
+/// The dropout mask of a call, and the factor of the elements that it keeps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     pub(super) mask: DropoutMask,
     pub(super) scale: f32,
 }
 
-/// A square of the generator, and where it is: head, and the numbers of its queries and keys.
+/// A square of the random generator with its location: head, and the indices of its queries and keys.
 type Square = ([usize; 3], [u16; SQUARE]);
 
-/// The same as one worker looks it up.
+/// The dropout state of one worker.
 #[derive(Debug)]
 pub(super) struct Dropper {
     left: Left,
     batch: usize,
     /// The rows of each tile.
     rows: Vec<Vec<Row>>,
-    /// What was looked up last for each head of a group: neighbours in a tile are in the same squares.
+    /// The last square of each head of a group: neighbours in a tile are in one square.
     squares: Vec<Option<Square>>,
-    /// Of each lane, for the keys of a square.
+    /// The mask bits of each lane, for the keys of a square.
     bits: Vec<u16>,
 }
 
@@ -32,13 +32,13 @@ impl Dropper {
         Dropper { left, batch: 0, rows: Vec::new(), squares: vec![None; group], bits: Vec::new() }
     }
 
-    /// Turns to a batch entry.
+    /// Starts a batch entry.
     pub(super) fn entry(&mut self, batch: usize) {
         self.batch = batch;
         self.squares.fill(None);
     }
 
-    /// Takes the rows of a tile, one for each lane, under a number.
+    /// Stores the rows of tile `tile`, one per lane.
     pub(super) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row>) {
         if self.rows.len() <= tile {
             self.rows.resize_with(tile + 1, Vec::new);
@@ -47,7 +47,7 @@ impl Dropper {
         self.rows[tile].extend(rows);
     }
 
-    /// Multiplies numbers, `[key][row]`, by what becomes of their weights.
+    /// Multiplies numbers, `[key][row]`, by the dropout factor of their positions.
     pub(super) fn multiply(&mut self, tile: usize, keys: &Range<usize>, numbers: &mut [f32]) {
         let Dropper { left: Left { mask, scale }, batch, rows, squares, bits } = self;
         let (rows, group) = (&rows[tile], squares.len());

@@ -1,28 +1,28 @@
-//! Element types, and the way to f32 and back.
+//! Element types, and conversion to and from f32.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use sdpa_core::tensor::{Elements, ElementsMut};
 
-/// What operands are made of.
+/// The element type of operands.
 pub(super) trait Element: Copy + Send + Sync + 'static {
-    /// The elements, if they are of this type.
+    /// Returns the elements if they are of this type.
     fn of(elements: Elements<'_>) -> Option<&[Self]>;
 
-    /// The same of elements to write.
+    /// Returns writable elements if they are of this type.
     fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [Self]>;
 
-    /// The same memory as f32, if it is.
+    /// Returns the memory as f32 if this type is f32.
     fn as_f32(elements: &[Self]) -> Option<&[f32]>;
 
-    /// To f32, exactly. Both slices have the same length.
+    /// Converts to f32, exactly. Both slices have the same length.
     fn widen(from: &[Self], to: &mut [f32]);
 
-    /// From f32 times `factor`, rounding to nearest even. Both slices have the same length.
+    /// Converts f32 times `factor`, rounding to nearest even. Both slices have the same length.
     fn narrow(from: &[f32], factor: f32, to: &mut [Self]);
 }
 
-/// Elements that are converted at a time.
+/// Number of elements that are converted at a time.
 const CHUNK: usize = 64;
 
 impl Element for f32 {
@@ -116,7 +116,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn widen(from: &[bf16], to: &mut [f32]) {
-        // Not half's own loop: it quiets NaN, and is not compiled for the instruction set at hand.
+        // The loop of the crate `half` quiets NaN, and is not compiled for the detected instruction set.
         for (to, from) in to.iter_mut().zip(from) {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }

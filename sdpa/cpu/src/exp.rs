@@ -1,25 +1,22 @@
-//! Two to the power of x, vectorised.
+//! Vectorised `2^x`.
 
 use super::isa::mul_add;
 use pulp::Simd;
 use std::f32::consts::LN_2;
 
-/// Minimax coefficients of `2^f` on [-1/2, 1/2], highest power first; the relative error is below 2e-9, and `2^0` is
-/// exactly 1.
+/// Minimax coefficients of `2^f` on [-1/2, 1/2], highest power first. The relative error is below 2e-9, and `2^0` is exactly 1.
 const COEFFICIENTS: [f32; 7] = [0.000_153_533_44, 0.001_339_887_4, 0.009_618_438, 0.055_503_324, 0.240_226_48, LN_2, 1.0];
 
-/// `1.5 * 2^23 + 127`: adding it rounds to a whole number and leaves that number, biased as an exponent is, in
-/// the low bits.
+/// `1.5 * 2^23 + 127`: adding it rounds to an integer, and leaves that integer with the exponent bias in the low bits.
 const ROUND: f32 = 12_583_039.0;
 
-/// `2^x` for `x <= 0`, within 1.5 ulp (2 where there is no fused multiply-add).
+/// Returns `2^x` for `x <= 0`, within 1.5 ulp (2 without fused multiply-add).
 ///
-/// Where `2^x` is below `2^-126.5` (so for -inf too) the result is exactly 0: there are no subnormal results.
-/// NaN gives NaN. Above 127 the result has no meaning.
+/// If `2^x` is below `2^-126.5` (also for -inf), the result is exactly 0: there are no subnormal results. NaN gives NaN. Above 127 the result is undefined.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let floor = simd.splat_f32s(-127.0);
-    // Not max: what that does with NaN differs between instruction sets.
+    // Not `max`, whose result for NaN differs between instruction sets.
     let x = simd.select_f32s(simd.less_than_f32s(x, floor), floor, x);
     let rounded = simd.add_f32s(x, simd.splat_f32s(ROUND));
     let f = simd.sub_f32s(x, simd.sub_f32s(rounded, simd.splat_f32s(ROUND)));
@@ -27,7 +24,7 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     for c in &COEFFICIENTS[1..] {
         p = mul_add(simd, p, f, simd.splat_f32s(*c));
     }
-    // The shift drops all but the biased exponent; -127 becomes the factor 0.
+    // The shift removes everything except the biased exponent; -127 becomes the factor 0.
     let power = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(rounded), simd.splat_u32s(23));
     simd.mul_f32s(p, simd.transmute_f32s_u32s(power))
 }
@@ -70,7 +67,7 @@ mod tests {
             isa.run(Map(&mut ys));
             for (&x, &y) in xs.iter().zip(&ys) {
                 let exact = f64::from(x).exp2();
-                // The distance between neighbouring floats just above the exact value's power of two.
+                // The distance between floats just above the power of two below the exact value.
                 let ulp = exact.log2().floor().max(-126.0).exp2() * f64::from(f32::EPSILON);
                 let error = (f64::from(y) - exact).abs() / ulp;
                 assert!(error <= bound, "{isa:?}: 2^{x} is {exact:e}, got {y:e}: {error} ulp");

@@ -1,11 +1,11 @@
-//! The facts of a problem, as the kernels on the CPU support them.
+//! The facts of a problem that the CPU kernels support.
 
 use sdpa_core::Fact;
 use sdpa_core::error::Reason;
 
-/// Returns why this executor does not compute a fact. It computes all that there are.
+/// Returns an error if this executor does not support a fact. It supports all facts that exist.
 ///
-/// There is no wildcard arm, on purpose: a new fact belongs here once a file below computes it, or with a [`Reason`].
+/// The match deliberately has no wildcard arm: a new fact needs an arm here, with the file that computes it or with a [`Reason`].
 pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
     match fact {
         // `element`, `fp8`.
@@ -22,7 +22,7 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         | Fact::Prefix(_)
         | Fact::Ends(..)
         | Fact::Lengths(..) => Ok(()),
-        // `pack`: operands are read and written element by element, so no alignment matters.
+        // `pack`: operands are read and written element by element, so alignment does not matter.
         Fact::Strides(..)
         | Fact::Alignment(..)
         | Fact::Packed(_)
@@ -37,7 +37,7 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         Fact::Sink(_) | Fact::Statistic(..) | Fact::StatsBase(_) => Ok(()),
         // `dropout`.
         Fact::Dropout(_) => Ok(()),
-        // `backward`: every gradient is added up in one order, so each run gives the same bits.
+        // `backward`: every gradient is summed in a fixed order, so each run gives identical bits.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) | Fact::Deterministic(_) => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Few rows, as in decoding: registers lie along a key or a value, and memory is read once, in order.
+//! Few rows, as in decoding: the lanes of a register are elements of one key or value, and memory is read once, in order.
 
 use super::Call;
 use super::element::Element;
@@ -10,7 +10,7 @@ use super::pack::{CopyRows, Head, Scratch, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
 use pulp::{Simd, WithSimd};
 
-/// Lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.
+/// Returns the lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.
 pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
     let extents = schedule.extents;
     let rows = schedule.blocks.strip_rows;
@@ -87,12 +87,12 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     sink.take(Sums { max, sum, o, stride: dim_v });
 }
 
-/// The outputs of each row.
+/// Splits the outputs by row.
 fn by_row(o: &mut [f32], dim_v: usize) -> impl Iterator<Item = Outputs<'_>> {
     o.chunks_exact_mut(dim_v).enumerate().map(|(first, o)| Outputs { first, step: 0, o })
 }
 
-/// All rows against one block of keys. Rows of `q`, `k`, `v` and `o` are whole registers.
+/// All rows against one block of keys. Rows of `q`, `k`, `v` and `o` are multiples of a register.
 #[derive(Debug)]
 struct RowStep<'a> {
     n_keys: usize,
@@ -104,17 +104,17 @@ struct RowStep<'a> {
     k_stride: usize,
     v: &'a [f32],
     v_stride: usize,
-    /// Keys of each row, counted from the first of the block.
+    /// Range of keys of each row, relative to the first of the block.
     start: &'a [u32],
     end: &'a [u32],
-    /// Probabilities come out here, `[row][key]`, each row padded to whole registers.
+    /// Receives P, `[row][key]`, each row padded to a multiple of a register.
     scores: &'a mut [f32],
     max: &'a mut [f32],
     sum: &'a mut [f32],
     o: &'a mut [f32],
 }
 
-/// Keys that are multiplied at a time.
+/// Number of keys that are multiplied at a time.
 const KEYS: usize = 4;
 
 impl WithSimd for RowStep<'_> {
@@ -149,7 +149,7 @@ impl RowStep<'_> {
         self.n_keys.next_multiple_of(S::F32_LANES)
     }
 
-    /// Scores of `ROWS` rows.
+    /// Computes the scores of `ROWS` rows and returns `ROWS`.
     #[inline(always)]
     fn scores<S: Simd, const ROWS: usize>(&mut self, simd: S, row: usize) -> usize {
         let whole = self.n_keys - self.n_keys % KEYS;
@@ -185,7 +185,7 @@ impl RowStep<'_> {
         }
     }
 
-    /// Scores of a row become probabilities; its sums move on.
+    /// Replaces the scores of a row by P, and updates its maximum and sum.
     #[inline(always)]
     fn softmax<S: Simd>(&mut self, simd: S, row: usize) {
         let width = self.width::<S>();
@@ -213,7 +213,7 @@ impl RowStep<'_> {
         }
     }
 
-    /// Adds the values to `ROWS` rows of the output.
+    /// Adds P times values to `ROWS` rows of the output, and returns `ROWS`.
     #[inline(always)]
     fn values<S: Simd, const ROWS: usize>(&mut self, simd: S, row: usize) -> usize {
         let n = self.dim_v / S::F32_LANES;
@@ -254,7 +254,7 @@ impl RowStep<'_> {
     }
 }
 
-/// The first lane.
+/// Returns the first lane.
 #[inline(always)]
 fn first<S: Simd>(simd: S, x: S::f32s) -> f32 {
     let mut lane = [0.0];

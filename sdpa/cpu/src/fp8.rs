@@ -1,8 +1,8 @@
-//! 8-bit floats: the roundings that the graphs sent to cuDNN spell, around the passes in f32.
+//! 8-bit floats: the roundings of the graphs that cuDNN receives, around passes in f32.
 //!
-//! Operands are what they stand for, elements times descales, of their tensors or their blocks, in f32. Weights are those of the whole softmax, so a first pass finds the sums of rows and a
-//! second one the output: weights are multiplied by their scale, rounded, and divided by it; gradients of scores likewise. Results are
-//! multiplied by their scales and rounded once.
+//! Operands are converted to f32 as elements times descales, of tensors or of blocks. P belongs to the complete softmax, so a first pass computes the sums of
+//! rows, and a second one the output. P is multiplied by its scale, rounded, and divided by the scale; so is dS. Results are multiplied by their scales and
+//! rounded once.
 
 use super::backward::CpuBackward;
 use super::output::{self, Statistics, strips};
@@ -21,15 +21,15 @@ use sdpa_core::{
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Makes numbers what they stand for once they are narrow, and tells the largest of them from before.
+/// Rounds numbers to an 8-bit type and back, and records the largest magnitude before the rounding.
 #[derive(Debug)]
 pub(super) struct Rounder {
     dtype: DType,
-    /// Multiplies what is given.
+    /// A factor that is applied before the scale.
     factor: f32,
     scale: f32,
     descale: f32,
-    /// The bits of the largest magnitude: those of numbers that are not negative are in their order, not-a-number the largest.
+    /// The bits of the largest magnitude. Bits of non-negative floats are ordered like the floats, with NaN above all.
     amax: AtomicU32,
 }
 
@@ -38,12 +38,12 @@ impl Rounder {
         Rounder { dtype, factor, scale, descale, amax: AtomicU32::new(0) }
     }
 
-    /// Rounds numbers where they are.
+    /// Rounds numbers in place.
     pub(super) fn round(&self, numbers: &mut [f32]) {
         let amax = match self.dtype {
             DType::F8E4M3 => self.each(numbers, F8E4M3::round),
             DType::F8E5M2 => self.each(numbers, F8E5M2::round),
-            // Weights are of no other type.
+            // P has an 8-bit type only.
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => self.each(numbers, |x| x),
         };
         self.amax.fetch_max(amax, Ordering::Relaxed);
@@ -64,16 +64,16 @@ impl Rounder {
     }
 }
 
-/// What a backward pass makes narrow inside.
+/// The roundings inside of a backward pass.
 #[derive(Debug)]
 pub(super) struct Inside {
-    /// The weights in front of the gradient of values.
+    /// P, before the GEMM of dV.
     pub(super) weights: Rounder,
-    /// The gradients of scores, with the attention's scale.
+    /// dS, times the attention scale.
     pub(super) slopes: Rounder,
 }
 
-/// An operand as what it stands for.
+/// Converts an operand to f32 with a tensor's descale.
 fn widen(elements: &Elements<'_>, descale: f32) -> Vec<f32> {
     match elements {
         Elements::F32(x) => x.iter().map(|x| x * descale).collect(),
@@ -84,7 +84,7 @@ fn widen(elements: &Elements<'_>, descale: f32) -> Vec<f32> {
     }
 }
 
-/// An operand as what it stands for where its blocks have scales.
+/// Converts an operand to f32 with block scales.
 fn widen_blocks(elements: &Elements<'_>, scales: &BlockScales, of_blocks: &[F8E8M0]) -> Vec<f32> {
     let mut wide = widen(elements, 1.0);
     for [element, scale] in scales.places() {
@@ -93,10 +93,10 @@ fn widen_blocks(elements: &Elements<'_>, scales: &BlockScales, of_blocks: &[F8E8
     wide
 }
 
-/// Where the elements of a result are.
+/// The memory layout of a result.
 type Place<'a> = (&'a TensorSpec, Option<&'a [Range<usize>]>);
 
-/// Writes a result, which lies in memory as numbers in f32 do; the largest magnitude of those.
+/// Writes a result from f32 numbers of the same layout, and returns their largest magnitude.
 fn store(to: ElementsMut<'_>, from: &mut [f32], place: Place<'_>, scale: f32) -> f32 {
     match to {
         ElementsMut::F32(to) => rows(to, from, place, |x| x * scale),
@@ -120,7 +120,7 @@ fn rows<T>(to: &mut [T], from: &mut [f32], (spec, documents): Place<'_>, make: i
     f32::from_bits(amax)
 }
 
-/// The nearest number of a type.
+/// Rounds to the nearest number of a type.
 fn rounded(x: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F8E4M3 => F8E4M3::round(x),
@@ -137,7 +137,7 @@ fn tell(all: Vec<HostAmax<'_>>, number: impl Fn(Amax) -> f32) {
     }
 }
 
-/// Bytes that the operands of a pass take as numbers in f32.
+/// Returns the bytes of the operands of a pass in f32.
 pub(super) fn bytes(problem: &Problem, direction: Direction, of: impl Fn(Operand) -> Option<TensorSpec>) -> u64 {
     if !problem.dtype().is_fp8() {
         return 0;
@@ -148,7 +148,7 @@ pub(super) fn bytes(problem: &Problem, direction: Direction, of: impl Fn(Operand
 }
 
 impl CpuPrepared {
-    /// A forward pass over operands that are 8-bit floats.
+    /// Runs a forward pass over operands of 8-bit floats.
     pub(super) fn run_narrow(&self, call: HostForward<'_>, scale: f32) -> Result<Report, Error> {
         let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, amax, .. } = call;
         let problem = &self.problem;
@@ -181,21 +181,21 @@ impl CpuPrepared {
             call.run(output::targets(call.schedule, (problem, documents), None, &mut wide, none));
         })?;
         let of_o = store(o, &mut wide, (problem.o(), tokens), scales.get(Fp8Scale::ScaleO));
-        // Without a scale graphs tell it of what is written.
+        // Without a scale, graphs report amax of the rounded output.
         let of_o = if problem.block_scaled() { rounded(of_o, problem.dtype_of(Operand::O)) } else { of_o };
         tell(amax, |amax| if amax == Amax::S { weights.amax() } else { of_o });
         report.workspace_bytes += self.narrow_bytes();
         Ok(report)
     }
 
-    /// Bytes of operands in f32.
+    /// Returns the bytes of the operands in f32.
     pub(super) fn narrow_bytes(&self) -> u64 {
         bytes(&self.problem, Direction::Forward, |operand| self.problem.in_memory(operand))
     }
 }
 
 impl CpuBackward {
-    /// A backward pass over operands that are 8-bit floats.
+    /// Runs a backward pass over operands of 8-bit floats.
     pub(super) fn run_narrow(&self, call: HostBackward<'_>, scale: f32) -> Result<Report, Error> {
         let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, amax, .. } = call;
         let problem = self.problem();
@@ -232,7 +232,7 @@ impl CpuBackward {
         Ok(report)
     }
 
-    /// Bytes of operands in f32.
+    /// Returns the bytes of the operands in f32.
     pub(super) fn narrow_bytes(&self) -> u64 {
         bytes(self.problem().forward(), Direction::Backward, |operand| Some(*self.problem().tensor(operand)))
     }

@@ -1,11 +1,11 @@
-//! The instruction set, found at run time.
+//! The instruction set, detected at run time.
 
 use pulp::{Simd, WithSimd};
 
-/// Rows of keys, or columns of values, that one pass of a micro-kernel takes.
+/// Number of key rows, or value columns, that one pass of a micro-kernel processes.
 pub(super) const PANEL: usize = 6;
 
-/// An instruction set that this machine has.
+/// An instruction set that this machine supports.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Isa {
     /// AVX-512 (F, CD, VL, DQ, BW): 16 lanes, 32 registers.
@@ -17,12 +17,12 @@ pub(super) enum Isa {
     /// NEON: 4 lanes, 32 registers.
     #[cfg(target_arch = "aarch64")]
     Neon(pulp::aarch64::Neon),
-    /// Four lanes in plain Rust, for the compiler to vectorise as far as the target allows.
+    /// Four lanes in plain Rust, which the compiler vectorises as far as the target allows.
     Portable,
 }
 
 impl Isa {
-    /// The best one.
+    /// Returns the best one.
     pub(super) fn detect() -> Isa {
         #[cfg(target_arch = "x86_64")]
         {
@@ -40,7 +40,7 @@ impl Isa {
         Isa::Portable
     }
 
-    /// Every one that this machine has.
+    /// Returns every one that this machine supports.
     #[cfg(test)]
     pub(super) fn all() -> Vec<Isa> {
         let mut all = vec![Isa::Portable];
@@ -66,12 +66,12 @@ impl Isa {
         }
     }
 
-    /// f32 lanes of a register.
+    /// Returns the number of f32 lanes in a register.
     pub(super) fn lanes(self) -> usize {
         self.run(Facts).0
     }
 
-    /// Registers across a tile of rows: with [`PANEL`] accumulators each, they fill the register file.
+    /// Returns the number of registers per tile: with [`PANEL`] accumulators each, they fill the register file.
     pub(super) fn tile_vectors(self) -> usize {
         self.run(Facts).1
     }
@@ -90,8 +90,7 @@ impl Isa {
     }
 }
 
-/// `a * b + c`, fused where there is an instruction for it; [`Isa::Portable`], alone with 4 lanes and 16 registers,
-/// would call a function for each lane.
+/// Returns `a * b + c`, fused where an instruction exists. [`Isa::Portable`], the only set with 4 lanes and 16 registers, would call a function per lane.
 #[inline(always)]
 pub(super) fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
     if const { S::F32_LANES == 4 && S::REGISTER_COUNT == 16 } { simd.add_f32s(simd.mul_f32s(a, b), c) } else { simd.mul_add_f32s(a, b, c) }

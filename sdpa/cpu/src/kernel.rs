@@ -1,13 +1,12 @@
-//! The micro-kernels: what is done to one tile, a step at a time.
+//! The micro-kernels: the steps over one tile.
 //!
-//! A tile is `VECTORS` registers of rows, one row (a query of a head) to a lane. Scores, probabilities and outputs
-//! lie transposed, `[key][row]` and `[column][row]`, so every sum and maximum over keys runs down the lanes and none
-//! runs across them; keys and values are read as they are, an element at a time, broadcast.
+//! A tile is `VECTORS` registers wide, with one row (a query of a head) per lane. Scores, P and outputs are stored transposed, `[key][row]` and
+//! `[column][row]`. Sums and maxima over keys are therefore elementwise over registers, never across lanes. Keys and values are read as they are and broadcast,
+//! one element at a time.
 //!
-//! The steps are apart so that whatever else is done to scores ([`program`](super::program)) has its place: a function of the
-//! score between [`Scores`] and [`DropOutside`], another mask next to [`DropOutside`], which says what a dropped score is: -inf.
-//! Scores are in natural units throughout: only their distance to the maximum is turned to powers of two, as the largest of f32
-//! would be infinite in those units.
+//! The steps are separate so that other operations on scores ([`program`](super::program)) fit between them. A score_mod runs between [`Scores`] and
+//! [`DropOutside`], and another mask next to [`DropOutside`]. Both masks set scores to -inf. Scores are in natural units throughout. Only their distance to the
+//! maximum is converted to base 2, because the largest f32 would overflow in base-2 units.
 
 use super::exp::exp2;
 use super::isa::{PANEL, mul_add};
@@ -15,16 +14,16 @@ use pulp::{Simd, WithSimd};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// Something done to a tile.
+/// One step over a tile.
 pub(super) trait TileStep {
-    /// Registers across the tile: 1 to 4, or to 2 where there are few.
+    /// Returns the number of registers per tile: 1 to 4, or 1 and 2 where the instruction set has few registers.
     fn vectors(&self) -> usize;
 
-    /// Does it.
+    /// Runs the step.
     fn step<S: Simd, const VECTORS: usize>(self, simd: S);
 }
 
-/// Runs a step as it is compiled for the width of its tile.
+/// Runs a step that is compiled for the width of its tile.
 #[derive(Debug)]
 pub(super) struct Tiled<Step>(pub(super) Step);
 
@@ -43,7 +42,7 @@ impl<Step: TileStep> WithSimd for Tiled<Step> {
     }
 }
 
-/// Products of every row with every key, or with every value: the sums of `q · k`.
+/// Computes the products of every row with every key: the sums of `q · k`.
 #[derive(Debug)]
 pub(super) struct Scores<'a> {
     pub(super) vectors: usize,
@@ -51,9 +50,9 @@ pub(super) struct Scores<'a> {
     pub(super) n_keys: usize,
     /// `[dim][row]`.
     pub(super) q: &'a [f32],
-    /// `[key][dim]`, with rows to fill the last panel.
+    /// `[key][dim]`, with padding rows for the last panel.
     pub(super) k: &'a [f32],
-    /// `[key][row]`; whole panels.
+    /// `[key][row]`: a multiple of a panel.
     pub(super) scores: &'a mut [f32],
 }
 
@@ -75,17 +74,17 @@ impl TileStep for Scores<'_> {
     }
 }
 
-/// Scores of keys that a row drops become -inf.
+/// Sets scores of keys outside of a row's range to -inf.
 #[derive(Debug)]
 pub(super) struct DropOutside<'a> {
     pub(super) vectors: usize,
     /// The keys of the scores.
     pub(super) keys: Range<usize>,
-    /// Keys that every row of the tile keeps: they are not looked at.
+    /// Keys that every row of the tile attends to, which are skipped.
     pub(super) core: Range<usize>,
     /// First key of each row.
     pub(super) start: &'a [u32],
-    /// Key past the last one of each row.
+    /// The key after the last one of each row.
     pub(super) end: &'a [u32],
     /// `[key][row]`.
     pub(super) scores: &'a mut [f32],
@@ -111,23 +110,23 @@ impl TileStep for DropOutside<'_> {
     }
 }
 
-/// The keys that are not in the core.
+/// Returns the keys outside of the core.
 #[inline(always)]
 fn outside(keys: &Range<usize>, core: &Range<usize>) -> impl Iterator<Item = usize> + use<> {
     let core = core.start.clamp(keys.start, keys.end)..core.end.clamp(keys.start, keys.end);
     (keys.start..core.start).chain(core.end.max(core.start)..keys.end)
 }
 
-/// `e^x` for `x <= 0`: what [`exp2`] makes of it.
+/// Returns `e^x` for `x <= 0`, with [`exp2`].
 #[inline(always)]
 pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     exp2(simd, simd.mul_f32s(x, simd.splat_f32s(LOG2_E)))
 }
 
-/// Sums that a block's weights of a row are added up in: a row of equal weights rounds alike at every step.
+/// Number of partial sums over the P of a block: with a single one, a row of equal P would round in the same direction at every step.
 const PARTS: usize = 4;
 
-/// Scores become `e^(score - maximum)`; running maxima and sums move on.
+/// Replaces scores by `e^(score - maximum)`, and updates running maxima and sums.
 #[derive(Debug)]
 pub(super) struct Softmax<'a> {
     pub(super) vectors: usize,
@@ -138,7 +137,7 @@ pub(super) struct Softmax<'a> {
     pub(super) max: &'a mut [f32],
     /// Running sum of each row.
     pub(super) sum: &'a mut [f32],
-    /// What earlier outputs are multiplied by comes out here.
+    /// Receives the factor of earlier outputs.
     pub(super) scale: &'a mut [f32],
 }
 
@@ -162,7 +161,7 @@ impl TileStep for Softmax<'_> {
         }
         let mut shift = new;
         for i in 0..VECTORS {
-            // A row with no key yet: -inf - 0, where -inf - -inf would be NaN.
+            // For a row that has no key yet, subtract 0: -inf - -inf would be NaN.
             shift[i] = simd.select_f32s(simd.equal_f32s(new[i], lowest), simd.splat_f32s(0.0), new[i]);
             scale[i] = exp(simd, simd.sub_f32s(max[i], shift[i]));
         }
@@ -195,7 +194,7 @@ pub(super) struct Values<'a> {
     pub(super) p: &'a [f32],
     /// `[key][dim]`.
     pub(super) v: &'a [f32],
-    /// One for each row.
+    /// One factor per row.
     pub(super) scale: &'a [f32],
     /// `[dim][row]`.
     pub(super) o: &'a mut [f32],
@@ -234,13 +233,13 @@ impl TileStep for Values<'_> {
     }
 }
 
-/// Groups of `VECTORS` registers.
+/// Casts to groups of `VECTORS` registers.
 #[inline(always)]
 pub(super) fn tile<S: Simd, const VECTORS: usize>(x: &[f32]) -> &[[S::f32s; VECTORS]] {
     S::as_simd_f32s(x).0.as_chunks().0
 }
 
-/// The same to write to.
+/// Casts to writable groups of `VECTORS` registers.
 #[inline(always)]
 pub(super) fn tile_mut<S: Simd, const VECTORS: usize>(x: &mut [f32]) -> &mut [[S::f32s; VECTORS]] {
     S::as_mut_simd_f32s(x).0.as_chunks_mut().0
@@ -274,7 +273,7 @@ fn value_panel<S: Simd, const VECTORS: usize, const N: usize>(
     scale: &[S::f32s; VECTORS],
     o: &mut [[S::f32s; VECTORS]; N],
 ) {
-    // What was there is added last: a sum over many blocks is one of few terms.
+    // The previous value is added last: a sum over many blocks then has few terms.
     let mut sums = [[simd.splat_f32s(0.0); VECTORS]; N];
     for (p, v) in p.iter().zip(v.chunks_exact(dim_v)) {
         let Some(v) = v[column..].first_chunk::<N>() else { return };

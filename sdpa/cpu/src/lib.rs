@@ -1,39 +1,40 @@
 #![doc = include_str!("../README.md")]
 //!
-//! # How it is cut
+//! # How work is divided
 //!
-//! A problem is cut into *strips* (rows of one key head) and, where strips are too few to keep every thread busy,
-//! strips into *pieces* (parts of their keys) whose sums are merged. A thread takes pieces one by one, the largest
-//! first. Within a piece keys are taken in blocks; what is in memory at a time is bounded by the sizes of the blocks
-//! and by the two dims, never by the lengths.
+//! A problem is split into *strips*: rows of one KV head. If there are too few strips to keep every thread busy, strips are split into *pieces*, which are
+//! parts of their keys, and the sums of pieces are merged. Threads process the pieces, the largest first. A piece processes its keys in blocks. Block sizes and
+//! the two head dims bound the memory in use; sequence lengths do not.
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
 //! | `fact` | the facts of a problem that are supported: all |
-//! | `isa` | the instruction set, found at run time |
+//! | `isa` | the instruction set, detected at run time |
 //! | `schedule` | strips, pieces, block sizes, threads |
-//! | `tiles`, `kernel` | many rows: a row to a lane |
-//! | `few` | few rows: a register along a row |
-//! | `exp` | two to the power of x |
-//! | `long` | sums over more keys than a sum in f32 is good for |
-//! | `program` | functions of scores, masks that are no bands |
-//! | `dropout` | weights that are dropped at random |
-//! | `pack`, `element` | operands, documents and pages, scratch memory, f16 and bf16 |
+//! | `tiles`, `kernel` | many rows: one row per lane |
+//! | `few` | few rows (decode): lanes along a row |
+//! | `exp` | `2^x` |
+//! | `long` | f64 sums for more keys than an f32 sum is accurate for |
+//! | `program` | score_mods, and masks that are not bands |
+//! | `dropout` | dropout of P |
+//! | `pack`, `element` | operands, packed sequences and pages, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
-//! | `backward` | the gradient |
-//! | `fp8` | 8-bit floats: what is rounded inside, and around |
+//! | `backward` | the backward pass |
+//! | `fp8` | 8-bit floats: roundings inside of the passes and around them |
 //!
 //! # Infinities and NaN
 //!
-//! A score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
-//! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
-//! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices (Metal kernels drop
-//! such a pair as a mask does). A row whose
-//! scores are all -inf, or which keeps no key, is 0 with stats -inf. A weight that dropout takes is 0, and takes part in the products.
+//! A masked-out score has no effect, whatever `q`, `k` and `v` contain. Among unmasked scores:
 //!
-//! The same holds of gradients: a pair of a query and a key that a mask drops has no effect on any of them, whatever the
-//! two and their `v`, `o`, `d_o` and stats hold. A row with stats -inf attends to nothing. A score of -inf that is kept
-//! has weight and slope 0, and those take part in the products.
+//! - NaN makes its row NaN, in `o` and `stats`.
+//! - +inf does too, because inf - inf is NaN.
+//! - -inf has P = 0, and 0 times an inf or NaN value is NaN, as in a matrix product. (Metal kernels treat such a pair as masked out.)
+//!
+//! A row whose scores are all -inf, or which attends to no key, is 0 with stats -inf. An element of P that dropout removes is 0, and takes part in the
+//! products.
+//!
+//! Gradients follow the same rules: a masked-out (query, key) has no effect on any of them, whatever its `q`, `k`, `v`, `o`, `d_o` and stats contain. A row
+//! with stats -inf attends to no key. An unmasked score of -inf has P = 0 and dS = 0, and those take part in the products.
 
 mod backward;
 #[cfg(test)]
@@ -85,20 +86,20 @@ use sdpa_core::{ElementsMut, HostForward, Param};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Attention on the CPU: on the threads of the rayon pool that it is called from.
+/// Attention on the CPU, on the threads of the rayon pool that calls it.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuExecutor {
     isa: Isa,
 }
 
 impl CpuExecutor {
-    /// Finds the instruction set.
+    /// Detects the instruction set.
     pub fn new() -> CpuExecutor {
         CpuExecutor { isa: Isa::detect() }
     }
 
-    /// Bytes of scratch memory that a forward pass takes on the threads of the rayon pool that this is called from, at most: a
-    /// call needs them besides its operands.
+    /// Returns the maximum bytes of scratch memory of a forward pass, which a call needs in addition to its operands. It depends on the number of threads in
+    /// the calling rayon pool.
     pub fn workspace_bytes(&self, problem: &Problem) -> u64 {
         if problem.is_empty() {
             return 0;
@@ -110,7 +111,7 @@ impl CpuExecutor {
         of(&schedule, self.isa, &rules) as u64 + fp8::bytes(problem, Direction::Forward, |operand| problem.in_memory(operand))
     }
 
-    /// Bytes of scratch memory that a backward pass takes.
+    /// Returns the maximum bytes of scratch memory of a backward pass.
     pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
         if problem.forward().is_empty() {
             return 0;
@@ -131,7 +132,7 @@ impl Default for CpuExecutor {
     }
 }
 
-/// Whether every fact is computed.
+/// Returns the reasons if a fact is unsupported.
 fn supported<'a>(facts: impl Iterator<Item = Fact<'a>>) -> Result<(), Unsupported> {
     let reasons = reasons(facts, supports_fact);
     if reasons.is_empty() { Ok(()) } else { Err(Unsupported::new(ExecutorName::CPU, reasons)) }
@@ -162,7 +163,7 @@ impl Executor for CpuExecutor {
     }
 }
 
-/// A problem and the instruction set; the cut depends on the threads of a call.
+/// A problem and the instruction set. The schedule depends on the threads of a call.
 #[derive(Debug)]
 struct CpuPrepared {
     isa: Isa,
@@ -188,7 +189,7 @@ impl Prepared for CpuPrepared {
     }
 }
 
-/// What every piece reads.
+/// The data that every piece reads.
 #[derive(Debug)]
 struct Call<'a, T> {
     schedule: &'a Schedule,
@@ -196,27 +197,27 @@ struct Call<'a, T> {
     q: View<'a, T>,
     k: View<'a, T>,
     v: View<'a, T>,
-    /// Multiplies queries.
+    /// The attention scale, which multiplies queries.
     scale: f32,
     rules: &'a RulesOf<'a>,
     known: Option<&'a Known<'a>>,
 }
 
-/// Sums of rows that are known: weights are those of the whole softmax, and what is made of them is made of each by itself.
+/// Softmax statistics of rows from an earlier pass. With them, each P belongs to the complete softmax and can be rounded on its own.
 #[derive(Debug)]
 struct Known<'a> {
     /// The largest score of each row.
     max: View<'a, f32>,
-    /// The logarithm of its sum relative to that, in the same order.
+    /// The logarithm of the sum of exponentials of each row, relative to that.
     log: &'a [f32],
-    /// What weights are rounded by.
+    /// Rounds P to 8 bits.
     weights: &'a fp8::Rounder,
 }
 
-/// How a call is cut.
+/// How a call is split.
 #[derive(Clone, Copy, Debug)]
 enum Cut<'a> {
-    /// Strips in as many pieces as threads need.
+    /// Strips in as many pieces as keep threads busy.
     Pieces,
     /// Strips in one piece each.
     Whole(Option<&'a Known<'a>>),
@@ -240,7 +241,7 @@ impl CpuPrepared {
         })
     }
 
-    /// Binds parameters and cuts the problem, and has a call computed.
+    /// Binds parameters, splits the problem, and computes the call.
     fn with<T: Element>(
         &self,
         [q, k, v]: [&[T]; 3],
@@ -283,20 +284,20 @@ impl CpuPrepared {
     }
 }
 
-/// Bytes of scratch memory of a forward pass.
+/// Returns the bytes of scratch memory of a forward pass.
 fn workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
     let parts = schedule.strips.iter().filter(|strip| strip.n_pieces > 1);
     let partials: usize = parts.map(|strip| strip.n_pieces * Partial::bytes(strip.rows.len(), schedule.extents.dim_v)).sum();
     schedule.threads.min(schedule.pieces.len()) * of_worker(schedule, isa, rules, Long::bytes) + partials
 }
 
-/// The same at most, whatever the lengths of documents. The schedule is that of the longest ones.
+/// Returns the maximum of these bytes for any lengths of packed sequences. The schedule is that of the longest ones.
 fn most_workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
     let partial = Partial::bytes(schedule.strip_rows_used(), schedule.extents.dim_v);
     schedule.threads * of_worker(schedule, isa, rules, Long::most_bytes) + schedule.most_parts() * partial
 }
 
-/// Bytes of scratch memory of one worker, with those of `long` for so many elements and rows.
+/// Returns the bytes of scratch memory of one worker. `long` returns those of its f64 sums for a number of elements and rows.
 fn of_worker(schedule: &Schedule, isa: Isa, rules: &Rules, long: fn(&Schedule, usize, usize) -> usize) -> usize {
     let lens = scratch_lens(schedule, isa);
     let kept = 4 * kept_len(schedule, rules.drop());
@@ -307,12 +308,12 @@ fn scratch_lens(schedule: &Schedule, isa: Isa) -> Vec<usize> {
     if schedule.blocks.few_rows { few::scratch_lens(schedule, isa).to_vec() } else { tiles::scratch_lens(schedule, isa).to_vec() }
 }
 
-/// What a worker keeps of a mask: of a tile and a block.
+/// Returns the number of elements of a mask that a worker holds: those of a tile and a block.
 fn kept_len(schedule: &Schedule, drop: bool) -> usize {
     if drop { schedule.blocks.block_keys * schedule.blocks.tile_rows } else { 0 }
 }
 
-/// Whether so much memory can be had: allocating it would end the process where it cannot.
+/// Returns an error if the memory is not available, because a failed allocation would abort the process.
 fn is_there(bytes: usize) -> Result<(), Error> {
     let mut memory: Vec<u8> = Vec::new();
     memory.try_reserve_exact(bytes).map_err(|_| {
@@ -321,7 +322,7 @@ fn is_there(bytes: usize) -> Result<(), Error> {
     })
 }
 
-/// Operands differ in type, which the check of a call has ruled out.
+/// The error for operands of different types. Validation of the call has excluded them.
 fn wrong_types() -> Error {
     Error::Spec(SpecErrors(vec![SpecError::new("operands", "of several dtypes", "all of the problem's dtype")]))
 }
@@ -332,7 +333,7 @@ fn report(started: Instant, isa: Isa, threads: usize, workspace: usize) -> Repor
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Computes everything.
+    /// Computes all pieces.
     fn run(&self, targets: Vec<output::Target<'_, T>>) {
         let schedule = self.schedule;
         let dim_v = schedule.extents.dim_v;

@@ -1,31 +1,30 @@
-//! Rows of many keys: their sums are kept in f64, to which those over a few thousand keys are added.
+//! Sums in f64 for rows of many keys. The f32 sums over a few thousand keys are added to them.
 //!
-//! A sum in f32 loses digits with its terms: adding one small number a million times moves the result by 1e-3. Where a piece has
-//! few keys, nothing of this costs anything.
+//! An f32 sum loses precision as terms are added: adding one small number a million times is off by 1e-3. A piece with few keys does not pay for this.
 
 use super::schedule::{Piece, Schedule};
 
-/// Keys whose sums are kept in f32: twenty blocks or so.
+/// Number of keys whose sums stay in f32: about twenty blocks.
 const KEYS: usize = 2048;
 
-/// Sums over the keys that are done, relative to the maximum that they had then.
+/// Sums over the keys so far, relative to the maximum at the time of the last addition.
 #[derive(Debug)]
 pub(super) struct Long {
-    /// The first key that is not in them.
+    /// The first key that is not included.
     from: usize,
     max: Vec<f32>,
     sum: Vec<f64>,
-    /// As the outputs in f32 lie.
+    /// In the layout of the f32 outputs.
     o: Vec<f64>,
 }
 
-/// What a weight relative to one maximum is relative to another that is not smaller.
+/// Returns the factor that rescales P from one maximum to another that is not smaller.
 fn factor(from: f32, to: f32) -> f64 {
-    // No key yet: there is nothing to be scaled.
+    // No key yet: there is nothing to rescale.
     if from == f32::NEG_INFINITY && to == f32::NEG_INFINITY { 1.0 } else { (f64::from(from) - f64::from(to)).exp() }
 }
 
-/// Neighbours in the output of a piece: element `n` is of row `first + n · step`.
+/// Contiguous elements in the output of a piece: element `n` belongs to row `first + n · step`.
 #[derive(Debug)]
 pub(super) struct Outputs<'o> {
     pub(super) first: usize,
@@ -34,7 +33,7 @@ pub(super) struct Outputs<'o> {
 }
 
 impl Long {
-    /// For a piece with this many rows and elements of the output; none where its keys are few.
+    /// Returns the sums for a piece with this many rows and output elements, or `None` if it has few keys.
     pub(super) fn of(piece: &Piece, n_rows: usize, n_elements: usize) -> Option<Long> {
         (piece.keys.len() > KEYS).then(|| Long {
             from: piece.keys.start,
@@ -44,23 +43,23 @@ impl Long {
         })
     }
 
-    /// Bytes that one worker has of this at most.
+    /// Returns the maximum bytes of one worker's sums.
     pub(super) fn bytes(schedule: &Schedule, n_elements: usize, n_rows: usize) -> usize {
         let any = schedule.pieces.iter().any(|piece| piece.keys.len() > KEYS);
         if any { 8 * n_elements + 12 * n_rows } else { 0 }
     }
 
-    /// The same where pieces may have any number of the keys.
+    /// Returns the maximum bytes if pieces may have any number of the keys.
     pub(super) fn most_bytes(schedule: &Schedule, n_elements: usize, n_rows: usize) -> usize {
         if schedule.extents.seq_kv > KEYS { 8 * n_elements + 12 * n_rows } else { 0 }
     }
 
-    /// Whether the keys before this one are worth being added.
+    /// Returns true if the keys before this one should be added.
     pub(super) fn is_due(&self, key: usize) -> bool {
         key - self.from >= KEYS
     }
 
-    /// Adds the sums in f32 up to a key, which begin anew at 0.
+    /// Adds the f32 sums of the keys before `key`, and resets them to 0.
     pub(super) fn take<'o>(&mut self, key: usize, max: &[f32], sum: &mut [f32], o: impl Iterator<Item = Outputs<'o>>) {
         let factors: Vec<f64> = self.max.iter().zip(max).map(|(from, to)| factor(*from, *to)).collect();
         for ((total, sum), factor) in self.sum.iter_mut().zip(&mut *sum).zip(&factors) {
@@ -78,7 +77,7 @@ impl Long {
         self.from = key;
     }
 
-    /// The sums over all keys that were added, in the place of those in f32.
+    /// Writes the sums over all keys to the f32 sums.
     pub(super) fn finish<'o>(self, sum: &mut [f32], o: impl Iterator<Item = Outputs<'o>>) {
         sum.iter_mut().zip(self.sum).for_each(|(sum, total)| *sum = total as f32);
         o.flat_map(|outputs| outputs.o).zip(self.o).for_each(|(o, total)| *o = total as f32);

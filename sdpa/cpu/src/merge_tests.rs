@@ -1,4 +1,4 @@
-//! Parts of the keys merged by their row maxima and sums of exponentials are the whole.
+//! Merging partial results by their row maxima and sums of exponentials gives the result over all keys.
 
 use crate::CpuExecutor;
 use crate::isa::Isa;
@@ -11,7 +11,7 @@ const QUERIES: usize = 9;
 const KEYS: usize = 700;
 const DIM: usize = 8;
 
-/// What some keys came to.
+/// The result over some keys.
 struct Part {
     o: Vec<f32>,
     stats: Vec<f32>,
@@ -63,7 +63,7 @@ fn two_parts_of_the_keys_merge_to_the_whole() {
     let (q, k, v) = (numbers(HEADS * QUERIES * DIM), numbers(KEYS * DIM), numbers(KEYS * DIM));
     let near = |one: &[f32], other: &[f32]| one.iter().zip(other).all(|(x, y)| x == y || (x - y).abs() <= 2e-5 * (1.0 + y.abs()));
     for isa in Isa::all() {
-        // So few keys that all of the first rows' are in the second part, or none are; and enough for parts of parts.
+        // Few keys, so that the first rows attend to keys of the second part only, or to none of it; and enough for parts of parts.
         for (keys, cut) in [(12usize, 1usize), (12, 8), (QUERIES, 4), (KEYS, 350), (KEYS, 699)] {
             let beyond = Some((keys - QUERIES) as i64);
             for sink in [None, Some([0.5f32, f32::NEG_INFINITY]), Some([60.0, -60.0])] {
@@ -71,7 +71,7 @@ fn two_parts_of_the_keys_merge_to_the_whole() {
                 let corner = Mask::causal_bottom_right();
                 let (k, v) = (&k[..keys * DIM], &v[..keys * DIM]);
                 let whole = attend(isa, 3, [&q, k, v], corner.clone(), sink);
-                // A sink is of one part alone.
+                // Only one part has the sink.
                 let first = attend(isa, 1, [&q, &k[..cut * DIM], &v[..cut * DIM]], Mask::window(None, beyond, Align::TopLeft), None);
                 let second = attend(isa, 2, [&q, &k[cut * DIM..], &v[cut * DIM..]], corner, sink);
                 let both = merged(&first, &second);

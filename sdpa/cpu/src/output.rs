@@ -1,4 +1,4 @@
-//! Where results go: rows of the output and stats, handed out so that no two pieces share an element.
+//! Destinations of results: disjoint rows of the output and stats for each piece.
 
 use super::element::Element;
 use super::schedule::Schedule;
@@ -10,13 +10,13 @@ use sdpa_core::{Statistic, StatsBase};
 use std::f64::consts::LOG2_E;
 use std::ops::Range;
 
-/// Rows of one head that follow one another in memory, with nothing of another strip between them.
+/// Rows of one head that are consecutive in memory, without rows of another strip between them.
 #[derive(Debug)]
 struct Run<'a, T> {
-    /// Place of the first row in its strip, and the step to the next.
+    /// Index of the first row in its strip, and the step to the next.
     place: usize,
     step: usize,
-    /// Distance between rows, and what of it is row.
+    /// Distance between rows, and the length of a row.
     stride: usize,
     width: usize,
     elements: &'a mut [T],
@@ -34,7 +34,7 @@ impl<'a, T> Run<'a, T> {
 pub(super) struct Rows<'a, T>(Vec<Run<'a, T>>);
 
 impl<'a, T> Rows<'a, T> {
-    /// The rows, each with its place in the strip.
+    /// Iterates over the rows with their index in the strip.
     pub(super) fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
         self.0.into_iter().flat_map(Run::rows)
     }
@@ -49,7 +49,7 @@ impl<T: Element> Rows<'_, T> {
         }
     }
 
-    /// Writes every row: `factor` times what is in `from`, a row every `stride`.
+    /// Writes every row: `factor` times the elements of `from`, with one row every `stride`.
     pub(super) fn write(self, from: &[f32], stride: usize, factor: f32) {
         for (place, row) in self.each() {
             T::narrow(&from[place * stride..][..row.len()], factor, row);
@@ -57,31 +57,31 @@ impl<T: Element> Rows<'_, T> {
     }
 }
 
-/// What a strip writes to.
+/// The destination of a strip.
 #[derive(Debug)]
 pub(super) struct Target<'a, T> {
     o: Rows<'a, T>,
-    /// By [`Statistic`]; empty where none are wanted.
+    /// Indexed by [`Statistic`]; empty for statistics that are not requested.
     statistics: [Rows<'a, f32>; Statistic::ALL.len()],
     base: StatsBase,
-    /// Statistics in two parts, maximum and logarithm; likewise.
+    /// Log-sum-exps in two parts, maximum and logarithm; empty if not requested.
     norms: Rows<'a, [f32; 2]>,
     sinks: Option<Sinks<'a>>,
 }
 
-/// Where the statistics of rows go, by [`Statistic`].
+/// Memory of the row statistics, indexed by [`Statistic`].
 pub(super) type Statistics<'a> = [Option<&'a mut [f32]>; Statistic::ALL.len()];
 
 fn unwanted<'a>() -> [Rows<'a, f32>; Statistic::ALL.len()] {
     [const { Rows(Vec::new()) }; Statistic::ALL.len()]
 }
 
-/// What stands in the denominator of the rows of a strip besides their keys.
+/// The attention sinks of the rows of a strip.
 #[derive(Clone, Copy, Debug)]
 struct Sinks<'a> {
-    /// One for each head of the group.
+    /// One per head of the GQA group.
     of_group: &'a [f32],
-    /// The first row, as rows of a group are numbered.
+    /// The first row of the strip, numbered as rows of a group.
     first: usize,
 }
 
@@ -91,7 +91,7 @@ impl Sinks<'_> {
     }
 }
 
-/// Sums over a part of a strip's keys, kept until the other parts are there; see [`Sums`].
+/// Sums over a part of a strip's keys, stored until the other parts are complete; see [`Sums`].
 #[derive(Debug)]
 pub(super) struct Partial {
     max: Vec<f32>,
@@ -105,13 +105,13 @@ impl Partial {
         Partial { max: vec![f32::NEG_INFINITY; n_rows], sum: vec![0.0; n_rows], o: vec![0.0; n_rows * dim_v], dim_v }
     }
 
-    /// Bytes that [`Partial::new`] takes.
+    /// Returns the bytes that [`Partial::new`] allocates.
     pub(super) fn bytes(n_rows: usize, dim_v: usize) -> usize {
         4 * n_rows * (2 + dim_v)
     }
 }
 
-/// One target per strip of the schedule.
+/// Returns one target per strip of the schedule.
 pub(super) fn targets<'a, T>(
     schedule: &Schedule,
     (problem, documents): (&Problem, Option<&Documents>),
@@ -129,7 +129,7 @@ pub(super) fn targets<'a, T>(
     targets
 }
 
-/// Has statistics written too.
+/// Adds row statistics to targets.
 fn tell<'a, T>(
     targets: &mut [Target<'a, T>],
     (problem, tokens): (&Problem, Option<&[Range<usize>]>),
@@ -144,7 +144,7 @@ fn tell<'a, T>(
     }
 }
 
-/// One target per strip of the schedule, for statistics alone, in two parts too.
+/// Returns one target per strip for statistics without the output, with two-part log-sum-exps.
 pub(super) fn told<'a, T>(
     schedule: &Schedule,
     (problem, documents): (&Problem, Option<&Documents>),
@@ -158,7 +158,7 @@ pub(super) fn told<'a, T>(
     targets
 }
 
-/// One target per strip of the schedule, for statistics in two parts alone.
+/// Returns one target per strip for two-part log-sum-exps only.
 pub(super) fn norms<'a, T>(
     schedule: &Schedule,
     (problem, documents): (&Problem, Option<&Documents>),
@@ -175,7 +175,7 @@ pub(super) fn norms<'a, T>(
         .collect()
 }
 
-/// Those of each strip of the schedule.
+/// Returns the sinks of each strip of the schedule.
 fn sinks_of_strips<'a>(schedule: &Schedule, sinks: Option<&'a [f32]>) -> impl Iterator<Item = Option<Sinks<'a>>> {
     let group = schedule.extents.group;
     schedule
@@ -184,7 +184,7 @@ fn sinks_of_strips<'a>(schedule: &Schedule, sinks: Option<&'a [f32]>) -> impl It
         .map(move |strip| sinks.map(|sinks| Sinks { of_group: &sinks[strip.head_kv * group..][..group], first: strip.rows.start }))
 }
 
-/// (batch, head, seq) as they lie in memory, outermost first.
+/// Returns the axes (batch, head, seq) in memory order, outermost first.
 fn axes(spec: &TensorSpec, packed: bool) -> [usize; 3] {
     let [_, heads, ..] = spec.dims;
     let [_, head, token, _] = spec.strides;
@@ -192,14 +192,13 @@ fn axes(spec: &TensorSpec, packed: bool) -> [usize; 3] {
         return if heads == 1 || head > token { [1, 0, 2] } else { [0, 2, 1] };
     }
     let mut axes = [0, 1, 2];
-    // Validation has made sure that a longer stride spans all of the shorter ones. Axes of extent 1 may lie anywhere.
+    // Validation ensures that a longer stride spans all of the shorter ones. Axes of extent 1 may have any stride.
     axes.sort_by_key(|&axis| std::cmp::Reverse(if spec.dims[axis] == 1 { i64::MAX } else { spec.strides[axis] }));
     axes
 }
 
-/// Cuts a tensor to strips, numbered by batch entry, by `group` of heads, and by `strip_rows` of the rows of a group.
-/// Rows of a group are numbered as those of [`Extents`](super::schedule::Extents). Of a packed batch, what is outside of documents
-/// belongs to no strip.
+/// Splits a tensor into strips, numbered by batch entry, by `group` of heads, and by `strip_rows` of the rows of a group. Rows of a group are numbered as in
+/// [`Extents`](super::schedule::Extents). In a packed batch, tokens outside of the sequences belong to no strip.
 pub(super) fn strips<'a, T>(
     (spec, documents): (&TensorSpec, Option<&[Range<usize>]>),
     group: usize,
@@ -210,7 +209,7 @@ pub(super) fn strips<'a, T>(
     let groups = dims[1] / group;
     let seq = |batch: usize| documents.map_or(dims[2], |documents| documents[batch].len());
     let mut n_strips = 0;
-    // The first strip of each batch entry, and how many a group has there.
+    // The first strip of each batch entry, and the number of strips per group there.
     let entries: Vec<[usize; 2]> = (0..dims[0])
         .map(|batch| {
             let (first, per_group) = (n_strips, (seq(batch) * group).div_ceil(strip_rows));
@@ -221,7 +220,7 @@ pub(super) fn strips<'a, T>(
     let mut strips: Vec<Rows<'a, T>> = (0..n_strips).map(|_| Rows(Vec::new())).collect();
     let strides = spec.strides.map(|n| n as usize);
     let axes = axes(spec, documents.is_some());
-    // Documents come before their tokens.
+    // Each packed sequence is visited before its tokens.
     let extent = |axis: usize, index: [usize; 3]| if axis == 2 { seq(index[0]) } else { dims[axis] };
     let mut index = [0; 3];
     let mut taken = 0;
@@ -258,34 +257,34 @@ pub(super) fn strips<'a, T>(
     strips
 }
 
-/// What a strip comes to: sums of its rows over some or all of their keys.
+/// The result of a strip: sums of its rows over some or all of their keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sums<'a> {
     /// Largest score of each row.
     pub(super) max: &'a [f32],
-    /// Sum of the weights, relative to the maximum.
+    /// Sum of exponentials, relative to the maximum.
     pub(super) sum: &'a [f32],
-    /// Values times weights, a row every `stride`.
+    /// Values times exponentials, with one row every `stride`.
     pub(super) o: &'a [f32],
     pub(super) stride: usize,
 }
 
-/// The denominator of a row.
+/// The softmax denominator of a row.
 #[derive(Clone, Copy, Debug)]
 struct Denominator {
     /// Largest score.
     max: f32,
-    /// Logarithm of the sum of weights, relative to that.
+    /// Logarithm of the sum of exponentials, relative to the maximum.
     log: f64,
-    /// What values times weights are to be multiplied with.
+    /// Factor of the unnormalised output.
     factor: f32,
-    /// Sum of weights, relative to the largest score.
+    /// Sum of exponentials, relative to the largest score.
     sum: f32,
 }
 
 impl Denominator {
     fn new(max: f32, sum: f32, sink: Option<f32>) -> Denominator {
-        // NaN is not equal to 0, and stays.
+        // NaN is not equal to 0, so it propagates.
         let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
         let without = Denominator { max, log: f64::from(sum).ln(), factor, sum };
         let Some(sink) = sink.filter(|&sink| sink != f32::NEG_INFINITY) else { return without };
@@ -304,7 +303,7 @@ impl Denominator {
                     StatsBase::Two => (natural * LOG2_E) as f32,
                 }
             }
-            // A score that is NaN need not be the one that was found largest.
+            // The maximum ignores NaN scores, but the sum shows them.
             Statistic::RowMax if self.sum.is_nan() => f32::NAN,
             Statistic::RowMax => self.max,
             Statistic::SumExp => self.sum,
@@ -330,17 +329,17 @@ impl<T: Element> Target<'_, T> {
     }
 }
 
-/// Where one piece leaves its sums.
+/// The destination of a piece's sums.
 #[derive(Debug)]
 pub(super) enum Sink<'a, T> {
-    /// The piece is the whole of its strip.
+    /// The piece has all keys of its strip.
     Target(Target<'a, T>),
-    /// Other pieces have the rest of the keys.
+    /// Other pieces have the remaining keys.
     Partial(&'a mut Partial),
 }
 
 impl<T: Element> Sink<'_, T> {
-    /// Takes every row.
+    /// Stores every row.
     pub(super) fn take(self, sums: Sums<'_>) {
         match self {
             Sink::Target(target) => target.write(sums),
@@ -356,13 +355,13 @@ impl<T: Element> Sink<'_, T> {
     }
 }
 
-/// Writes the strip whose pieces left `partials`, which are used up.
+/// Merges the `partials` of a strip's pieces and writes the strip. The contents of `partials` are overwritten.
 pub(super) fn merge<T: Element>(partials: &mut [Partial], target: Target<'_, T>) {
     let Some((first, rest)) = partials.split_first_mut() else { return };
     for place in 0..first.max.len() {
         let max = rest.iter().fold(first.max[place], |max, p| max.max(p.max[place]));
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        // A maximum that is NaN, which f32::max passes over, makes its weight NaN.
+        // `f32::max` ignores a NaN maximum; its factor is NaN.
         let weight = (first.max[place] - shift).exp();
         let dim_v = first.dim_v;
         let o = &mut first.o[place * dim_v..][..dim_v];

@@ -1,4 +1,4 @@
-//! Operands, and their way into scratch memory.
+//! Operands, and copies of them in scratch memory.
 
 use super::element::Element;
 use pulp::{Simd, WithSimd};
@@ -6,14 +6,14 @@ use sdpa_core::paged::Pages;
 use sdpa_core::spec::TensorSpec;
 use std::ops::Range;
 
-/// Where the rows of batch entries are, besides strides.
+/// The memory layout of batch entries.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Entries<'a> {
-    /// A stride apart.
+    /// Batch entries at a constant stride.
     Apart,
-    /// The tokens of each, where such are packed.
+    /// Packed sequences: the token range of each.
     Packed(&'a [Range<usize>]),
-    /// In pages, which the strides are of.
+    /// Pages of a KV cache, to which the strides apply.
     Paged(Pages<'a>),
 }
 
@@ -30,7 +30,7 @@ pub(super) struct View<'a, T> {
     strides: [usize; 3],
     entries: Entries<'a>,
     pub(super) dim: usize,
-    /// A row is one element, `dim` times.
+    /// The last axis has stride 0: a row repeats one element `dim` times.
     spread: bool,
 }
 
@@ -41,7 +41,7 @@ impl<'a, T: Element> View<'a, T> {
         View { data, strides: [batch, head, seq], entries: entries.into(), dim, spread: spec.strides[3] == 0 && dim > 1 }
     }
 
-    /// Where a row begins.
+    /// Returns the offset of a row.
     #[inline(always)]
     pub(super) fn place(&self, [batch, head, seq]: [usize; 3]) -> usize {
         let [of_entry, of_head, of_row] = self.strides;
@@ -56,7 +56,7 @@ impl<'a, T: Element> View<'a, T> {
         entry + head * of_head + row * of_row
     }
 
-    /// How many of some rows, from the first on, are one row stride apart: those of a page, and of pages behind it that are neighbours in memory too.
+    /// Returns how many of some rows, from the first on, are one row stride apart: those of a page, and of following pages that are adjacent in memory.
     fn run(&self, batch: usize, rows: &Range<usize>) -> usize {
         let Entries::Paged(pages) = self.entries else { return rows.len() };
         let (size, table) = (pages.page_size(), pages.of(batch));
@@ -68,7 +68,7 @@ impl<'a, T: Element> View<'a, T> {
         end.min(rows.end) - rows.start
     }
 
-    /// One row as f32; `to` has its length.
+    /// Reads one row as f32; `to` has its length.
     #[inline(always)]
     pub(super) fn widen_row(&self, [batch, head, seq]: [usize; 3], to: &mut [f32]) {
         if self.spread {
@@ -80,14 +80,13 @@ impl<'a, T: Element> View<'a, T> {
         }
     }
 
-    /// One row, of an operand whose last axis is dense.
+    /// Returns one row of an operand whose last axis is dense.
     #[inline(always)]
     pub(super) fn row(&self, batch: usize, head: usize, seq: usize) -> &'a [T] {
         &self.data[self.place([batch, head, seq])..][..self.dim]
     }
 
-    /// Rows as they lie in memory, with the distance between them, if they are f32, and there to be read. As many rows `beyond` them are there too, of
-    /// which nothing is known.
+    /// Returns rows in place with the distance between them, if they are f32 and in bounds. So are `beyond` more rows, whose contents are undefined.
     pub(super) fn in_place(&self, batch: usize, head: usize, rows: &Range<usize>, beyond: usize) -> Option<(&'a [f32], usize)> {
         if self.run(batch, rows) < rows.len() {
             return None;
@@ -97,31 +96,30 @@ impl<'a, T: Element> View<'a, T> {
         Some((T::as_f32(self.data.get(start..start + len)?)?, self.strides[2]))
     }
 
-    /// Rows that follow one another in memory without gaps, if they are f32, and there to be read; with others `beyond` them.
+    /// Returns rows that are contiguous in memory, if they are f32 and in bounds, with `beyond` more rows.
     pub(super) fn dense_in_place(&self, batch: usize, head: usize, rows: &Range<usize>, beyond: usize) -> Option<&'a [f32]> {
         self.in_place(batch, head, rows, beyond).filter(|(_, stride)| *stride == self.dim).map(|(rows, _)| rows)
     }
 }
 
-/// A key head, and the heads of an operand that share it; their rows are numbered as those of
-/// [`Extents`](super::schedule::Extents).
+/// A KV head, and the heads of an operand in its GQA group. Rows are numbered as in [`Extents`](super::schedule::Extents).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Head {
     pub(super) batch: usize,
     pub(super) head_kv: usize,
-    /// Heads that share the key head: 1 for keys and values.
+    /// Number of heads in the group: 1 for keys and values.
     pub(super) group: usize,
 }
 
 impl Head {
-    /// Batch entry, head and place in the sequence of a row.
+    /// Returns (batch entry, head, position in the sequence) of a row.
     #[inline(always)]
     pub(super) fn index(&self, row: usize) -> [usize; 3] {
         [self.batch, self.head_kv * self.group + row % self.group, row / self.group]
     }
 }
 
-/// Copies rows of an operand, as f32, `width` apart; what is past the end of a row becomes 0.
+/// Copies rows of an operand as f32, `width` apart. Elements past the end of a row are 0.
 #[derive(Debug)]
 pub(super) struct CopyRows<'a, T> {
     pub(super) from: &'a View<'a, T>,
@@ -139,7 +137,7 @@ impl<T: Element> WithSimd for CopyRows<'_, T> {
         let CopyRows { from, head, mut rows, width, to } = self;
         let mut to = to.chunks_exact_mut(width);
         if let Entries::Paged(_) = from.entries {
-            // A page at a time: keys and values alone are in pages, so rows are those of one head.
+            // One page at a time. Only keys and values have pages, so the rows are those of one head.
             while !rows.is_empty() {
                 let run = from.run(head.batch, &rows);
                 let start = from.place(head.index(rows.start));
@@ -202,20 +200,20 @@ impl WithSimd for Transpose<'_> {
     }
 }
 
-/// f32 elements of a cache line.
+/// Number of f32 elements in a cache line.
 const LINE: usize = 16;
 
-/// Memory that starts at a cache line, as loads that cross one take twice as long.
+/// Memory aligned to a cache line: a load that crosses two lines takes twice as long.
 #[derive(Debug)]
 pub(super) struct Aligned(Vec<f32>);
 
 impl Aligned {
-    /// Zeros.
+    /// Allocates zeros.
     pub(super) fn new(len: usize) -> Aligned {
         Aligned(vec![0.0; len + LINE])
     }
 
-    /// Bytes that [`Aligned::new`] takes.
+    /// Returns the bytes that [`Aligned::new`] allocates.
     pub(super) fn bytes(len: usize) -> usize {
         4 * (len + LINE)
     }
@@ -238,14 +236,14 @@ impl Aligned {
 #[derive(Debug)]
 pub(super) struct Scratch {
     memory: Aligned,
-    /// First and past-the-last keys of rows.
+    /// For each row, the first key and the key after the last one.
     pub(super) bounds: Vec<u32>,
-    /// Keys whose values are taken apart from the rest.
+    /// Keys whose values are added separately.
     pub(super) holes: Vec<usize>,
 }
 
 impl Scratch {
-    /// Memory for slices of these lengths.
+    /// Allocates memory for slices of these lengths.
     pub(super) fn new(lens: &[usize], n_bounds: usize) -> Scratch {
         Scratch { memory: Aligned::new(Scratch::floats(lens)), bounds: vec![0; n_bounds], holes: Vec::new() }
     }
@@ -254,12 +252,12 @@ impl Scratch {
         lens.iter().map(|len| len.next_multiple_of(LINE)).sum::<usize>()
     }
 
-    /// Bytes that [`Scratch::new`] takes.
+    /// Returns the bytes that [`Scratch::new`] allocates.
     pub(super) fn bytes(lens: &[usize], n_bounds: usize) -> usize {
         Aligned::bytes(Scratch::floats(lens)) + 4 * n_bounds
     }
 
-    /// The slices, and the two lists.
+    /// Returns the slices, and the two lists.
     pub(super) fn split<const N: usize>(&mut self, lens: [usize; N]) -> ([&mut [f32]; N], &mut [u32], &mut Vec<usize>) {
         let mut rest = self.memory.get_mut();
         let slices = lens.map(|len| {
@@ -271,15 +269,15 @@ impl Scratch {
     }
 }
 
-/// Whether a row holds neither inf nor NaN.
+/// Returns true if a row contains neither inf nor NaN.
 pub(super) fn all_finite(row: &[f32]) -> bool {
     row.iter().fold(true, |good, x| good & x.is_finite())
 }
 
-/// Sets rows of values that hold inf or NaN to 0, and lists them.
+/// Sets rows of values that contain inf or NaN to 0, and lists them in `holes`.
 ///
-/// Only keys that some row of the strip drops are looked at: a probability of 0 times inf would be NaN in a row that
-/// does not attend to the key at all. The rows that do attend to it get it added apart.
+/// Only keys that some row of the strip does not attend to are examined: P = 0 times inf would be NaN in such a row. For the rows that do attend to the key,
+/// its value is added separately.
 pub(super) fn take_out_holes(values: &mut [f32], width: usize, keys: &Range<usize>, kept_by_all: &Range<usize>, holes: &mut Vec<usize>) {
     holes.clear();
     for (key, row) in keys.clone().zip(values.chunks_exact_mut(width)) {
@@ -290,7 +288,7 @@ pub(super) fn take_out_holes(values: &mut [f32], width: usize, keys: &Range<usiz
     }
 }
 
-/// The keys in both.
+/// Returns the keys in both ranges.
 pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)

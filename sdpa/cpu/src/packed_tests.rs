@@ -1,4 +1,4 @@
-//! Packed documents on every instruction set: each against the textbook as a problem of its own, and calls whose boundaries are wrong.
+//! Packed sequences on every instruction set: each one against a textbook problem of its own, and calls with invalid `cu_seqlens`.
 
 use super::CpuExecutor;
 use super::isa::Isa;
@@ -11,14 +11,14 @@ use sdpa_core::{
 };
 use std::ops::Range;
 
-/// Boundaries of queries and of keys.
+/// `cu_seqlens` of queries and of keys.
 type Boundaries = [Vec<i32>; 2];
 
 fn documents(boundaries: &[i32]) -> impl Iterator<Item = Range<usize>> {
     boundaries.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
 }
 
-/// Lengths of so many documents, tokens before the first and behind the last: the boundaries, and all tokens.
+/// Draws lengths of `batch` sequences with tokens before and after them. Returns `cu_seqlens` and the number of tokens.
 fn drawn(random: &mut Random, batch: i64, longest: i64) -> (Vec<i32>, i64) {
     let mut boundaries = vec![random.below(4) as i32];
     for _ in 0..batch {
@@ -55,7 +55,7 @@ fn random_spec(random: &mut Random) -> (AttentionSpec, Boundaries, [i64; 2]) {
     (spec, [of_queries, of_keys], [queries, keys])
 }
 
-/// Memory of all tokens, NaN where no document is.
+/// Returns memory of all tokens, NaN outside of sequences.
 fn filled(spec: &TensorSpec, tokens: i64, boundaries: &[i32], random: Option<&mut Random>) -> Tensor {
     let mut tensor = Tensor::new(&memory(spec, tokens));
     let Some(random) = random else { return tensor };
@@ -66,7 +66,7 @@ fn filled(spec: &TensorSpec, tokens: i64, boundaries: &[i32], random: Option<&mu
     tensor
 }
 
-/// One document, as a tensor of its own.
+/// Returns one sequence as a tensor of its own.
 fn cut(tensor: &Tensor, tokens: &Range<usize>) -> Tensor {
     let first = tensor.at([0, 0, tokens.start, 0]);
     let mut spec = tensor.spec;
@@ -74,7 +74,7 @@ fn cut(tensor: &Tensor, tokens: &Range<usize>) -> Tensor {
     Tensor { spec, data: tensor.data.get(first..).unwrap_or_default().to_vec() }
 }
 
-/// Takes what is of documents out of a result; what is left was written elsewhere.
+/// Removes the sequences from a result, and returns true if nothing else was written.
 fn untouched(tensor: &Tensor, boundaries: &[i32]) -> bool {
     let mut rest = Tensor { spec: tensor.spec, data: tensor.data.clone() };
     let [_, heads, _, dim] = rest.spec.dims.map(|n| n as usize);
@@ -118,13 +118,13 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
             HostBackward::new((&q.data, &k.data, &v.data), (&o.data, &stats.data), &d_o.data, (&mut dq.data, &mut dk.data, &mut dv.data))
                 .params(params);
         let report = executor.prepare_backward(problem).unwrap().backward(call).unwrap();
-        // Parts that wait for one of a thread that stands still are not bounded.
+        // Parts that wait for one of a suspended thread are not bounded.
         assert!(threads > 1 || report.workspace_bytes <= executor.backward_workspace_bytes(problem), "{problem:?}");
     });
     Run { q, k, v, d_o, o, stats, gradients }
 }
 
-/// Compares each document with a problem of its own.
+/// Compares each sequence with a problem of its own.
 fn verify(problem: &BackwardProblem, boundaries: &Boundaries, run: &Run) {
     let [of_q, of_k] = boundaries;
     let Run { q, k, v, d_o, o, stats, gradients: [dq, dk, dv] } = run;
@@ -183,7 +183,7 @@ fn every_document_is_a_problem_of_its_own() {
             verify(&problem, &boundaries, &first);
             let second = run(isa, 3, &problem, &boundaries, tokens);
             assert!(gradients(&first) == gradients(&second), "{isa:?}, {problem:?}: threads change gradients");
-            // The oracle takes most of the time, and equal bits pass alike.
+            // The oracle takes most of the time, so identical bits are not checked again.
             if forward(&first) != forward(&second) {
                 verify(&problem, &boundaries, &second);
             }

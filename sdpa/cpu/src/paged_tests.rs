@@ -1,4 +1,4 @@
-//! A paged KV cache on every instruction set: against the textbook over the keys that its pages hold, and calls whose page table is wrong.
+//! A paged KV cache on every instruction set: against the textbook over the keys of its pages, and calls with an invalid page table.
 
 use super::CpuExecutor;
 use super::isa::Isa;
@@ -8,7 +8,7 @@ use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::{AttentionSpec, DType, Elements, Error, HostForward, Layout, Mask, Paged, Param, Problem, Shape, TensorSpec};
 
-/// What is behind the last key of an entry in the table.
+/// Contents of the page table after the last key of an entry.
 const ANYTHING: [i32; 4] = [-1, i32::MAX, i32::MIN, 0];
 
 /// Lengths and pages of a problem.
@@ -19,7 +19,7 @@ struct Cache {
 }
 
 impl Cache {
-    /// Pages in any order, or in the order of the keys, of which entries share some; the last pages are nobody's.
+    /// Draws pages in any order, or in the order of the keys. Entries share some pages; no entry uses the last ones.
     fn draw(shape: Shape, page_size: i64, padded: bool, random: &mut Random) -> (Cache, Paged) {
         let length = |most: i64, random: &mut Random| {
             let any = random.below(most as usize + 1) as i64;
@@ -51,14 +51,14 @@ impl Cache {
         [(SEQ_LEN_Q, &self.queries), (SEQ_LEN_KV, &self.keys), (PAGE_TABLE, &self.table)].map(|(name, x)| Param::new(name, x))
     }
 
-    /// Where a key is: its page and its token.
+    /// Returns the page of a key and its token index.
     fn place(&self, paged: Paged, batch: usize, key: usize) -> [usize; 2] {
         let size = paged.page_size as usize;
         let per_entry = self.table.len() / self.keys.len();
         [self.table[batch * per_entry + key / size] as usize, key % size]
     }
 
-    /// A container, NaN where no entry has a key; and its keys, entry by entry.
+    /// Returns a page pool with NaN outside of the entries' keys, and its keys entry by entry.
     fn fill(&self, spec: &TensorSpec, paged: Paged, dtype: DType, random: &mut Random) -> [Tensor; 2] {
         let mut container = Tensor::new(&paged.container(spec));
         let mut logical = Tensor::new(&TensorSpec::dense(spec.dims, Layout::Bhsd));
@@ -109,7 +109,7 @@ fn random_case(isa: Isa, seed: u64) {
     verify(isa, &problem, &cache, &q, [&k, &v]);
 }
 
-/// Compares runs with the oracle, which is told of the keys entry by entry.
+/// Compares runs with the oracle, which receives the keys entry by entry.
 fn verify(isa: Isa, problem: &Problem, cache: &Cache, q: &Tensor, [[k, of_k], [v, of_v]]: [&[Tensor; 2]; 2]) {
     let params: Vec<Param<'_>> = cache.params().into_iter().filter(|p| problem.params().iter().any(|d| d.name == p.name)).collect();
     let scale = f64::from(problem.default_scale());
@@ -160,7 +160,7 @@ fn keys_of_one_entry_are_shared_between_threads_wherever_pages_are_cut() {
     }
 }
 
-/// A page table, keys of the entries, elements of the containers, and what is told.
+/// A page table, the keys of the entries, the elements of the page pools, and the expected parts of the error.
 type Wrong<'a> = (&'a [i32], [i32; 2], usize, &'a [&'a str]);
 
 #[test]

@@ -1,4 +1,4 @@
-//! What is computed in one piece, and by whom.
+//! Splits a problem into pieces and assigns them to threads.
 
 use super::isa::{Isa, PANEL};
 use super::program::Lengths;
@@ -8,31 +8,31 @@ use sdpa_core::mask::{Ends, Region};
 use sdpa_core::problem::Problem;
 use std::ops::Range;
 
-/// Rows of a strip at most, before rounding to whole tiles. They share one copy of each block of keys.
+/// Maximum rows of a strip, before rounding to a multiple of a tile. They share one copy of each block of keys.
 const STRIP_ROWS: usize = 256;
 
-/// Elements of a strip's queries at most, where that is more than one tile.
+/// Maximum elements of a strip's queries, if it has more than one tile.
 const STRIP_ELEMENTS: usize = 65_536;
 
-/// Elements of a block of keys, about.
+/// Approximate number of elements in a block of keys.
 const BLOCK_ELEMENTS: usize = 24_576;
 
-/// Pieces per thread that are enough to keep every thread busy to the end.
+/// Number of pieces per thread that keeps every thread busy to the end.
 const PIECES_PER_THREAD: usize = 4;
 
-/// Fewest keys that are worth a piece of their own.
+/// Minimum number of keys in a piece of a split strip.
 const MIN_SPLIT_KEYS: usize = 256;
 
-/// Multiplications and additions below which a second thread costs more than it brings.
+/// Number of multiply-adds below which a second thread costs more than it saves.
 pub(super) const SERIAL_FLOPS: f64 = 1e6;
 
-/// Extents of a problem. A *row* is a query of a query head; the rows of a key head are numbered
-/// `query * group + head`, so that neighbours share keys and have nearly the same range of them.
+/// Extents of a problem. A *row* is a query of a query head. The rows of a KV head are numbered `query * group + head`, so that neighbours share keys and have
+/// nearly equal ranges of them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Extents {
     pub(super) batch: usize,
     pub(super) heads_kv: usize,
-    /// Query heads that share a key head.
+    /// Number of query heads per KV head.
     pub(super) group: usize,
     pub(super) seq_q: usize,
     pub(super) seq_kv: usize,
@@ -40,9 +40,9 @@ pub(super) struct Extents {
     pub(super) dim_v: usize,
     region: Region,
     ends: Ends,
-    /// Whether these are those of one batch entry. Before it is chosen its ends are anywhere, and its keys may be any.
+    /// Whether these are the extents of one batch entry. Before an entry is selected, a per-sequence aligned window may be anywhere, so any key is possible.
     of_entry: bool,
-    /// Queries and keys that are not padding: all, until [`Extents::within`] says otherwise.
+    /// Number of queries and keys that are not padding: all, until [`Extents::within`] sets them.
     len_q: usize,
     len_kv: usize,
 }
@@ -65,7 +65,7 @@ impl Extents {
         }
     }
 
-    /// Those of one batch entry.
+    /// Returns the extents of one batch entry.
     pub(super) fn within(mut self, lengths: &Lengths, batch: usize) -> Extents {
         if let Some([queries, keys]) = lengths.get(batch) {
             (self.len_q, self.len_kv, self.of_entry) = (queries, keys, true);
@@ -76,13 +76,13 @@ impl Extents {
         self
     }
 
-    /// Pairs of a query and a key of each head, those of all batch entries together.
+    /// Returns the number of (query, key) of each head, summed over batch entries.
     pub(super) fn pairs(&self, lengths: &Lengths) -> f64 {
         (0..self.batch).map(|batch| self.within(lengths, batch)).map(|entry| entry.seq_q as f64 * entry.seq_kv as f64).sum()
     }
 
-    /// The keys that a row attends to, as far as bands and lengths say: an interval. Neither end ever falls from one row to
-    /// the next, but that rows of padding attend to none.
+    /// Returns the interval of keys that a row attends to by bands and lengths. Neither end ever decreases from one row to the next, except that padding rows
+    /// attend to no key.
     pub(super) fn keys_of_row(&self, row: usize) -> Range<usize> {
         if row >= self.len_q * self.group {
             return 0..0;
@@ -95,12 +95,12 @@ impl Extents {
         start..(band.end.min(ends.end) as usize).clamp(start, self.len_kv)
     }
 
-    /// Whether entries of other lengths reach other keys than those of the whole extents, cut at the lengths.
+    /// Returns true if a window depends on the lengths of entries by more than truncation at the lengths.
     pub(super) fn moves(&self) -> bool {
         !self.ends.is_full()
     }
 
-    /// The keys that some of the rows attend to.
+    /// Returns the keys that at least one of the rows attends to.
     pub(super) fn keys_of_any(&self, rows: &Range<usize>) -> Range<usize> {
         let past = rows.end.min(self.len_q * self.group);
         if past <= rows.start {
@@ -110,7 +110,7 @@ impl Extents {
         first.start..last.end.max(first.start)
     }
 
-    /// The keys that all of the rows attend to.
+    /// Returns the keys that all of the rows attend to.
     pub(super) fn keys_of_all(&self, rows: &Range<usize>) -> Range<usize> {
         if rows.end > self.len_q * self.group {
             return 0..0;
@@ -120,40 +120,40 @@ impl Extents {
     }
 }
 
-/// Which kernel runs, and the sizes of its blocks.
+/// The kernel that runs, and its block sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
-    /// Rows so few that lanes go along a row: decoding.
+    /// Whether the few-row kernel runs (decode), with lanes along a row.
     pub(super) few_rows: bool,
     /// Rows of a tile.
     pub(super) tile_rows: usize,
-    /// Rows of a strip: whole tiles, or all of them.
+    /// Rows of a strip: a multiple of a tile, or all rows.
     pub(super) strip_rows: usize,
     /// Keys of a block.
     pub(super) block_keys: usize,
 }
 
-/// The rows of one key head that are computed together.
+/// The rows of one KV head that are computed together.
 #[derive(Clone, Debug)]
 pub(super) struct Strip {
     pub(super) batch: usize,
     pub(super) head_kv: usize,
     pub(super) rows: Range<usize>,
-    /// How many pieces its keys are cut into.
+    /// Number of pieces of its keys.
     pub(super) n_pieces: usize,
 }
 
-/// A strip against a part of its keys.
+/// A strip with a part of its keys.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
-    /// Which strip.
+    /// Index of the strip.
     pub(super) strip: usize,
     pub(super) keys: Range<usize>,
-    /// Pairs of a row and a key, to put large pieces first.
+    /// Number of (row, key), by which large pieces come first.
     pub(super) pairs: usize,
 }
 
-/// A problem cut to pieces.
+/// A problem split into pieces.
 #[derive(Debug)]
 pub(super) struct Schedule {
     pub(super) extents: Extents,
@@ -166,7 +166,7 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    /// With `rules`, scores are more than products.
+    /// `rules` means that a score_mod, a mask or dropout applies.
     pub(super) fn new(problem: &Problem, isa: Isa, threads: usize, lengths: Lengths, rules: bool) -> Schedule {
         let extents = Extents::of(problem);
         let heads_q = (extents.heads_kv * extents.group) as f64;
@@ -176,14 +176,14 @@ impl Schedule {
         let page = problem.paged().map_or(usize::MAX, |paged| paged.page_size as usize);
         let blocks = Blocks::new(&extents, (problem.dtype(), page), isa, enough, rules);
 
-        // Rows, and their pairs with keys.
+        // Row ranges, and their number of (row, key).
         let spans_of = |extents: Extents| -> Vec<(Range<usize>, usize)> {
             let n_rows = extents.seq_q * extents.group;
             let spans = (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows));
             let pairs = |rows: &Range<usize>| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>();
             spans.map(|rows| (rows.clone(), pairs(&rows) * extents.group)).collect()
         };
-        // Without lengths every batch entry has the same.
+        // Without lengths every batch entry has the same strips.
         let first = spans_of(extents.within(&lengths, 0));
         let entries: Vec<Vec<(Range<usize>, usize)>> =
             (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| spans_of(extents.within(&lengths, batch)))).collect();
@@ -211,7 +211,7 @@ impl Schedule {
         Schedule { extents, lengths, blocks, strips, pieces, threads }
     }
 
-    /// Takes strips out of the work; they stay numbered.
+    /// Removes strips from the work; the others keep their numbers.
     pub(super) fn leave_out(&mut self, which: impl Fn(&Strip) -> bool) {
         for strip in &mut self.strips {
             strip.n_pieces = if which(strip) { 0 } else { strip.n_pieces };
@@ -220,24 +220,24 @@ impl Schedule {
         self.pieces.retain(|piece| strips[piece.strip].n_pieces > 0);
     }
 
-    /// The extents of a batch entry.
+    /// Returns the extents of a batch entry.
     pub(super) fn extents_of(&self, batch: usize) -> Extents {
         self.extents.within(&self.lengths, batch)
     }
 
-    /// Pieces of strips that have more than one, at most, whatever the lengths of documents: two for each share of the work.
+    /// Returns the maximum number of pieces in strips with more than one, for any lengths of packed sequences: two per share of the work.
     pub(super) fn most_parts(&self) -> usize {
         if self.threads == 1 || self.extents.seq_kv < 2 * MIN_SPLIT_KEYS { 0 } else { 2 * self.threads * PIECES_PER_THREAD }
     }
 
-    /// Rows of the longest strip.
+    /// Returns the rows of the longest strip.
     pub(super) fn strip_rows_used(&self) -> usize {
         self.blocks.strip_rows.min(self.extents.seq_q * self.extents.group)
     }
 }
 
 impl Blocks {
-    /// With pages, `page` keys follow one another in memory.
+    /// `page` is the number of consecutive keys in memory, for a paged KV cache.
     fn new(extents: &Extents, (dtype, page): (DType, usize), isa: Isa, enough: usize, rules: bool) -> Blocks {
         let n_rows = extents.seq_q * extents.group;
         let heads = extents.batch * extents.heads_kv;
@@ -246,7 +246,7 @@ impl Blocks {
             let whole = extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
             let many = (16384 / dim).clamp(1, 128);
             let in_place = dtype == DType::F32 && whole && page >= many;
-            // What is copied is best taken a page of the machine at a time: the next pages arrive while this one is worked on.
+            // Copied keys are best processed one OS page at a time: the next pages arrive while this one is processed.
             let few = (4096 / (dim * dtype.bits() as usize / 8)).clamp(1, 128);
             let block_keys = if in_place { many } else { few }.min(extents.seq_kv);
             return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys };
@@ -262,7 +262,7 @@ impl Blocks {
     }
 }
 
-/// Hands every item of `work` to one of `workers`, in order; each makes its own state first.
+/// Distributes the items of `work` over `workers` in order. Each worker creates its own state first.
 pub(super) fn share<W: Send, S>(
     workers: usize,
     work: impl Iterator<Item = W> + Send,

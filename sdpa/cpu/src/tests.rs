@@ -1,6 +1,6 @@
 //! Every instruction set of this machine against textbook attention in f64.
 //!
-//! Scores, weights and sums are f32 here whatever the operands are: of 16 bits is the rounding of results alone.
+//! Scores, P and sums are f32 here for all operand types: 16 bits affect the rounding of results only.
 
 use super::CpuExecutor;
 use super::element::Element;
@@ -24,13 +24,13 @@ impl Random {
         items[self.below(items.len())]
     }
 
-    /// Evenly spread over (-2, 2).
+    /// Returns a number evenly distributed over (-2, 2).
     pub(super) fn element(&mut self) -> f32 {
         (self.below(1 << 20) as f32 - 524_287.5) / 262_144.0
     }
 }
 
-/// Operands as f32, gaps filled with NaN; `get` and `set` take (batch, head, seq, dim).
+/// Operands as f32 with NaN in the gaps; `get` and `set` take (batch, head, seq, dim).
 pub(super) struct Tensor {
     pub(super) spec: TensorSpec,
     pub(super) data: Vec<f32>,
@@ -62,12 +62,12 @@ impl Tensor {
         self.data[at] = x;
     }
 
-    /// For the oracle.
+    /// Returns the tensor for the oracle.
     pub(super) fn told(&self) -> sdpa_oracle::Tensor<'_> {
         sdpa_oracle::Tensor { numbers: &self.data, strides: self.spec.strides.map(|n| n as usize) }
     }
 
-    /// Takes every element out, so that what is left was written between rows.
+    /// Sets every element to NaN, so that any other number was written to a gap.
     pub(super) fn clear(&mut self) {
         indices(&self.spec.clone()).for_each(|index| self.set(index, f32::NAN));
     }
@@ -88,7 +88,7 @@ pub(super) fn round(dtype: DType, x: f32) -> f32 {
     }
 }
 
-/// Calls with what the oracle is told of a problem under these masks.
+/// Calls `call` with the oracle's form of a problem under these masks.
 pub(super) fn told<T>(
     problem: &Problem,
     [q, k, v]: [&Tensor; 3],
@@ -121,7 +121,7 @@ pub(super) fn told<T>(
     })
 }
 
-/// The type of a result.
+/// Returns the oracle's name of a result's type.
 pub(super) fn stored(dtype: DType) -> sdpa_oracle::Element {
     if dtype == DType::F16 {
         sdpa_oracle::Element::F16
@@ -132,29 +132,29 @@ pub(super) fn stored(dtype: DType) -> sdpa_oracle::Element {
     }
 }
 
-/// What the normalised masks keep.
+/// Returns the normalised masks for the oracle.
 pub(super) fn kept(problem: &Problem) -> [sdpa_oracle::Mask<'_>; 1] {
     [sdpa_oracle::Mask::Rule(Box::new(|[.., q, k]| problem.region().keeps(q, k)))]
 }
 
-/// Elements of another type.
+/// Converts elements to another type.
 pub(super) fn narrowed<T: Element + Default>(from: &[f32]) -> Vec<T> {
     let mut to = vec![T::default(); from.len()];
     T::narrow(from, 1.0, &mut to);
     to
 }
 
-/// Elements as f32.
+/// Converts elements to f32.
 pub(super) fn widened<T: Element>(from: &[T]) -> Vec<f32> {
     let mut to = vec![0.0; from.len()];
     T::widen(from, &mut to);
     to
 }
 
-/// Row statistics in the order of [`Statistic::ALL`]; nothing where none were asked for.
+/// Row statistics in the order of [`Statistic::ALL`]; empty if not requested.
 pub(super) type OfRows = [Vec<f32>; 3];
 
-/// The same for the oracle.
+/// Returns row statistics for the oracle.
 pub(super) fn of_rows<'a>(problem: &Problem, [stats, row_max, sum_exp]: &'a OfRows) -> sdpa_oracle::Statistics<'a> {
     let told = |statistic: Statistic, x: &'a Vec<f32>| problem.computes(statistic).then_some(x as &dyn sdpa_oracle::Numbers);
     sdpa_oracle::Statistics {
@@ -165,12 +165,12 @@ pub(super) fn of_rows<'a>(problem: &Problem, [stats, row_max, sum_exp]: &'a OfRo
     }
 }
 
-/// Runs the executor over f32 copies, in a pool of `threads`; the output with gaps, and row statistics.
+/// Runs the executor over f32 copies in a pool of `threads`. Returns the output with its gaps, and row statistics.
 fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], scale: Option<f32>) -> (Tensor, OfRows, Report) {
     forward_with(isa, threads, problem, inputs, (scale, &[]))
 }
 
-/// The same with values of declared parameters.
+/// Runs the executor with values of declared parameters.
 pub(super) fn forward_with(
     isa: Isa,
     threads: usize,
@@ -227,7 +227,7 @@ fn verify(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sca
     report
 }
 
-/// Strides of the layout, with gaps after rows and after each longer axis.
+/// Returns strides of the layout, with gaps after rows and after each longer axis.
 pub(super) fn with_gaps(dims: [i64; 4], layout: Layout, random: &mut Random) -> TensorSpec {
     let order = match layout {
         Layout::Bhsd => [2, 1, 0],
@@ -259,7 +259,7 @@ pub(super) fn masks(random: &mut Random, seq_kv: i64) -> Vec<Mask> {
     }
 }
 
-/// Windows at the lower right corner are about the ends of entries.
+/// Marks windows at the lower right corner as aligned per sequence.
 pub(super) fn at_ends(masks: &mut [Mask]) {
     for mask in masks {
         if let Mask::Window { align: align @ Align::BottomRight, .. } = mask {
@@ -333,7 +333,7 @@ fn inputs(problem: &Problem) -> [Tensor; 3] {
 
 #[test]
 fn forward_with_keys_shared_between_threads_agrees_with_the_oracle() {
-    // Fewer strips than threads, so keys are cut; group sizes for either kernel; masks that leave pieces empty.
+    // Fewer strips than threads, so that keys are split; group sizes for either kernel; masks that leave pieces empty.
     let shapes = [[1, 1, 1, 1, 4099, 128, 72], [1, 6, 2, 1, 2111, 64, 64], [1, 8, 1, 3, 1500, 40, 129], [1, 2, 2, 65, 1237, 64, 8]];
     let masks = [
         vec![],
@@ -403,7 +403,7 @@ fn large_scores_do_not_overflow() {
         for seq_q in [1, 70] {
             let problem = dense([1, 1, 1, seq_q, 150, 8, 8], &[]).validate().unwrap();
             let [q, mut k, v] = inputs(&problem);
-            // One key wins by far; what is left of the rest is exactly nothing.
+            // One key dominates; P of the others is exactly 0.
             for index in indices(problem.k()) {
                 k.set(index, 0.0);
             }

@@ -1,4 +1,4 @@
-//! Many rows: tiles with a row to a lane.
+//! Many rows: tiles with one row per lane.
 
 use super::backward::Slopes;
 use super::element::Element;
@@ -12,8 +12,8 @@ use super::schedule::{Piece, Schedule};
 use super::{Call, Known};
 use std::ops::Range;
 
-/// Lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row.
-/// Queries and output hold each other's rows before they are transposed, and after.
+/// Returns the lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row. The slices of queries and
+/// output also hold each other's rows before and after the transposition.
 pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
     let (blocks, extents) = (schedule.blocks, schedule.extents);
     let rows = schedule.strip_rows_used().next_multiple_of(isa.lanes());
@@ -25,11 +25,11 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
     [rows * row, rows * row, rows, rows, tile, padded * extents.dim_qk, keys * extents.dim_v, keys * tile, row]
 }
 
-/// Sums of the rows of a strip that are known already, lane by lane.
+/// Known statistics of the rows of a strip, lane by lane.
 struct Weights {
     max: Vec<f32>,
     log: Vec<f32>,
-    /// What the step takes besides, of which nothing is wanted.
+    /// Inputs that the step requires but that do not affect P.
     delta: Vec<f32>,
     slopes: Vec<f32>,
 }
@@ -45,14 +45,14 @@ impl Weights {
         }
     }
 
-    /// Makes scores weights.
+    /// Returns the step that replaces scores by P.
     fn of<'s>(&'s mut self, vectors: usize, n_keys: usize, lanes: Range<usize>, scores: &'s mut [f32]) -> Slopes<'s> {
         let Weights { max, log, delta, slopes } = self;
         Slopes { vectors, n_keys, lse: &max[lanes.clone()], lse_rest: &log[lanes.clone()], delta: &delta[lanes], p: scores, ds: slopes }
     }
 }
 
-/// The outputs of tiles, each column of a tile by itself.
+/// Splits the outputs of tiles by column.
 fn columns(tiles: impl Iterator<Item = (Range<usize>, usize, usize)>, o: &mut [f32], dim_v: usize) -> impl Iterator<Item = Outputs<'_>> {
     let mut rest = o;
     tiles.flat_map(move |(rows, _, width)| {
@@ -79,7 +79,7 @@ pub(super) fn run<T: Element>(
     let ([q, o, max, sum, factors, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
     let (start, end) = bounds.split_at_mut(max.len());
 
-    // Tiles follow one another; the last one may have fewer registers.
+    // Tiles are consecutive; the last one may have fewer registers.
     let n_rows = strip.rows.len();
     let used = n_rows.next_multiple_of(lanes);
     let (o, max, sum) = (&mut o[..used * dim_qk.max(dim_v)], &mut max[..used], &mut sum[..used]);
@@ -99,7 +99,7 @@ pub(super) fn run<T: Element>(
         rules.rows(tile, (0..width).map(|lane| place(row_of(lane))));
         let staged = &mut o[..width * dim_qk];
         for (lane, staged) in staged.chunks_exact_mut(dim_qk).enumerate() {
-            // Lanes without a row do as the last one does, so that they ask for no mask of their own.
+            // Lanes without a row repeat the last row, so that they need no mask.
             let row = row_of(lane);
             let keys = extents.keys_of_row(row);
             start[rows.start + lane] = keys.start as u32;
@@ -191,7 +191,7 @@ pub(super) fn run<T: Element>(
         long.finish(sum, columns(tiles(), o, dim_v));
     }
     if call.known.is_some() {
-        // Weights were divided already.
+        // P was normalised already.
         sum.fill(1.0);
     }
     for (rows, _, width) in tiles() {

@@ -1,14 +1,14 @@
-//! Gradients that are written by hand, next to the derived ones.
+//! Compares gradients of score_mods that the caller supplies with the derived ones.
 
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::expr::{Builder, ExprError, Inputs, Place, Precision, Trace};
 
-/// Relative difference that is worth a word.
+/// Relative difference above which a warning is printed.
 const TOLERANCE: f64 = 1e-3;
 
-/// Warns where the gradient along the score is not the derivative of the function, at a few places.
+/// Warns if the supplied gradient with respect to the score is not the derivative of the score_mod, at a few positions.
 ///
-/// Parameters have made-up values. What is not smooth at a place differs there rightly; a few other places do not.
+/// Parameters have made-up values. At a position where the function is not smooth a difference is legitimate, so a few positions are tried.
 pub(super) fn compare(problem: &BackwardProblem) {
     let (Some(given), Some(function)) = (problem.gradient(), problem.forward().score_mod()) else { return };
     let Ok(derived) = derive(function) else { return };
@@ -17,7 +17,7 @@ pub(super) fn compare(problem: &BackwardProblem) {
     }
 }
 
-/// The gradient along the score, of the whole function.
+/// Derives the gradient of the score_mod with respect to the score.
 fn derive(function: &Trace) -> Result<Trace, Vec<ExprError>> {
     let mut b = Builder::new();
     let (score, upstream) = (b.score(), b.upstream());
@@ -26,7 +26,7 @@ fn derive(function: &Trace) -> Result<Trace, Vec<ExprError>> {
     b.finish(&[value, gradient])
 }
 
-/// A score where the second roots are not the same, and what they are.
+/// Returns a score where the second roots differ, and both values.
 fn difference(given: &Trace, derived: &Trace, extents: [i64; 4]) -> Option<(f64, f64, f64)> {
     let at = |trace: &Trace, n: usize, score: f64| {
         let values = |p: &sdpa_core::expr::Declared| p.default.map_or(0.37 + 0.11 * p.name.len() as f64, f64::from);

@@ -1,6 +1,6 @@
-//! What is computed at a time: cells, each some rows of a key head against some of its keys.
+//! Splits the backward pass into cells: some rows of a KV head against some of its keys.
 //!
-//! The cut depends on the problem and the instruction set, never on the threads, so results do not either.
+//! The split depends on the problem and the instruction set, never on the number of threads, so that results do not depend on it either.
 
 use crate::isa::{Isa, PANEL};
 use crate::pack::overlap;
@@ -9,66 +9,66 @@ use crate::schedule::{Extents, SERIAL_FLOPS};
 use sdpa_core::problem::Problem;
 use std::ops::Range;
 
-/// Rows and keys of a cell at most. Rows are packed once per cell, so few keys make that dear; sums over rows are
-/// added up once per cell, so few rows do.
+/// Maximum rows and keys of a cell. Rows are packed once per cell, which few keys do not amortise. Sums over rows are added once per cell, which few rows do
+/// not amortise.
 const MOST_ROWS: usize = 1024;
 const MOST_KEYS: usize = 512;
 
-/// Elements of the keys of a cell, about.
+/// Approximate number of elements in the keys of a cell.
 const KEY_ELEMENTS: usize = 65_536;
 
-/// Fewest rows and keys that are worth a cell of their own.
+/// Minimum rows and keys of a cell.
 const LEAST_ROWS: usize = 128;
 const LEAST_KEYS: usize = 256;
 
-/// Cells that are enough to keep threads busy: where there are fewer they are made smaller.
+/// Number of cells that keep threads busy; with fewer, cells are made smaller.
 const CELLS: usize = 32;
 
-/// Rows that are packed together, about: the length of the sums over rows that stay in registers.
+/// Approximate number of rows that are packed together, and so of terms in a sum over rows that stays in registers.
 const BAND_ROWS: usize = 64;
 
-/// Keys of a block: its scores, and their gradients, stay in the first level of cache.
+/// Keys of a block: its scores and their gradients stay in the L1 cache.
 const BLOCK_KEYS: usize = 48;
 
-/// Rows of a key head against keys of it, by their numbers.
+/// Some rows of a KV head against some of its keys, by their indices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cell {
-    /// Which strip of rows, and which part of its sum over keys this cell is.
+    /// Index of the strip of rows, and of this cell among the terms of its sum over keys.
     pub(super) rows: usize,
     pub(super) part_of_rows: usize,
-    /// Which strip of keys, and which part of its sum over rows this cell is.
+    /// Index of the strip of keys, and of this cell among the terms of its sum over rows.
     pub(super) keys: usize,
     pub(super) part_of_keys: usize,
 }
 
-/// The cells of a key head that are not masked out, in the order to start them.
+/// The cells of a KV head that are not masked out, in the order in which they start.
 #[derive(Debug)]
 pub(super) struct Grid {
     pub(super) cells: Vec<Cell>,
-    /// How many parts the sum of each strip of rows has, and of each strip of keys.
+    /// Number of terms in the sum of each strip of rows, and of each strip of keys.
     pub(super) parts_of_rows: Vec<usize>,
     pub(super) parts_of_keys: Vec<usize>,
 }
 
-/// A problem cut to cells.
+/// A problem split into cells.
 #[derive(Debug)]
 pub(super) struct Cut {
     pub(super) extents: Extents,
-    /// Key heads of all batch entries.
+    /// Number of KV heads in all batch entries.
     pub(super) heads: usize,
-    /// Rows of a tile, of a band (whole tiles) and of a strip (whole tiles).
+    /// Rows of a tile, of a band (a multiple of a tile) and of a strip (a multiple of a tile).
     pub(super) tile_rows: usize,
     pub(super) band_rows: usize,
     pub(super) strip_rows: usize,
-    /// Keys of a block and of a strip: whole panels.
+    /// Keys of a block and of a strip: multiples of a panel.
     pub(super) block_keys: usize,
     pub(super) strip_keys: usize,
-    /// Columns of packed rows: whole registers.
+    /// Columns of packed rows: multiples of a register.
     pub(super) columns_qk: usize,
     pub(super) columns_v: usize,
-    /// One for all batch entries, or one for each document, and for each entry whose keys are by its ends.
+    /// One grid for all batch entries, or one per packed sequence, or per entry with a per-sequence aligned window.
     grids: Vec<Grid>,
-    /// Strips of rows and of keys in front of each batch entry.
+    /// Number of strips of rows and of keys before each batch entry.
     before: Vec<[usize; 2]>,
     lengths: Lengths,
     pub(super) threads: usize,
@@ -128,39 +128,39 @@ impl Cut {
         }
     }
 
-    /// The extents of a batch entry.
+    /// Returns the extents of a batch entry.
     pub(super) fn extents_of(&self, batch: usize) -> Extents {
         self.extents.within(&self.lengths, batch)
     }
 
-    /// The cells of a head.
+    /// Returns the cells of a head.
     pub(super) fn grid(&self, head: usize) -> &Grid {
         self.grids.get(head / self.extents.heads_kv).unwrap_or(&self.grids[0])
     }
 
-    /// The numbers of a cell's strips of rows and of keys among those of all heads.
+    /// Returns the indices of a cell's strips of rows and of keys among those of all heads.
     pub(super) fn strips(&self, head: usize, cell: &Cell) -> [usize; 2] {
         let ([rows, keys], of_entry) = (self.before[head / self.extents.heads_kv], head % self.extents.heads_kv);
         let Grid { parts_of_rows, parts_of_keys, .. } = self.grid(head);
         [rows + of_entry * parts_of_rows.len() + cell.rows, keys + of_entry * parts_of_keys.len() + cell.keys]
     }
 
-    /// The rows of a cell.
+    /// Returns the rows of a cell.
     pub(super) fn rows(&self, extents: &Extents, cell: &Cell) -> Range<usize> {
         span(cell.rows, self.strip_rows, extents.seq_q * extents.group)
     }
 
-    /// The keys of a cell.
+    /// Returns the keys of a cell.
     pub(super) fn keys(&self, extents: &Extents, cell: &Cell) -> Range<usize> {
         span(cell.keys, self.strip_keys, extents.seq_kv)
     }
 
-    /// Elements of the sums of a strip of rows, `[tile][dim_qk][row]`.
+    /// Returns the number of elements in the sums of a strip of rows, `[tile][dim_qk][row]`.
     pub(super) fn row_sums(&self) -> usize {
         self.strip_rows * self.extents.dim_qk
     }
 
-    /// Elements of the sums of a strip of keys by `k`, `[key][columns_qk]`; those by `v` follow, `[key][columns_v]`.
+    /// Returns the number of elements in the dk sums of a strip of keys, `[key][columns_qk]`, and in the dv sums after them, `[key][columns_v]`.
     pub(super) fn key_sums(&self) -> [usize; 2] {
         [self.strip_keys * self.columns_qk, self.strip_keys * self.columns_v]
     }
@@ -182,7 +182,7 @@ impl Grid {
                 }
             }
         }
-        // One strip of rows after the other, sums of all keys are under way; the other way round, those of all rows.
+        // The order bounds the number of incomplete sums. By rows first, sums of all keys are incomplete; by keys first, those of all rows.
         if n_rows * extents.dim_qk < n_keys * (extents.dim_qk + extents.dim_v) {
             cells.sort_by_key(|cell| (cell.keys, cell.rows));
         }

@@ -1,7 +1,7 @@
-//! The steps of the gradient that the forward pass does not have.
+//! The steps of the backward pass that the forward pass does not have.
 //!
-//! A function of the score, applied where [`kernel`](crate::kernel) says, has its gradient computed from `ds`
-//! after [`Slopes`], which overwrites the scores: see [`modified`](super::modified).
+//! A score_mod is applied where [`kernel`](crate::kernel) describes. Its gradient is computed from `ds` after [`Slopes`], which overwrites the scores; see
+//! [`modified`](super::modified).
 
 use crate::element::Element;
 use crate::isa::{PANEL, mul_add};
@@ -10,22 +10,22 @@ use crate::pack::{Head, View};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
-/// Scores become weights, gradients of weights become those of scores: `p = e^(s - lse)`, `ds = p · (dp - delta)`.
+/// Replaces scores by P, and dP by dS: `p = e^(s - lse)`, `ds = p · (dp - delta)`.
 ///
-/// Both are 0 where the score is -inf, whatever else is there. No weight is above 1: a logarithm that was rounded to f32 may be
-/// less than a score by any number.
+/// Both are 0 if the score is -inf, whatever the other operands contain. P is clamped to 1, because a log-sum-exp that was rounded to f32 may be less than a
+/// score by any number.
 #[derive(Debug)]
 pub(crate) struct Slopes<'a> {
     pub(crate) vectors: usize,
     pub(crate) n_keys: usize,
-    /// Logarithm of the sum of each row, and what is to be added to that.
+    /// Log-sum-exp of each row, and a correction that is added to it.
     pub(crate) lse: &'a [f32],
     pub(crate) lse_rest: &'a [f32],
     /// `Σ d_o · o` of each row.
     pub(crate) delta: &'a [f32],
-    /// `[key][row]`: scores, then weights.
+    /// `[key][row]`: scores, then P.
     pub(crate) p: &'a mut [f32],
-    /// `[key][row]`: gradients of the weights, then of the scores.
+    /// `[key][row]`: dP, then dS.
     pub(crate) ds: &'a mut [f32],
 }
 
@@ -46,7 +46,7 @@ impl TileStep for Slopes<'_> {
             for i in 0..VECTORS {
                 let dropped = simd.equal_f32s(p[i], simd.splat_f32s(f32::NEG_INFINITY));
                 let distance = simd.sub_f32s(simd.sub_f32s(p[i], lse[i]), lse_rest[i]);
-                // Not min: what that does with NaN differs between instruction sets.
+                // Not `min`, whose result for NaN differs between instruction sets.
                 let distance = simd.select_f32s(simd.less_than_f32s(zero, distance), zero, distance);
                 let weight = exp(simd, distance);
                 let slope = simd.mul_f32s(weight, simd.sub_f32s(ds[i], delta[i]));
@@ -57,22 +57,22 @@ impl TileStep for Slopes<'_> {
     }
 }
 
-/// `sums[key][column] += Σ_row weights[key][row] · rows[row][column]`: lanes go along the columns.
+/// `sums[key][column] += Σ_row weights[key][row] · rows[row][column]`: the lanes are columns.
 #[derive(Debug)]
 pub(super) struct KeySums<'a> {
     pub(super) n_keys: usize,
     pub(super) n_rows: usize,
-    /// Rows of a tile; the last may have fewer registers.
+    /// Rows of a tile; the last tile may have fewer registers.
     pub(super) tile_rows: usize,
     /// `[tile][key][row]`.
     pub(super) weights: &'a [f32],
-    /// From one tile to the next.
+    /// Distance between tiles.
     pub(super) weights_of_tile: usize,
-    /// Columns, in whole registers.
+    /// Columns: a multiple of a register.
     pub(super) columns: usize,
     /// `[row][column]`.
     pub(super) rows: &'a [f32],
-    /// `[key][column]`; whole panels.
+    /// `[key][column]`: a multiple of a panel.
     pub(super) sums: &'a mut [f32],
 }
 
@@ -136,11 +136,11 @@ pub(super) struct Delta<'a, T> {
     pub(super) o: &'a View<'a, T>,
     pub(super) head: Head,
     pub(super) rows: Range<usize>,
-    /// Columns, in whole registers.
+    /// Columns: a multiple of a register.
     pub(super) columns: usize,
     /// `[row][column]`.
     pub(super) d_o: &'a [f32],
-    /// One row.
+    /// Memory for one row.
     pub(super) buffer: &'a mut [f32],
     pub(super) delta: &'a mut [f32],
 }

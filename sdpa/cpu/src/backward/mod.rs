@@ -1,27 +1,25 @@
-//! The gradient: scores once more from `q`, `k` and the stats of the forward pass, and the four products that follow.
+//! The backward pass: recomputes the scores from `q`, `k` and stats, then runs the four GEMMs of the gradients.
 //!
-//! With `s` the scores, `p = exp(s - stats)`, `dp = d_o · vᵀ` and `delta = Σ d_o · o`: `ds = p ∘ (dp - delta)`, and
-//! `dq = scale · ds · k`, `dk = scale · dsᵀ · q`, `dv = pᵀ · d_o`, the last two summed over the query heads that share a
-//! key head. Nothing of the size of the scores is kept. Behind a function of the score, `ds` goes through its gradient first,
-//! which also has what declared parameters get of it.
+//! With `s` the scores, `p = exp(s - stats)`, `dp = d_o · vᵀ` and `delta = Σ d_o · o`: `ds = p ∘ (dp - delta)`. Then `dq = scale · ds · k`, `dk = scale · dsᵀ ·
+//! q` and `dv = pᵀ · d_o`. `dk` and `dv` are summed over the query heads of a GQA group. No intermediate has the size of the scores. With a score_mod, `ds` is
+//! first multiplied by its derivative, which also gives the gradients of declared parameters.
 //!
-//! A problem is cut into *cells*, rows of one key head against keys of it. A cell sums on its own; what it has is a part
-//! of the sums of its rows and of those of its keys, and parts are added in a fixed order. As the cut does not depend on
-//! threads either, results are the same bits on any number of them. Memory is bounded by the gradients of the heads
-//! under way, and by those of parameters in f64 where several pairs share an element.
+//! A problem is split into *cells*: rows of one KV head against keys of it. A cell computes partial sums for its rows and its keys, and these are added in a
+//! fixed order. The split does not depend on the number of threads, so results have identical bits for any number. The gradients of the incomplete heads bound
+//! the memory, with those of parameters in f64 if several pairs share an element.
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
-//! | `cut` | cells |
+//! | `cut` | the split into cells |
 //! | `tile` | one cell |
 //! | `rows` | its rows, packed |
 //! | `kernel` | steps that the forward pass does not have |
-//! | `modified` | the gradient behind a function of the score |
+//! | `modified` | the gradient of a score_mod |
 //! | `params` | gradients of declared parameters |
-//! | `sink` | the gradient of numbers in the denominator |
-//! | `norms` | sums of weights once more, where stats are too large to tell them |
-//! | `by_hand` | gradients that are written by hand, compared in debug builds |
-//! | `sums` | sums of parts |
+//! | `sink` | the gradient of attention sinks |
+//! | `norms` | softmax denominators, recomputed where stats are too large to hold them |
+//! | `by_hand` | supplied gradients, compared with derived ones in debug builds |
+//! | `sums` | sums of partial results |
 
 mod by_hand;
 mod cut;
@@ -76,15 +74,15 @@ impl CpuBackward {
         CpuBackward::unchecked(isa, problem)
     }
 
-    /// Without a look at gradients that are written by hand.
+    /// Skips the comparison of supplied gradients.
     pub(super) fn unchecked(isa: Isa, problem: &BackwardProblem) -> CpuBackward {
         CpuBackward { isa, problem: problem.clone(), rules: Rules::with_gradient(problem) }
     }
 
-    /// Bytes of scratch memory at most, but for what rows with large statistics need.
+    /// Returns the maximum bytes of scratch memory, without those for rows with large statistics.
     pub(super) fn most_workspace(&self) -> usize {
         let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads(), Lengths::default());
-        // Sums of all strips of a head are under way, of as many heads as there are threads, and two more by every thread.
+        // Incomplete sums: all strips of a head, for as many heads as there are threads, and two more per thread.
         let Grid { parts_of_rows, parts_of_keys, .. } = cut.grid(0);
         let sums = |parts: &[usize]| parts.len() * cut.heads.min(cut.threads + 1) + 2 * cut.threads;
         let [dk_len, dv_len] = cut.key_sums();
@@ -113,17 +111,17 @@ impl PreparedBackward for CpuBackward {
     }
 }
 
-/// Bytes of scratch memory of one worker.
+/// Returns the bytes of scratch memory of one worker.
 fn of_worker(cut: &Cut, rules: &Rules) -> usize {
     Scratch::bytes(&tile::scratch_lens(cut), 2 * cut.band_rows) + rules.bytes() + 4 * kept_len(cut, rules.drop())
 }
 
-/// What a worker keeps of a mask: of a band and a block.
+/// Returns the number of elements of a mask that a worker holds: those of a band and a block.
 fn kept_len(cut: &Cut, drop: bool) -> usize {
     if drop { cut.band_rows * cut.block_keys } else { 0 }
 }
 
-/// What every cell reads.
+/// The data that every cell reads.
 #[derive(Debug)]
 struct Call<'a, T> {
     cut: &'a Cut,
@@ -135,7 +133,7 @@ struct Call<'a, T> {
     d_o: View<'a, T>,
     stats: View<'a, f32>,
     norms: &'a Norms,
-    /// Multiplies queries in front of scores: that of the forward pass.
+    /// The attention scale that queries are multiplied by before the scores.
     scale: f32,
     rules: &'a RulesOf<'a>,
     inside: Option<&'a Inside>,
@@ -146,7 +144,7 @@ impl CpuBackward {
         &self.problem
     }
 
-    /// With `inside`, weights and slopes are rounded by that.
+    /// Computes the gradients. With `inside`, P and dS are rounded to 8-bit floats.
     pub(super) fn run<T: Element>(
         &self,
         inputs: [Elements<'_>; 5],
@@ -191,7 +189,7 @@ impl CpuBackward {
         let rows = strips((self.problem.dq(), queries), group, cut.strip_rows, dq);
         let dk = strips((self.problem.dk(), keys), 1, cut.strip_keys, dk);
         let dv = strips((self.problem.dv(), keys), 1, cut.strip_keys, dv);
-        // Slopes that were rounded have the scale in them.
+        // A dS that was rounded includes the scale.
         let left = if inside.is_some() { 1.0 } else { scale };
         let pools = call.run(rows, dk.into_iter().zip(dv).collect(), &totals, left);
         if let (Some(sinks), Some(n)) = (sinks, gradients.iter().position(|gradient| gradient.name == SINK)) {
@@ -216,7 +214,7 @@ impl CpuBackward {
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Computes everything; the bytes of sums that were under way. `scale` is that of the gradients, `totals` are those of parameters.
+    /// Computes everything and returns the bytes of incomplete sums. `scale` applies to the gradients, `totals` are those of parameters.
     fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, totals: &[Total<'_>], scale: f32) -> usize {
         let cut = self.cut;
         let rows = rows.into_iter().zip((0..cut.heads).flat_map(|head| &cut.grid(head).parts_of_rows));
@@ -276,7 +274,7 @@ impl<T: Element> Call<'_, T> {
         Span { batch, head_kv, group: extents.group, rows: self.cut.rows(extents, cell), keys: self.cut.keys(extents, cell) }
     }
 
-    /// Writes the gradients of a strip of queries, `[tile][dim_qk][row]`.
+    /// Writes the gradients of a strip of queries from `[tile][dim_qk][row]`.
     fn write_rows(&self, rows: Range<usize>, target: Rows<'_, T>, sums: &[f32], dense: &mut [f32], scale: f32) {
         let (dim, lanes, tile_rows) = (self.cut.extents.dim_qk, self.isa.lanes(), self.cut.tile_rows);
         let n_rows = rows.len();

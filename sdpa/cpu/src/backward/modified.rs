@@ -1,4 +1,4 @@
-//! The gradient behind a function of the score.
+//! The gradient of a score_mod.
 
 use super::kernel::Slopes;
 use super::params::Part;
@@ -9,13 +9,13 @@ use crate::program::{CHUNK, DropUnkept, Machine, Worker};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
-/// The programs of a worker, and what they say of one band and block.
+/// The programs of a worker, and their results for one band and block.
 #[derive(Debug)]
 pub(super) struct Rulings<'w, 'a> {
     pub(super) worker: &'w mut Worker<'a>,
-    /// What a mask keeps, `[tile][key][row]`; empty where there is none.
+    /// The elements that a mask keeps, `[tile][key][row]`; empty without a mask.
     pub(super) kept: &'w mut [u32],
-    /// Gradients of parameters, of this cell.
+    /// This cell's part of the gradients of parameters.
     pub(super) parts: &'w mut [Part],
 }
 
@@ -26,18 +26,18 @@ pub(super) struct Modified<'s> {
     pub(super) tile: &'s Tile,
     pub(super) band: &'s Band<'s>,
     pub(super) block: &'s Range<usize>,
-    /// `[key][row]`: scores, then weights.
+    /// `[key][row]`: scores, then P.
     pub(super) p: &'s mut [f32],
-    /// `[key][row]`: gradients of the weights, then of the scaled scores.
+    /// `[key][row]`: dP, then the gradients of the scaled scores.
     pub(super) ds: &'s mut [f32],
-    /// `[key][row]`; empty where every key is kept.
+    /// `[key][row]`: nonzero where the mask keeps a key; empty without a mask.
     pub(super) kept: &'s [u32],
 }
 
 impl Modified<'_> {
-    /// Scores become weights, gradients of weights become those of scores, and what parameters have of it is added up.
+    /// Replaces scores by P, and dP by dS, and adds the gradients of parameters.
     ///
-    /// A pair that is dropped, or whose modified score is -inf, has weight and slope 0, whatever the derivative is there.
+    /// A pair that is masked out, or whose modified score is -inf, has P = 0 and dS = 0, whatever the derivative is there.
     pub(super) fn slopes(self, mods: &mut Machine<'_>, parts: &mut [Part]) {
         let Modified { isa, tile, band, block, p, ds, kept } = self;
         let (lanes, width) = (tile.lanes.clone(), tile.lanes.len());
@@ -93,7 +93,7 @@ impl WithSimd for Dropped<'_> {
     }
 }
 
-/// Takes gradients; 0 where a score is dropped.
+/// Copies gradients, with 0 where a score is masked out.
 #[derive(Debug)]
 struct Taken<'a> {
     from: &'a [u32],

@@ -1,7 +1,7 @@
-//! What the weights of a row sum up to, where its statistic does not tell.
+//! Recomputes the softmax denominator of rows whose stats cannot hold it.
 //!
-//! One f32 per row has no room for the logarithm of the number of keys beside scores of a million: all weights would be 1. The
-//! scores of such rows are computed once more, as the forward pass computes them, and the logarithm is kept in two parts.
+//! For scores of a million, one f32 per row cannot hold the logarithm of the number of keys: every P would be 1. The scores of such rows are computed again, as
+//! in the forward pass, and the log-sum-exp is stored in two parts.
 
 use crate::Call;
 use crate::element::Element;
@@ -13,14 +13,14 @@ use crate::schedule::Schedule;
 use sdpa_core::packed::Documents;
 use sdpa_core::problem::Problem;
 
-/// Statistics from here on are looked at: up to it, rounding them moves weights by `2^-16` at most.
+/// Rows with stats from here on are recomputed. Below it, rounding of stats changes P by at most `2^-16`.
 const LARGE: f32 = 512.0;
 
-/// Neighbours of f32 that a statistic may be away from the sum of these keys. What is further away is of other keys too: a caller
-/// that has the keys in parts gives statistics of all of them.
+/// Maximum distance, in f32 steps, between stats and the log-sum-exp of these keys. A larger distance means that the stats cover other keys too: a caller that
+/// splits the keys passes stats of all of them.
 const NEAR: f64 = 4.0;
 
-/// Logarithms of sums in two parts, in the order of the stats; none where no statistic is large.
+/// Log-sum-exps in two parts, in the order of the stats; `None` if no statistic is large.
 #[derive(Debug)]
 pub(super) struct Norms(Option<Vec<[f32; 2]>>);
 
@@ -28,7 +28,7 @@ fn is_large(stat: f32) -> bool {
     stat.is_finite() && stat.abs() >= LARGE
 }
 
-/// The distance to the next f32.
+/// Returns the distance to the next f32.
 fn ulp(x: f32) -> f64 {
     f64::from(x.abs().next_up()) - f64::from(x.abs())
 }
@@ -45,8 +45,8 @@ impl Norms {
         if !stats.data.iter().any(|stat| is_large(*stat)) {
             return Norms(None);
         }
-        // With rules, rows are never few: scores are to be those of the backward pass, to the bit.
-        // The cut is that of one thread, whatever their number: gradients are the same bits on any.
+        // `rules` is set so that the schedule never uses the few-row kernel: scores must have the bits of those of the backward pass. The schedule is that of
+        // one thread, so that gradients have identical bits for any number of threads.
         let mut schedule = Schedule::new(problem, isa, 1, lengths.clone(), true);
         schedule.threads = rayon::current_num_threads();
         let group = schedule.extents.group;
@@ -67,12 +67,12 @@ impl Norms {
         Norms(Some(norms))
     }
 
-    /// The two parts of the logarithm of a row.
+    /// Returns the two parts of the log-sum-exp of a row.
     pub(super) fn get(&self, stats: &View<'_, f32>, place: usize) -> [f32; 2] {
         self.0.as_ref().map_or([stats.data[place], 0.0], |norms| norms[place])
     }
 
-    /// Bytes of memory.
+    /// Returns the bytes of memory.
     pub(super) fn bytes(&self) -> usize {
         self.0.as_ref().map_or(0, |norms| 8 * norms.len())
     }

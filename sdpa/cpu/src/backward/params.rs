@@ -1,6 +1,6 @@
-//! Gradients of declared parameters: sums over everything that has the same element, in f64.
+//! Gradients of declared parameters: sums in f64 over all pairs that read an element.
 //!
-//! A cell sums on its own; its sums are added to those of the whole problem in the order of the cells, whoever is first.
+//! A cell computes partial sums. They are added to those of the problem in the order of the cells, independent of which cell finishes first.
 
 use crate::isa::Isa;
 use crate::program::{CHUNK, strides};
@@ -14,10 +14,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Sums of a cache line.
+/// Number of sums in a cache line.
 const LINE: usize = 8;
 
-/// Where a cell stands: rows of a key head against keys of it.
+/// The location of a cell: rows of a KV head against keys of it.
 #[derive(Clone, Debug)]
 pub(super) struct Span {
     pub(super) batch: usize,
@@ -28,35 +28,35 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// First query.
+    /// Returns the first query.
     fn query(&self) -> usize {
         self.rows.start / self.group
     }
 
-    /// (heads, queries, keys).
+    /// Returns the number of (heads, queries, keys).
     fn extents(&self) -> [usize; 3] {
         [self.group, self.rows.end.div_ceil(self.group) - self.query(), self.keys.len()]
     }
 }
 
-/// What one cell adds to the gradient of a parameter.
+/// The contribution of one cell to the gradient of a parameter.
 #[derive(Debug)]
 pub(super) struct Part {
     span: Span,
-    /// How far sums are apart along (head, query, key); 0 where all have the same.
+    /// Strides of the sums along (head, query, key); 0 along axes that share a sum.
     strides: [usize; 3],
-    /// Of a table, which has all of its elements, the roots that are a gradient and its place; of what lies over axes none.
+    /// For a table, whose sums cover all of its elements, the program's roots that hold a gradient and its index. Empty for other parameters.
     reads: Arc<[[usize; 2]]>,
     sums: Vec<f64>,
 }
 
 impl Part {
-    /// The roots of the program that are a gradient and its place, of a table.
+    /// Returns the program's roots that hold a gradient and its index, for a table.
     pub(super) fn reads(&self) -> Arc<[[usize; 2]]> {
         self.reads.clone()
     }
 
-    /// Adds gradients, `[key][row]`, of so many rows in so many lanes to the elements at these places, as [`Part::add`] those of places of the scores.
+    /// Adds gradients, `[key][row]`, of `n_rows` rows in `width` lanes to the table elements at `places`. For other parameters see [`Part::add`].
     pub(super) fn add_read(&mut self, [n_rows, width]: [usize; 2], places: &[u32], values: &[u32], dropped: &[u32]) {
         let last = self.sums.len() - 1;
         let values = Values { values, dropped, width };
@@ -68,7 +68,7 @@ impl Part {
         }
     }
 
-    /// Adds gradients, `[key][row]`, of some keys and the rows of a tile: the first one, how many, and in how many lanes.
+    /// Adds gradients, `[key][row]`, of some keys and the rows of a tile: `n_rows` rows from `first` on, in `width` lanes.
     pub(super) fn add(
         &mut self,
         isa: Isa,
@@ -104,7 +104,7 @@ impl Part {
 #[derive(Clone, Copy, Debug)]
 struct Values<'a> {
     values: &'a [u32],
-    /// Not 0: nothing.
+    /// Nonzero for pairs that are masked out; their gradient counts as 0.
     dropped: &'a [u32],
     width: usize,
 }
@@ -123,7 +123,7 @@ impl Values<'_> {
     }
 }
 
-/// Sums of each row.
+/// Sums the gradients of each row.
 #[derive(Debug)]
 struct OverKeys<'a> {
     values: Values<'a>,
@@ -141,7 +141,7 @@ impl WithSimd for OverKeys<'_> {
     }
 }
 
-/// Adds to the sum of each key.
+/// Adds the gradients of each key to its sum.
 #[derive(Debug)]
 struct OverRows<'a> {
     values: Values<'a>,
@@ -198,9 +198,9 @@ impl WithSimd for EachPair<'_> {
 /// The gradient of a parameter.
 #[derive(Debug)]
 pub(super) struct Total<'a> {
-    /// How far elements are apart along (batch, head, q, k).
+    /// Strides of the elements along (batch, head, q, k).
     strides: [usize; 4],
-    /// Of a table, its elements; 0 of what lies over axes.
+    /// Number of elements of a table; 0 for other parameters.
     table: usize,
     reads: Arc<[[usize; 2]]>,
     state: Mutex<State<'a>>,
@@ -208,24 +208,24 @@ pub(super) struct Total<'a> {
 
 #[derive(Debug)]
 struct State<'a> {
-    /// Not there while somebody is adding.
+    /// `None` while a worker is adding.
     sums: Option<Sums<'a>>,
-    /// How many parts are in the sums, and those that are not yet.
+    /// Number of parts in the sums, and the parts that wait for an earlier one.
     added: usize,
     waiting: BTreeMap<usize, Part>,
-    /// Memory of parts that are done.
+    /// Memory of parts that were added, for reuse.
     spare: Vec<Vec<f64>>,
 }
 
 #[derive(Debug)]
 struct Sums<'a> {
     target: ElementsMut<'a>,
-    /// Empty where each element belongs to one pair, and so is written but once.
+    /// Empty if each element belongs to one pair, which is then written directly.
     sums: Vec<f64>,
 }
 
 impl<'a> Total<'a> {
-    /// `reads` are the roots of a table that are a gradient and its place.
+    /// `reads` are the program's roots that hold the gradient of a table and its index.
     pub(super) fn new(kind: ParamKind, reads: Arc<[[usize; 2]]>, extents: [i64; 4], mut target: ElementsMut<'a>) -> Total<'a> {
         let strides = strides(kind, extents);
         let table = if kind.extents().len() > 0 { target.len() } else { 0 };
@@ -236,7 +236,7 @@ impl<'a> Total<'a> {
         Total { strides, table, reads, state: Mutex::new(state) }
     }
 
-    /// What a cell is to add to.
+    /// Returns an empty part for a cell to add to.
     pub(super) fn part(&self, span: &Span) -> Part {
         let mut strides = [0; 3];
         let mut next = 1;
@@ -244,7 +244,7 @@ impl<'a> Total<'a> {
             strides[axis] = next;
             next *= span.extents()[axis];
             if axis == 2 {
-                // Rows a power of two apart would share a few lines of the cache.
+                // An odd number of cache lines: rows a power of two apart would map to few cache sets.
                 next = (next.div_ceil(LINE) | 1) * LINE;
             }
         }
@@ -254,7 +254,7 @@ impl<'a> Total<'a> {
         Part { span: span.clone(), strides, reads: self.reads.clone(), sums }
     }
 
-    /// Takes the part of this number. Nobody waits for an earlier one: who finds it there adds what follows.
+    /// Adds the part with index `number`. No worker waits for an earlier part: the worker that adds that part also adds those that follow.
     pub(super) fn add(&self, number: usize, part: Part) {
         let mut state = self.state.lock();
         state.waiting.insert(number, part);
@@ -293,7 +293,7 @@ impl<'a> Total<'a> {
         }
     }
 
-    /// Bytes of all sums that were made.
+    /// Returns the bytes of all sums that were allocated.
     pub(super) fn bytes(&self) -> usize {
         let state = self.state.lock();
         let own = state.sums.as_ref().map_or(0, |sums| sums.sums.len());
@@ -324,19 +324,19 @@ pub(super) fn store(to: &mut ElementsMut<'_>, sums: &[f64]) {
     add(to, 0, sums);
 }
 
-/// Adds, from an element on, to what is still 0, or adds 0: either is rounded once.
+/// Adds to elements from index `at` on. Each element is 0 before or gets 0 added, so it is rounded once.
 fn add(to: &mut ElementsMut<'_>, at: usize, from: &[f64]) {
     match to {
         ElementsMut::F32(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += *x as f32),
         ElementsMut::F16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += f16::from_f32(to_odd(*x))),
         ElementsMut::BF16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += bf16::from_f32(to_odd(*x))),
-        // Problems ask for no gradients of parameters in 8 bits.
+        // Problems do not request gradients of parameters in 8 bits.
         ElementsMut::F8E4M3(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to = F8E4M3::from_f32(to.to_f32() + to_odd(*x))),
         ElementsMut::F8E5M2(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to = F8E5M2::from_f32(to.to_f32() + to_odd(*x))),
     }
 }
 
-/// f32 toward zero, its last bit set where that is not exact: rounding it again to fewer bits rounds once.
+/// Rounds to f32 toward zero and sets the last bit if that is inexact (round to odd). A second rounding to fewer bits then equals a single one.
 fn to_odd(x: f64) -> f32 {
     let y = x as f32;
     if f64::from(y) == x || !y.is_finite() {
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn sums_are_rounded_once() {
-        // A tie in the bits of f16, decided by a bit that f32 does not have.
+        // A tie in the bits of f16, which a bit beyond f32 decides.
         let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
         for sign in [1.0, -1.0] {
             assert_eq!(f16::from_f32(to_odd(sign * x)).to_f64(), sign * (1.0 + 2f64.powi(-10)));

@@ -1,4 +1,4 @@
-//! The rows of a cell, a band at a time: packed both ways, with what is known of each.
+//! The rows of a cell, one band at a time: packed in both orders, with per-row values.
 
 use super::Call;
 use super::cut::Cut;
@@ -9,17 +9,17 @@ use crate::pack::{CopyRows, Head, Transpose, View, all_finite};
 use crate::schedule::Extents;
 use std::ops::Range;
 
-/// Rows of a key head, and which of their keys they attend to.
+/// Rows of a KV head, and the keys that they attend to.
 #[derive(Debug)]
 pub(super) struct Queries<'a, T> {
     pub(super) call: &'a Call<'a, T>,
     pub(super) head: Head,
-    /// Those of the batch entry.
+    /// Extents of the batch entry.
     pub(super) extents: Extents,
 }
 
 impl<T: Element> Queries<'_, T> {
-    /// The place of a row among the stats.
+    /// Returns the offset of a row in stats.
     fn place(&self, row: usize) -> usize {
         self.call.stats.place(self.head.index(row))
     }
@@ -32,12 +32,12 @@ impl<T: Element> Queries<'_, T> {
         self.call.norms.get(&self.call.stats, self.place(row))
     }
 
-    /// The keys that a row attends to; a row whose scores are all -inf attends to none.
+    /// Returns the keys that a row attends to; a row whose scores are all -inf attends to none.
     fn keys_of_row(&self, row: usize) -> Range<usize> {
         if self.stat(row) == f32::NEG_INFINITY { 0..0 } else { self.extents.keys_of_row(row) }
     }
 
-    /// The keys that all of the rows attend to.
+    /// Returns the keys that all of the rows attend to.
     pub(super) fn keys_of_all(&self, rows: &Range<usize>) -> Range<usize> {
         let none = rows.clone().any(|row| self.stat(row) == f32::NEG_INFINITY);
         if none { 0..0 } else { self.extents.keys_of_all(rows) }
@@ -47,29 +47,29 @@ impl<T: Element> Queries<'_, T> {
 /// A tile of a band.
 #[derive(Clone, Debug)]
 pub(super) struct Tile {
-    /// Its place among the tiles of the band.
+    /// Its index among the tiles of the band.
     pub(super) index: usize,
-    /// Its rows, counted from the first of the band.
+    /// Its rows, relative to the first of the band.
     pub(super) rows: Range<usize>,
-    /// Its lanes, counted likewise; those past the last row do as that one does, so that they ask for no mask of their own.
+    /// Its lanes, relative to the first of the band. Lanes past the last row repeat that row, so that they need no mask.
     pub(super) lanes: Range<usize>,
-    /// Registers across it.
+    /// Number of registers per tile.
     pub(super) vectors: usize,
     /// The keys that all of its rows attend to.
     pub(super) core: Range<usize>,
 }
 
-/// Rows of an operand, packed both ways.
+/// Rows of an operand, packed in both orders.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
     /// `[column][row]` of each tile.
     pub(super) lanes: &'a mut [f32],
     /// `[row][column]`.
     pub(super) rows: &'a mut [f32],
-    /// Columns, in whole registers.
+    /// Columns: a multiple of a register.
     pub(super) columns: usize,
-    /// Rows that hold inf or NaN and drop a key. They are zeros in `rows`, as 0 times inf would be NaN in a key that such
-    /// a row does not attend to; what they add to the keys that they attend to is added apart.
+    /// Rows that contain inf or NaN and do not attend to all keys. They are zeros in `rows`, because 0 times inf would be NaN in a key that such a row does not
+    /// attend to. Their contribution to keys that they attend to is added separately.
     pub(super) holes: Vec<usize>,
 }
 
@@ -105,23 +105,23 @@ impl<'a> Packed<'a> {
 pub(super) struct Band<'a> {
     pub(super) rows: Range<usize>,
     pub(super) tiles: Vec<Tile>,
-    /// By lanes as the forward pass scales them, by rows as they are.
+    /// `lanes` is multiplied by the scale of the forward pass, `rows` is not.
     pub(super) q: Packed<'a>,
     pub(super) d_o: Packed<'a>,
-    /// Logarithm of the sum of each row, and what is to be added to that.
+    /// Log-sum-exp of each row, and a correction that is added to it.
     pub(super) lse: &'a mut [f32],
     pub(super) lse_rest: &'a mut [f32],
     /// `Σ d_o · o` of each row.
     pub(super) delta: &'a mut [f32],
-    /// First and past-the-last key of each row.
+    /// First key of each row, and the key after its last one.
     pub(super) start: &'a mut [u32],
     pub(super) end: &'a mut [u32],
-    /// One row.
+    /// Memory for one row.
     pub(super) buffer: &'a mut [f32],
 }
 
 impl Band<'_> {
-    /// Takes other rows, which are to meet these keys.
+    /// Packs other rows, whose cell has these keys.
     pub(super) fn pack<T: Element>(&mut self, of: &Queries<'_, T>, rows: Range<usize>, keys: &Range<usize>) {
         let Call { cut, isa, scale, .. } = of.call;
         self.q.copy(*isa, &of.call.q, of.head, rows.clone());
@@ -152,13 +152,13 @@ impl Band<'_> {
         self.rows = rows;
     }
 
-    /// Whether a lane attends to a key.
+    /// Returns true if a lane attends to a key.
     pub(super) fn attends(&self, lane: usize, key: usize) -> bool {
         (self.start[lane]..self.end[lane]).contains(&(key as u32))
     }
 }
 
-/// The tiles of rows; the last may have fewer registers.
+/// Splits rows into tiles; the last may have fewer registers.
 fn tiles<T: Element>(of: &Queries<'_, T>, rows: &Range<usize>, cut: &Cut, lanes: usize) -> impl Iterator<Item = Tile> {
     (0..rows.len()).step_by(cut.tile_rows).enumerate().map(move |(index, first)| {
         let past = (first + cut.tile_rows).min(rows.len());

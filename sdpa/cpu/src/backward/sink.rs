@@ -6,7 +6,7 @@ use crate::element::Element;
 use rayon::prelude::*;
 use sdpa_core::ElementsMut;
 
-/// Writes it. A row without keys adds nothing, whatever its memory holds: its output is zero.
+/// Writes the gradient. A row that attends to no key adds nothing, whatever its memory contains: its output is zero.
 pub(super) fn gradient<T: Element>(call: &Call<'_, T>, sinks: &[f32], mut to: ElementsMut<'_>) {
     let sums: Vec<f64> = sinks.par_iter().enumerate().map(|(head, &sink)| of_head(call, head, sink)).collect();
     store(&mut to, &sums);

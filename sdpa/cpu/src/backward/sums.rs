@@ -1,4 +1,4 @@
-//! Sums of parts that several workers bring: added in the order of their numbers, whoever is first.
+//! Sums of parts from several workers, added in the order of their indices, independent of which worker finishes first.
 
 use crate::isa::Isa;
 use crate::pack::Aligned;
@@ -6,7 +6,7 @@ use parking_lot::{Mutex, MutexGuard};
 use pulp::{Simd, WithSimd};
 use std::collections::BTreeMap;
 
-/// Pieces of memory of one length, used again and again.
+/// Reusable allocations of one length.
 #[derive(Debug)]
 pub(super) struct Pool {
     len: usize,
@@ -18,7 +18,7 @@ impl Pool {
         Pool { len, state: Mutex::default() }
     }
 
-    /// A piece that holds anything.
+    /// Returns an allocation with undefined contents.
     pub(super) fn take(&self) -> Aligned {
         let mut state = self.state.lock();
         state.0.pop().unwrap_or_else(|| {
@@ -27,18 +27,18 @@ impl Pool {
         })
     }
 
-    /// Takes a piece back.
+    /// Returns an allocation to the pool.
     pub(super) fn give(&self, piece: Aligned) {
         self.state.lock().0.push(piece);
     }
 
-    /// Bytes of all pieces that were made.
+    /// Returns the bytes of all allocations.
     pub(super) fn bytes(&self) -> usize {
         self.state.lock().1 * Aligned::bytes(self.len)
     }
 }
 
-/// A sum, and where it goes.
+/// A sum, and its destination.
 #[derive(Debug)]
 pub(super) struct Sum<Target> {
     n_parts: usize,
@@ -49,10 +49,10 @@ pub(super) struct Sum<Target> {
 struct State<Target> {
     target: Option<Target>,
     sum: Option<Aligned>,
-    /// How many parts are in the sum, and those that are not yet.
+    /// Number of parts in the sum, and the parts that wait for an earlier one.
     added: usize,
     waiting: BTreeMap<usize, Aligned>,
-    /// Somebody is adding.
+    /// Whether a worker is adding.
     busy: bool,
 }
 
@@ -62,8 +62,8 @@ impl<Target> Sum<Target> {
         Sum { n_parts, state: Mutex::new(state) }
     }
 
-    /// Takes a part. Nobody waits for an earlier one: who finds it there adds what follows. The whole sum comes out with
-    /// the last part.
+    /// Adds a part. No worker waits for an earlier part: the worker that adds that part also adds those that follow. Returns the complete sum after the last
+    /// part.
     pub(super) fn add(&self, isa: Isa, pool: &Pool, number: usize, part: Aligned) -> Option<(Target, Aligned)> {
         let mut state = self.state.lock();
         state.waiting.insert(number, part);
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn parts_are_added_in_their_order_whoever_is_first() {
-        // In any other order the result differs.
+        // Any other order gives another result.
         let parts = [1.0f32, 1e8, -1e8, 3.0];
         let want = parts.iter().sum::<f32>();
         let orders = [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]];

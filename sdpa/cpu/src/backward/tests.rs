@@ -1,7 +1,6 @@
 //! Every instruction set of this machine against the textbook gradient in f64.
 //!
-//! The executor is given `o` and `stats` as the forward pass rounds them, and so is the oracle: what is judged is the
-//! backward pass alone.
+//! The executor and the oracle receive the same `o` and `stats`, as the forward pass rounds them: only the backward pass is tested.
 
 use crate::CpuExecutor;
 use crate::element::Element;
@@ -13,7 +12,7 @@ use sdpa_core::executor::{Executor, Report};
 use sdpa_core::{Align, AttentionSpec, BackwardProblem, BackwardSpec, DType, Elements, ElementsMut, Layout, Mask, Shape, TensorSpec};
 use sdpa_oracle::Given;
 
-/// What a call reads.
+/// The inputs of a call.
 pub(super) struct Inputs {
     pub(super) q: Tensor,
     pub(super) k: Tensor,
@@ -24,7 +23,7 @@ pub(super) struct Inputs {
     scale: Option<f32>,
 }
 
-/// Random operands, and what a forward pass makes of them.
+/// Returns random operands, and the results of a forward pass over them.
 pub(super) fn inputs(problem: &BackwardProblem, scale: Option<f32>, random: &mut Random, spoil: impl FnOnce(&mut [Tensor; 4])) -> Inputs {
     let forward_problem = problem.forward();
     let dtype = forward_problem.dtype();
@@ -41,7 +40,7 @@ pub(super) fn inputs(problem: &BackwardProblem, scale: Option<f32>, random: &mut
     Inputs { q, k, v, o, d_o, stats: answer.stats.into_iter().map(|x| x as f32).collect(), scale }
 }
 
-/// Runs the executor in a pool of `threads`; the gradients with gaps, everything else NaN as before.
+/// Runs the executor in a pool of `threads`. Returns the gradients with their gaps.
 fn backward(isa: Isa, threads: usize, problem: &BackwardProblem, inputs: &Inputs) -> ([Tensor; 3], Report) {
     fn call<T: Element + Default>(
         inputs: &Inputs,
@@ -84,7 +83,7 @@ fn verify(isa: Isa, threads: &[usize], problem: &BackwardProblem, inputs: &Input
     for &threads in threads {
         let (mut gradients, _) = backward(isa, threads, problem, inputs);
         let bits = gradients.each_ref().map(|t| t.data.iter().map(|x| x.to_bits()).collect::<Vec<u32>>());
-        // Others have the same bits.
+        // Runs with other numbers of threads have identical bits.
         if first.is_none() {
             let forward = problem.forward();
             let distance = told(forward, [q, k, v], scale, &kept(forward), |p| {
@@ -100,13 +99,13 @@ fn verify(isa: Isa, threads: &[usize], problem: &BackwardProblem, inputs: &Input
     }
 }
 
-/// A tensor in any layout, with gaps or without.
+/// Returns strides of any layout, with or without gaps.
 fn any_layout(dims: [i64; 4], random: &mut Random) -> TensorSpec {
     let layout = random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]);
     if random.below(2) == 0 { with_gaps(dims, layout, random) } else { TensorSpec::dense(dims, layout) }
 }
 
-/// Sets some strides to 0.
+/// Sets the strides of some axes to 0.
 fn repeat(tensor: &mut TensorSpec, axes: &[usize]) {
     axes.iter().for_each(|&axis| tensor.strides[axis] = 0);
 }
@@ -172,7 +171,7 @@ pub(super) fn dense(shape: [i64; 7], masks: &[Mask]) -> BackwardProblem {
 
 #[test]
 fn sums_of_several_cells_agree_with_the_oracle_on_any_number_of_threads() {
-    // Rows cut, keys cut, both; masks that leave cells empty, and strips without any.
+    // Shapes that split rows, keys, or both; masks that leave cells or strips empty.
     let shapes = [[1, 1, 1, 390, 700, 9, 17], [1, 8, 1, 150, 40, 24, 8], [1, 1, 1, 70, 1100, 8, 8], [1, 2, 2, 800, 300, 8, 16]];
     let masks = [
         vec![],
@@ -215,7 +214,7 @@ fn rows_without_keys_and_keys_without_rows_have_gradients_of_zero() {
             (130, 65, vec![Mask::causal_bottom_right()]),
             (20, 300, vec![Mask::causal()]),
             (300, 290, vec![Mask::window(Some(3), Some(0), Align::BottomRight)]),
-            // Nothing is left at all.
+            // The masks exclude every pair.
             (50, 90, vec![Mask::causal(), Mask::window(Some(5), None, Align::BottomRight)]),
         ] {
             let problem = dense([2, 4, 2, seq_q, seq_kv, 40, 24], &masks);
@@ -253,7 +252,7 @@ fn infinities_and_nan_stay_where_they_are_attended_to() {
             for masks in &masks {
                 let problem = dense(shape, masks);
                 for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    // Each operand by itself: together they would leave little that is finite.
+                    // One operand at a time: with all four, little would remain finite.
                     for operand in 0..4 {
                         let inputs = inputs(&problem, None, &mut Random(3), |given| match operand {
                             0 => given[0].set([0, 0, 1, 2], bad),
@@ -275,7 +274,7 @@ fn infinities_and_nan_stay_where_they_are_attended_to() {
 #[test]
 fn what_dropped_keys_and_queries_hold_does_not_matter() {
     let window = Mask::window(Some(10), Some(0), Align::BottomRight);
-    // Queries that keep no key, and keys that none keeps.
+    // Queries that attend to no key, and keys that no query attends to.
     let cases = [
         ([1, 4, 2, 130, 100, 20, 12], Mask::causal_bottom_right(), 0..30, 0..0),
         ([1, 4, 2, 90, 200, 20, 12], Mask::causal(), 0..0, 90..200),

@@ -1,4 +1,4 @@
-//! One cell: what its rows and keys add to the gradients.
+//! One cell: the contribution of its rows and keys to the gradients.
 
 use super::Call;
 use super::cut::{Cell, Cut};
@@ -12,8 +12,8 @@ use crate::pack::{CopyRows, Head, Scratch, View, all_finite, overlap};
 use crate::program::{DropUnkept, Row};
 use std::ops::Range;
 
-/// Lengths of the scratch slices: queries by lanes and by rows, gradients of the output by lanes and by rows, keys,
-/// values, weights, gradients of scores, logarithms of sums in two parts, deltas, ones, one row.
+/// Returns the lengths of the scratch slices: queries by lanes and by rows, d_o by lanes and by rows, keys, values, P, dS, log-sum-exp in two parts, deltas,
+/// ones, one row.
 pub(super) fn scratch_lens(cut: &Cut) -> [usize; 13] {
     let rows = cut.band_rows;
     let (qk, v) = (rows * cut.columns_qk, rows * cut.columns_v);
@@ -28,20 +28,20 @@ pub(super) fn scratch_lens(cut: &Cut) -> [usize; 13] {
 #[derive(Debug)]
 struct Keys<'a> {
     range: Range<usize>,
-    /// `[key][dim_qk]` and `[key][dim_v]`, with rows to fill the last panel.
+    /// `[key][dim_qk]` and `[key][dim_v]`, with padding rows for the last panel.
     k: &'a [f32],
     v: &'a [f32],
-    /// Keys that hold inf or NaN, and that a row drops.
+    /// Keys that contain inf or NaN and are masked out for a row.
     holes: Vec<usize>,
 }
 
-/// Weights and gradients of scores, `[tile][key][row]`, of one block of keys.
+/// P and dS, `[tile][key][row]`, of one block of keys.
 #[derive(Debug)]
 struct Weights<'a, 'w, 'r> {
     p: &'a mut [f32],
     ds: &'a mut [f32],
     ones: &'a [f32],
-    /// From one tile to the next.
+    /// Distance between tiles.
     tile: usize,
     rulings: &'a mut Rulings<'w, 'r>,
 }
@@ -67,7 +67,7 @@ pub(super) fn run<T: Element>(
     let extents = &cut.extents_of(batch);
     let (dim_qk, dim_v) = (extents.dim_qk, extents.dim_v);
     let (strip, range) = (cut.rows(extents, cell), cut.keys(extents, cell));
-    // Whole tiles and panels; what is behind them is of no strip.
+    // Multiples of a tile and of a panel; elements past the end belong to no strip.
     let (n_rows, n_keys) = (strip.len().next_multiple_of(cut.tile_rows), range.len().next_multiple_of(PANEL));
     let dq = &mut to.dq[..n_rows * dim_qk];
     let (dk, dv) = (&mut to.dk[..n_keys * cut.columns_qk], &mut to.dv[..n_keys * cut.columns_v]);
@@ -106,7 +106,7 @@ pub(super) fn run<T: Element>(
         if reached.is_empty() {
             continue;
         }
-        // Whole panels: the last one of a block adds to all of its keys.
+        // Multiples of a panel: the last panel of a block adds to all of its keys.
         let (first_key, n_keys) = (reached.start - (reached.start - keys.range.start) % PANEL, reached.end - keys.range.start);
         let reached = first_key..(keys.range.start + n_keys.next_multiple_of(PANEL)).min(keys.range.end);
         band.pack(&queries, rows_of_band, &reached);
@@ -122,7 +122,7 @@ pub(super) fn run<T: Element>(
     }
 }
 
-/// One band against one block of keys.
+/// Computes one band against one block of keys.
 fn step<T: Element>(
     queries: &Queries<'_, T>,
     keys: &Keys<'_>,
@@ -180,7 +180,7 @@ fn step<T: Element>(
             isa.run(Tiled(Values { vectors, dim: dim_qk, n_keys: hole - first, p, v, scale, o }));
             first = hole + 1;
         }
-        // To dq of the rows that attend to them, and of no other: 0 times inf would be NaN.
+        // Adds to dq of the rows that attend to the key, and of no other: 0 times inf would be NaN.
         for hole in holes() {
             let slopes = &ds[(hole - block.start) * width..][..width];
             let keeps = |lane: usize| kept.is_empty() || kept[(hole - block.start) * width + lane] != 0;
@@ -200,16 +200,16 @@ fn step<T: Element>(
     }
 }
 
-/// Weights of a block, `[tile][key][row]`, and which of them a mask keeps; nothing is said where there is none.
+/// Weights of a block, `[tile][key][row]`, and the elements that a mask keeps; empty without a mask.
 #[derive(Debug)]
 struct Weighted<'a> {
     weights: &'a [f32],
     kept: &'a [u32],
-    /// From one tile to the next.
+    /// Distance between tiles.
     tile: usize,
 }
 
-/// Adds weighted rows of an operand to the sums of a block of keys.
+/// Adds rows of an operand, multiplied by weights, to the sums of a block of keys.
 fn add_to_keys<T: Element>(
     queries: &Queries<'_, T>,
     band: &Band<'_>,

@@ -1,4 +1,4 @@
-//! The functions of the language, over registers. A register holds bits: of an f32, of an i32, or 0 and 1 for truth values.
+//! The functions of the expression language, over registers. A register holds the bits of f32 or i32, or 0 and 1 for booleans.
 
 use super::compile::Op;
 use super::math;
@@ -18,7 +18,7 @@ impl WithSimd for Apply<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        // Alone with 4 lanes and 16 registers is what has no fused multiply-add, and would call a function for each number.
+        // Only the portable set has 4 lanes and 16 registers. It has no fused multiply-add instruction, so `mul_add` would call a function per number.
         if const { S::F32_LANES == 4 && S::REGISTER_COUNT == 16 } { self.apply::<false>() } else { self.apply::<true>() }
     }
 }
@@ -52,7 +52,7 @@ fn wholes(x: &[u32], y: &[u32], to: &mut [u32], f: impl Fn(i32, i32) -> i32) {
     map2(x, y, to, |x, y| f(x as i32, y as i32) as u32);
 }
 
-/// Compares as the type says.
+/// Compares as f32 or as i32.
 #[inline(always)]
 fn compare(ty: Type, x: &[u32], y: &[u32], to: &mut [u32], reals: impl Fn(f32, f32) -> bool, wholes: impl Fn(i32, i32) -> bool) {
     match ty {
@@ -61,7 +61,7 @@ fn compare(ty: Type, x: &[u32], y: &[u32], to: &mut [u32], reals: impl Fn(f32, f
     }
 }
 
-/// A function that is right up to [`math::FAR`]; the few numbers past it go the slow way.
+/// Evaluates a function that is accurate up to [`math::FAR`]; larger numbers take a slow path.
 #[inline(always)]
 fn wave(f: Unary, x: &[u32], to: &mut [u32], near: impl Fn(f32) -> f32) {
     real(x, to, near);
@@ -87,7 +87,7 @@ impl Apply<'_> {
                 }
             }
             Op::TanhSlope(g, x) => reals(&from[g], &from[x], to, |g, x| g * math::sech_squared::<FMA>(x)),
-            // What goes into a program is put into registers by the machine.
+            // The machine fills the registers of these inputs.
             Op::Import(_) | Op::Score | Op::Upstream | Op::Index(_) | Op::Load(_) | Op::Read(..) => {}
         }
     }

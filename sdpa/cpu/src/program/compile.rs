@@ -1,4 +1,4 @@
-//! A trace as steps over registers.
+//! Compiles a trace to steps over registers.
 
 use super::machine::CHUNK;
 use sdpa_core::expr::{Axis, Binary, Depends, Node, TanhSlope, Trace, Type, Unary, tanh_slope};
@@ -8,11 +8,11 @@ use sdpa_core::expr::{Axis, Binary, Depends, Node, TanhSlope, Trace, Type, Unary
 pub(super) enum Level {
     /// Once per batch entry.
     Entry,
-    /// For each row of a tile.
+    /// Once per row of a tile.
     Rows,
-    /// For each key of a block.
+    /// Once per key of a block.
     Keys,
-    /// For each row and key.
+    /// Once per (row, key).
     Pairs,
 }
 
@@ -28,22 +28,22 @@ impl Level {
     }
 }
 
-/// What a step computes. Operands are registers.
+/// The operation of a step. Operands are registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
-    /// A value of another level, by its place in the trace.
+    /// A value of another level, by its index in the trace.
     Import(usize),
     Score,
     Upstream,
     Index(Axis),
-    /// The element of a tensor, by its place among the parameters.
+    /// The element of a tensor, by its index among the parameters.
     Load(usize),
-    /// The element of a table, by its place among the parameters, at a computed place.
+    /// The element of a table: its index among the parameters, and the register of the computed index.
     Read(usize, usize),
     Unary(Unary, Type, usize),
     Binary(Binary, Type, usize, usize),
     Select(usize, usize, usize),
-    /// `g·sech²(x)`, which a trace spells as a difference.
+    /// `g·sech²(x)`, which a trace contains as a difference.
     TanhSlope(usize, usize),
 }
 
@@ -58,12 +58,12 @@ pub(super) struct Step {
 /// The steps of one level.
 #[derive(Clone, Debug)]
 pub(super) struct Code {
-    /// Run once, in front of any number of runs of the others: these registers are not written again.
+    /// Steps that run once, before any number of runs of the others, which do not overwrite these registers.
     pub(super) lasting: Vec<Step>,
     pub(super) steps: Vec<Step>,
-    /// How many steps the first root needs.
+    /// Number of steps that the first root needs.
     pub(super) split: usize,
-    /// The register of each value, while it is there.
+    /// The register of each value while it is live.
     pub(super) place: Vec<usize>,
     pub(super) n_registers: usize,
 }
@@ -87,7 +87,7 @@ impl Program {
         let mut needed = vec![false; types.len()];
         trace.roots().iter().for_each(|root| needed[root.index()] = true);
         let mut compiler = Compiler { trace, types: &types, level: &level, slopes: &slopes, needed: &[] };
-        // The squares of slopes of tanh are computed no more.
+        // With `TanhSlope`, the squares of tanh are no longer needed.
         for value in (0..needed.len()).rev() {
             if needed[value] {
                 compiler.operands(value).for_each(|x| needed[x] = true);
@@ -98,7 +98,7 @@ impl Program {
         Program { trace: trace.clone(), types, level, rows, keys, pairs }
     }
 
-    /// Bytes of the registers of one worker, but for what little is kept of rows and keys.
+    /// Returns the bytes of the registers of one worker, without the small ones of rows and keys.
     pub(super) fn bytes(&self) -> usize {
         4 * CHUNK * self.pairs.n_registers
     }
@@ -108,13 +108,13 @@ struct Compiler<'t> {
     trace: &'t Trace,
     types: &'t [Type],
     level: &'t [Level],
-    /// Values that are computed otherwise than they are spelled.
+    /// Values that are computed by another operation than in the trace.
     slopes: &'t [Option<TanhSlope>],
-    /// What roots are made of.
+    /// Values that roots depend on.
     needed: &'t [bool],
 }
 
-/// Where a register that nobody uses again is free: never.
+/// Last use of a value that stays live to the end.
 const END: usize = usize::MAX;
 
 impl Compiler<'_> {
@@ -128,7 +128,7 @@ impl Compiler<'_> {
         (0..self.level.len()).filter(move |&value| self.level[value] == level && self.needed[value])
     }
 
-    /// Rows or keys: every value that another level, or a root, asks for is there to the end.
+    /// Compiles the level of rows or keys. Values that another level or a root reads stay live to the end.
     fn inner(&mut self, own: Level) -> Code {
         let order: Vec<usize> = self.of(own).collect();
         let mut last = vec![0; self.level.len()];
@@ -141,12 +141,12 @@ impl Compiler<'_> {
         self.code(own, &lasting, &order, split, last)
     }
 
-    /// Pairs: what the first root needs comes first.
+    /// Compiles the level of pairs. The steps that the first root needs come first.
     fn pairs(&mut self) -> Code {
         let roots: Vec<usize> = self.trace.roots().iter().map(|root| root.index()).collect();
         let mut early = vec![false; self.level.len()];
         early[roots[0]] = true;
-        // Scores are overwritten in between.
+        // The caller overwrites scores between the two parts.
         self.trace.nodes().iter().zip(&mut early).for_each(|(node, early)| *early |= *node == Node::Score);
         for value in (0..early.len()).rev().filter(|&value| self.level[value] == Level::Pairs) {
             if early[value] {
@@ -157,7 +157,7 @@ impl Compiler<'_> {
         let mut there = vec![false; self.level.len()];
         let mut split = 0;
         for phase in [true, false] {
-            // Values of keys are spread over pairs in front of their first use.
+            // Values of keys are broadcast over pairs before their first use.
             let mut push = |value: usize| {
                 if !std::mem::replace(&mut there[value], true) {
                     sequence.push(value);
@@ -185,14 +185,14 @@ impl Compiler<'_> {
         self.code(Level::Pairs, &lasting, &sequence, split, last)
     }
 
-    /// Operands of some levels.
+    /// Returns operands of some levels.
     fn met(&self, values: &[usize], wanted: impl Fn(Level) -> bool) -> Vec<usize> {
         let mut there = vec![false; self.level.len()];
         let all = values.iter().flat_map(|&value| self.operands(value));
         all.filter(|&x| wanted(self.level[x]) && !std::mem::replace(&mut there[x], true)).collect()
     }
 
-    /// Gives registers out. `last` says which values are there to the end.
+    /// Allocates registers. `last` marks values that stay live to the end.
     fn code(&self, own: Level, lasting: &[usize], sequence: &[usize], split: usize, mut last: Vec<usize>) -> Code {
         let mut place = vec![END; self.level.len()];
         let mut code = Code { lasting: Vec::new(), steps: Vec::new(), split, place: Vec::new(), n_registers: lasting.len() };
@@ -236,7 +236,7 @@ impl Compiler<'_> {
             Node::Unary(f, x) => Op::Unary(f, self.types[x.index()], place[x.index()]),
             Node::Binary(f, x, y) => Op::Binary(f, self.types[x.index()], place[x.index()], place[y.index()]),
             Node::Select(c, x, y) => Op::Select(place[c.index()], place[x.index()], place[y.index()]),
-            // Of the entry's level.
+            // On the level of the entry.
             Node::Extent(_) | Node::Const(_) => Op::Import(value),
         }
     }

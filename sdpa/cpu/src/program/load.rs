@@ -1,11 +1,11 @@
-//! Elements of bound tensors, into registers.
+//! Loads elements of bound tensors into registers.
 
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 use sdpa_core::F8E8M0;
 use sdpa_core::tensor::ParamValue;
 
-/// A bound parameter, and how far its elements are apart along (batch, head, q, k); 0 along axes that it does not span.
+/// A bound parameter, and the strides of its elements along (batch, head, q, k); 0 along axes that it does not span.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tensor<'a> {
     pub(super) value: ParamValue<'a>,
@@ -13,7 +13,7 @@ pub(super) struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    /// The elements of a table at these places, i32; outside of it the nearest.
+    /// Reads the elements of a table at these i32 indices; indices out of range are clamped.
     pub(super) fn read(&self, places: &[u32], to: &mut [u32]) {
         let last = self.value.elements().saturating_sub(1);
         let within = |place: u32| (place as i32).max(0).unsigned_abs() as usize;
@@ -61,17 +61,17 @@ impl WithSimd for Gather<'_> {
     }
 }
 
-/// The bits of the same number in f32; half's own way asks what the processor can do, each time.
+/// Converts to f32 bits. The conversion of the crate `half` would query the processor's features each time.
 #[inline(always)]
 fn widen_f16(x: f16) -> u32 {
     let bits = u32::from(x.to_bits());
-    // The exponent is off by 127 − 15, which a multiplication puts right for subnormals too.
+    // The exponent bias differs by 127 − 15; a multiplication corrects it, for subnormals too.
     let magnitude = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
     let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     magnitude.to_bits() | special | (bits & 0x8000) << 16
 }
 
-/// Side of the squares that are transposed at a time.
+/// Side length of the squares that are transposed at a time.
 const SIDE: usize = 8;
 
 impl Gather<'_> {

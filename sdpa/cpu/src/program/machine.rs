@@ -1,4 +1,4 @@
-//! Registers, and what goes into them.
+//! Registers, and their inputs.
 
 use super::apply::Apply;
 use super::compile::{Code, Level, Op, Program, Step};
@@ -8,8 +8,7 @@ use sdpa_core::expr::{self, Axis, Declared, Node, ParamKind, Precision, Type};
 use sdpa_core::tensor::ParamValue;
 use std::ops::Range;
 
-/// Pairs that are computed at a time: enough to make little of what a step costs beside them, and few enough for the first
-/// level of cache.
+/// Number of pairs that are computed at a time: enough to amortise the overhead of a step, and few enough for the L1 cache.
 pub(crate) const CHUNK: usize = 512;
 
 /// A program, and the parameters of a call.
@@ -33,7 +32,7 @@ impl<'a> Bound<'a> {
     }
 }
 
-/// How far elements of a parameter are apart along (batch, head, q, k); 0 along axes that it does not span.
+/// Returns the strides of a parameter's elements along (batch, head, q, k); 0 along axes that it does not span.
 pub(crate) fn strides(kind: ParamKind, extents: [i64; 4]) -> [usize; 4] {
     match kind {
         ParamKind::Scalar => [0; 4],
@@ -49,14 +48,14 @@ pub(crate) fn strides(kind: ParamKind, extents: [i64; 4]) -> [usize; 4] {
     }
 }
 
-/// Where a row stands.
+/// The position of a row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     pub(crate) head: usize,
     pub(crate) query: usize,
 }
 
-/// The rows of a tile, and what depends on them alone.
+/// The rows of a tile, and the values that depend on them alone.
 #[derive(Debug, Default)]
 struct Tile {
     rows: Vec<Row>,
@@ -68,13 +67,13 @@ struct Tile {
 pub(crate) struct Machine<'a> {
     bound: &'a Bound<'a>,
     batch: usize,
-    /// Bits of values of the entry's level, by their places in the trace.
+    /// Bits of the values on the entry's level, by their index in the trace.
     entry: Vec<u32>,
     first_key: usize,
     keys: Vec<Vec<u32>>,
     tiles: Vec<Tile>,
     pairs: Vec<Vec<u32>>,
-    /// Where the elements of each row start.
+    /// Offset of the first element of each row.
     places: Vec<usize>,
 }
 
@@ -107,12 +106,12 @@ impl<'a> Machine<'a> {
         Machine { bound, batch: 0, entry, first_key: 0, keys, tiles, pairs, places }
     }
 
-    /// Keys that are computed at a time, for tiles of this width.
+    /// Returns the number of keys that are computed at a time, for tiles of this width.
     pub(crate) fn keys_at_a_time(width: usize) -> usize {
         (CHUNK / width).max(1)
     }
 
-    /// Turns to a batch entry.
+    /// Starts a batch entry.
     pub(crate) fn entry(&mut self, batch: usize) {
         let Bound { program, extents, tensors, .. } = self.bound;
         self.batch = batch;
@@ -141,7 +140,7 @@ impl<'a> Machine<'a> {
         }));
     }
 
-    /// Computes what depends on the keys of a block alone.
+    /// Computes the values that depend on the keys of a block alone.
     pub(crate) fn keys(&mut self, keys: &Range<usize>) {
         let Machine { bound, batch, entry, keys: to, .. } = self;
         let Bound { program, isa, tensors, .. } = *bound;
@@ -162,7 +161,7 @@ impl<'a> Machine<'a> {
         run(bound, &code.steps, to, keys.len(), input);
     }
 
-    /// Computes what depends on the rows of a tile alone, and keeps it under a number.
+    /// Computes the values that depend on the rows of a tile alone, and stores them under `tile`.
     pub(crate) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row>) {
         if self.tiles.len() <= tile {
             self.tiles.resize_with(tile + 1, Tile::default);
@@ -189,7 +188,7 @@ impl<'a> Machine<'a> {
         run(bound, &code.steps, to, len, &mut input);
     }
 
-    /// Turns to the tile of this number.
+    /// Selects tile `tile`.
     pub(crate) fn tile(&mut self, tile: usize) {
         let Machine { bound, entry, tiles, pairs, .. } = self;
         let Program { level, rows, pairs: code, .. } = bound.program;
@@ -206,20 +205,20 @@ impl<'a> Machine<'a> {
         });
     }
 
-    /// Computes the first root of some pairs of this tile's rows, `[key][row]`. `given` are their scores.
+    /// Computes the first root for some keys and the rows of this tile, `[key][row]`. `given` are their scores.
     pub(crate) fn first(&mut self, tile: usize, keys: &Range<usize>, given: &[f32]) -> &[u32] {
         let steps = &self.bound.program.pairs.steps[..self.bound.program.pairs.split];
         self.run(steps, tile, keys, given, &[]);
         self.root(0, keys.len() * self.tiles[tile].rows.len())
     }
 
-    /// Computes the other roots of the pairs whose first root was computed last. `upstream` is the gradient from behind.
+    /// Computes the other roots for the pairs of the last call of [`Machine::first`]. `upstream` is the gradient of the modified score.
     pub(crate) fn others(&mut self, tile: usize, keys: &Range<usize>, given: &[f32], upstream: &[f32]) {
         let steps = &self.bound.program.pairs.steps[self.bound.program.pairs.split..];
         self.run(steps, tile, keys, given, upstream);
     }
 
-    /// The first `len` numbers of a root.
+    /// Returns the first `len` numbers of a root.
     pub(crate) fn root(&self, n: usize, len: usize) -> &[u32] {
         let program = self.bound.program;
         &self.pairs[program.pairs.place[program.trace.roots()[n].index()]][..len]
@@ -249,7 +248,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Where the elements of rows start.
+/// Computes the offset of each row's first element.
 fn places_of(rows: &[Row], batch: usize, strides: [usize; 4], places: &mut Vec<usize>) {
     places.clear();
     places.extend(rows.iter().map(|row| batch * strides[0] + row.head * strides[1] + row.query * strides[2]));

@@ -2,23 +2,23 @@
 
 use std::f32::consts::LOG2_E;
 
-/// `a · b + c`, fused where there is an instruction for it.
+/// Returns `a · b + c`, fused where an instruction exists.
 #[inline(always)]
 fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// `1.5 · 2^23`: adding it rounds to a whole number.
+/// `1.5 · 2^23`: adding it rounds to an integer.
 const ROUND: f32 = 12_582_912.0;
 
-/// ln 2 in two parts; whole numbers up to 2^9 times the first are exact.
+/// ln 2 in two parts; integers up to 2^9 times the first are exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 
 /// Minimax coefficients of `(e^r − 1 − r) / r²` on [−ln 2 / 2, ln 2 / 2], highest power first.
 const EXP: [f32; 6] = [1.987_569_2e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
 
-/// The whole number nearest to `x / ln 2`, and `e^r − 1` of the rest.
+/// Returns the integer nearest to `x / ln 2`, and `e^r − 1` of the remainder.
 #[inline(always)]
 fn reduced<const FMA: bool>(x: f32) -> (f32, f32) {
     let n = (x * LOG2_E + ROUND) - ROUND;
@@ -30,10 +30,10 @@ fn reduced<const FMA: bool>(x: f32) -> (f32, f32) {
     (n, mul_add::<FMA>(p * r, r, r))
 }
 
-/// `2^n` of a whole number from −126 to 127.
+/// Returns `2^n` of an integer from −126 to 127.
 #[inline(always)]
 fn power(n: f32) -> f32 {
-    // The bits of what rounds to a whole number end in that number.
+    // A float that was rounded by adding `ROUND` has the integer in its low bits.
     f32::from_bits((n + (ROUND + 127.0)).to_bits() << 23)
 }
 
@@ -42,14 +42,14 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     let within = if x > 89.0 { 89.0 } else { x };
     let within = if within < -104.0 { -104.0 } else { within };
     let (n, e) = reduced::<FMA>(within);
-    // In two steps, as the smallest results are subnormal and the largest factor is not finite.
+    // In two steps, because the smallest results are subnormal and the largest factor would overflow.
     let half = ((n * 0.5) + ROUND) - ROUND;
     (1.0 + e) * power(half) * power(n - half)
 }
 
 #[inline(always)]
 pub(super) fn tanh<const FMA: bool>(x: f32) -> f32 {
-    // With t = e^(−2|x|) − 1 it is −t / (t + 2), and t is right to the last bits for small x too.
+    // With t = e^(−2|x|) − 1, tanh |x| is −t / (t + 2); t is accurate to the last bits for small x too.
     let twice = -2.0 * x.abs();
     let twice = if twice < -40.0 { -40.0 } else { twice };
     let (n, e) = reduced::<FMA>(twice);
@@ -58,7 +58,7 @@ pub(super) fn tanh<const FMA: bool>(x: f32) -> f32 {
     (-t / (t + 2.0)).copysign(x)
 }
 
-/// `1 − tanh²(x)`, right to the last bits wherever it is not 0.
+/// Returns `1 − tanh²(x)`, accurate to the last bits wherever it is not 0.
 #[inline(always)]
 pub(super) fn sech_squared<const FMA: bool>(x: f32) -> f32 {
     let e = exp::<FMA>(-2.0 * x.abs());
@@ -71,21 +71,21 @@ pub(super) fn rsqrt(x: f32) -> f32 {
     (1.0 / f64::from(x).sqrt()) as f32
 }
 
-/// The smaller; a number wins over not-a-number, −0 is smaller than 0.
+/// Returns the smaller number; a number precedes NaN, and −0 is smaller than 0.
 #[inline(always)]
 pub(super) fn min(x: f32, y: f32) -> f32 {
     let first = (x < y) | y.is_nan() | ((x == y) & x.is_sign_negative());
     if first & !x.is_nan() { x } else { y }
 }
 
-/// The larger, likewise.
+/// Returns the larger number; a number precedes NaN, and −0 is smaller than 0.
 #[inline(always)]
 pub(super) fn max(x: f32, y: f32) -> f32 {
     -min(-x, -y)
 }
 
-/// Quotient toward zero, 0 of a division by 0. In f64, which vectorises: the quotient of two whole numbers of 32 bits is not
-/// rounded to a whole number that it is not.
+/// Returns the quotient, rounded toward zero, or 0 for a division by 0. It uses f64, which vectorises and never rounds the quotient of two 32-bit integers to
+/// another integer.
 #[inline(always)]
 pub(super) fn divide(x: i32, y: i32) -> i32 {
     let quotient = (f64::from(x) / f64::from(y)) as i32;
@@ -93,19 +93,19 @@ pub(super) fn divide(x: i32, y: i32) -> i32 {
     if y == 0 { 0 } else { quotient }
 }
 
-/// Remainder with the sign of the first, 0 of a division by 0.
+/// Returns the remainder with the sign of the first operand, or 0 for a division by 0.
 #[inline(always)]
 pub(super) fn remainder(x: i32, y: i32) -> i32 {
     let rest = x.wrapping_sub(divide(x, y).wrapping_mul(y));
     if y == 0 { 0 } else { rest }
 }
 
-/// Natural logarithm, in f64: of the exponent, and of the fraction as a series of `(m − 1) / (m + 1)`.
+/// Returns the natural logarithm, computed in f64: that of the exponent, plus that of the fraction as a series in `(m − 1) / (m + 1)`.
 #[inline(always)]
 pub(super) fn log(x: f32) -> f32 {
     let subnormal = x < f32::MIN_POSITIVE;
     let bits = (if subnormal { x * 8_388_608.0 } else { x }).to_bits();
-    // The fraction goes from 2/3 to 4/3, so that nothing cancels near 1.
+    // The fraction is between 2/3 and 4/3, so that nothing cancels near 1.
     let exponent = bits.wrapping_sub((2.0f32 / 3.0).to_bits()) as i32 >> 23;
     let m = f64::from(f32::from_bits(bits.wrapping_sub((exponent << 23) as u32)));
     let s = (m - 1.0) / (m + 1.0);
@@ -118,17 +118,17 @@ pub(super) fn log(x: f32) -> f32 {
     if (x < 0.0) | x.is_nan() { f32::NAN } else { y }
 }
 
-/// Up to here [`sin`] and [`cos`] are right.
+/// The largest argument for which [`sin`] and [`cos`] are accurate.
 pub(super) const FAR: f32 = 1_000_000.0;
 
-/// π/2 in two parts; whole numbers up to 2^20 times the first are exact.
+/// π/2 in two parts; integers up to 2^20 times the first are exact.
 const QUARTER_HIGH: f64 = 1.570_796_326_734_125_6;
 const QUARTER_LOW: f64 = 6.077_100_506_506_192e-11;
 
-/// `1.5 · 2^52`: adding it rounds to a whole number.
+/// `1.5 · 2^52`: adding it rounds to an integer.
 const ROUND_F64: f64 = 6_755_399_441_055_744.0;
 
-/// The sine of `x` and so many quarters of a turn.
+/// Returns the sine of `x` plus `quarters` quarter turns.
 #[inline(always)]
 fn turned(x: f32, quarters: u64) -> f32 {
     let x = f64::from(x);
@@ -160,7 +160,7 @@ fn polynomial<const FMA: bool>(coefficients: &[f32], x: f32) -> f32 {
     coefficients[1..].iter().fold(coefficients[0], |p, c| mul_add::<FMA>(p, x, *c))
 }
 
-/// The error function: a polynomial near 0, and `1 − e^p(|x|)` elsewhere. Coefficients are minimax ones.
+/// The error function: a polynomial near 0, and `1 − e^p(|x|)` elsewhere, both with minimax coefficients.
 #[inline(always)]
 pub(super) fn erf<const FMA: bool>(x: f32) -> f32 {
     const NEAR: [f32; 6] = [-5.967_617e-4, 4.991_194_2e-3, -2.676_813_5e-2, 1.128_199_25e-1, -3.761_253_4e-1, 1.283_791_7e-1];

@@ -1,17 +1,17 @@
-//! Functions of scores: a trace, compiled once to steps over registers, run on a few hundred scores at a time.
+//! Score_mods and masks as programs: a trace is compiled once to steps over registers, which run on a few hundred scores at a time.
 //!
-//! A value is computed as seldom as it can be: once per strip where it depends on the batch entry or on nothing, once per tile
-//! where it depends on rows, once per block where it depends on keys, and otherwise for every pair of a row and a key. All of
-//! them compute what [`Trace::eval`](sdpa_core::expr::Trace::eval) says, in f32, each function within 2 units in the last place.
+//! Each value is computed as seldom as possible. Constants and values of a batch entry are computed once per strip, values of rows once per tile, values of keys
+//! once per block, and all others once per (row, key). All levels compute [`Trace::eval`](sdpa_core::expr::Trace::eval) in f32, each function within 2 units in the last
+//! place.
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
 //! | `compile` | a trace as steps |
-//! | `machine` | registers, and what goes into them |
+//! | `machine` | registers, and their inputs |
 //! | `load` | elements of tensors |
-//! | `apply` | the functions of the language, over registers |
+//! | `apply` | the functions of the expression language, over registers |
 //! | `math` | exponential, tanh and others, one number at a time, for the compiler to vectorise |
-//! | `rules` | what a problem asks for: a function of the score, a mask, lengths |
+//! | `rules` | the score_mod, mask, dropout and lengths of a problem |
 
 mod apply;
 mod compile;

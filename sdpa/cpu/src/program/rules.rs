@@ -1,4 +1,4 @@
-//! What a problem asks of its scores besides a band.
+//! The score_mod, mask, dropout and lengths of a problem; everything except its band.
 
 use super::compile::Program;
 use super::machine::{Bound, Machine, Row};
@@ -28,27 +28,27 @@ impl Rules {
         Rules { mods, mask: problem.kept().rest.as_ref().map(|trace| Program::new(trace)), dropout: problem.dropout().is_some() }
     }
 
-    /// With gradients behind the function of the score.
+    /// Compiles the score_mod with its gradients.
     pub(crate) fn with_gradient(problem: &BackwardProblem) -> Rules {
         Rules { mods: problem.gradient().map(|gradient| Program::new(&gradient.trace)), ..Rules::new(problem.forward()) }
     }
 
-    /// Bytes of memory of one worker.
+    /// Returns the bytes of memory of one worker.
     pub(crate) fn bytes(&self) -> usize {
         [&self.mods, &self.mask].into_iter().flatten().map(Program::bytes).sum()
     }
 
-    /// Whether any key may be dropped for any row.
+    /// Returns true if the mask may exclude keys of a row's interval.
     pub(crate) fn drop(&self) -> bool {
         self.mask.is_some()
     }
 
-    /// Whether scores are used as they are, for every key of a row's interval, and weights too.
+    /// Returns true if scores and P are used unchanged, for every key of a row's interval.
     pub(crate) fn is_empty(&self) -> bool {
         self.mods.is_none() && self.mask.is_none() && !self.dropout
     }
 
-    /// With the parameters of a call.
+    /// Binds the parameters of a call.
     pub(crate) fn bind<'a>(&'a self, problem: &Problem, isa: Isa, declared: &[Declared], values: &[ParamValue<'a>]) -> RulesOf<'a> {
         let bind = |program: &'a Option<Program>| program.as_ref().map(|p| Bound::new(p, isa, problem.extents(), declared, values));
         let left = problem.dropout().zip(problem.dropout_of(declared, values));
@@ -63,24 +63,24 @@ pub(crate) struct RulesOf<'a> {
     isa: Isa,
     mods: Option<Bound<'a>>,
     mask: Option<Bound<'a>>,
-    /// And how many heads share keys.
+    /// The dropout of the call, and the number of query heads per KV head.
     dropout: Option<(Left, usize)>,
 }
 
 impl RulesOf<'_> {
-    /// Whether any key may be dropped for any row.
+    /// Returns true if the mask may exclude keys of a row's interval.
     pub(crate) fn drop(&self) -> bool {
         self.mask.is_some()
     }
 
-    /// What one worker needs.
+    /// Returns the state of one worker.
     pub(crate) fn worker(&self) -> Worker<'_> {
         let dropper = self.dropout.map(|(left, group)| Dropper::new(left, group));
         Worker { isa: self.isa, mods: self.mods.as_ref().map(Machine::new), mask: self.mask.as_ref().map(Machine::new), dropper }
     }
 }
 
-/// The programs as one worker runs them.
+/// The programs and dropout state of one worker.
 #[derive(Debug)]
 pub(crate) struct Worker<'a> {
     isa: Isa,
@@ -94,25 +94,25 @@ impl<'a> Worker<'a> {
         [&mut self.mods, &mut self.mask].into_iter().flatten()
     }
 
-    /// Turns to a batch entry.
+    /// Starts a batch entry.
     pub(crate) fn entry(&mut self, batch: usize) {
         self.each().for_each(|machine| machine.entry(batch));
         self.dropper.iter_mut().for_each(|dropper| dropper.entry(batch));
     }
 
-    /// Turns to a block of keys.
+    /// Selects a block of keys.
     pub(crate) fn keys(&mut self, keys: &Range<usize>) {
         self.each().for_each(|machine| machine.keys(keys));
     }
 
-    /// Takes the rows of a tile, one for each lane, under a number.
+    /// Stores the rows of tile `tile`, one per lane.
     pub(crate) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row> + Clone) {
         self.each().for_each(|machine| machine.rows(tile, rows.clone()));
         self.dropper.iter_mut().for_each(|dropper| dropper.rows(tile, rows.clone()));
     }
 
-    /// Which pairs of some keys with a tile of this width the mask keeps, `[key][row]`: what is kept is not 0. False where
-    /// that is none; all are kept, and nothing is said, where there is no mask.
+    /// Evaluates the mask for some keys and a tile of this width: `kept`, `[key][row]`, is nonzero where the row attends to the key. Returns false if no pair
+    /// remains. Without a mask it returns true and writes nothing.
     pub(crate) fn keep(&mut self, tile: usize, width: usize, keys: &Range<usize>, kept: &mut [u32]) -> bool {
         let Some(mask) = &mut self.mask else { return true };
         mask.tile(tile);
@@ -126,12 +126,12 @@ impl<'a> Worker<'a> {
         any != 0
     }
 
-    /// Drops weights of some keys at random, `[key][row]`, and makes up for it in the others; gradients of weights are treated alike.
+    /// Applies dropout to P of some keys, `[key][row]`: sets elements to 0 or multiplies them by the dropout scale. dP gets the same factors.
     pub(crate) fn drop_out(&mut self, tile: usize, keys: &Range<usize>, weights: &mut [f32]) {
         self.dropper.iter_mut().for_each(|dropper| dropper.multiply(tile, keys, weights));
     }
 
-    /// Modifies scores, `[key][row]`.
+    /// Applies the score_mod to scores, `[key][row]`.
     pub(crate) fn modify(&mut self, tile: usize, width: usize, keys: &Range<usize>, scores: &mut [f32]) {
         let Some(mods) = &mut self.mods else { return };
         mods.tile(tile);
@@ -145,7 +145,7 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// Copies what is kept; 0 where nothing is.
+/// Copies elements, with 0 where the mask excludes a key.
 #[derive(Debug)]
 struct Keep<'a> {
     from: &'a [u32],
@@ -166,7 +166,7 @@ impl WithSimd for Keep<'_> {
     }
 }
 
-/// Scores that a mask drops become -inf.
+/// Sets scores that the mask excludes to -inf.
 #[derive(Debug)]
 pub(crate) struct DropUnkept<'a> {
     pub(crate) kept: &'a [u32],
@@ -184,7 +184,7 @@ impl WithSimd for DropUnkept<'_> {
     }
 }
 
-/// Queries and keys of each batch entry that are not padding; none where nothing is.
+/// Number of queries and keys of each batch entry that are not padding; empty without padding.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Lengths {
     of: Vec<[usize; 2]>,
@@ -192,7 +192,7 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// `values` are those of `declared`, and `documents` what they say.
+    /// `values` are those of `declared`, and `documents` are the packed sequences that they describe.
     pub(crate) fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], documents: Option<&Documents>) -> Lengths {
         let kept = problem.kept();
         if documents.is_none() && !kept.seq_len_q && !kept.seq_len_kv {
@@ -211,12 +211,12 @@ impl Lengths {
         Lengths { of: (0..problem.batch() as usize).map(entry).collect(), packed: documents.is_some() }
     }
 
-    /// Those of a batch entry.
+    /// Returns those of a batch entry.
     pub(crate) fn get(&self, batch: usize) -> Option<[usize; 2]> {
         self.of.get(batch).copied()
     }
 
-    /// Whether entries are documents: what is behind them is not there at all.
+    /// Returns true for packed sequences, which have no memory past their lengths.
     pub(crate) fn packed(&self) -> bool {
         self.packed
     }

@@ -1,4 +1,4 @@
-//! Each function of the language on every instruction set, against its definition.
+//! Each function of the expression language on every instruction set, against its definition.
 
 use super::Program;
 use super::machine::{Bound, Machine, Row};
@@ -7,7 +7,7 @@ use sdpa_core::expr::{Binary, Builder, Kind, NodeId, Place, Precision, Trace, Ty
 
 const WIDTH: usize = 16;
 
-/// Numbers where functions change their ways, and many others.
+/// Numbers at which implementations switch algorithms, and many others.
 fn numbers() -> Vec<f32> {
     let mut all = vec![0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 88.7, 89.5, 103.9, 104.1, 9.01, 1e-3, 1e-7, 1e-20, 1e-40, 1e10, 3e38];
     all.extend([f32::MIN_POSITIVE, f32::MAX, f32::INFINITY, f32::NAN, 2_147_483_520.0, 2_147_483_648.0, 1e-45, 0.34657, 0.34658]);
@@ -21,7 +21,7 @@ fn numbers() -> Vec<f32> {
     all
 }
 
-/// The function of values made of the score: `x` is the score, `y` its upstream.
+/// Evaluates a trace with `x` as the score and `y` as its upstream gradient.
 fn evaluate(trace: &Trace, isa: Isa, places: &[(f32, f32)]) -> Vec<u32> {
     let program = Program::new(trace);
     let bound = Bound::new(&program, isa, [1, 1, 1, 1], &[], &[]);
@@ -45,7 +45,7 @@ fn evaluate(trace: &Trace, isa: Isa, places: &[(f32, f32)]) -> Vec<u32> {
     results
 }
 
-/// Distance in units in the last place, ends of not-a-number and infinity apart.
+/// Returns the distance in units in the last place; NaN and infinity are infinitely far from other numbers.
 fn ulps(got: f32, want: f32) -> f64 {
     if got.is_nan() || want.is_nan() {
         return if got.is_nan() && want.is_nan() { 0.0 } else { f64::INFINITY };
@@ -64,7 +64,7 @@ fn compare(name: &str, trace: &Trace, ty: Type, places: &[(f32, f32)], most: f64
                 Type::F32 => {
                     let off = ulps(f32::from_bits(got), want as f32);
                     assert!(off <= most, "{isa:?}: {name} of {x:e}, {y:e} is {:e}, want {want:e}: {off} ulp", f32::from_bits(got));
-                    // Zeros of both signs are one number apart from this.
+                    // The distance does not tell zeros of both signs apart.
                     assert!(want != 0.0 || f32::from_bits(got).is_sign_negative() == want.is_sign_negative(), "{isa:?} {name} {x:e} {y:e}");
                     worst = worst.max(off);
                 }
@@ -75,7 +75,7 @@ fn compare(name: &str, trace: &Trace, ty: Type, places: &[(f32, f32)], most: f64
     }
 }
 
-/// A score and its upstream as operands of a type.
+/// A score and its upstream gradient as operands of a type.
 fn operands(b: &mut Builder, ty: Type) -> [NodeId; 2] {
     [b.score(), b.upstream()].map(|x| match ty {
         Type::F32 => x,
@@ -150,7 +150,7 @@ fn functions_are_near_their_values_over_their_ranges() {
         let x = b.score();
         let root = b.unary(f, x);
         let trace = b.finish(&[x, root]).unwrap();
-        // Evenly spread, and crowded around 0.
+        // Evenly spread, and concentrated near 0.
         let mut places: Vec<(f32, f32)> = Vec::new();
         for i in -100_000..100_000 {
             let t = i as f32 / 100_000.0;

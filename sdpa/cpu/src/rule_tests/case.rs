@@ -1,4 +1,4 @@
-//! Score_mods and masks, each with what it means spelled as a plain closure.
+//! Score_mods and masks, each with its meaning as a plain closure.
 
 use crate::tests::Random;
 use half::{bf16, f16};
@@ -11,7 +11,7 @@ use sdpa_core::{DType, Mask, Param, Problem, ScoreMod, params};
 /// (batch, head, q, k).
 pub(super) type At = [usize; 4];
 
-/// A value of a parameter.
+/// The value of a parameter.
 #[derive(Clone, Debug)]
 pub(super) enum Value {
     Scalar(f32),
@@ -35,7 +35,7 @@ impl Value {
     }
 }
 
-/// Every parameter of a problem: its name, its dims, its value.
+/// Every parameter of a problem: its name, dims and value.
 #[derive(Clone, Debug)]
 pub(super) struct Values(pub(super) Vec<(String, [usize; 4], Value)>);
 
@@ -43,7 +43,7 @@ impl Values {
     pub(super) fn random(problem: &Problem, random: &mut Random) -> Values {
         let all = problem.params().iter().map(|p| {
             let n = params::elements(p, problem.extents()) as usize;
-            // Slopes are multiplied by distances, and f32 has few bits for what comes of that.
+            // Slopes are multiplied by distances, and f32 loses precision for large products.
             let size = if p.name == "slopes" { 0.05 } else { 0.7 };
             let mut floats = || (0..n).map(|_| random.element() * size).collect::<Vec<f32>>();
             let (dims, value) = match p.kind {
@@ -98,7 +98,7 @@ fn whole_numbers(name: &str, n: usize, problem: &Problem, random: &mut Random) -
 
 type Function = Box<dyn Fn(f64, At, &Values) -> f64 + Send + Sync>;
 
-/// A function of the score, its derivative, and those along parameters.
+/// A score_mod, its derivative, and the derivatives with respect to parameters.
 pub(super) struct Modified {
     pub(super) stages: Vec<ScoreMod>,
     pub(super) value: Function,
@@ -134,7 +134,7 @@ fn cap_slope(score: f64, at: At, v: &Values) -> f64 {
     x.tanh() - x * (1.0 - x.tanh().powi(2))
 }
 
-/// Every set of axes.
+/// Returns a set of axes.
 pub(super) fn axes(bits: usize) -> Vec<Axis> {
     Axis::ALL.into_iter().filter(|axis| bits & 1 << axis.place() != 0).collect()
 }
@@ -185,7 +185,7 @@ pub(super) fn score_mod(n: usize, heads: usize) -> Modified {
             |s, at, v| if v.get("b", at) != 0.0 { s } else { -0.5 * s },
             |_, at, v| if v.get("b", at) != 0.0 { 1.0 } else { -0.5 },
         ),
-        // Uses the score, the place, and a parameter twice; of what is masked out, infinite derivatives.
+        // Uses the score, the position, and a parameter twice. Derivatives of masked-out pairs are infinite.
         23 => modified(
             vec![
                 ScoreMod::new("gain", |s, at, p| {
@@ -198,7 +198,7 @@ pub(super) fn score_mod(n: usize, heads: usize) -> Modified {
             |_, at, v| v.get("gain", at),
         )
         .along("gain", |s, at, _| s + f64::from(0.1f32) * distance(at).abs().sqrt()),
-        // The score does not matter at all.
+        // The result does not depend on the score.
         24 => modified(
             vec![ScoreMod::new("place", |s, at, _| (at.k - at.q).to_f32() * 0.125 + s * 0.0).unwrap()],
             |s, at, _| distance(at) * 0.125 + s * 0.0,
@@ -219,7 +219,7 @@ pub(super) fn score_mod(n: usize, heads: usize) -> Modified {
 
 type Keeps = Box<dyn Fn(At, &Values) -> bool + Send + Sync>;
 
-/// A rule, and what it keeps.
+/// A mask, and the pairs that it keeps.
 pub(super) struct Masked {
     pub(super) masks: Vec<Mask>,
     pub(super) keep: Keeps,

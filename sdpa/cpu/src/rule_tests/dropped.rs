@@ -1,4 +1,4 @@
-//! What is dropped has no effect, whatever it holds and whatever its derivative is.
+//! Masked-out pairs have no effect, whatever their operands and derivatives are.
 
 use super::case::{Masked, Modified, Values, mask, score_mod};
 use super::{Given, How, any, extents};
@@ -13,7 +13,7 @@ fn infinite_derivatives_of_dropped_pairs_have_no_effect() {
     let random = &mut Random(23);
     for isa in Isa::all() {
         for (seq_q, seq_kv) in [(70, 33), (2, 40), (130, 150)] {
-            // At key 0 the score and its derivative along `a` are infinite; at the diagonal the slope is.
+            // At key 0 the score and its derivative with respect to `a` are infinite; on the diagonal the derivative with respect to the score is.
             let stage = ScoreMod::new("steep", |s, at, p| {
                 let far = (at.q - at.k).abs().to_f32();
                 s / far + (s - s) / far + p.scalar("a", 1.0) * at.k.to_f32().log()
@@ -37,7 +37,7 @@ fn infinite_derivatives_of_dropped_pairs_have_no_effect() {
 fn padding_may_hold_anything_and_is_zero() {
     let lengths: [[i32; 2]; 4] = [[50, 33], [0, 40], [61, 0], [7, 150]];
     for isa in Isa::all() {
-        // With and without a function of the score; many rows and few.
+        // With and without a score_mod; many rows and few.
         for (modify, seq_q) in [(true, 70), (false, 70), (false, 2), (true, 2)] {
             let shape = Shape { batch: 4, heads_q: 4, heads_kv: 2, seq_q, seq_kv: 90, dim_qk: 16, dim_v: 24 };
             let mut spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::padding()).with_stats();
@@ -86,13 +86,13 @@ fn padding_may_hold_anything_and_is_zero() {
 
 #[test]
 fn keys_that_a_mask_drops_everywhere_may_hold_anything() {
-    // A mask of keys alone: what it drops, it drops for every row.
+    // A mask of keys alone excludes a key for every row.
     let random = &mut Random(31);
     for isa in Isa::all() {
         for n in [16, 18, 5] {
             let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 65, seq_kv: 77, dim_qk: 8, dim_v: 8 };
             let rule = Mask::new("even", |at, _| (at.k % 2).eq(0)).unwrap();
-            // Spoils some key; whether rows keep it is the oracle's to say.
+            // Spoils some key; the oracle decides which rows attend to it.
             for _ in 0..4 {
                 let masked = Masked { masks: vec![rule.clone()], keep: Box::new(|at, _| at[3] % 2 == 0) };
                 any(&[isa], DType::F32, shape, (score_mod(n, 2), masked), random, true);

@@ -1,4 +1,4 @@
-//! Functions of scores and masks on every instruction set of this machine, against closures in f64.
+//! Score_mods and masks on every instruction set of this machine, against closures in f64.
 
 mod case;
 mod dropped;
@@ -14,7 +14,7 @@ use sdpa_core::{AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Ho
 use sdpa_core::{HostBackward, HostGradient};
 use sdpa_oracle::{Along, Closures};
 
-/// Elements of the three types in the enums of a call.
+/// Converts elements of the three types to the enums of a call.
 trait Bound: Element + Default {
     fn elements(x: &[Self]) -> Elements<'_>;
     fn elements_mut(x: &mut [Self]) -> ElementsMut<'_>;
@@ -34,7 +34,7 @@ macro_rules! bound {
 }
 bound!(f32: F32, f16: F16, bf16: BF16);
 
-/// What a call reads.
+/// The inputs of a call.
 struct Given {
     q: Tensor,
     k: Tensor,
@@ -42,7 +42,7 @@ struct Given {
     d_o: Tensor,
 }
 
-/// How the executor is run.
+/// The configuration of a run.
 #[derive(Clone, Copy, Debug)]
 struct How {
     isa: Isa,
@@ -70,7 +70,7 @@ impl How {
         (o, stats)
     }
 
-    /// The gradients in row-major order: of `q`, `k`, `v` and parameters.
+    /// Returns the gradients in row-major order: of `q`, `k`, `v` and parameters.
     fn backward<T: Bound>(
         self,
         problem: &BackwardProblem,
@@ -100,10 +100,10 @@ impl How {
     }
 }
 
-/// What a call's functions round, in units of a roundoff: so often what goes in and what comes out.
+/// A bound on the rounding errors of a call's functions, in units of roundoff of their inputs and outputs.
 const ROUNDINGS: f64 = 16.0;
 
-/// Calls with everything as closures.
+/// Calls `call` with everything as closures.
 fn closures<T>(modified: &Modified, masked: &Masked, values: &Values, call: impl FnOnce(&Closures<'_>) -> T) -> T {
     let at = |place: [i64; 4]| place.map(|n| n as usize);
     let modify = |score, place| (modified.value)(score, at(place), values);
@@ -116,7 +116,7 @@ fn closures<T>(modified: &Modified, masked: &Masked, values: &Values, call: impl
     call(&Closures { modify: Some(&modify), slope: Some(&slope), rounding: Some(&rounding), keep: Some(&keep), along: &along })
 }
 
-/// One problem, forward and backward.
+/// Tests one problem, forward and backward.
 fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, Masked), random: &mut Random, spoil: bool) {
     let (modified, masked) = rules;
     let layout = random.pick(&[Layout::Bhsd, Layout::Bshd]);
@@ -138,12 +138,12 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
         d_o: tensor(problem.d_o(), random),
     };
     if spoil {
-        // In rows that keep it this spreads; in others it must not.
+        // Rows that attend to the key become NaN or infinite; others must not.
         let key = random.below(shape.seq_kv as usize);
         let bad = random.pick(&[f32::NAN, f32::INFINITY]);
         if random.below(2) == 0 { given.k.set([0, 0, key, 0], bad) } else { given.v.set([0, 0, key, 0], bad) }
     }
-    // Calls with what the oracle is told.
+    // Calls `call` with the oracle's form of the problem.
     fn judge<T>(
         (problem, given, scale): (&BackwardProblem, &Given, f32),
         closures: &Closures<'_>,
@@ -166,7 +166,7 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
             let what = |name: &str| format!("{how:?} {dtype} {shape:?} {:?} {:?}: {name}", modified.stages, masked.masks);
             let (out, lse) = how.forward::<T>(problem, &given, &params, scale);
             let forward: Vec<u32> = out.data.iter().chain(&lse).map(|x| x.to_bits()).collect();
-            // The oracle takes most of the time, and equal bits pass alike.
+            // The oracle takes most of the time, so identical bits are not checked again.
             if first_forward.as_ref() != Some(&forward) {
                 let distance = closures(&modified, &masked, &values, |closures| {
                     judge(asked, closures, |p| sdpa_oracle::check(p, out.told(), sdpa_oracle::Statistics::of(Some(&lse)), &|_| ()))
@@ -258,7 +258,7 @@ fn sums_of_several_cells_agree_with_the_closures() {
         for m in [16, 17, 19, 20] {
             let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 301, seq_kv: 390, dim_qk: 8, dim_v: 5 };
             any(&[Isa::detect()], DType::F32, shape, (score_mod(n, 2), mask(m, extents(&shape))), random, false);
-            // So few rows that keys are cut for the threads.
+            // Few rows, so that keys are split over the threads.
             let shape = Shape { seq_q: 3, seq_kv: 1203, ..shape };
             any(&[Isa::detect()], DType::F32, shape, (score_mod(n, 2), mask(m, extents(&shape))), random, false);
         }
