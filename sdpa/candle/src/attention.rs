@@ -1,4 +1,4 @@
-//! What is asked for, and one call of it.
+//! The configuration of an attention, and one call of it.
 
 use crate::documents::Documents;
 use crate::error::{none, one, wrap};
@@ -12,8 +12,8 @@ use sdpa::{AttentionSpec, BackwardSpec, Dropout, ExecutorName, Mask, ScoreMod, S
 
 /// Attention over candle's tensors, `softmax(mask(score_mods(q·kᵀ · scale))) · v`, as a differentiable function.
 ///
-/// It knows no extents: one value serves every call, and cloning it costs little. What score_mods and masks declare is bound by name, with
-/// [`Attention::param`] and [`Attention::scalar`]; a tensor that is a variable, or made of one, gets a gradient.
+/// It does not contain extents: one value serves every call, and cloning it is cheap. [`Attention::param`] and [`Attention::scalar`] bind the parameters that
+/// score_mods and masks declare, by name. A tensor that is a variable, or computed from one, gets a gradient.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -40,49 +40,49 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Attention without score_mods or masks, scores multiplied by `1 / √dim`.
+    /// Attention without score_mods or masks, with the scale `1 / √dim`.
     pub fn new() -> Attention {
         Attention::default()
     }
 
-    /// Adds a score_mod behind those that are there.
+    /// Appends a score_mod, which is applied after the previous ones.
     #[must_use]
     pub fn score_mod(mut self, score_mod: ScoreMod) -> Attention {
         self.score_mods.push(score_mod);
         self
     }
 
-    /// Adds a mask. A key is kept where every mask keeps it.
+    /// Adds a mask. A query attends to a key where every mask allows it.
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Attention {
         self.masks.push(mask);
         self
     }
 
-    /// Multiplies scores by this instead of `1 / √dim`.
+    /// Sets the attention scale, in place of `1 / √dim`.
     #[must_use]
     pub fn attn_scale(mut self, scale: f32) -> Attention {
         self.attn_scale = Some(scale);
         self
     }
 
-    /// Adds a number for each query head to the softmax's denominator: f32 `[heads]`, as in gpt-oss. It may be tracked.
+    /// Adds an attention sink per query head: f32 `[heads]`, as in gpt-oss. It may be tracked.
     #[must_use]
     pub fn with_sink(mut self, sink: &Tensor) -> Attention {
         self.sink = true;
         self.param(sdpa::SINK, sink)
     }
 
-    /// Drops weights with probability `p`, more than 0 and less than 1. Which ones is said by two numbers, one i64 each, on the device of the operands;
-    /// each call of a training run wants others.
+    /// Applies dropout to P with probability `p`, more than 0 and less than 1. `seed` and `offset`, one i64 each on the device of the operands, select the
+    /// dropout mask. Each call of a training run should pass other values.
     #[must_use]
     pub fn with_dropout(mut self, p: f32, seed: &Tensor, offset: &Tensor) -> Attention {
         self.dropout = Some(Dropout::new(p));
         self.param(sdpa::DROPOUT_SEED, seed).param(sdpa::DROPOUT_OFFSET, offset)
     }
 
-    /// Binds a declared parameter to a tensor: an extent for each axis that it is declared over, or four with ones for the others. Whole numbers may
-    /// be u32, i32 or i64, truth values are u8. What was bound to the name before is replaced.
+    /// Binds a declared parameter to a tensor. Its shape has one extent per declared axis, or four with ones for the others. Integers may be u32, i32 or i64;
+    /// booleans are u8. A previous binding of the name is replaced.
     #[must_use]
     pub fn param(self, name: &str, tensor: &Tensor) -> Attention {
         self.bound(name, Value::Tensor(tensor.clone()))
@@ -100,59 +100,59 @@ impl Attention {
         self
     }
 
-    /// Gives the same bits on every run, backwards too.
+    /// Makes every run return identical bits, in the backward pass too.
     #[must_use]
     pub fn deterministic(mut self) -> Attention {
         self.deterministic = true;
         self
     }
 
-    /// Names who computes it, both passes; what that one does not take is an error. Otherwise it is whoever reads the tensors where they are: the CPU
-    /// executor on the CPU, on CUDA for each pass the faster one of cuDNN and native CUDA kernels ([`ExecutorName::CUDA`]) that takes it. The CPU executor
-    /// takes tensors of a GPU too, by copies to the host and back that wait.
+    /// Selects the executor of both passes; what it does not support is an error. Without a selection, tensors on the CPU run on the CPU executor. On CUDA,
+    /// each pass runs on the faster of cuDNN and the native CUDA kernels ([`ExecutorName::CUDA`]) that supports it. The CPU executor also accepts tensors on a
+    /// GPU: it copies them to the host and back, and waits.
     #[must_use]
     pub fn executor(mut self, name: ExecutorName) -> Attention {
         self.executor = Some(name);
         self
     }
 
-    /// Attends: `q` (batch, heads, seq, dim), `k` and `v` (batch, heads_kv, seq_kv, dim), `heads_kv` a divisor of `heads`, of f32, f16 or bf16. Any
-    /// strides: views are read in place where their last axis is dense, and copied otherwise. `o` is (batch, heads, seq, dim_v); where `q` is a
-    /// transposed (batch, seq, heads, dim), so is `o`, and the usual reshape behind it copies nothing.
+    /// Computes attention of `q` (batch, heads, seq, dim) with `k` and `v` (batch, heads_kv, seq_kv, dim), in f32, f16 or bf16. `heads_kv` divides `heads`. Any
+    /// strides are accepted: a view is read in place if its last axis is dense, and copied otherwise. `o` is (batch, heads, seq, dim_v). If `q` is a transposed
+    /// (batch, seq, heads, dim), so is `o`, and the usual reshape after it copies nothing.
     ///
     /// # Errors
-    /// Every mistake with field, value and rule; what the executor does not take, with its reasons, of the backward pass too if anything is tracked.
+    /// Every invalid argument with field, value and rule. Unsupported features with the executor's reasons, also those of the backward pass if a tensor is
+    /// tracked.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         Ok(self.run(Order::Bhsd, None, [q, k, v], false)?.0)
     }
 
-    /// As [`Attention::forward`], with `stats`: f32 (batch, heads, seq), the natural logarithm of each row's sum of exponentials. They are detached: no
-    /// gradient flows through them.
+    /// Computes [`Attention::forward`] and `stats`: f32 (batch, heads, seq), the log-sum-exp of each row. They are detached: no gradient flows through them.
     ///
     /// # Errors
-    /// As [`Attention::forward`].
+    /// See [`Attention::forward`].
     pub fn forward_with_stats(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         self.told(Order::Bhsd, None, [q, k, v])
     }
 
-    /// Attends within documents that lie one behind the other: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` (tokens, heads, dim_v).
-    /// Rows that belong to no document are 0.
+    /// Computes attention within packed sequences (varlen): `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` (tokens, heads, dim_v). Rows
+    /// outside of all sequences are 0.
     ///
     /// # Errors
-    /// As [`Attention::forward`].
+    /// See [`Attention::forward`].
     pub fn forward_packed(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         Ok(self.run(Order::Packed, Some(documents), [q, k, v], false)?.0)
     }
 
-    /// As [`Attention::forward_packed`], with `stats`: f32 (tokens, heads), detached.
+    /// Computes [`Attention::forward_packed`] and `stats`: f32 (tokens, heads), detached.
     ///
     /// # Errors
-    /// As [`Attention::forward`].
+    /// See [`Attention::forward`].
     pub fn forward_packed_with_stats(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         self.told(Order::Packed, Some(documents), [q, k, v])
     }
 
-    /// As [`Attention::forward`] over (batch, seq, heads, dim), which `o` has too.
+    /// Computes [`Attention::forward`] over (batch, seq, heads, dim), which is also the layout of `o`.
     pub(crate) fn forward_bshd(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         Ok(self.run(Order::Bshd, None, [q, k, v], false)?.0)
     }
@@ -185,7 +185,7 @@ impl Attention {
         Ok((o, stats.filter(|_| told)))
     }
 
-    /// Copies to the host and back, which candle differentiates through.
+    /// Runs on the CPU through copies to the host and back, which candle differentiates.
     fn on_the_host(&self, order: Order, documents: Option<&Documents>, qkv: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
         let (host, device) = (&candle_core::Device::Cpu, qkv[0].device().clone());
         let mut there = self.clone();
@@ -201,7 +201,7 @@ impl Attention {
     }
 }
 
-/// One call, its operands known to be of one device and type.
+/// One call, whose operands were checked to have one device and one type.
 struct Call<'a> {
     attention: &'a Attention,
     order: Order,
@@ -219,7 +219,7 @@ impl Call<'_> {
         let (spec, out) = self.spec(&dense, told || tracked)?;
         let problem = spec.validate().map_err(wrap)?;
         let mut declared = problem.params().to_vec();
-        // Gradients by hand may declare more, which a call without gradients does not read.
+        // Custom gradients may declare more parameters, which a call without gradients does not read.
         let more = tracked || self.values.iter().any(|(name, _)| declared.iter().all(|d| d.name != *name));
         if let Some(backward) = more.then(|| spec.backward().validate().ok()).flatten() {
             declared = backward.params().to_vec();
@@ -240,7 +240,7 @@ impl Call<'_> {
                 *backward = backward.clone().wrt(name, dtype);
             }
         }
-        // Now rather than when gradients are asked for.
+        // Report errors of the backward pass now, not when gradients are computed.
         if let Some(backward) = &backward {
             backward.validate().map_err(wrap)?;
         }
@@ -288,7 +288,7 @@ impl Call<'_> {
         backward
     }
 
-    /// A gradient is contiguous in the shape of its operand.
+    /// Returns the contiguous layout of an operand's gradient.
     fn dense_like(&self, tensor: TensorSpec) -> TensorSpec {
         let layout = match self.order {
             Order::Bhsd => sdpa::Layout::Bhsd,
@@ -297,7 +297,7 @@ impl Call<'_> {
         TensorSpec::dense(tensor.dims, layout)
     }
 
-    /// The specification, and which axes the output has in memory.
+    /// Returns the specification, and the memory order of the output's axes.
     fn spec(&self, dense: &[Tensor; 3], stats: bool) -> Result<(AttentionSpec, Order)> {
         let documents = self.documents.map(|documents| documents.extents());
         let operand = |n: usize| {

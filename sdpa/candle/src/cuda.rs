@@ -1,5 +1,5 @@
-//! Tensors on NVIDIA GPUs, on cuDNN or on native CUDA kernels: the stream that candle's device has, addresses with offsets, and cudarc's events held over the submission. Nothing
-//! waits.
+//! Tensors on NVIDIA GPUs, on cuDNN or on native CUDA kernels. Passes use the stream of candle's device and addresses with offsets, and hold cudarc's events
+//! during the submission. No call waits for the GPU.
 #![allow(unsafe_code)]
 
 use crate::error::{bug, wrap};
@@ -15,13 +15,13 @@ use sdpa::{BackwardProblem, BackwardSpec, DType, Dispatcher, ExecutorName, Prefe
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// An element type of both worlds.
+/// An element type of candle, cudarc and this library.
 trait Number: CudaDType + Element + DeviceRepr + ValidAsZeroBits {}
 impl Number for f32 {}
 impl Number for f16 {}
 impl Number for bf16 {}
 
-/// An error of cudarc's is one of whoever was running.
+/// Attributes an error of cudarc to the executor that was running.
 fn failed(executor: ExecutorName, error: CudarcError) -> candle_core::Error {
     match error {
         CudarcError::Sdpa(error) => wrap(error),
@@ -29,9 +29,9 @@ fn failed(executor: ExecutorName, error: CudarcError) -> candle_core::Error {
     }
 }
 
-/// The choice among executors that computes tensors of a device, one for each in this process: its executors ([`Dispatcher::cudnn`], [`Dispatcher::cuda`])
-/// take files of plans and of kernels (`attach`, `save`), so that the first calls of another process build nothing, and tell what their caches hold.
-/// Where neither is there, the next call looks again.
+/// Returns the dispatcher for tensors of a device; there is one per device and process. Its executors ([`Dispatcher::cudnn`], [`Dispatcher::cuda`]) load and
+/// store files of plans and kernels (`attach`, `save`), so that the first calls of another process build nothing. They also report the contents of their
+/// caches. If neither executor is available, the next call tries again.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -62,7 +62,7 @@ impl Pass {
     }
 }
 
-/// A backward pass on whoever is chosen.
+/// Prepares a backward pass on the selected executor.
 fn chosen_backward(pass: &Pass, all: &Dispatcher, problem: &BackwardProblem) -> Result<(ExecutorName, Attention)> {
     let choice = all.prepare_device_backward(problem, pass.preference()).map_err(wrap)?;
     Ok((choice.executor, Attention::of_backward(choice.prepared, problem, all.device().map_err(wrap)?)))
@@ -81,37 +81,37 @@ fn view<'a, T: CudaDType>(guard: &'a Storage, tensor: &Tensor) -> Result<CudaVie
     slice.try_slice(span).ok_or_else(|| bug("a tensor reaches past its storage"))
 }
 
-/// Bytes that the address of the first element is a multiple of, 16 at most: allocations are of 256.
+/// Returns the alignment of the first element in bytes, 16 at most: allocations are aligned to 256.
 pub(crate) fn alignment(tensor: &Tensor) -> u32 {
     let offset = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
     1 << offset.trailing_zeros().min(4)
 }
 
-/// Memory that the pass writes: all of it, or beside documents what is left is 0.
+/// Allocates memory for a result. It is uninitialised if the pass writes all of it, and 0 for packed sequences, where the pass may leave a part.
 fn fresh<T: Number>(device: &CudaDevice, elements: usize, packed: bool) -> Result<CudaSlice<T>> {
     if packed {
         return device.alloc_zeros::<T>(elements);
     }
-    // SAFETY: the tensor is dense, so that the pass writes every element, on the stream that the allocation is of.
+    // SAFETY: the tensor is dense, so the pass writes every element, on the stream of the allocation.
     unsafe { device.alloc::<T>(elements) }
 }
 
-/// A parameter over a view of its memory.
+/// A parameter as a view of its memory.
 enum Viewed<'a> {
     Scalar(f32),
     F32(CudaView<'a, f32>),
     F16(CudaView<'a, f16>),
     BF16(CudaView<'a, bf16>),
     I32(CudaView<'a, i32>),
-    /// Whole numbers that are not negative, of the same bits.
+    /// Non-negative integers, read as i32.
     U32(CudaView<'a, u32>),
     I64(CudaView<'a, i64>),
     Bool(CudaView<'a, u8>),
 }
 
-/// Runs `f` with the values of these parameters, their storages locked and their events held meanwhile.
+/// Calls `f` with the values of these parameters, with their storages locked and their events held.
 fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) -> Result<R> {
-    // Kernels read parameters that begin at multiples of 16 bytes.
+    // Kernels read parameters from addresses that are multiples of 16 bytes.
     let aligned: Vec<Option<Tensor>> = params
         .iter()
         .map(|bound| match &bound.value {
@@ -163,7 +163,7 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
 
 pub(crate) fn forward(pass: &Pass, device: &CudaDevice) -> Result<Outputs> {
     let all = &dispatcher(device);
-    // Now rather than when gradients are asked for: what nobody takes, and the time of building.
+    // Report unsupported backward passes now, and build them now, not when gradients are computed.
     if let Some(backward) = &pass.backward {
         chosen_backward(pass, all, &backward.validate().map_err(wrap)?)?;
     }
@@ -218,7 +218,7 @@ pub(crate) fn backward(
     }
 }
 
-/// Where the gradient of a parameter is written.
+/// The destination of a parameter's gradient.
 enum Written {
     F32(CudaSlice<f32>),
     F16(CudaSlice<f16>),

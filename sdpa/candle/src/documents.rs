@@ -1,15 +1,14 @@
-//! Documents that lie one behind the other.
+//! Packed sequences (varlen).
 
 use crate::param::Value;
 use candle_core::{DType, Device, Result, Tensor};
 use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Packed, SpecError};
 
-/// The boundaries of the sequences of a packed batch, and the length of the longest.
+/// The `cu_seqlens` offsets of a packed batch, and the length of the longest sequence.
 ///
-/// Boundaries are u32, i32 or i64 of one element more than there are documents, in tokens, and never fall: document `n` has the tokens from the `n`th
-/// number to the one after it. On the CPU they are checked; on a GPU nobody looks at them, and whatever they hold, what is read and written lies
-/// within the tensors.
+/// Offsets are u32, i32 or i64, in tokens, one more than there are sequences, and never decrease. Sequence `n` has the tokens from offset `n` to offset `n +
+/// 1`. On the CPU they are validated. On a GPU they are not, but for any offsets all reads and writes stay within the tensors.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,20 +29,20 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Documents of queries and keys alike, none longer than `longest`.
+    /// Sequences with equal offsets of queries and keys, none longer than `longest`.
     pub fn new(boundaries: &Tensor, longest: usize) -> Documents {
         Documents { queries: (boundaries.clone(), longest), keys: None, most: None }
     }
 
-    /// Gives keys boundaries of their own.
+    /// Sets other offsets for keys.
     #[must_use]
     pub fn keys(mut self, boundaries: &Tensor, longest: usize) -> Documents {
         self.keys = Some((boundaries.clone(), longest));
         self
     }
 
-    /// Says how many tokens a call has at most, on either side; otherwise the number of documents times the longest. Memory of backward passes on cuDNN
-    /// grows with it, and another number is another plan.
+    /// Sets the maximum number of tokens of a call, on either side. The default is the number of sequences times the longest. Memory of backward passes on
+    /// cuDNN grows with it, and another number needs another plan.
     #[must_use]
     pub fn at_most(mut self, tokens: usize) -> Documents {
         self.most = Some(tokens);
@@ -54,7 +53,7 @@ impl Documents {
         [&self.queries.0, self.keys.as_ref().map_or(&self.queries.0, |(boundaries, _)| boundaries)]
     }
 
-    /// Their number, and the longest of queries and keys.
+    /// Returns the number of sequences, and the longest length of queries and keys.
     pub(crate) fn extents(&self) -> (usize, [usize; 2]) {
         let longest = self.keys.as_ref().map_or(self.queries.1, |(_, longest)| *longest);
         (self.queries.0.elem_count().saturating_sub(1), [self.queries.1, longest])
@@ -65,7 +64,7 @@ impl Documents {
         Packed::new().with_cross(self.keys.is_some()).with_wide(self.wide()).with_totals(total, total)
     }
 
-    /// Whether boundaries are read as i64: those of one call are of one type.
+    /// Returns true if offsets are read as i64: one call has offsets of one type.
     fn wide(&self) -> bool {
         self.boundaries().iter().any(|boundaries| boundaries.dtype() == DType::I64)
     }

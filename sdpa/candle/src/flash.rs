@@ -1,6 +1,6 @@
-//! The functions of candle-flash-attn, by its names and with its arguments, differentiable and on every device that [`Attention`] has.
+//! The functions of candle-flash-attn, with its names and arguments, differentiable and on every device that [`Attention`] supports.
 //!
-//! A program that has `use candle_flash_attn::flash_attn` changes that line and nothing else:
+//! A program that uses `candle_flash_attn::flash_attn` only changes that import:
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -13,9 +13,9 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! What its arguments mean is FlashAttention's: a window keeps `left` keys before and `right` keys behind the query's own; `None` keeps all; causal is
-//! `(None, Some(0))`. Queries stand at the end of the keys: the last query sees the last key. The softcap comes before ALiBi, which adds
-//! `-slope[head] · |distance|`. Softcap 0 is none.
+//! The arguments have FlashAttention's meaning. A window attends to `left` keys before and `right` keys after the query's own position. `None` means no bound;
+//! causal is `(None, Some(0))`. Queries are bottom-right aligned: the last query attends to the last key. The softcap applies before ALiBi, which adds
+//! `-slope[head] · |distance|`. Softcap 0 means none.
 
 use crate::attention::Attention;
 use crate::documents::Documents;
@@ -24,7 +24,7 @@ use candle_core::{DType, Result, Tensor};
 use sdpa::expr::{Axis, F32};
 use sdpa::{Align, Mask, ScoreMod, library};
 
-/// What the functions have in common.
+/// The arguments that all functions have.
 struct Flash<'a> {
     scale: f32,
     slopes: Option<&'a Tensor>,
@@ -37,7 +37,7 @@ fn up_to_itself(causal: bool) -> (Option<usize>, Option<usize>) {
 }
 
 impl Flash<'_> {
-    /// The attention; where keys and queries of a document are aligned is `align`, and `shift` how far queries stand behind their index.
+    /// Returns the attention. `align` is the alignment of queries and keys in a sequence, and `shift` the offset of query positions.
     fn attention(&self, seq_kv: usize, align: Align, shift: Option<Tensor>) -> Result<Attention> {
         let mut attention = Attention::new().attn_scale(self.scale);
         if let Some(cap) = self.softcap {
@@ -57,12 +57,12 @@ impl Flash<'_> {
                 attention = attention.param("shift", &shift);
             }
         }
-        // As there: a side that is longer than the keys is open.
+        // As in candle-flash-attn, a bound that exceeds the number of keys means no bound.
         let [left, right] = [self.window.0, self.window.1].map(|side| side.filter(|&side| side <= seq_kv));
         if left.is_none() && right.is_none() {
             return Ok(attention);
         }
-        // Ours counts the diagonal among the keys to the left.
+        // `Mask::window` counts the diagonal among the keys to the left.
         let signed = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         Ok(attention.mask(Mask::window(left.map(|left| signed(left).saturating_add(1)), right.map(signed), align)))
     }
@@ -82,7 +82,7 @@ impl Flash<'_> {
     }
 }
 
-/// `score - slopes[head] · |q + shift - k|`, the shift that of extents or, of documents, a number of each.
+/// Returns `score - slopes[head] · |q + shift - k|`. The shift is a parameter of each packed sequence, or `seq_kv - seq_q`.
 fn alibi(of_documents: bool) -> Result<ScoreMod> {
     let made = ScoreMod::new("alibi-distance", |score, at, p| {
         let query = at.q.to_f32();
@@ -92,7 +92,7 @@ fn alibi(of_documents: bool) -> Result<ScoreMod> {
     made.map_err(candle_core::Error::wrap)
 }
 
-/// How many more keys than queries each document has.
+/// Returns how many more keys than queries each sequence has.
 fn shift([q, k]: [&Tensor; 2]) -> Result<Tensor> {
     let lengths = |boundaries: &Tensor| {
         let boundaries = boundaries.detach().to_dtype(DType::F32)?;
@@ -105,7 +105,7 @@ fn shift([q, k]: [&Tensor; 2]) -> Result<Tensor> {
 /// Attention: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.
 ///
 /// # Errors
-/// As [`Attention::forward`].
+/// See [`Attention::forward`].
 pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
     let flash = Flash { scale: softmax_scale, slopes: None, window: up_to_itself(causal), softcap: None };
     flash.dense(q, k, v)
@@ -114,7 +114,7 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
 /// Attention within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.
 ///
 /// # Errors
-/// As [`Attention::forward`].
+/// See [`Attention::forward`].
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -127,19 +127,21 @@ pub fn flash_attn_windowed(
     flash.dense(q, k, v)
 }
 
-/// Attention with ALiBi: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads), which may be tracked.
+/// Attention with ALiBi: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads), which may be
+/// tracked.
 ///
 /// # Errors
-/// As [`Attention::forward`].
+/// See [`Attention::forward`].
 pub fn flash_attn_alibi(q: &Tensor, k: &Tensor, v: &Tensor, alibi_slopes: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
     let flash = Flash { scale: softmax_scale, slopes: Some(alibi_slopes), window: up_to_itself(causal), softcap: None };
     flash.dense(q, k, v)
 }
 
-/// Attention with ALiBi within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads), which may be tracked.
+/// Attention with ALiBi within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads),
+/// which may be tracked.
 ///
 /// # Errors
-/// As [`Attention::forward`].
+/// See [`Attention::forward`].
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -153,10 +155,11 @@ pub fn flash_attn_alibi_windowed(
     flash.dense(q, k, v)
 }
 
-/// Attention with a softcap, and ALiBi if slopes are given, within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads), which may be tracked.
+/// Attention with a softcap, and ALiBi if slopes are given, within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as
+/// `q`; `alibi_slopes` f32 (heads), which may be tracked.
 ///
 /// # Errors
-/// As [`Attention::forward`].
+/// See [`Attention::forward`].
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
@@ -172,11 +175,11 @@ pub fn flash_attn_alibi_windowed_softcap(
     flash.dense(q, k, v)
 }
 
-/// Attention of documents: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are documents + 1
-/// boundaries, u32, i32 or i64.
+/// Attention of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are offsets of u32,
+/// i32 or i64, one more than there are sequences.
 ///
 /// # Errors
-/// As [`Attention::forward_packed`].
+/// See [`Attention::forward_packed`].
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -193,11 +196,11 @@ pub fn flash_attn_varlen(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention within a window of documents: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are documents + 1
-/// boundaries, u32, i32 or i64.
+/// Attention within a window of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are
+/// offsets of u32, i32 or i64, one more than there are sequences.
 ///
 /// # Errors
-/// As [`Attention::forward_packed`].
+/// See [`Attention::forward_packed`].
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_windowed(
     q: &Tensor,
@@ -215,11 +218,11 @@ pub fn flash_attn_varlen_windowed(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention with ALiBi of documents: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are documents + 1
-/// boundaries, u32, i32 or i64; `alibi_slopes` f32 (heads), which may be tracked.
+/// Attention with ALiBi of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are offsets
+/// of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which may be tracked.
 ///
 /// # Errors
-/// As [`Attention::forward_packed`].
+/// See [`Attention::forward_packed`].
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
@@ -237,11 +240,11 @@ pub fn flash_attn_varlen_alibi(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention with ALiBi within a window of documents: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are documents + 1
-/// boundaries, u32, i32 or i64; `alibi_slopes` f32 (heads), which may be tracked.
+/// Attention with ALiBi within a window of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and
+/// `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which may be tracked.
 ///
 /// # Errors
-/// As [`Attention::forward_packed`].
+/// See [`Attention::forward_packed`].
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,
@@ -260,11 +263,11 @@ pub fn flash_attn_varlen_alibi_windowed(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention with a softcap, and ALiBi if slopes are given, within a window of documents: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are documents + 1
-/// boundaries, u32, i32 or i64; `alibi_slopes` f32 (heads), which may be tracked.
+/// Attention with a softcap, and ALiBi if slopes are given, within a window of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim),
+/// `o` as `q`; `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which may be tracked.
 ///
 /// # Errors
-/// As [`Attention::forward_packed`].
+/// See [`Attention::forward_packed`].
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,

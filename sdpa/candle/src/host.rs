@@ -10,13 +10,13 @@ use sdpa::cpu::CpuExecutor;
 use sdpa::{BackwardProblem, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Param, ParamValue};
 use std::sync::OnceLock;
 
-/// Looks at the instruction set once.
+/// Returns the executor, which detects the instruction set once.
 fn executor() -> &'static CpuExecutor {
     static CPU: OnceLock<CpuExecutor> = OnceLock::new();
     CPU.get_or_init(CpuExecutor::default)
 }
 
-/// Runs with the host storage of a tensor.
+/// Returns the host storage of a tensor.
 fn storage(guard: &Storage) -> Result<&CpuStorage> {
     match guard {
         Storage::Cpu(storage) => Ok(storage),
@@ -36,7 +36,7 @@ fn read<'a>(storage: &'a CpuStorage, tensor: &Tensor, dtype: DType) -> Result<El
     })
 }
 
-/// Memory that is to be written.
+/// Memory for a result.
 enum Fresh {
     F32(Vec<f32>),
     F16(Vec<f16>),
@@ -94,7 +94,7 @@ fn value<'a>(ready: &'a Ready, storage: Option<&'a CpuStorage>) -> Result<ParamV
     })
 }
 
-/// Runs `f` with the values of these parameters, their storages locked meanwhile.
+/// Calls `f` with the values of these parameters, with their storages locked.
 fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) -> Result<R> {
     let guards: Vec<_> = params
         .iter()
@@ -118,7 +118,7 @@ pub(crate) fn forward(pass: &Pass) -> Result<Outputs> {
     let problem = &pass.problem;
     let prepared = executor().prepare(problem).map_err(wrap)?;
     let mut o = Fresh::new(problem.dtype(), elements(&pass.out_shape()))?;
-    // Rows of no document are nobody's to write.
+    // The pass does not write rows outside of all sequences.
     let mut stats = problem.stats().then(|| vec![f32::NEG_INFINITY; elements(&pass.stats_shape())]);
     let [q, k, v] = &pass.operands;
     let guards = [q, k, v].map(|x| x.storage_and_layout().0);

@@ -1,8 +1,8 @@
-//! Attention in candle's graph of gradients.
+//! Attention in candle's autograd graph.
 //!
-//! An op of candle has three arguments at most. Tracked parameters go through *carriers*: ops of one element over up to three tensors, the last of
-//! which is the third argument of the attention in place of `v`. The attention leaves the gradients of what they carry in a slot; carriers
-//! come behind it in topological order and take them out.
+//! A custom op of candle has at most three arguments. Tracked parameters go through *carriers*: ops of one element over up to three tensors. The last carrier
+//! is the third argument of the attention in place of `v`. The attention stores the gradients of the carried tensors in a slot. Carriers come after it in
+//! topological order of the backward pass, and take the gradients from the slot.
 
 use crate::error::bug;
 use crate::operand::dense;
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// Gradients on their way, by the thread that asks for them: `backward` of two threads over one graph must not mix.
+/// Gradients by the thread that computes them: `backward` of two threads over one graph must not mix.
 #[derive(Debug, Default)]
 struct Slot(Mutex<HashMap<(ThreadId, usize), Tensor>>);
 
@@ -27,7 +27,7 @@ impl Slot {
     }
 }
 
-/// A result that is there before its op is made.
+/// A result that was computed before its op is created.
 struct Made {
     storage: Mutex<Option<Storage>>,
     shape: Shape,
@@ -58,14 +58,14 @@ impl Made {
     }
 }
 
-/// The attention.
+/// The attention op.
 struct Node {
     pass: Pass,
     made: Made,
     stats: Tensor,
-    /// With tracked parameters: where gradients of what is carried go, and whether `v` is carried too.
+    /// With tracked parameters: the slot for gradients of carried tensors, and whether `v` is carried too.
     slot: Option<(Arc<Slot>, bool)>,
-    /// Shapes of tracked parameters, in the order in which their gradients are asked for.
+    /// Shapes of tracked parameters, in the order of their gradients.
     shapes: Vec<Shape>,
 }
 
@@ -115,23 +115,23 @@ impl CustomOp3 for Node {
                 Some(third.zeros_like()?)
             }
         };
-        // What is not tracked has no use for its gradient, and candle would keep it.
+        // Candle would keep the unused gradient of an operand that is not tracked.
         Ok((q.track_op().then(|| of(dq, q)), k.track_op().then(|| of(dk, k)), third))
     }
 }
 
-/// What an argument of a carrier is.
+/// The kind of an argument of a carrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Argument {
-    /// Carried: its place in the slot.
+    /// A carried tensor: its index in the slot.
     Carried(usize),
-    /// The carrier before.
+    /// The previous carrier.
     Before,
-    /// Nothing: it fills up to three.
+    /// An unused argument.
     Filler,
 }
 
-/// Carries up to three tensors.
+/// An op that carries up to three tensors.
 struct Carrier {
     arguments: [Argument; 3],
     slot: Arc<Slot>,
@@ -177,14 +177,14 @@ impl CustomOp3 for Carrier {
     }
 }
 
-/// One element on the device of a tensor.
+/// Returns storage of one element on the device of a tensor.
 fn one_element(like: &Tensor) -> Result<Storage> {
     let zero = Tensor::zeros(1, candle_core::DType::F32, like.device())?;
     let (storage, layout) = zero.storage_and_layout();
     storage.try_clone(layout)
 }
 
-/// The last of a chain of carriers, each over the one before and two more.
+/// Returns the last of a chain of carriers, each over the previous one and two tensors.
 fn carry(tensors: &[Tensor], slot: &Arc<Slot>) -> Result<Tensor> {
     let filler = tensors[0].detach();
     let mut places = tensors.iter().enumerate();
@@ -201,7 +201,7 @@ fn carry(tensors: &[Tensor], slot: &Arc<Slot>) -> Result<Tensor> {
     before.ok_or_else(|| bug("nothing is carried"))
 }
 
-/// Puts a pass that was computed into the graph: the output, whose history leads to the operands and to the tracked parameters.
+/// Adds a computed pass to the graph. Returns the output, whose history leads to the operands and to the tracked parameters.
 pub(crate) fn apply(
     pass: Pass,
     (o, shape): (Storage, Vec<usize>),

@@ -1,22 +1,22 @@
-//! Tensors as operands: which axes they have, where their elements lie.
+//! Tensors as operands: their axes and strides.
 
 use candle_core::{D, Layout, Result, Tensor};
 use sdpa::{DType, SpecError, TensorSpec};
 use std::ops::Range;
 use std::sync::Once;
 
-/// Element types that attention computes with, and what candle calls them.
+/// Element types of attention, with candle's names.
 const TYPES: [(candle_core::DType, DType); 3] =
     [(candle_core::DType::F32, DType::F32), (candle_core::DType::F16, DType::F16), (candle_core::DType::BF16, DType::BF16)];
 
-/// Which axes a tensor has, in this order.
+/// The axes of a tensor, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     /// Batch, head, sequence, dim.
     Bhsd,
     /// Batch, sequence, head, dim.
     Bshd,
-    /// Token, head, dim: documents one behind the other.
+    /// Token, head, dim: packed sequences.
     Packed,
 }
 
@@ -33,7 +33,7 @@ impl Order {
         }
     }
 
-    /// Places of head, sequence and dim.
+    /// Returns the indices of head, sequence and dim.
     pub(crate) fn places(self) -> [usize; 3] {
         match self {
             Order::Bhsd => [1, 2, 3],
@@ -42,7 +42,7 @@ impl Order {
         }
     }
 
-    /// The operand that a tensor of these axes is. Of packed ones the number and the greatest length of documents are the caller's to say.
+    /// Returns the operand for a tensor of these axes. For packed ones, the caller passes the number and the maximum length of sequences.
     pub(crate) fn operand(self, layout: &Layout, documents: Option<(usize, usize)>, alignment: u32) -> TensorSpec {
         let (dims, strides) = (layout.dims(), layout.stride());
         let [head, seq, dim] = self.places();
@@ -54,7 +54,7 @@ impl Order {
         }
     }
 
-    /// The shape of a tensor of so many entries, heads, rows and elements; of a packed one, rows are all tokens.
+    /// Returns the shape of a tensor of [batch, heads, seq, dim]; for packed sequences, `seq` is the number of tokens.
     pub(crate) fn shape(self, [batch, heads, seq, dim]: [usize; 4]) -> Vec<usize> {
         match self {
             Order::Bhsd => vec![batch, heads, seq, dim],
@@ -68,12 +68,12 @@ fn signed(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
 }
 
-/// What candle's element type is here.
+/// Converts candle's element type.
 pub(crate) fn dtype(of: candle_core::DType) -> Option<DType> {
     TYPES.iter().find(|(theirs, _)| *theirs == of).map(|(_, ours)| *ours)
 }
 
-/// What an element type is there; `None` of truth values, which candle has as bytes.
+/// Returns candle's name of an element type; candle stores booleans as bytes.
 pub(crate) fn theirs(of: DType) -> candle_core::DType {
     match of {
         DType::F32 => candle_core::DType::F32,
@@ -81,12 +81,12 @@ pub(crate) fn theirs(of: DType) -> candle_core::DType {
         DType::BF16 => candle_core::DType::BF16,
         DType::I32 => candle_core::DType::I32,
         DType::I64 => candle_core::DType::I64,
-        // Tensors of 8-bit floats are not taken: their scales have no place in candle's graph.
+        // Tensors of 8-bit floats are unsupported: candle's graph has no argument for their scales.
         DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => candle_core::DType::U8,
     }
 }
 
-/// The elements of storage that a tensor reaches, from its first to its last.
+/// Returns the range of storage from a tensor's first to its last element.
 pub(crate) fn span(layout: &Layout) -> Range<usize> {
     let start = layout.start_offset();
     if layout.shape().elem_count() == 0 {
@@ -96,7 +96,7 @@ pub(crate) fn span(layout: &Layout) -> Range<usize> {
     start..start + last + 1
 }
 
-/// What is wrong with an operand, by itself and beside `q`.
+/// Returns the errors of an operand, on its own and compared with `q`.
 pub(crate) fn mistakes(name: &str, order: Order, tensor: &Tensor, q: &Tensor) -> Vec<SpecError> {
     let mut errors = Vec::new();
     if tensor.rank() != order.rank() {
@@ -111,15 +111,15 @@ pub(crate) fn mistakes(name: &str, order: Order, tensor: &Tensor, q: &Tensor) ->
     errors
 }
 
-/// A tensor that is on another device than `q`.
+/// Returns an error if a tensor is on another device than `q`.
 pub(crate) fn elsewhere(name: &str, tensor: &Tensor, q: &Tensor) -> Option<SpecError> {
     let (there, here) = (tensor.device().location(), q.device().location());
     let rule = || format!("q's, {here:?}");
     (!tensor.device().same_device(q.device())).then(|| SpecError::new(format!("{name} device"), format!("{there:?}"), rule()))
 }
 
-/// The tensor without its history, its last axis dense: copied where it is not, which is said once. `spread` lets elements of the last axis share
-/// memory.
+/// Returns the tensor without its history and with a dense last axis. It copies if necessary, and prints a note about the first copy. With `spread`, the last
+/// axis may have stride 0.
 pub(crate) fn dense(name: &str, tensor: &Tensor, spread: bool) -> Result<Tensor> {
     static SAID: Once = Once::new();
     let tensor = tensor.detach();

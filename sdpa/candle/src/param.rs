@@ -1,25 +1,25 @@
-//! Values of declared parameters: shapes, element types, and what has to be converted.
+//! Values of declared parameters: shapes, element types, conversions.
 
 use crate::operand::{self, theirs};
 use candle_core::{Result, Tensor};
 use sdpa::expr::{Axes, Declared, ParamKind};
 use sdpa::{DType, SpecError};
 
-/// What a caller bound to a name.
+/// The value that a caller bound to a name.
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
     Scalar(f32),
     Tensor(Tensor),
 }
 
-/// The same, ready to be read.
+/// A value that a pass can read.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "cpu"), expect(dead_code, reason = "the host alone reads what it converted"))]
 pub(crate) enum Ready {
     Scalar(f32),
-    /// Read in place: contiguous, without history. The type is what it is read as: bytes as truth values, u32 as i32.
+    /// Read in place: contiguous, without history. The type is the one that the pass reads: bytes as booleans, u32 as i32.
     Tensor(DType, Tensor),
-    /// One number of a tensor.
+    /// The number of a one-element tensor.
     Number(f32, DType),
     Bools(Vec<bool>),
     I32(Vec<i32>),
@@ -34,7 +34,7 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
-    /// The element type that its gradient has.
+    /// Returns the element type of its gradient.
     pub(crate) fn gradient_dtype(&self) -> DType {
         match &self.value {
             Ready::Scalar(_) => DType::F32,
@@ -46,8 +46,7 @@ impl Bound {
     }
 }
 
-/// What a value is in a problem of these extents, or what is wrong with it. Names and types that do not fit are left to the executor, which
-/// tells all of them.
+/// Prepares a value for a problem of these extents, or returns its error. The executor checks names and types, and reports all errors of these.
 pub(crate) fn ready(
     name: &str,
     value: &Value,
@@ -69,7 +68,7 @@ pub(crate) fn ready(
             }
             dtype
         }
-        // Nobody declares it.
+        // No score_mod or mask declares it.
         None => operand::dtype(tensor.dtype()).unwrap_or(DType::F32),
     };
     if tensor.dtype() != theirs(wanted) && !converts(tensor.dtype(), wanted) {
@@ -77,7 +76,7 @@ pub(crate) fn ready(
     }
     let tensor = tensor.detach().contiguous()?;
     if !tensor.device().is_cpu() {
-        // The same bits, where numbers are of one width; a length that is not below 2^31 is no length.
+        // u32 and i32 have equal bits for numbers below 2^31, and no length is larger.
         let same = tensor.dtype() == theirs(wanted) || (tensor.dtype() == candle_core::DType::U32 && wanted == DType::I32);
         let tensor = if same { tensor } else { tensor.to_dtype(theirs(wanted))? };
         return bound(Ready::Tensor(wanted, tensor));
@@ -106,7 +105,7 @@ fn told(dtype: DType) -> &'static str {
     }
 }
 
-/// Whole numbers of one type are taken for those of another.
+/// Returns true if integers of one type are accepted for another.
 fn converts(from: candle_core::DType, to: DType) -> bool {
     use candle_core::DType::{I32, I64, U32};
     match to {
@@ -115,7 +114,7 @@ fn converts(from: candle_core::DType, to: DType) -> bool {
     }
 }
 
-/// A scalar is a number in host memory: that of a tensor on the CPU will do.
+/// Reads a scalar, which must be in host memory: a tensor on the CPU is accepted.
 fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, SpecError>> {
     let field = format!("parameter {name}");
     if tensor.elem_count() != 1 || tensor.dtype() != candle_core::DType::F32 {
@@ -129,7 +128,7 @@ fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, Spec
     Ok(Ok(Ready::Number(tensor.flatten_all()?.to_vec1::<f32>()?[0], DType::F32)))
 }
 
-/// The rule that a shape breaks: an extent for each declared axis, or four with ones for the others.
+/// Returns the rule that a shape violates: an extent for each declared axis, or four with ones for the others.
 fn unlike(axes: Axes, extents: [i64; 4], dims: &[usize]) -> Option<String> {
     let given: Vec<i64> = dims.iter().map(|&d| d as i64).collect();
     let all = axes.dims(extents);

@@ -1,4 +1,4 @@
-//! One call: what is computed, over which tensors, and on whom.
+//! One call: its problem, tensors and executor.
 
 use crate::error::{bug, one, wrap};
 use crate::operand::{self, Order};
@@ -6,7 +6,7 @@ use crate::param::Bound;
 use candle_core::{Device, Result, Storage, Tensor};
 use sdpa::{BackwardSpec, ExecutorName, Problem, Reason, Unsupported};
 
-/// A forward pass, and what its backward pass reads.
+/// A forward pass, and the inputs of its backward pass.
 #[derive(Debug)]
 pub(crate) struct Pass {
     pub(crate) executor: Option<ExecutorName>,
@@ -15,35 +15,35 @@ pub(crate) struct Pass {
     /// Axes of the output.
     pub(crate) out: Order,
     pub(crate) problem: Problem,
-    /// What is differentiated; that of the output's gradient is another for each backward pass.
+    /// The backward pass. The strides of the output's gradient differ between calls.
     pub(crate) backward: Option<BackwardSpec>,
     /// Queries, keys and values, without history.
     pub(crate) operands: [Tensor; 3],
     pub(crate) params: Vec<Bound>,
-    /// Which of them only the backward pass reads.
+    /// For each parameter, whether only the backward pass reads it.
     pub(crate) only_backward: Vec<bool>,
     pub(crate) attn_scale: Option<f32>,
     pub(crate) packed: bool,
 }
 
-/// What a forward pass writes.
+/// The results of a forward pass.
 pub(crate) struct Outputs {
     pub(crate) o: Storage,
     pub(crate) stats: Option<Storage>,
 }
 
-/// What a backward pass reads besides.
+/// Additional inputs of a backward pass.
 pub(crate) struct Upstream<'a> {
     pub(crate) o: &'a Tensor,
     pub(crate) stats: &'a Tensor,
     pub(crate) d_o: &'a Tensor,
 }
 
-/// What a backward pass writes, each contiguous.
+/// The results of a backward pass, each contiguous.
 pub(crate) struct Gradients {
-    /// Of `q`, `k` and `v`.
+    /// Gradients of `q`, `k` and `v`.
     pub(crate) operands: [Storage; 3],
-    /// Of parameters, in the order in which they are asked for.
+    /// Gradients of parameters, in the order of the request.
     pub(crate) params: Vec<Storage>,
 }
 
@@ -59,7 +59,7 @@ impl Pass {
         if self.packed { vec![self.tokens(), heads] } else { vec![batch, heads, seq] }
     }
 
-    /// Tokens of queries of a packed call.
+    /// Returns the number of query tokens of a packed call.
     fn tokens(&self) -> usize {
         self.operands[0].dims().first().copied().unwrap_or_default()
     }
@@ -106,7 +106,7 @@ impl Pass {
         }
     }
 
-    /// A caller who named somebody else is told that tensors are where that one does not read them.
+    /// Returns an error if the selected executor does not read tensors on this device.
     fn is_for(&self, reads: &[ExecutorName]) -> Result<()> {
         match self.executor {
             Some(named) if !reads.contains(&named) => {
@@ -119,7 +119,7 @@ impl Pass {
     }
 }
 
-/// Bytes that the address of a tensor's first element is a multiple of, 16 at most. In host memory nobody asks.
+/// Returns the alignment of a tensor's first element in bytes, 16 at most. In host memory it does not matter.
 pub(crate) fn alignment(tensor: &Tensor) -> u32 {
     #[cfg(feature = "cuda")]
     if tensor.device().is_cuda() {
@@ -144,17 +144,17 @@ fn metal() -> candle_core::Error {
     wrap(Unsupported::new(ExecutorName::METAL, vec![reason]))
 }
 
-/// Elements of a tensor of these extents.
+/// Returns the number of elements of a tensor of these extents.
 pub(crate) fn elements(dims: &[usize]) -> usize {
     dims.iter().product()
 }
 
-/// The gradient of operand `n` of a pass has its elements, whatever memory these share.
+/// Returns the number of elements of operand `n`'s gradient. It is contiguous, whatever memory the operand's elements share.
 pub(crate) fn gradient_elements(pass: &Pass, n: usize) -> usize {
     elements(pass.operands[n].dims())
 }
 
-/// The elements of storage that a tensor reaches.
+/// Returns the range of storage that a tensor uses.
 pub(crate) fn span(tensor: &Tensor) -> std::ops::Range<usize> {
     operand::span(tensor.layout())
 }

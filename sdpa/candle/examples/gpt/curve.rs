@@ -1,8 +1,8 @@
-//! Losses as a picture.
+//! Draws the loss curve as SVG.
 
 use std::fmt::Write;
 
-/// The loss of each step, and its mean over the last twenty, in natural units, from 0 upwards.
+/// Returns a plot of the loss of each step and its mean over the last twenty steps, in nats, from 0 upwards.
 pub(crate) fn svg(losses: &[f32]) -> String {
     let (width, height, left, bottom) = (720., 300., 50., 40.);
     let most = losses.iter().copied().fold(1f32, f32::max).ceil();
@@ -11,7 +11,7 @@ pub(crate) fn svg(losses: &[f32]) -> String {
     let y = |loss: f32| 10. + (height - bottom - 10.) * (1. - loss / most);
     let line = |of: &dyn Fn(usize) -> f32| {
         (0..losses.len()).fold(String::new(), |mut points, step| {
-            // Writing into a string does not fail.
+            // Writing to a string does not fail.
             let _ = write!(points, "{:.1},{:.1} ", x(step), y(of(step)));
             points
         })

@@ -1,5 +1,4 @@
-//! A small GPT that trains from nothing on text that the program makes, on a CPU in minutes: rotary positions or ALiBi, grouped heads, packed
-//! documents.
+//! A small GPT, trained from scratch on generated text, on a CPU in minutes: RoPE or ALiBi, GQA, packed sequences.
 //!
 //! ```text
 //! cargo run --release --package sdpa-candle --example gpt -- --steps 400 --checkpoint gpt.safetensors --curve loss.svg
@@ -75,7 +74,7 @@ fn options(arguments: impl Iterator<Item = String>) -> Result<Options> {
     Ok(options)
 }
 
-/// A run: weights, the state of the optimiser, and the losses so far.
+/// A training run: model weights, the state of the optimiser, and the losses so far.
 struct Run {
     model: Model,
     adam: AdamW,
@@ -110,7 +109,7 @@ impl Run {
             all.extend(state.iter().map(|(name, x)| (format!("{what}.{name}"), x.clone())));
         }
         all.insert("losses".to_owned(), Tensor::new(self.losses.as_slice(), &Device::Cpu)?);
-        // Whole or not at all.
+        // Write to a temporary file and rename it, so that a checkpoint is never incomplete.
         let part = format!("{file}.part");
         candle_core::safetensors::save(&all, &part)?;
         Ok(std::fs::rename(part, file)?)

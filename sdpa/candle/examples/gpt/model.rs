@@ -1,4 +1,4 @@
-//! A small GPT: rotary positions or ALiBi, grouped heads of keys, packed documents. Weights are drawn by a seed and kept by name.
+//! A small GPT: RoPE or ALiBi, GQA, packed sequences. Model weights are initialised from a seed and stored by name.
 
 use crate::text::{ALPHABET, Random};
 use candle_core::{D, Device, Result, Tensor, Var};
@@ -14,7 +14,7 @@ pub(crate) struct Config {
     pub(crate) dim: usize,
     pub(crate) alibi: bool,
     pub(crate) softcap: Option<f32>,
-    /// Candle's plain ops instead of one fused attention.
+    /// Uses candle's plain ops instead of one fused attention.
     pub(crate) plain: bool,
 }
 
@@ -24,7 +24,7 @@ impl Config {
     }
 }
 
-/// The weights, by name.
+/// The model weights, by name.
 #[derive(Debug)]
 pub(crate) struct Model {
     config: Config,
@@ -32,13 +32,13 @@ pub(crate) struct Model {
     attention: Attention,
 }
 
-/// What the layers of one step have in common.
+/// Inputs that the layers of one step share.
 pub(crate) struct Batch {
     boundaries: Vec<u32>,
     documents: Documents,
-    /// Cosines and sines, (tokens, 1, dim / 2).
+    /// Cosines and sines of RoPE, (tokens, 1, dim / 2).
     turn: [Tensor; 2],
-    /// For plain attention: 0 or −inf, (tokens, tokens), with slopes by distance if there are any, (heads, tokens, tokens).
+    /// The bias of plain attention. It is 0 or −inf, (tokens, tokens), with ALiBi slopes times the distance if there are any, (heads, tokens, tokens).
     added: Option<Tensor>,
 }
 
@@ -88,7 +88,7 @@ impl Model {
         Ok(Batch { boundaries: boundaries.to_vec(), documents, turn: [turn(f64::cos)?, turn(f64::sin)?], added })
     }
 
-    /// What plain attention adds to scores.
+    /// Computes the bias of plain attention.
     fn added(&self, boundaries: &[u32]) -> Result<Tensor> {
         let tokens = boundaries[boundaries.len() - 1] as usize;
         let document: Vec<usize> = boundaries.windows(2).enumerate().flat_map(|(n, pair)| (pair[0]..pair[1]).map(move |_| n)).collect();
@@ -109,7 +109,7 @@ impl Model {
         self.weights.get(name).map(|weight| &**weight).ok_or_else(|| candle_core::Error::msg(format!("there is no weight {name}")))
     }
 
-    /// Logits of (tokens) characters, (tokens, vocabulary).
+    /// Returns the logits of (tokens) characters, (tokens, vocabulary).
     pub(crate) fn forward(&self, tokens: &Tensor, batch: &Batch) -> Result<Tensor> {
         let embedding = self.weight("embedding")?;
         let mut x = embedding.index_select(tokens, 0)?;
@@ -123,7 +123,7 @@ impl Model {
         norm(&x)?.matmul(&embedding.t()?)
     }
 
-    /// Of (tokens, heads · dim + 2 · heads_kv · dim), as one matrix product leaves it, (tokens, heads · dim).
+    /// Attention over fused `qkv`, (tokens, heads · dim + 2 · heads_kv · dim), as a linear layer returns it. Returns (tokens, heads · dim).
     fn attend(&self, qkv: &Tensor, batch: &Batch) -> Result<Tensor> {
         let Config { heads, heads_kv, dim, .. } = self.config;
         let tokens = qkv.dim(0)?;
@@ -137,7 +137,7 @@ impl Model {
         o.reshape((tokens, heads * dim))
     }
 
-    /// The same of candle's own ops: scores of every token with every other.
+    /// Attention with candle's own ops, which computes the scores of all pairs of tokens.
     fn plain(&self, [q, k, v]: [&Tensor; 3], added: &Tensor) -> Result<Tensor> {
         let Config { heads, heads_kv, dim, .. } = self.config;
         let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
@@ -156,14 +156,14 @@ impl Model {
         weights.matmul(&v)?.transpose(0, 1)?.contiguous()
     }
 
-    /// The mean of `-ln p` of each next character, of those that have one in their document.
+    /// Returns the mean of `-ln p` of the next character, over the characters that have one in their sequence.
     pub(crate) fn loss(&self, text: &[u32], batch: &Batch) -> Result<Tensor> {
         let tokens = text.len() - 1;
         let logits = self.forward(&Tensor::new(&text[..tokens], &Device::Cpu)?, batch)?;
         let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
         let chosen = shifted.gather(&Tensor::new(&text[1..], &Device::Cpu)?.unsqueeze(1)?, 1)?.squeeze(1)?;
         let each = (shifted.exp()?.sum(D::Minus1)?.log()? - chosen)?;
-        // The last of a document has its next one in another.
+        // The next character of a sequence's last one belongs to another sequence.
         let last = |n: usize| n + 1 < tokens && batch.boundaries.contains(&(n as u32 + 1));
         let counts: Vec<f32> = (0..tokens).map(|n| if last(n) { 0. } else { 1. }).collect();
         let total: f32 = counts.iter().sum();
@@ -171,13 +171,13 @@ impl Model {
     }
 }
 
-/// Divided by the root of the mean square.
+/// RMS norm, without a learned gain.
 fn norm(x: &Tensor) -> Result<Tensor> {
     let mean = (x.sqr()?.mean_keepdim(D::Minus1)? + 1e-6)?;
     x.broadcast_div(&mean.sqrt()?)
 }
 
-/// Turns pairs of halves by the place in the document.
+/// Applies RoPE to the two halves, by the position in the sequence.
 fn rotate(x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
     let half = x.dim(2)? / 2;
     let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
@@ -186,7 +186,7 @@ fn rotate(x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
     Tensor::cat(&[first, second], 2)
 }
 
-/// AdamW over named weights, whose state can be written and read back.
+/// AdamW over named weights, with a state that can be saved and restored.
 #[derive(Debug)]
 pub(crate) struct AdamW {
     pub(crate) first: BTreeMap<String, Tensor>,
@@ -199,7 +199,7 @@ impl AdamW {
         Ok(AdamW { first: zeros()?, second: zeros()? })
     }
 
-    /// One step, the first being 1.
+    /// Performs one step; the first has the number 1.
     pub(crate) fn step(&mut self, weights: &BTreeMap<String, Var>, loss: &Tensor, step: u64, rate: f64) -> Result<()> {
         let gradients = loss.backward()?;
         let (b1, b2) = (0.9f64, 0.99f64);

@@ -1,6 +1,6 @@
-//! Text that a small model can learn: sums, comparisons and sentences of a small grammar, each document of its own length, drawn by a seed.
+//! Text that a small model can learn: sums, comparisons and sentences of a small grammar, in sequences of different lengths, generated from a seed.
 
-/// Random numbers that every run draws alike.
+/// Random numbers that are identical in every run.
 #[derive(Clone, Debug)]
 pub(crate) struct Random(pub(crate) u64);
 
@@ -22,7 +22,7 @@ impl Random {
         words[self.below(words.len() as u64) as usize]
     }
 
-    /// Of a normal distribution.
+    /// Returns a normally distributed number.
     pub(crate) fn normal(&mut self) -> f32 {
         let unit = |x: u64| ((x >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
         let (a, b) = (unit(self.next()), unit(self.next()));
@@ -30,7 +30,7 @@ impl Random {
     }
 }
 
-/// A document: one to six lines that have to do with one another.
+/// Returns a sequence of one to six related lines.
 fn document(random: &mut Random) -> String {
     let mut text = String::new();
     let animal = random.of(&["cat", "dog", "hen", "fox", "owl", "crow", "mouse", "horse"]);
@@ -59,10 +59,10 @@ fn document(random: &mut Random) -> String {
     text
 }
 
-/// Characters that occur, the first of them the end of a document.
+/// The characters in use; the first one ends a sequence.
 pub(crate) const ALPHABET: &str = "\u{3}\n abcdefghijklmnopqrstuvwxyz0123456789+=.,?";
 
-/// Documents one behind the other that fill `tokens` and one more, the last cut off; and where they begin and end, in tokens of the input.
+/// Returns packed sequences of `tokens` characters and one more, the last one truncated, and their `cu_seqlens` in tokens of the input.
 pub(crate) fn batch(seed: u64, step: u64, tokens: usize) -> (Vec<u32>, Vec<u32>) {
     let mut random = Random(seed ^ step.wrapping_mul(0xD134_2543_DE82_EF95));
     let (mut text, mut boundaries) = (Vec::new(), vec![0u32]);

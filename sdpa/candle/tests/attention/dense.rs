@@ -29,7 +29,7 @@ fn gradients_of_grouped_heads_are_those_of_the_textbook() {
     compare("grouped", (&o, &want), &weights, &[("q", &q, &wq), ("k", &k, &wk), ("v", &v, &wv)]);
     close("stats", &stats, &lse, 1e-6);
     assert!(!stats.track_op(), "stats are detached");
-    // The same without gradients is no part of a graph.
+    // Without gradients, the result is not part of a graph.
     let plain = attention.forward(&q.detach(), &k.detach(), &v.detach()).unwrap();
     assert!(!plain.track_op() && o.track_op());
     close("untracked", &plain, &want, 1e-5);
@@ -38,13 +38,13 @@ fn gradients_of_grouped_heads_are_those_of_the_textbook() {
 #[test]
 fn a_packed_projection_is_read_through_three_views() {
     let mut random = Random::new(2);
-    // (batch, seq, 3, heads, dim), as one matrix product leaves it, a row before and one behind.
+    // (batch, seq, 3, heads, dim), as a linear layer returns it, with a row before and a row after.
     let qkv = random.var(&[2, 13, 3, 4, 8]);
     let view = |x: &Tensor, n: usize| x.narrow(1, 1, 11).unwrap().narrow(2, n, 1).unwrap().squeeze(2).unwrap().transpose(1, 2).unwrap();
     let (q, k, v) = (view(&qkv, 0), view(&qkv, 1), view(&qkv, 2));
     assert!(!q.is_contiguous() && k.layout().start_offset() > 0);
     let o = Attention::new().mask(Mask::causal()).forward(&q, &k, &v).unwrap();
-    // (batch, seq, heads, dim) in memory, so that what comes next copies nothing.
+    // (batch, seq, heads, dim) in memory, so that the next reshape copies nothing.
     assert!(o.transpose(1, 2).unwrap().is_contiguous());
     let w = wide(&qkv);
     let kept = keep(11, 11, |q, k| k <= q);
@@ -56,7 +56,7 @@ fn a_packed_projection_is_read_through_three_views() {
 fn strides_that_nobody_reads_in_place_are_copied() {
     let mut random = Random::new(3);
     let (q, k, v) = (random.var(&[1, 2, 8, 7]), random.var(&[1, 1, 8, 9]), random.var(&[1, 2, 9, 6]));
-    // The last axis of q and k is not dense; the heads of k are one in memory.
+    // The last axis of q and k is not dense; the heads of k share memory.
     let turned = |q: &Tensor, k: &Tensor| (q.transpose(2, 3).unwrap(), k.transpose(2, 3).unwrap().broadcast_as((1, 2, 9, 8)).unwrap());
     let (tq, tk) = turned(&q, &k);
     assert_eq!((tq.stride()[3], tk.stride()[1]), (7, 0));

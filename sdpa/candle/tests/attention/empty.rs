@@ -12,7 +12,7 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Asserts that a tensor has this shape and one value throughout.
+/// Asserts that a tensor has this shape and that all of its elements are `value`.
 fn all(what: &str, tensor: &Tensor, dims: &[usize], value: f32) {
     assert_eq!(tensor.dims(), dims, "{what}");
     assert_eq!(numbers(tensor), vec![value; dims.iter().product()], "{what}");
@@ -59,7 +59,7 @@ fn a_sink_is_the_only_term_without_keys() {
     all("d_sink", gradients.get(&sink).unwrap(), &[2], 0.0);
 }
 
-/// Views without elements, of storage with some.
+/// Views without elements, of storage that has some.
 #[test]
 fn views_may_have_no_elements() {
     let mut random = Random::new(2);

@@ -1,4 +1,4 @@
-//! What is wrong with a call, told at the call.
+//! Invalid arguments are reported by the call that has them.
 
 use crate::textbook::{CPU, Random};
 use candle_core::{DType, Result, Tensor, Var};
@@ -63,7 +63,7 @@ fn what_is_tracked_and_cannot_have_a_gradient_is_told_at_the_call() {
     let of = Var::new(&[0u32, 6], &CPU).unwrap();
     let packed = q.transpose(1, 2).unwrap().contiguous().unwrap().narrow(0, 0, 1).unwrap().squeeze(0).unwrap();
     told(Attention::new().forward_packed(&Documents::new(&of, 6), &packed, &packed, &packed), &["wrt[0]", "cu_seqlens"]);
-    // A gradient by hand is one of scores alone.
+    // A custom gradient is one with respect to scores only.
     let by_hand = sdpa_candle::ScoreMod::new("scaled", |score, _, p| score * p.tensor("by", [Axis::Head], F32)).unwrap();
     let by_hand = by_hand.with_bprop(|grad, _, _, p| grad * p.tensor("by", [Axis::Head], F32)).unwrap();
     let by = Var::new(&[1f32, 2., 3., 4.], &CPU).unwrap();

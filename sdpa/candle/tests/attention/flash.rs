@@ -1,4 +1,4 @@
-//! candle-flash-attn's functions against what they say they compute.
+//! The functions of candle-flash-attn against their documented formula.
 
 use crate::packed::{boundaries, textbook};
 use crate::textbook::{CPU, Random, Textbook, compare, keep, wide};
@@ -7,7 +7,7 @@ use sdpa_candle::*;
 
 const SCALE: f32 = 0.3;
 
-/// What one of them computes, of (batch, heads, seq, dim): windows about the end of the keys, softcap, then slopes by distance.
+/// The formula, for (batch, heads, seq, dim): bottom-right aligned windows, softcap, then ALiBi slopes.
 struct Formula<'a> {
     slopes: Option<&'a Tensor>,
     window: (Option<i64>, Option<i64>),
@@ -148,7 +148,7 @@ fn dense_functions_and_their_gradients() {
 
 #[test]
 fn functions_of_documents_and_their_gradients() {
-    // Documents of the same lengths on both sides, named by one tensor; and of others.
+    // Sequences of equal lengths on both sides, given as one tensor; and of other lengths.
     let ends: [&[usize]; 2] = [&[0, 5, 6, 12], &[0, 7, 15, 23]];
     for (f, same) in FUNCTIONS.iter().flat_map(|f| [(f, true), (f, false)]) {
         let of = if same { [ends[0], ends[0]] } else { ends };

@@ -1,4 +1,4 @@
-//! Attention as a function of candle's, on the CPU, against candle's own autograd over the textbook formula in f64.
+//! Attention in candle on the CPU, against candle's own autograd over the textbook formula in f64.
 
 mod dense;
 mod empty;

@@ -1,10 +1,10 @@
-//! Documents one behind the other.
+//! Packed sequences.
 
 use crate::textbook::{CPU, Random, Textbook, close, compare, keep, wide};
 use candle_core::{DType, Result, Tensor};
 use sdpa_candle::{Attention, Documents, Mask};
 
-/// Each document by itself, those between them 0.
+/// Computes each sequence separately; rows between them are 0.
 pub(crate) fn textbook(
     [q, k, v]: [&Tensor; 3],
     [of_q, of_k]: [&[usize]; 2],
@@ -43,7 +43,7 @@ fn each(_: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
 fn documents_attend_to_themselves_alone() {
     for dtype in [DType::U32, DType::I32, DType::I64] {
         let mut random = Random::new(11);
-        // A token before the first document and two behind the last; the third is empty.
+        // A token before the first sequence and two after the last; the third is empty.
         let of: &[usize] = &[1, 6, 17, 17, 21];
         let (q, k, v) = (random.var(&[23, 4, 8]), random.var(&[23, 2, 8]), random.var(&[23, 2, 5]));
         let documents = Documents::new(&boundaries(of, dtype), 11).at_most(30);

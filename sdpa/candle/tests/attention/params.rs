@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor, Var};
 use sdpa_candle::expr::{Axis, F32};
 use sdpa_candle::{Attention, Mask, ScoreMod, library};
 
-/// `names` of numbers for each head and key, added to the score once, twice, and so on.
+/// A score_mod that declares parameters `names` per head and key, and adds the first once, the second twice, and so on.
 fn sums(names: &[&'static str]) -> ScoreMod {
     let one = |(n, name): (usize, &&'static str)| {
         let times = (n + 1) as f32;
@@ -51,7 +51,7 @@ fn a_parameter_has_a_gradient_where_operands_have_none() {
     let mut random = Random::new(7);
     let (q, bias) = (random.tensor(&[1, 2, 6, 8]), random.var(&[1, 1, 6, 6]));
     let attention = Attention::new().score_mod(library::bias([Axis::Q, Axis::K], F32));
-    // Made of a variable, and bound in four axes.
+    // Computed from a variable, and bound in four axes.
     let doubled = (&*bias * 2.).unwrap();
     let o = attention.param("bias", &doubled).forward(&q, &q, &q).unwrap();
     let (wq, wb) = (wide(&q), wide(&bias));
@@ -107,14 +107,14 @@ fn dropout_is_drawn_by_its_numbers_and_differentiated() {
     let q = random.var(&[1, 2, 20, 8]);
     let numbers = |n: i64| Tensor::new(&[n], &CPU).unwrap();
     let drop = |seed: i64| Attention::new().with_dropout(0.5, &numbers(seed), &numbers(0));
-    // With values that are all one, an output is the sum of what is left of the weights.
+    // With values of 1, an output is the sum of P after dropout.
     let ones = Tensor::ones((1, 2, 20, 8), DType::F32, &CPU).unwrap();
     let (first, again) = (drop(3).forward(&q, &q, &ones).unwrap(), drop(3).forward(&q, &q, &ones).unwrap());
     close("the same seed", &first, &again, 0.);
     let other = drop(4).forward(&q, &q, &ones).unwrap();
     let differs = (&first - &other).unwrap().abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
     assert!(differs > 1., "another seed drops others: {differs}");
-    // Weights that are alike give each key `dropped / keys`: the mask can be read off with unit vectors as values.
+    // All P of a row are equal. With unit vectors as values, the output times the number of keys shows the dropout mask.
     let flat = Tensor::zeros((1, 2, 20, 8), DType::F32, &CPU).unwrap();
     let units = Tensor::eye(20, DType::F32, &CPU).unwrap().broadcast_as((1, 2, 20, 20)).unwrap();
     let mask = (drop(3).forward(&flat, &flat, &units).unwrap() * 20.).unwrap().to_dtype(DType::F64).unwrap().round().unwrap();

@@ -1,10 +1,10 @@
-//! The textbook formula in f64, of ops that candle differentiates, and what is compared with it.
+//! The textbook formula in f64, from ops that candle differentiates, and comparisons with it.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 pub(crate) const CPU: Device = Device::Cpu;
 
-/// Random numbers that every run draws alike.
+/// Random numbers that are identical in every run.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -29,31 +29,31 @@ impl Random {
     }
 }
 
-/// A variable of the same numbers in f64.
+/// Returns a variable of these numbers in f64.
 pub(crate) fn wide(tensor: &Tensor) -> Var {
     Var::from_tensor(&tensor.detach().to_dtype(DType::F64).unwrap()).unwrap()
 }
 
-/// What an attention is, spelled out: scores become others, `keep` is 1 where a key counts, a sink is one more term.
+/// An attention: a score_mod as a function of tensors, `keep` with 1 where a query attends to a key, and an optional sink.
 pub(crate) struct Textbook<'a> {
     pub(crate) scale: f64,
     pub(crate) scores: &'a dyn Fn(&Tensor) -> Result<Tensor>,
     /// `[q, k]` or four axes.
     pub(crate) keep: &'a Tensor,
     pub(crate) sink: Option<&'a Tensor>,
-    /// What weights are multiplied by behind the softmax.
+    /// Dropout factors of P.
     pub(crate) dropped: Option<&'a Tensor>,
 }
 
 impl Textbook<'_> {
-    /// Of (batch, heads, seq, dim) in f64: the output and the log-sum-exp.
+    /// Returns the output and the log-sum-exp for (batch, heads, seq, dim) in f64.
     pub(crate) fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let group = q.dim(1)? / k.dim(1)?;
         let (q, k, v) = (q.contiguous()?, repeat(k, group)?, repeat(v, group)?.contiguous()?);
         let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
         let scores = (self.scores)(&scores)?;
         let keep = self.keep.to_dtype(DType::F64)?;
-        // Dropped scores are far below every other, so that the greatest is one that counts.
+        // Masked-out scores are far below every other, so that the maximum is an unmasked one.
         let low = ((keep.affine(-1., 1.)?) * -1e30)?;
         let greatest = scores.broadcast_add(&low)?.max_keepdim(3)?.detach();
         let kept = scores.broadcast_sub(&greatest)?.broadcast_mul(&keep)?.exp()?.broadcast_mul(&keep)?;
@@ -61,7 +61,7 @@ impl Textbook<'_> {
         if let Some(sink) = self.sink {
             sum = sum.broadcast_add(&sink.reshape((1, (), 1, 1))?.broadcast_sub(&greatest)?.exp()?)?;
         }
-        // A row without a key is 0.
+        // A row that attends to no key is 0.
         let empty = sum.eq(0.)?.to_dtype(DType::F64)?;
         let mut weights = kept.broadcast_div(&(&sum + empty)?)?;
         if let Some(dropped) = self.dropped {
@@ -77,13 +77,13 @@ fn repeat(x: &Tensor, group: usize) -> Result<Tensor> {
     x.unsqueeze(2)?.broadcast_as((batch, heads, group, seq, dim))?.reshape((batch, heads * group, seq, dim))
 }
 
-/// `keep[q, k]` of a rule.
+/// Returns `keep[q, k]` of a rule.
 pub(crate) fn keep(seq_q: usize, seq_kv: usize, rule: impl Fn(i64, i64) -> bool) -> Tensor {
     let cells = (0..seq_q * seq_kv).map(|n| u8::from(rule((n / seq_kv) as i64, (n % seq_kv) as i64)));
     Tensor::from_vec(cells.collect(), (seq_q, seq_kv), &CPU).unwrap()
 }
 
-/// Holds one tensor against another, relative to the greatest number of the second.
+/// Compares one tensor with another, relative to the largest number of the second.
 pub(crate) fn close(what: &str, got: &Tensor, want: &Tensor, tolerance: f64) {
     assert_eq!(got.dims(), want.dims(), "{what}");
     let flat = |x: &Tensor| x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -96,7 +96,7 @@ pub(crate) fn close(what: &str, got: &Tensor, want: &Tensor, tolerance: f64) {
     assert!(want.iter().any(|x| *x != 0.), "{what} is 0 altogether, and shows nothing");
 }
 
-/// Holds an output and the gradients of a weighted sum of it against the textbook's, pair by pair.
+/// Compares an output, and the gradients of a weighted sum of it, with the textbook's, pair by pair.
 pub(crate) fn compare(what: &str, (got, want): (&Tensor, &Tensor), weights: &Tensor, pairs: &[(&str, &Tensor, &Tensor)]) {
     compare_within(what, (got, want), weights, pairs, 1e-5);
 }

@@ -1,5 +1,5 @@
-//! Attention as a function of candle's on an NVIDIA GPU, on cuDNN and on native CUDA kernels, against candle's own autograd over the textbook formula in f64 on the CPU.
-//! Without a GPU nothing runs, and that is said; `SDPA_REQUIRE=candle-cuda` makes it a failure.
+//! Attention in candle on an NVIDIA GPU, on cuDNN and on native CUDA kernels, against candle's own autograd over the textbook formula in f64 on the CPU.
+//! Without a GPU the tests print that they are skipped; `SDPA_REQUIRE=candle-cuda` makes that a failure.
 
 #[path = "../attention/textbook.rs"]
 #[allow(dead_code)]
@@ -10,7 +10,7 @@ use sdpa_candle::expr::{Axis, BF16};
 use sdpa_candle::{Attention, Documents, ExecutorName, Mask, flash_attn_varlen, flash_attn_windowed, library};
 use textbook::{CPU, Random, Textbook, close, keep, wide};
 
-/// A device with a stream of its own, on which candle orders what different threads do.
+/// A device with its own stream, on which candle orders the work of different threads.
 fn gpu() -> Option<Device> {
     match Device::new_cuda_with_stream(0) {
         Ok(device) => Some(device),
@@ -23,7 +23,7 @@ fn gpu() -> Option<Device> {
     }
 }
 
-/// Rounded to `dtype`: the same numbers on both sides.
+/// Rounds to `dtype`, so that both sides have equal numbers.
 fn rounded(random: &mut Random, dims: &[usize], dtype: DType) -> Tensor {
     random.tensor(dims).to_dtype(dtype).unwrap()
 }
@@ -36,7 +36,7 @@ fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F16 { 4e-3 } else { 3e-2 }
 }
 
-/// Holds the output on the GPU and the gradients of a weighted sum of it against the textbook's.
+/// Compares the output on the GPU, and the gradients of a weighted sum of it, with the textbook's.
 fn compare(what: &str, (got, want): (&Tensor, &Tensor), random: &mut Random, pairs: &[(&str, &Tensor, &Tensor)]) {
     let within = tolerance(got.dtype());
     close(&format!("{what}: o"), &got.to_device(&CPU).unwrap(), want, within);
@@ -89,7 +89,7 @@ fn grouped_heads_a_softcap_and_a_window_about_the_end() {
 fn a_packed_projection_is_read_through_three_views() {
     let Some(device) = gpu() else { return };
     let mut random = Random::new(2);
-    // (batch, seq, 3, heads, dim), a row before that counts and one behind.
+    // (batch, seq, 3, heads, dim), with an unused row before and after.
     let qkv = rounded(&mut random, &[2, 99, 3, 4, 64], DType::BF16);
     let view = |x: &Tensor, n: usize| x.narrow(1, 1, 97).unwrap().narrow(2, n, 1).unwrap().squeeze(2).unwrap().transpose(1, 2).unwrap();
     let (here, there) = (on(&device, &qkv), wide(&qkv));
@@ -170,7 +170,7 @@ fn documents_one_behind_the_other() {
             Attention::new().mask(Mask::causal()).forward_packed(&documents, &gq, &gk, &gv).unwrap(),
             flash_attn_varlen(&gq, &gk, &gv, &boundaries, &boundaries, 129, 129, scale, true).unwrap(),
         ];
-        // The textbook knows documents as a mask over one row.
+        // The textbook handles packed sequences as a mask over one row.
         let document = |n: i64| of.iter().filter(|&&begin| i64::from(begin) <= n).count();
         let kept = keep(200, 200, |q, k| k <= q && document(q) == document(k));
         let by_head = |x: &Tensor| x.transpose(0, 1).unwrap().unsqueeze(0).unwrap().contiguous().unwrap();
@@ -186,7 +186,7 @@ fn documents_one_behind_the_other() {
 fn a_function_of_candle_flash_attn() {
     let Some(device) = gpu() else { return };
     let mut random = Random::new(7);
-    // (batch, seq, heads, dim)
+    // (batch, seq, heads, dim).
     let (q, k) = (rounded(&mut random, &[2, 150, 4, 64], DType::BF16), rounded(&mut random, &[2, 150, 2, 64], DType::BF16));
     let [gq, gk] = [&q, &k].map(|x| on(&device, x));
     let [wq, wk] = [&q, &k].map(wide);
@@ -227,7 +227,7 @@ fn what_one_executor_does_not_take_the_other_does_and_a_name_is_kept() {
     let causal = Attention::new().mask(Mask::causal());
     let kept = keep(30, 30, |q, k| k <= q);
     let (want, _) = plain(16, &kept).attend(&there, &there, &there).unwrap();
-    // f32 is for native CUDA kernels alone.
+    // Only native CUDA kernels support f32.
     let why = causal.clone().executor(ExecutorName::CUDNN).forward(&here, &here, &here).unwrap_err().to_string();
     assert!(why.contains("cudnn") && why.contains("f32"), "{why}");
     for attention in [causal.clone(), causal.clone().executor(ExecutorName::CUDA), causal.executor(ExecutorName::CPU)] {
@@ -239,7 +239,7 @@ fn what_one_executor_does_not_take_the_other_does_and_a_name_is_kept() {
     assert!(elsewhere.contains('k') && elsewhere.contains("device"), "{elsewhere}");
 }
 
-/// A mask that is no band, on either executor by name and on whoever is chosen; and learned slopes, whose gradient cuDNN has none of.
+/// A mask that is not a band, on each executor by name and on the automatic selection; and learned ALiBi slopes, whose gradient cuDNN does not compute.
 #[test]
 fn rules_of_places_and_learned_slopes_train() {
     let Some(device) = gpu() else { return };
