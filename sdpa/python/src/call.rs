@@ -11,21 +11,21 @@ use sdpa::{
 };
 use std::ffi::c_void;
 
-/// What is bound to a parameter.
+/// The value of a parameter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Value {
     Scalar(f32),
     Tensor { address: u64, dtype: DType, elements: usize },
 }
 
-/// What Python passed. The tensors behind addresses are kept by the caller, are of the layout of the pass, and what is written is nobody else's.
+/// The arguments from Python. The caller keeps the tensors at these addresses alive, with the layout of the pass, and has exclusive access to results.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call<'a> {
     /// In the order of the pass: `q k v o`, and `d_o dq dk dv`.
     pub(crate) operands: &'a [u64],
     pub(crate) stats: Option<u64>,
     pub(crate) values: &'a [(&'a str, Value)],
-    /// In the order of the gradients that were asked for.
+    /// In the order of the requested gradients.
     pub(crate) gradients: &'a [u64],
     pub(crate) scale: Option<f32>,
 }
@@ -34,7 +34,7 @@ fn wrong(field: &str, value: impl std::fmt::Display, rule: impl Into<String>) ->
     Error::Spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
 }
 
-/// An address as a pointer to elements of this size, or what is wrong with it.
+/// Returns an address as a pointer to elements of this size, or an error if it is null or misaligned.
 fn pointer<T>(address: u64, elements: usize) -> Result<*mut T, Error> {
     if elements == 0 {
         return Ok(std::ptr::dangling_mut());
@@ -48,13 +48,13 @@ fn pointer<T>(address: u64, elements: usize) -> Result<*mut T, Error> {
 
 fn read<'a, T>(address: u64, elements: usize) -> Result<&'a [T], Error> {
     let at = pointer::<T>(address, elements)?;
-    // SAFETY: the caller keeps a tensor of so many elements there during the call, and nobody writes it.
+    // SAFETY: the caller keeps a tensor of `elements` elements alive during the call, and no thread writes to it.
     Ok(unsafe { std::slice::from_raw_parts(at, elements) })
 }
 
 fn write<'a, T>(address: u64, elements: usize) -> Result<&'a mut [T], Error> {
     let at = pointer::<T>(address, elements)?;
-    // SAFETY: the caller made a tensor of so many elements there for this call, and nobody else knows it. Every pattern of bits is a number.
+    // SAFETY: the caller allocated a tensor of `elements` elements for this call and does not share it. Every bit pattern is a valid number.
     Ok(unsafe { std::slice::from_raw_parts_mut(at, elements) })
 }
 
@@ -80,7 +80,7 @@ fn elements_mut<'a>(dtype: DType, address: u64, n: usize) -> Result<ElementsMut<
     }
 }
 
-/// Truth values: in place where every byte is 0 or 1, as PyTorch and NumPy keep them, and read anew where somebody viewed other bytes as such.
+/// Returns booleans. They are read in place if every byte is 0 or 1, as in PyTorch and NumPy, and converted if a caller viewed other bytes as booleans.
 fn truths(address: u64, n: usize, kept: &mut Vec<bool>) -> Result<&[bool], Error> {
     let bytes: &[u8] = read(address, n)?;
     if bytes.iter().fold(0, |all, byte| all | byte) <= 1 {
@@ -124,7 +124,7 @@ impl Call<'_> {
         run(&params)
     }
 
-    /// A forward pass over host memory.
+    /// Runs a forward pass over host memory.
     pub(crate) fn forward(&self, problem: &Problem, prepared: &dyn Prepared) -> Result<Report, Error> {
         let dtype = problem.dtype();
         let at = |n: usize, tensor: &TensorSpec| elements(dtype, self.operand(n)?, length(tensor));
@@ -144,7 +144,7 @@ impl Call<'_> {
         })
     }
 
-    /// A backward pass over host memory.
+    /// Runs a backward pass over host memory.
     pub(crate) fn backward(&self, problem: &BackwardProblem, prepared: &dyn PreparedBackward) -> Result<Report, Error> {
         let dtype = problem.forward().dtype();
         let at = |n: usize| elements(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
@@ -165,7 +165,7 @@ impl Call<'_> {
         })
     }
 
-    /// Either pass over device memory, submitted to the stream. Nothing waits.
+    /// Submits a pass over device memory to the stream, without waiting.
     pub(crate) fn submit(
         &self,
         asked: &Asked,
@@ -211,9 +211,9 @@ impl Call<'_> {
             gradients: &gradients,
             workspace: (workspace != 0).then_some(DeviceSlice { address: workspace, bytes: pass.workspace_bytes() }),
         };
-        // SAFETY: PyTorch's current stream of this device, which outlives the call: PyTorch frees no stream.
+        // SAFETY: PyTorch's current stream of this device outlives the call, because PyTorch frees no stream.
         let stream = unsafe { Stream::borrow(device, RawStream(stream as usize as *mut c_void)) };
-        // SAFETY: the caller keeps the tensors; PyTorch gives their memory to others in the order of the stream. What is written was made for this call.
+        // SAFETY: the caller keeps the tensors alive, and PyTorch reuses their memory in stream order only. The results were allocated for this call.
         unsafe { pass.submit(&stream, &call) }
     }
 }

@@ -1,4 +1,4 @@
-//! A pass made ready on a GPU: on whom, and why not on the other.
+//! A pass that was prepared on a GPU: the selected executor, and the reasons against the other.
 
 use crate::error::{Told, told};
 use crate::plan::Asked;
@@ -7,7 +7,7 @@ use sdpa::nvidia::{Device, DevicePass, Job};
 use sdpa::{Choice, Dispatcher, Error, Executor, ExecutorName, Preference, Unproven, Unsupported};
 use std::sync::Arc;
 
-/// Those that read tensors of a GPU.
+/// The executors that read tensors of a GPU.
 const BOTH: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 
 /// A pass that runs on a GPU.
@@ -32,12 +32,12 @@ impl Chosen {
         Ok(Chosen { device: all.device()?, all, executor, pass: prepared, declined, unproven, named: named.is_some() })
     }
 
-    /// Features of the pass that the ledger of its executor does not cover.
+    /// Returns the features of the pass that the ledger of its executor does not cover.
     pub(crate) fn unproven(&self) -> Option<String> {
         self.unproven.as_ref().map(ToString::to_string)
     }
 
-    /// Who does not run it, and why: what was said by those that were asked, else why they were not.
+    /// Returns the executors that do not run it, with their reasons. An executor that was not tried has a reason for that.
     pub(crate) fn others(&self, asked: &Asked) -> Vec<Told> {
         let others = BOTH.into_iter().filter(|other| *other != self.executor);
         let why = |other: ExecutorName| match self.declined.iter().find(|declined| declined.executor == other) {
@@ -69,7 +69,7 @@ impl Chosen {
         }
     }
 
-    /// What cuDNN's ledger does not cover of a pass.
+    /// Returns the features of a pass that cuDNN's ledger does not cover.
     fn of_cudnn(&self, asked: &Asked) -> Option<Arc<Unproven>> {
         let cudnn = self.all.cudnn().ok()?;
         match asked {
@@ -78,12 +78,12 @@ impl Chosen {
         }
     }
 
-    /// The error of an executor that made this pass and is not there any more.
+    /// The error of an executor that prepared this pass and is no longer available.
     fn gone(&self, error: impl std::error::Error + Send + Sync + 'static) -> Error {
         Error::failed(self.executor, error)
     }
 
-    /// Its name, its version and its file.
+    /// Returns the library's name, its version and its file.
     pub(crate) fn library(&self) -> Result<(&'static str, String, String), Error> {
         if self.executor == ExecutorName::CUDNN {
             let library = self.all.cudnn().map_err(|error| self.gone(error))?.library();
@@ -94,7 +94,7 @@ impl Chosen {
         Ok(("NVRTC", format!("{major}.{minor}"), nvrtc.path().display().to_string()))
     }
 
-    /// What the cache of plans says of it.
+    /// Returns the plan cache's explanation of this pass.
     pub(crate) fn explain(&self, job: &Job) -> Result<String, Error> {
         if self.executor == ExecutorName::CUDNN {
             return Ok(self.all.cudnn().map_err(|error| self.gone(error))?.explain(job).to_string());

@@ -1,4 +1,4 @@
-//! The choice among executors on each NVIDIA GPU of this process, and what their caches know of themselves.
+//! The dispatcher of each NVIDIA GPU in this process, and the traces of their caches.
 
 use crate::error::{environment, one};
 use crate::kernels;
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Which libraries to use: the files that PyTorch loads.
+/// The library files to load: those that PyTorch loads.
 #[derive(Clone, Debug, Default)]
 struct Libraries {
     cudnn: Option<PathBuf>,
@@ -22,23 +22,22 @@ struct Libraries {
 
 static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
 
-/// The process that the GPU was first used in: no context survives a fork.
+/// The process that used a GPU first: CUDA contexts do not survive a fork.
 static PROCESS: OnceLock<u32> = OnceLock::new();
 
-/// Whether this process was forked from that. Asking the system at each call would cost a call of the system's.
+/// Whether this process is a fork of that one. A query of the process id on each call would cost a system call.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
 static DISPATCHERS: Mutex<Option<HashMap<u32, Arc<Dispatcher>>>> = Mutex::new(None);
 
-/// Names the cuDNN and the NVRTC that are used from here on: the files that PyTorch loads, or none for the usual search. Said before the first call on a
-/// GPU; later it changes nothing.
+/// Sets the cuDNN and the NVRTC to load: the files that PyTorch loads, or `None` for the default search. It has an effect only before the first call on a GPU.
 #[pyfunction]
 #[pyo3(signature = (cudnn, nvrtc))]
 pub(crate) fn use_libraries(cudnn: Option<PathBuf>, nvrtc: Option<PathBuf>) {
     let _ = LIBRARIES.set(Libraries { cudnn, nvrtc });
 }
 
-/// Python says it in the child.
+/// Python calls this in the child process.
 #[pyfunction]
 fn forked() {
     FORKED.store(true, Ordering::Relaxed);
@@ -55,7 +54,7 @@ pub(crate) fn same_process() -> PyResult<()> {
     ))
 }
 
-/// From here on a fork is noticed.
+/// Registers a callback for forks.
 fn notice_forks(py: Python<'_>) -> PyResult<()> {
     if PROCESS.set(std::process::id()).is_ok() {
         let said = PyDict::new(py);
@@ -65,7 +64,7 @@ fn notice_forks(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// The choice on a device. Where nobody is there, the next call looks again.
+/// Returns the dispatcher of a device. If no executor is available, the next call tries again.
 pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatcher>> {
     same_process()?;
     notice_forks(py)?;
@@ -92,7 +91,7 @@ pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatche
     made.map_err(|e: LedgerError| environment(format!("{e}; `cargo sdpa prove cudnn` makes it again")))
 }
 
-/// Those of the devices that were used in this process.
+/// Returns the dispatchers of the devices that this process used.
 pub(crate) fn every_dispatcher() -> Vec<Arc<Dispatcher>> {
     if FORKED.load(Ordering::Relaxed) {
         return Vec::new();
@@ -100,7 +99,7 @@ pub(crate) fn every_dispatcher() -> Vec<Arc<Dispatcher>> {
     DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner).iter().flat_map(HashMap::values).cloned().collect()
 }
 
-/// What the caches of a device's executors know of themselves, as JSON; `None` where the device was not used.
+/// Returns the cache traces of a device's executors as JSON, or `None` if the device was not used.
 #[pyfunction]
 pub(crate) fn cache_trace(py: Python<'_>, ordinal: u32) -> PyResult<Option<String>> {
     let there = py.detach(|| {

@@ -12,27 +12,27 @@ fn exception(name: &str, arguments: impl for<'py> PyCallArgs<'py>) -> PyErr {
     })
 }
 
-/// Everything that is wrong, each with field, value and rule.
+/// All invalid arguments, each with field, value and rule.
 pub(crate) fn spec(errors: SpecErrors) -> PyErr {
     let told: Vec<(String, String, String)> =
         errors.0.into_iter().map(|SpecError { field, value, rule, .. }| (field, value, rule)).collect();
     exception("SpecError", (told,))
 }
 
-/// One thing that is wrong.
+/// One invalid argument.
 pub(crate) fn one(field: &str, value: impl std::fmt::Display, rule: impl Into<String>) -> PyErr {
     spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
 }
 
-/// An executor and its reasons, in words.
+/// An executor and its reasons, as text.
 pub(crate) type Told = (&'static str, Vec<String>);
 
-/// What an executor does not take.
+/// Returns the reasons of an executor for which a pass is unsupported.
 pub(crate) fn told(refusal: &Unsupported) -> Told {
     (refusal.executor.name(), refusal.reasons.iter().map(ToString::to_string).collect())
 }
 
-/// What no executor takes, with the reasons of each that was asked. Where none of them is there, it is the environment that fails.
+/// An exception for a pass that no executor supports, with the reasons of each. If no executor is available, it is an error of the environment.
 pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
     if refusal.is_absence() {
         return environment(refusal.to_string());
@@ -41,12 +41,12 @@ pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
     exception("UnsupportedError", (executor, reasons, before))
 }
 
-/// What an executor runs on failed.
+/// A failure of the environment: a library, a driver or a device.
 pub(crate) fn environment(text: String) -> PyErr {
     exception("EnvironmentError", (text,))
 }
 
-/// An error of the library.
+/// Converts an error of the library.
 pub(crate) fn of(error: Error) -> PyErr {
     match error {
         Error::Spec(errors) => spec(errors),

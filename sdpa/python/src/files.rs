@@ -1,4 +1,4 @@
-//! Files of plans of cuDNN, and of native CUDA kernels: what one process made, others need not make.
+//! Files of cuDNN plans and native CUDA kernels, with which other processes need not build them.
 
 use crate::cuda::dispatcher;
 use crate::error::{environment, one};
@@ -8,7 +8,7 @@ use sdpa::cuda::KernelHead;
 use sdpa::cudnn::AttachError;
 use std::path::{Path, PathBuf};
 
-/// The fault of a file, or of what is around it.
+/// Converts an error of a file or of its environment.
 fn of_file(path: &Path, error: AttachError) -> PyErr {
     match error {
         AttachError::Other(error) => environment(error.to_string()),
@@ -16,7 +16,7 @@ fn of_file(path: &Path, error: AttachError) -> PyErr {
     }
 }
 
-/// Looks for plans, or kernels, in a file from now on, before they are made on a device. Says how many it has.
+/// Adds a file in which a device's executors look for plans or kernels before they build them. Returns the number of its entries.
 #[pyfunction]
 pub(crate) fn attach_plans(py: Python<'_>, ordinal: u32, path: PathBuf) -> PyResult<usize> {
     let all = dispatcher(py, ordinal)?;
@@ -29,7 +29,7 @@ pub(crate) fn attach_plans(py: Python<'_>, ordinal: u32, path: PathBuf) -> PyRes
     })
 }
 
-/// Adds what an executor has made on a device to a file. Says how many were written.
+/// Appends the plans or kernels that an executor built on a device to a file. Returns the number of entries written.
 #[pyfunction]
 pub(crate) fn save_plans(py: Python<'_>, ordinal: u32, path: PathBuf, executor: &str) -> PyResult<usize> {
     let all = dispatcher(py, ordinal)?;

@@ -7,10 +7,10 @@ use sdpa::cuda::{KernelCache, Usage};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-/// What Python has said, if anything: a cache, or none.
+/// The setting from Python, if there is one: a cache, or none.
 static SAID: Mutex<Option<Option<KernelCache>>> = Mutex::new(None);
 
-/// The cache that executors are made with: what Python has said, else that of the environment.
+/// Returns the cache that executors are created with: Python's setting, or that of the environment.
 pub(crate) fn current() -> PyResult<Option<KernelCache>> {
     let said = SAID.lock().unwrap_or_else(PoisonError::into_inner).clone();
     said.map_or_else(of_user, Ok)
@@ -27,7 +27,7 @@ pub(crate) fn set_kernel_cache(py: Python<'_>, on: bool, folder: Option<PathBuf>
         _ if !on => None,
         Some(folder) if folder.is_absolute() => Some(KernelCache::new(folder)),
         Some(folder) => return Err(one("folder", folder.display(), "an absolute path")),
-        // Said explicitly, it is on whatever SDPA_CACHE says.
+        // An explicit setting takes precedence over SDPA_CACHE.
         None => KernelCache::of_user_switched_on().map_err(|e| one(e.variable, format!("{:?}", e.value), e.expected))?,
     };
     if on && wanted.is_none() {
@@ -40,7 +40,7 @@ pub(crate) fn set_kernel_cache(py: Python<'_>, on: bool, folder: Option<PathBuf>
     *SAID.lock().unwrap_or_else(PoisonError::into_inner) = Some(wanted.clone());
     py.detach(|| {
         for dispatcher in every_dispatcher() {
-            // One whose executor is not there compiles nothing.
+            // Without the native CUDA executor no kernels are compiled.
             if let Ok(cuda) = dispatcher.cuda() {
                 cuda.set_kernel_cache(wanted.clone());
             }
@@ -49,10 +49,10 @@ pub(crate) fn set_kernel_cache(py: Python<'_>, on: bool, folder: Option<PathBuf>
     Ok(())
 }
 
-/// Folder, kernels, bytes and limit, and why the folder is refused, if it is; `None` where the cache is off.
+/// Folder, number of kernels, bytes, limit, and the reason if the folder is refused; `None` if the cache is off.
 type Facts = (PathBuf, usize, u64, u64, Option<String>);
 
-/// What there is to know of the cache.
+/// Returns the state of the cache.
 #[pyfunction]
 pub(crate) fn kernel_cache(py: Python<'_>) -> PyResult<Option<Facts>> {
     let Some(cache) = current()? else { return Ok(None) };
@@ -63,7 +63,7 @@ pub(crate) fn kernel_cache(py: Python<'_>) -> PyResult<Option<Facts>> {
     Ok(Some((cache.folder().to_owned(), records, bytes, cache.limit(), refused)))
 }
 
-/// Deletes every kernel, and says how many those were.
+/// Deletes every kernel and returns their number.
 #[pyfunction]
 pub(crate) fn clear_kernel_cache(py: Python<'_>) -> PyResult<usize> {
     let Some(cache) = current()? else { return Ok(0) };

@@ -1,9 +1,9 @@
-//! What the Python package `sdpa` computes with: programs (score_mods and masks that were read), plans (a program made ready for tensors of some
-//! layout), and calls of those by address.
+//! The native module of the Python package `sdpa`. It has programs (parsed score_mods and masks), plans (a program that was prepared for tensors of some
+//! layout), and calls of plans by address.
 //!
-//! It knows neither PyTorch nor NumPy: memory comes in as addresses, and results are allocated by whoever calls.
+//! It depends neither on PyTorch nor on NumPy: memory is passed as addresses, and the caller allocates results.
 
-// Methods have `self`, `py` and what Python passes.
+// Methods have `self`, `py` and the arguments from Python.
 #![allow(clippy::needless_pass_by_value, reason = "arguments of Python functions are owned")]
 
 mod call;

@@ -1,4 +1,4 @@
-//! A pass made ready for tensors of one layout.
+//! A pass that was prepared for tensors of one layout.
 
 use crate::call::{Call, Value};
 use crate::chosen::Chosen;
@@ -14,10 +14,10 @@ use sdpa::{BackwardProblem, Executor, ExecutorName, Prepared, PreparedBackward, 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Products that a processor has done before it has woken another.
+/// Number of multiply-adds that a processor completes in the time of waking another thread.
 const SMALL: i64 = 1 << 16;
 
-/// Either pass.
+/// A forward or backward pass.
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Forward(Box<Problem>),
@@ -32,7 +32,7 @@ impl Asked {
         }
     }
 
-    /// True where a call has memory for stats, which without elements may have the address 0.
+    /// Returns true if a call has memory for stats; stats without elements may have the address 0.
     fn has_stats(&self) -> bool {
         match self {
             Asked::Forward(problem) => problem.stats(),
@@ -40,7 +40,7 @@ impl Asked {
         }
     }
 
-    /// Products of a forward pass without a mask.
+    /// Returns the number of multiply-adds of a forward pass without a mask.
     fn products(&self) -> i64 {
         let problem = match self {
             Asked::Forward(problem) => problem,
@@ -58,7 +58,7 @@ impl Asked {
     }
 }
 
-/// Who runs it.
+/// The prepared pass, by executor.
 #[derive(Debug)]
 pub(crate) enum Ready {
     Host(Arc<dyn Prepared>),
@@ -66,7 +66,7 @@ pub(crate) enum Ready {
     Device(Chosen),
 }
 
-/// An executor that is named reads tensors where these are, or it is a mistake.
+/// Returns an error if the selected executor does not read tensors on this device.
 fn reads(named: Option<ExecutorName>, device: Option<u32>) -> PyResult<()> {
     let (place, read): (_, &[ExecutorName]) = match device {
         None => ("in host memory", &[ExecutorName::CPU]),
@@ -81,23 +81,23 @@ fn reads(named: Option<ExecutorName>, device: Option<u32>) -> PyResult<()> {
     }
 }
 
-/// A pass made ready.
+/// A prepared pass.
 #[pyclass(frozen, module = "sdpa._native")]
 #[derive(Debug)]
 pub struct Plan {
     asked: Asked,
     ready: Ready,
-    /// Names of the tensors that come with a call, and whether this pass reads each.
+    /// Names of the tensors of a call, and whether this pass reads each.
     tensors: Vec<(String, bool)>,
     scalars: Vec<(String, bool)>,
-    /// Whether it is done sooner than another thread would have begun.
+    /// Whether one thread finishes before another would have started.
     small: bool,
     calls: AtomicU64,
     engine: Mutex<Option<String>>,
 }
 
 impl Plan {
-    /// On whoever is named, or whoever takes it.
+    /// Prepares a pass on the named executor, or on one that supports it.
     pub(crate) fn new(
         py: Python<'_>,
         asked: Asked,
@@ -126,7 +126,7 @@ impl Plan {
 
 #[pymethods]
 impl Plan {
-    /// Bytes of device memory that a call wants beside its tensors.
+    /// Bytes of device memory that a call needs besides its tensors.
     #[getter]
     fn workspace_bytes(&self) -> u64 {
         match &self.ready {
@@ -135,13 +135,13 @@ impl Plan {
         }
     }
 
-    /// How often it was run.
+    /// Number of runs.
     #[getter]
     fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Who runs it, and on what: of the CPU executor known after the first call.
+    /// The engine that runs it; for the CPU executor known after the first call.
     #[getter]
     fn engine(&self) -> Option<String> {
         match &self.ready {
@@ -150,7 +150,7 @@ impl Plan {
         }
     }
 
-    /// Operands that are copied on the device first, as no engine reads them where they are.
+    /// Operands that are copied on the device first, because no engine reads their layout.
     #[getter]
     fn copied(&self) -> Vec<&'static str> {
         match &self.ready {
@@ -159,7 +159,7 @@ impl Plan {
         }
     }
 
-    /// Who runs it, by name.
+    /// The name of the executor.
     #[getter]
     fn executor(&self) -> &'static str {
         match &self.ready {
@@ -168,7 +168,7 @@ impl Plan {
         }
     }
 
-    /// Features that the ledger of the executor does not cover, of a plan on a GPU.
+    /// Features that the ledger of the executor does not cover, for a plan on a GPU.
     #[getter]
     fn unproven(&self) -> Option<String> {
         match &self.ready {
@@ -177,7 +177,7 @@ impl Plan {
         }
     }
 
-    /// Of a GPU's, who does not run it, and why.
+    /// Other executors of a GPU, with their reasons for not running it.
     fn others(&self) -> Vec<Told> {
         match &self.ready {
             Ready::Host(_) | Ready::HostBackward(_) => Vec::new(),
@@ -185,7 +185,7 @@ impl Plan {
         }
     }
 
-    /// The library that runs it, or that made what does: its name, its version and its file; `None` of the CPU executor.
+    /// The library that runs it or compiled it: name, version and file; `None` for the CPU executor.
     #[getter]
     fn library(&self) -> PyResult<Option<(&'static str, String, String)>> {
         match &self.ready {
@@ -194,7 +194,7 @@ impl Plan {
         }
     }
 
-    /// What the cache of plans says of it, of a GPU's.
+    /// The plan cache's explanation, for a plan on a GPU.
     fn explain(&self) -> PyResult<Option<String>> {
         match &self.ready {
             Ready::Host(_) | Ready::HostBackward(_) => Ok(None),
@@ -202,8 +202,8 @@ impl Plan {
         }
     }
 
-    /// Runs it: addresses of the operands in the order of the pass, of stats, of tensors (with element type and number of elements), values of
-    /// scalars, addresses of gradients. The CPU executor waits and uses so many threads; a GPU's submits to the stream and does not wait.
+    /// Runs it. Takes addresses of the operands in the order of the pass, of stats, of tensors (with element type and number of elements), values of scalars,
+    /// and addresses of gradients. The CPU executor uses `threads` threads and waits; a plan on a GPU is submitted to `stream` without waiting.
     #[pyo3(signature = (operands, stats, params, scalars, gradients, scale, threads, stream, workspace))]
     #[allow(clippy::too_many_arguments, reason = "what Python passes by position, in the hot path")]
     fn run(
@@ -225,7 +225,7 @@ impl Plan {
     }
 }
 
-/// What comes with a call.
+/// The arguments of a call.
 #[derive(Debug)]
 pub(crate) struct Given<'a> {
     pub(crate) operands: &'a [u64],

@@ -1,4 +1,4 @@
-//! Threads for the CPU executor: pools by their number of threads, each in the process that made it.
+//! Thread pools of the CPU executor, by number of threads and process.
 
 use crate::error::environment;
 use pyo3::prelude::*;
@@ -7,7 +7,7 @@ use std::cell::OnceCell;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
 
-/// A pool, its number of threads, and the process that they are of: a fork has none of its parent's threads.
+/// A pool, its number of threads, and its process: a forked process has none of its parent's threads.
 struct Pooled {
     process: u32,
     threads: usize,
@@ -16,7 +16,7 @@ struct Pooled {
 
 static POOLS: Mutex<Vec<Pooled>> = Mutex::new(Vec::new());
 
-/// The pool of so many threads. Who asks holds the interpreter, and so does who forks: a lock that is held here is held in no fork.
+/// Returns the pool of `threads` threads. The caller holds the GIL, as a fork does, so no child process inherits this lock while it is held.
 fn pool(_py: Python<'_>, threads: usize) -> PyResult<Arc<ThreadPool>> {
     let (process, threads) = (std::process::id(), threads.clamp(1, 1024));
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -26,7 +26,7 @@ fn pool(_py: Python<'_>, threads: usize) -> PyResult<Arc<ThreadPool>> {
     let named = |n| format!("sdpa-{n}");
     let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(named).build();
     let pool = Arc::new(pool.map_err(|e| environment(format!("cpu: {threads} threads: {e}")))?);
-    // Those of a parent stay: dropping them would wait for threads that are not there.
+    // Pools of a parent process are never dropped: that would wait for threads that do not exist here.
     pools.push(Pooled { process, threads, pool: pool.clone() });
     Ok(pool)
 }
@@ -34,13 +34,13 @@ fn pool(_py: Python<'_>, threads: usize) -> PyResult<Arc<ThreadPool>> {
 /// The thread that loaded this module.
 static FIRST: OnceLock<ThreadId> = OnceLock::new();
 
-/// Says that this is the thread that loads the module.
+/// Records that this thread loads the module.
 pub(crate) fn loaded() {
     FIRST.get_or_init(|| std::thread::current().id());
 }
 
-/// Whether this thread is a pool by itself, for what is done before another thread has woken. The first one becomes that, and stays it: a pool of that
-/// kind is never given back, so that threads which come and go are not made one.
+/// Returns true if this thread is a rayon pool of its own, for work that ends before another thread would have started. Only the first thread becomes one. Such
+/// a pool is never freed, so other threads, which may be short-lived, do not become one.
 fn alone() -> bool {
     thread_local!(static ALONE: OnceCell<bool> = const { OnceCell::new() });
     let become_one = || {
@@ -51,7 +51,7 @@ fn alone() -> bool {
     ALONE.with(|alone| *alone.get_or_init(become_one))
 }
 
-/// Runs on so many threads; a small call on one, whichever thread asks, so that its results are the same.
+/// Runs on `threads` threads. A small call runs on one thread for every caller, so that its results are identical.
 pub(crate) fn run<R: Send>(py: Python<'_>, threads: usize, small: bool, run: impl FnOnce() -> R + Send) -> PyResult<R> {
     if small && alone() {
         return Ok(py.detach(run));

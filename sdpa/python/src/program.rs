@@ -1,4 +1,4 @@
-//! What is asked for, without extents: score_mods and masks as text, and the order of the parameters that come with a call.
+//! A problem without extents: score_mods and masks as text, and the order of the parameters of a call.
 
 use crate::error::{of, one};
 use crate::plan::{Asked, Plan};
@@ -7,29 +7,29 @@ use sdpa::expr::{Axes, Declared, ParamKind};
 use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, TensorSpec};
 use serde::Deserialize;
 
-/// The text of a program: JSON.
+/// The JSON text of a program.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Written {
     /// In the order in which they are applied.
     #[serde(default)]
     score_mods: Vec<String>,
-    /// A key is kept where every one keeps it.
+    /// A query attends to a key where every one allows it.
     #[serde(default)]
     masks: Vec<String>,
-    /// Whether each query head has a number in the denominator.
+    /// Whether each query head has an attention sink.
     #[serde(default)]
     sink: bool,
-    /// Names of the tensors that come with a call, in their order.
+    /// Names of the tensors of a call, in their order.
     #[serde(default)]
     tensors: Vec<String>,
     /// Names of the scalars.
     #[serde(default)]
     scalars: Vec<String>,
-    /// Whether every run gives the same bits.
+    /// Whether every run returns identical bits.
     #[serde(default)]
     deterministic: bool,
-    /// Who is to run it; nobody in particular without.
+    /// The name of the executor; absent: automatic selection.
     #[serde(default)]
     executor: Option<String>,
 }
@@ -37,10 +37,10 @@ struct Written {
 /// Extents, strides and alignment of a tensor, as Python passes them.
 pub(crate) type Tensor = ([i64; 4], [i64; 4], u32);
 
-/// A parameter as Python receives it: name, axes (`None` of a scalar; of a table its extents as digits), element type, default.
+/// A parameter as Python receives it: name, axes (`None` for a scalar, extents as digits for a table), element type, default.
 type Parameter = (String, Option<Vec<String>>, &'static str, Option<f32>);
 
-/// Score_mods and masks that were read.
+/// Parsed score_mods and masks.
 #[pyclass(frozen, module = "sdpa._native")]
 #[derive(Debug)]
 pub struct Program {
@@ -50,10 +50,10 @@ pub struct Program {
     written: Written,
 }
 
-/// Executors that may be named.
+/// Executors that a program may name.
 const EXECUTORS: [ExecutorName; 3] = [ExecutorName::CPU, ExecutorName::CUDNN, ExecutorName::CUDA];
 
-/// An executor by its name.
+/// Returns the executor of this name.
 fn executor(name: &str) -> PyResult<ExecutorName> {
     let names = || EXECUTORS.map(ExecutorName::name).join(", ");
     EXECUTORS.into_iter().find(|known| known.name() == name).ok_or_else(|| one("executor", name, format!("one of {}", names())))
@@ -73,12 +73,12 @@ impl Program {
         Ok(Program { score_mods, masks, executor, written })
     }
 
-    /// The texts, as the library prints them: score_mods, masks.
+    /// Returns the texts of the score_mods and the masks, as the library prints them.
     fn texts(&self) -> (Vec<String>, Vec<String>) {
         (self.score_mods.iter().map(ToString::to_string).collect(), self.masks.iter().map(ToString::to_string).collect())
     }
 
-    /// Every parameter that is declared, and read by a backward pass.
+    /// Returns every declared parameter, including those that only a backward pass reads.
     fn params(&self) -> PyResult<Vec<Parameter>> {
         let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 1, seq_kv: 1, dim_qk: 8, dim_v: 8 };
         let of_any = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
@@ -88,7 +88,7 @@ impl Program {
         Ok(problem.params().iter().map(parameter).collect())
     }
 
-    /// Makes a pass ready: forward over `q k v o`, backward over `q k v o d_o dq dk dv`. `device` is that of CUDA, or none for the host.
+    /// Prepares a pass: forward over `q k v o`, backward over `q k v o d_o dq dk dv`. `device` is a CUDA ordinal, or `None` for the host.
     #[pyo3(signature = (device, dtype, tensors, stats, wrt))]
     fn plan(
         &self,
@@ -123,7 +123,7 @@ impl Program {
     }
 }
 
-/// An element type by its name.
+/// Returns the element type of this name.
 pub(crate) fn named(name: &str) -> PyResult<DType> {
     let all = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];
     let found = all.into_iter().find(|dtype| dtype.name() == name);

@@ -1,4 +1,4 @@
-//! Tensors of PyTorch's, seen through the table of functions that DLPack's exchange has for them: one call where attributes would take ten.
+//! Reads PyTorch tensors through the function table of DLPack's exchange API: one call, where attributes would take ten.
 #![allow(unsafe_code)]
 
 use crate::call::Value;
@@ -32,7 +32,7 @@ struct Element {
     lanes: u16,
 }
 
-/// `DLPackExchangeAPI`, whose first major version begins like this.
+/// The beginning of `DLPackExchangeAPI`, major version 1.
 #[repr(C)]
 struct Table {
     major: u32,
@@ -50,7 +50,7 @@ impl Seen {
         self.data.addr() as u64 + self.byte_offset
     }
 
-    /// The bits of the address that say how it is aligned.
+    /// Returns the low bits of the address, which determine its alignment.
     fn low(&self) -> u8 {
         (self.address() & 15) as u8
     }
@@ -60,7 +60,7 @@ impl Seen {
         if n == 0 || of.is_null() {
             return &[];
         }
-        // SAFETY: the tensor, which the caller has, keeps a number for each of its axes there.
+        // SAFETY: the caller holds the tensor, which stores one number per axis there.
         unsafe { std::slice::from_raw_parts(of, n) }
     }
 
@@ -78,7 +78,7 @@ impl Seen {
     }
 }
 
-/// How tensors are looked at. It reads those of the types that it was made with, and no others.
+/// Reads tensors of the types that it was created with, and no others.
 #[pyclass(frozen, module = "sdpa._native")]
 #[derive(Debug)]
 pub struct Exchange {
@@ -95,19 +95,19 @@ impl Exchange {
         let null = std::ptr::null_mut();
         let dtype = Element { code: 0, bits: 0, lanes: 0 };
         let mut seen = Seen { data: null, device: [0; 2], ndim: 0, dtype, shape: null.cast(), strides: null.cast(), byte_offset: 0 };
-        // SAFETY: the table is that of the type's, the object one of it, and the interpreter is held.
+        // SAFETY: the table belongs to the type, the object is one of that type, and the GIL is held.
         match unsafe { (self.see)(tensor.as_ptr().cast(), &raw mut seen) } {
             0 => Ok(seen),
             _ => Err(PyErr::fetch(tensor.py())),
         }
     }
 
-    /// Where a tensor is.
+    /// Returns the address of a tensor.
     fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
         self.see(tensor).map(|seen| seen.address())
     }
 
-    /// Where a tensor is, of what, and how much.
+    /// Returns the address, element type and number of elements of a tensor.
     fn value(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Value> {
         let seen = self.see(tensor)?;
         let dtype = seen.dtype().ok_or_else(|| one("parameter", "of another element type", "one of f32, f16, bf16, i32, i64, bool"))?;
@@ -118,11 +118,11 @@ impl Exchange {
 
 #[pymethods]
 impl Exchange {
-    /// By the capsule that the type has, for tensors of these types.
+    /// Takes the capsule of the type, and the types of the tensors to read.
     #[new]
     fn new(capsule: &Bound<'_, PyCapsule>, plain: Vec<Py<PyType>>) -> PyResult<Exchange> {
         let table: NonNull<Table> = capsule.pointer_checked(Some(c"dlpack_exchange_api"))?.cast();
-        // SAFETY: a capsule of this name has such a table, which is there as long as the process is.
+        // SAFETY: a capsule of this name holds such a table, which lives as long as the process.
         let (major, see) = unsafe { (table.as_ref().major, table.as_ref().see) };
         match see {
             Some(see) if major == 1 => Ok(Exchange { see, plain }),
@@ -130,13 +130,13 @@ impl Exchange {
         }
     }
 
-    /// Everything that decides the plan of a call over these tensors, as bytes: types, devices, extents, strides, alignments, whether gradients are
-    /// asked for. None where one of them is not plain memory.
+    /// Returns everything that determines the plan of a call over these tensors, as bytes: types, devices, extents, strides, alignments, and whether gradients
+    /// are required. Returns `None` if a tensor is not plain memory.
     fn look<'py>(&self, tensors: &Bound<'py, PyTuple>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let py = tensors.py();
         let mut bytes: Vec<u8> = Vec::with_capacity(96 * tensors.len());
         for tensor in tensors.iter_borrowed() {
-            // Arrays, sparse and nested tensors, those of transforms: another way serves them, or says what is wrong.
+            // Arrays, sparse and nested tensors, and those of transforms take another path, which supports or rejects them.
             let Ok(seen) = self.see(&tensor) else { return Ok(None) };
             if tensor.call_method0(pyo3::intern!(py, "is_neg"))?.is_truthy()? {
                 return Ok(None);
@@ -150,7 +150,7 @@ impl Exchange {
         Ok(Some(PyBytes::new(py, &bytes)))
     }
 
-    /// Runs a plan over tensors that were looked at: operands in the order of the pass, stats, tensors, values of scalars, gradients; as `Plan.run`.
+    /// Runs a plan over tensors that `look` has read: operands in the order of the pass, stats, tensors, values of scalars, gradients; as `Plan.run`.
     #[pyo3(signature = (plan, operands, stats, params, scalars, gradients, scale, threads, stream, workspace))]
     #[allow(clippy::too_many_arguments, reason = "what Python passes by position, in the hot path")]
     fn run(

@@ -1,8 +1,8 @@
 //! Score_mods and masks as programs: a trace is compiled once to steps over registers, which run on a few hundred scores at a time.
 //!
-//! Each value is computed as seldom as possible. Constants and values of a batch entry are computed once per strip, values of rows once per tile, values of keys
-//! once per block, and all others once per (row, key). All levels compute [`Trace::eval`](sdpa_core::expr::Trace::eval) in f32, each function within 2 units in the last
-//! place.
+//! Each value is computed as seldom as possible. Constants and values of a batch entry are computed once per strip, values of rows once per tile, values of
+//! keys once per block, and all others once per (row, key). All levels compute [`Trace::eval`](sdpa_core::expr::Trace::eval) in f32, each function within 2
+//! units in the last place.
 //!
 //! | file | contents |
 //! |---|---|
