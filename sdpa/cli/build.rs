@@ -18,7 +18,7 @@ fn main() {
     std::fs::write(&library, []).unwrap_or_else(|e| panic!("writing {}: {e}", library.display()));
 }
 
-/// Compiles the library and returns true if that worked. Some targets have no shared libraries (musl, linked statically): there the tool does without.
+/// Compiles the library and returns true on success. Some targets have no shared libraries (musl, linked statically); there the tool has no stand-in.
 fn compile(variable: &dyn Fn(&str) -> String, library: &PathBuf) -> bool {
     let mut rustc = Command::new(variable("RUSTC"));
     rustc.args(["--edition", "2024", "--crate-type", "cdylib", "--crate-name", "null_driver", "--target", &variable("TARGET")]);

@@ -1,8 +1,7 @@
-//! A stand-in for `libcuda.so.1`: enough for cuDNN to plan on a machine without a GPU. Nothing can run on it.
+//! A stand-in for `libcuda.so.1`: enough for cuDNN to plan on a machine without a GPU. It cannot run anything.
 //!
-//! The library `libcudnn_engines_runtime_compiled.so.9` links against the driver and looks more functions up by name. While
-//! a plan is made it calls few of them, and takes made-up handles for compiled kernels. `cuInit` says that there is no
-//! device, so whoever looks for one finds none.
+//! The library `libcudnn_engines_runtime_compiled.so.9` links against the driver and looks up more functions by name. While it makes a plan it calls few of
+//! them, and accepts made-up handles for compiled kernels. `cuInit` reports that there is no device, so a search for one finds none.
 #![allow(unsafe_code)]
 #![allow(non_snake_case, reason = "the names are the driver's")]
 
@@ -14,8 +13,8 @@ const CUDA_VERSION: c_int = 13000;
 macro_rules! accepted {
     ($($name:ident)*) => {
         $(
-            /// Says yes and does nothing.
-            // SAFETY: the name is the driver's own, which this library stands in for; arguments are not touched.
+            /// Does nothing and returns success.
+            // SAFETY: the name is the driver's, which this library replaces; the arguments are not accessed.
             #[unsafe(no_mangle)]
             pub extern "C" fn $name() -> c_int {
                 0
@@ -32,112 +31,112 @@ accepted! {
     cuFuncSetAttribute cuFuncGetAttribute cuTensorMapEncodeTiled cuTensorMapEncodeIm2col
 }
 
-/// Writes through a pointer that the caller vouches for.
+/// Writes through a pointer unless it is null.
 ///
 /// # Safety
 /// `to` is null or points to a live value.
 unsafe fn store<T>(to: *mut T, value: T) -> c_int {
     if !to.is_null() {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees it.
         unsafe { to.write(value) };
     }
     0
 }
 
-/// There is no device.
-// SAFETY: as above.
+/// Reports that there is no device.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(_flags: u32) -> c_int {
     NO_DEVICE
 }
 
-/// A version that every wheel accepts.
+/// Returns a version that every wheel accepts.
 ///
 /// # Safety
 /// `version` points to an integer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(version, CUDA_VERSION) }
 }
 
-/// One, or cuDNN does not go on.
+/// Returns one device, because cuDNN stops without one.
 ///
 /// # Safety
 /// `count` points to an integer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(count, 1) }
 }
 
-/// No context.
+/// Returns no context.
 ///
 /// # Safety
 /// `context` points to a pointer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(context, std::ptr::null_mut()) }
 }
 
 const NAME: &std::ffi::CStr = c"CUDA_ERROR_NO_DEVICE";
 const TEXT: &std::ffi::CStr = c"a stand-in for the driver: there is no device";
 
-/// One name for every error.
+/// Returns one name for every error.
 ///
 /// # Safety
 /// `name` points to a pointer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(_error: c_int, name: *mut *const c_char) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(name, NAME.as_ptr()) }
 }
 
-/// One text for every error.
+/// Returns one text for every error.
 ///
 /// # Safety
 /// `text` points to a pointer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(_error: c_int, text: *mut *const c_char) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(text, TEXT.as_ptr()) }
 }
 
-/// A made-up library.
+/// Returns a made-up library handle.
 ///
 /// # Safety
 /// `library` points to a pointer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLibraryLoadData(library: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(library, std::ptr::without_provenance_mut(0x10)) }
 }
 
-/// A made-up kernel.
+/// Returns a made-up kernel handle.
 ///
 /// # Safety
 /// `kernel` points to a pointer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLibraryGetKernel(kernel: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(kernel, std::ptr::without_provenance_mut(0x20)) }
 }
 
-/// Zero.
+/// Returns zero for every attribute.
 ///
 /// # Safety
 /// `value` points to an integer.
-// SAFETY: as above.
+// SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuKernelGetAttribute(value: *mut c_int) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { store(value, 0) }
 }

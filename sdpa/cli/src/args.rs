@@ -1,5 +1,4 @@
-//! What may be written on the command line. Values are texts here: [`crate::request`] reads them all, so that every mistake
-//! is told at once.
+//! The command line. Values are text here: [`crate::request`] parses them together, so that it can report all mistakes at once.
 
 use crate::language::{mask_help, score_mod_help};
 use crate::names::Named;

@@ -1,4 +1,4 @@
-//! Scales of blocks of 8-bit floats on the command line: those of the input where it has them, and otherwise made of the numbers at hand.
+//! Block scales of 8-bit floats on the command line: read from the input if it has them, and otherwise computed from the operands.
 
 use crate::data::{Data, Element};
 use crate::exit::Failure;
@@ -6,16 +6,16 @@ use crate::params::{Bound, Values};
 use crate::request::Request;
 use sdpa::{BlockScale, F8E8M0, Operand};
 
-/// The scales of `q`, `k` and `v`, where there are some.
+/// The scales of `q`, `k` and `v`, if there are any.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks([Option<Vec<F8E8M0>>; 3]);
 
-/// The scales of this name.
+/// Returns the scale of this name.
 pub(crate) fn named(name: &str) -> Option<BlockScale> {
     BlockScale::ALL.into_iter().find(|scale| scale.name() == name)
 }
 
-/// The scale of each element of a dense operand, in memory as the elements are: found tile by tile, and not by whoever is checked.
+/// Returns the scale of each element of a dense operand, in the order of the elements. It walks the tiles itself, without code of the executor under test.
 fn each(request: &Request, which: BlockScale, of_blocks: &[F8E8M0], len: usize) -> Vec<F8E8M0> {
     let spec = match which {
         BlockScale::Q => &request.spec.q,
@@ -38,10 +38,10 @@ fn each(request: &Request, which: BlockScale, of_blocks: &[F8E8M0], len: usize) 
 }
 
 impl Blocks {
-    /// Those of the input.
+    /// Reads the scales of the input.
     ///
     /// # Errors
-    /// What cannot be read.
+    /// A scale cannot be read.
     pub(crate) fn read(request: &Request, seed: u64) -> Result<Blocks, Failure> {
         let mut given = Blocks::default();
         for planned in request.params.iter().filter(|planned| planned.is_read()) {
@@ -54,7 +54,7 @@ impl Blocks {
         Ok(given)
     }
 
-    /// Makes an operand narrow block by block; one that is narrow as it is stands for its elements times its scales, which are ones where there are none.
+    /// Rounds an operand to 8 bits block by block. An operand of 8-bit floats is kept, with the input's scales or scales of 1.
     pub(crate) fn narrow(&mut self, request: &Request, operand: Operand, element: Element, wide: Data) -> Result<Data, String> {
         let Some((which, scales)) = BlockScale::of(operand).zip(request.problem.block_scales(operand)) else { return Ok(wide) };
         let slot = &mut self.0[which as usize];
@@ -77,7 +77,7 @@ impl Blocks {
         Ok(data)
     }
 
-    /// Puts them where calls read them.
+    /// Stores the scales in the parameters of calls.
     pub(crate) fn bind(&self, params: &mut [Bound]) {
         for bound in params {
             if let Some(scales) = named(&bound.name).and_then(|which| self.0[which as usize].clone()) {

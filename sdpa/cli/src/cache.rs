@@ -1,4 +1,4 @@
-//! `cache report`: a trace of the caches of plans as a page. `cache info` and `cache clear`: the kernel cache on disk.
+//! `cache report`: an HTML page of a trace of the plan caches. `cache info` and `cache clear`: the kernel cache on disk.
 
 mod advice;
 mod attempt;
@@ -30,7 +30,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
 
-/// What was asked for.
+/// The parsed arguments of `cache report`.
 struct Order {
     trace: CacheTrace,
     destination: Destination,
@@ -74,7 +74,7 @@ fn report(args: &CacheReportArgs, json: bool) -> Result<Answer, Failure> {
     Answer::new(json, &told, || told.text(), Outcome::Good)
 }
 
-/// What there is to tell of a page.
+/// The JSON of `cache report`.
 #[derive(Serialize)]
 struct Told {
     output: String,

@@ -1,4 +1,4 @@
-//! `compile`: plans of cuDNN's, or kernels of `cuda`, for a device that need not be there, into a file.
+//! `compile`: writes cuDNN plans or native CUDA kernels to a file, for a device that need not be present.
 
 mod cudnn;
 mod kernels;
@@ -22,7 +22,7 @@ use std::time::Instant;
 
 pub(crate) use cudnn::Wanted;
 
-/// What became of one pass.
+/// The result for one pass.
 #[derive(Serialize)]
 struct Compiled {
     problem: String,
@@ -31,15 +31,15 @@ struct Compiled {
     #[serde(flatten)]
     made: Option<Made>,
     ms: u64,
-    /// Why there is no plan.
+    /// The reason why there is no plan.
     declined: Option<String>,
 }
 
-/// What was made for one pass.
+/// The plan or kernels of one pass.
 #[derive(Serialize)]
 struct Made {
     engine: String,
-    /// Where it is known before the plan is loaded.
+    /// `None` if it is not known before the plan is loaded.
     workspace_bytes: Option<u64>,
     bytes: usize,
 }
@@ -49,23 +49,23 @@ struct Report {
     output: PathBuf,
     executor: &'static str,
     device: String,
-    /// What compiled them, with its version.
+    /// The compiler with its version.
     compiler: String,
     plans: usize,
     declined: usize,
     compiled: Vec<Compiled>,
 }
 
-/// Larger files hold something else than the description of a device.
+/// A larger file is not the description of a device.
 const LARGEST_PROFILE: u64 = 1 << 20;
 
-/// A device as a file describes it.
+/// Reads the description of a device from a file.
 pub(crate) fn profile(path: &Path) -> Result<DeviceProfile, String> {
     let json = file::text(path, LARGEST_PROFILE)?;
     DeviceProfile::from_json(&json).map_err(|e| e.to_string())
 }
 
-/// A device by name, or the file that describes one.
+/// Returns the device with this name, or the one that this file describes.
 pub(crate) fn device(text: &str) -> Result<DeviceProfile, String> {
     if DeviceProfile::NAMES.contains(&text) {
         return DeviceProfile::named(text).map_err(|e| e.to_string());
@@ -77,28 +77,28 @@ pub(crate) fn device(text: &str) -> Result<DeviceProfile, String> {
     profile(path).map_err(|e| format!("{text}: {e}"))
 }
 
-/// What makes plans, or kernels, and keeps them until all are made.
+/// Compiles plans or kernels, and holds them until all are complete.
 trait Maker {
-    /// Who runs them.
+    /// The executor that runs them.
     const EXECUTOR: ExecutorName;
 
-    /// What is written for one pass.
+    /// Compiles one pass.
     ///
     /// # Errors
-    /// [`sdpa::Error::Unsupported`] where there is none; the environment's.
+    /// [`sdpa::Error::Unsupported`] if the pass is unsupported; errors of the environment.
     fn make(&mut self, job: &Job) -> Result<Made, sdpa::Error>;
 
-    /// What compiles, with its version.
+    /// The compiler with its version.
     fn compiler(&self) -> String;
 
-    /// Writes all that was made.
+    /// Writes everything that was compiled.
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// The reason why the file cannot be written.
     fn write(self, path: &Path) -> Result<(), String>;
 }
 
-/// Why a file is not added to. What is in it is not thrown away, whosever it is.
+/// The mistake for a file that cannot be extended. Its contents are never discarded.
 fn untaken(path: &Path, why: &dyn Display) -> Failure {
     let why = format!("{why}; name another file, or remove this one");
     Failure::Mistakes(vec![Line::new(format!("--out {}", path.display()), why)])
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let profile = mistakes.take("--device", device(&args.device));
     let problems = problems::read(&args.problems, &mut mistakes);
     let destination = mistakes.take("--out", Destination::new(&args.out, Some(&args.problems)));
-    // Beside it will lie the file of its lock.
+    // The lock file will be next to the output file.
     let mut lock = args.out.clone().into_os_string();
     lock.push(".lock");
     if let (Some(_), Err(e)) = (destination, std::fs::metadata(lock))
@@ -137,7 +137,7 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     }
 }
 
-/// Makes what each problem needs, and writes it.
+/// Compiles each problem, and writes the results.
 fn all<M: Maker>(mut maker: M, args: &CompileArgs, profile: &DeviceProfile, problems: Vec<Named>, json: bool) -> Result<Answer, Failure> {
     let mut compiled = Vec::new();
     let step = Progress::new(json).bar("compiling", problems.len() as u64);

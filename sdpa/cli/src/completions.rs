@@ -1,4 +1,4 @@
-//! `completions`: what a shell is told of the arguments.
+//! `completions`: prints shell completions of the arguments.
 
 use crate::args::{Cli, CompletionsArgs};
 use crate::exit::{Answer, Failure, Outcome};
@@ -33,7 +33,7 @@ mod tests {
             for word in ["score-mod", "language"] {
                 assert!(answer.rendered.contains(word), "{shell} is not told {word}");
             }
-            // Elvish and PowerShell are told no values at all.
+            // Completions for Elvish and PowerShell do not include values.
             if !matches!(shell, Shell::Elvish | Shell::PowerShell) {
                 for name in ["bshd", "bf16", "cudnn", "unified", "schedule"] {
                     assert!(answer.rendered.contains(name), "{shell} is not told {name}");

@@ -1,11 +1,11 @@
-//! Bytes of a file to elements of a tensor.
+//! Converts bytes of a file to elements of a tensor.
 
 use crate::data::{Data, Element};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use sdpa::{F8E4M3, F8E5M2};
 
-/// An element type that files may hold.
+/// An element type of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileType {
     F16,
@@ -17,7 +17,7 @@ pub(crate) enum FileType {
 }
 
 impl FileType {
-    /// `None` for a type that is not read.
+    /// Returns `None` for an unsupported type.
     pub(crate) fn of(dtype: Dtype) -> Option<FileType> {
         let known = [
             (Dtype::F16, FileType::F16),
@@ -50,7 +50,7 @@ impl FileType {
         }
     }
 
-    /// The 8-bit element that it is.
+    /// Returns the 8-bit element type, if it is one.
     pub(crate) fn narrow(self) -> Option<Element> {
         match self {
             FileType::F16 | FileType::BF16 | FileType::F32 | FileType::F64 => None,
@@ -60,7 +60,7 @@ impl FileType {
     }
 }
 
-/// Converts a block into `to`, from element `at` on, rounding once, to nearest. Counts finite numbers that became infinite.
+/// Converts a block into `to`, from element `at` on, rounding once, to nearest. Returns the number of finite numbers that became infinite.
 pub(crate) fn convert(from: FileType, bytes: &[u8], to: &mut Data, at: usize) -> u64 {
     let end = at + bytes.len() / from.bytes();
     match to {
@@ -154,8 +154,8 @@ fn each<const N: usize, W: Copy, T: Narrow>(
     overflows
 }
 
-/// To f32, the last bit set where anything was lost: rounding the result to a type with two bits less gives what rounding
-/// the f64 at once would. (`half` drops the lower bits of an f64 and can miss a tie by that.)
+/// Rounds to f32, with the last bit set if the result is inexact (round to odd). Rounding it again to a type with two bits less equals rounding the f64 once.
+/// `half` drops the lower bits of an f64 first, and can miss a tie.
 fn round_to_odd(x: f64) -> f32 {
     let near = x as f32;
     let bits = near.to_bits();

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use sdpa::{DType, Elements, ElementsMut, F8E4M3, F8E5M2, F8E8M0};
 use std::io::Write;
 
-/// An element type that attention is computed in.
+/// An element type of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Element {
     F32,
@@ -17,7 +17,7 @@ pub(crate) enum Element {
 impl Element {
     pub(crate) const ALL: [Element; 5] = [Element::F32, Element::F16, Element::BF16, Element::F8E4M3, Element::F8E5M2];
 
-    /// `None` for what attention is not computed in.
+    /// Returns `None` for types that attention does not use.
     pub(crate) fn of(dtype: DType) -> Option<Element> {
         Element::ALL.into_iter().find(|e| e.dtype() == dtype)
     }
@@ -41,12 +41,12 @@ impl Element {
     }
 }
 
-/// What 8-bit floats are multiplied by to be what they stand for.
+/// The factor from 8-bit floats to real numbers.
 #[derive(Debug)]
 pub(crate) enum Descale {
-    /// All of them by one number.
+    /// One factor for all elements.
     One(f32),
-    /// Each by its own, that of its block.
+    /// One factor per element, from block scales.
     Each(Vec<F8E8M0>),
 }
 
@@ -65,9 +65,9 @@ pub(crate) enum Data {
     F32(Vec<f32>),
     F16(Vec<f16>),
     BF16(Vec<bf16>),
-    /// 8-bit floats, and what they are multiplied by to be what they stand for.
+    /// 8-bit floats, and their descale.
     F8E4M3(Vec<F8E4M3>, Descale),
-    /// Likewise.
+    /// 8-bit floats, and their descale.
     F8E5M2(Vec<F8E5M2>, Descale),
 }
 
@@ -79,7 +79,7 @@ fn zeros<T: Clone + Default>(len: usize) -> Result<Vec<T>, String> {
 }
 
 impl Data {
-    /// Zeros, or a message where memory does not suffice.
+    /// Allocates zeros, or returns a message if memory does not suffice.
     pub(crate) fn zeros(element: Element, len: usize) -> Result<Data, String> {
         Ok(match element {
             Element::F32 => Data::F32(zeros(len)?),
@@ -90,7 +90,7 @@ impl Data {
         })
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub(crate) fn element(&self) -> Element {
         match self {
             Data::F32(_) => Element::F32,
@@ -101,12 +101,12 @@ impl Data {
         }
     }
 
-    /// How many elements there are.
+    /// Returns the number of elements.
     pub(crate) fn len(&self) -> usize {
         self.elements().len()
     }
 
-    /// What all elements of 8 bits are multiplied by; 1 of others, and where each has its own.
+    /// Returns the descale of 8-bit floats; 1 for other types and for block scales.
     pub(crate) fn descale(&self) -> f32 {
         match self {
             Data::F32(_) | Data::F16(_) | Data::BF16(_) => 1.0,
@@ -115,12 +115,12 @@ impl Data {
         }
     }
 
-    /// Says so.
+    /// Sets the descale of 8-bit floats.
     pub(crate) fn set_descale(&mut self, to: f32) {
         self.stands_for(Descale::One(to));
     }
 
-    /// The same where each has its own.
+    /// Sets one descale per element.
     pub(crate) fn set_descales(&mut self, to: Vec<F8E8M0>) {
         self.stands_for(Descale::Each(to));
     }
@@ -132,7 +132,7 @@ impl Data {
         }
     }
 
-    /// Rounds a number to an element, whatever that stands for.
+    /// Rounds a number to the element type, without its descale.
     pub(crate) fn set(&mut self, at: usize, value: f32) {
         match self {
             Data::F32(x) => x[at] = value,
@@ -143,7 +143,7 @@ impl Data {
         }
     }
 
-    /// What one element stands for: exactly, but for the product of an 8-bit one.
+    /// Returns an element times its descale. It is exact except for that product.
     pub(crate) fn get(&self, at: usize) -> f64 {
         match self {
             Data::F32(x) => f64::from(x[at]),
@@ -154,7 +154,7 @@ impl Data {
         }
     }
 
-    /// How many elements are not a number.
+    /// Returns the number of NaN elements.
     pub(crate) fn not_numbers(&self) -> usize {
         match self {
             Data::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
@@ -165,7 +165,7 @@ impl Data {
         }
     }
 
-    /// For a call to read.
+    /// Returns the elements for a call to read.
     pub(crate) fn elements(&self) -> Elements<'_> {
         match self {
             Data::F32(x) => Elements::F32(x),
@@ -176,7 +176,7 @@ impl Data {
         }
     }
 
-    /// For a call to write.
+    /// Returns the elements for a call to write.
     pub(crate) fn elements_mut(&mut self) -> ElementsMut<'_> {
         match self {
             Data::F32(x) => ElementsMut::F32(x),
@@ -187,7 +187,7 @@ impl Data {
         }
     }
 
-    /// What as many neighbours as `to` holds stand for.
+    /// Reads `to.len()` consecutive elements times their descale.
     pub(crate) fn row(&self, at: usize, to: &mut [f64]) {
         let end = at + to.len();
         match self {
@@ -198,7 +198,7 @@ impl Data {
         }
     }
 
-    /// Writes the elements, little end first.
+    /// Writes the elements, little-endian.
     pub(crate) fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
         match self {
             Data::F32(x) => write_blocks(x, out, |x| x.to_le_bytes()),

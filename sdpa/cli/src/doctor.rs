@@ -1,4 +1,4 @@
-//! `doctor`: which executors work here, and what the others lack.
+//! `doctor`: reports which executors work here, and what the others lack.
 
 use crate::args::DoctorArgs;
 use crate::cache::kernels::{self, KernelCacheFacts};
@@ -18,12 +18,12 @@ use sdpa::{Dispatcher, Preference};
 use sdpa_driver::Nvrtc;
 use serde::Serialize;
 
-/// Something that is not there or does not work.
+/// Something that is missing or does not work.
 #[derive(Debug, Serialize)]
 struct Missing {
     what: &'static str,
     why: String,
-    /// What to do about it.
+    /// How to install or repair it.
     install: String,
 }
 
@@ -50,7 +50,7 @@ struct LibraryFacts {
     companions: Vec<String>,
 }
 
-/// An Apple GPU, in its own words.
+/// The properties that an Apple GPU reports.
 #[derive(Debug, Serialize)]
 struct GpuFacts {
     name: String,
@@ -62,12 +62,12 @@ struct GpuFacts {
     unified_memory: bool,
 }
 
-/// What was found for one executor.
+/// The findings about one executor.
 #[derive(Debug, Serialize)]
 struct Finding {
     executor: ExecutorName,
     works: bool,
-    /// What ran a small problem, and was right.
+    /// The engine that ran a small problem correctly.
     engine: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<DriverFacts>,
@@ -97,7 +97,7 @@ impl Finding {
         self.missing.push(Missing { what, why: why.to_string().replace('\n', "; "), install: install.into() });
     }
 
-    /// Lets the executor compute a small problem.
+    /// Runs a small problem on the executor.
     fn try_out(&mut self, dispatcher: &Dispatcher, install: &str) {
         match trial(dispatcher, self.executor) {
             Ok(engine) => {
@@ -129,7 +129,7 @@ pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     Answer::new(json, &findings, || text(&findings), outcome)
 }
 
-/// Runs a small problem on an executor and checks it; what ran it.
+/// Runs a small problem on an executor, checks it, and returns its engine.
 fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> {
     let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
     let spec = AttentionSpec::dense(Element::BF16.dtype(), shape, Layout::Bhsd).mask(Mask::causal()).with_stats();
@@ -165,7 +165,7 @@ fn metal(dispatcher: &Dispatcher) -> Finding {
     finding
 }
 
-/// What to do without an Apple GPU.
+/// Returns the advice for a machine without an Apple GPU.
 fn install_gpu(why: &Declined) -> String {
     match why {
         Declined::NoDevice { .. } => "nothing: Metal is on Apple machines".to_owned(),
@@ -190,17 +190,17 @@ fn gpu(facts: &Facts) -> GpuFacts {
 const INSTALL_DRIVER: &str = "install the NVIDIA driver, or name its libcuda.so.1 with --driver or CUDNN_GRAPH_DRIVER";
 const SHOW_DEVICE: &str = "see that nvidia-smi lists a GPU; a container must be started with its GPUs (--gpus all)";
 
-/// Which wheel of cuDNN goes with a driver.
+/// Returns the cuDNN wheel for a driver.
 fn install_library(cuda: Option<i32>) -> String {
     let wheel = if cuda.is_some_and(|v| v < 13_000) { "nvidia-cudnn-cu12" } else { "nvidia-cudnn-cu13" };
     format!("pip install {wheel} in the active Python environment, or name libcudnn.so.9 with --cudnn or CUDNN_GRAPH_LIBRARY")
 }
 
-/// What to do where NVRTC is not there.
+/// The advice for a machine without NVRTC.
 pub(crate) const INSTALL_COMPILER: &str =
     "pip install nvidia-cuda-nvrtc in the active Python environment, or name libnvrtc.so.13 with the variable SDPA_NVRTC";
 
-/// The driver and its devices; `None` without a driver.
+/// Lists the driver and its devices; returns `None` without a driver.
 fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
     let driver = match Driver::load(args.places.driver.as_deref()) {
         Ok(driver) => driver,
@@ -218,7 +218,7 @@ fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
             for ordinal in 0..count {
                 match driver.device(ordinal) {
                     Ok(found) => finding.devices.push(device(found)),
-                    // The others may serve.
+                    // Other devices may work.
                     Err(e) => finding.lacks("device", format!("number {ordinal}: {e}"), SHOW_DEVICE),
                 }
             }
@@ -228,7 +228,7 @@ fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
     Some(cuda)
 }
 
-/// Native CUDA kernels: they ask for the driver and the run-time compiler, and for no other library.
+/// Checks native CUDA kernels, which need the driver and NVRTC only.
 fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs, kernel_cache: Option<&KernelCache>) -> Finding {
     let mut finding = Finding::new(ExecutorName::CUDA);
     devices(&mut finding, args);

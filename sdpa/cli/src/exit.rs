@@ -1,18 +1,18 @@
-//! How the tool ends: answers, failures and exit codes.
+//! The results of commands: answers, failures and exit codes.
 
 use crate::printable::{brief, printable, printable_json};
 use serde::Serialize;
 use std::fmt::Display;
 use std::io::Write;
 
-/// How an answer turned out.
+/// The outcome of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// As asked.
+    /// The command succeeded.
     Good,
-    /// Computed, and past the tolerance; of a proof also a process that ended.
+    /// Computed, but past the tolerance; for a proof also a process that ended.
     PastTolerance,
-    /// Computed, and the tolerance forgives anything.
+    /// Computed, but the tolerance accepts any result.
     Undecided,
     /// No executor works.
     NoExecutor,
@@ -29,7 +29,7 @@ impl Outcome {
     }
 }
 
-/// What a command has to say, rendered in the way that was asked for.
+/// The output of a command, rendered as text or JSON.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) rendered: String,
@@ -37,7 +37,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// An answer as text or as JSON.
+    /// Renders an answer as text or as JSON.
     pub(crate) fn new(json: bool, value: &impl Serialize, text: impl FnOnce() -> String, outcome: Outcome) -> Result<Answer, Failure> {
         let rendered = if json {
             printable_json(&serde_json::to_string_pretty(value).map_err(|e| Failure::environment("JSON", e))?)
@@ -48,12 +48,12 @@ impl Answer {
     }
 }
 
-/// One thing that is wrong, on one line.
+/// One problem, on one line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Line {
-    /// An option, a file, an executor.
+    /// An option, a file, or an executor.
     pub(crate) about: String,
-    /// What is wrong with it.
+    /// The problem.
     pub(crate) message: String,
 }
 
@@ -64,14 +64,14 @@ impl Line {
     }
 }
 
-/// Why there is no answer, by who must act.
+/// The reason why there is no answer, by what must change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The user: arguments or the input file.
+    /// Arguments or the input file.
     Mistakes(Vec<Line>),
-    /// The executor asked for is not there or does not run the problem.
+    /// The requested executor is not available or does not support the problem.
     Executor(Vec<Line>),
-    /// The device, the disk, memory.
+    /// The device, the disk, or memory.
     Environment(Vec<Line>),
 }
 
@@ -115,15 +115,15 @@ struct ErrorObject<'a> {
     error: ErrorBody<'a>,
 }
 
-/// Everything collected that is wrong with what the user gave.
+/// All mistakes in the arguments and the input.
 #[derive(Debug, Default)]
 pub(crate) struct Mistakes {
     lines: Vec<Line>,
-    /// Those that are counted only.
+    /// Number of mistakes that are only counted.
     more: usize,
 }
 
-/// Mistakes that are told one by one.
+/// Maximum number of mistakes that are listed.
 const LINES: usize = 200;
 
 impl Mistakes {
@@ -134,7 +134,7 @@ impl Mistakes {
         }
     }
 
-    /// Adds a mistake unless it is there.
+    /// Adds a mistake unless it is listed already.
     pub(crate) fn add_once(&mut self, about: impl Display, message: impl Display) {
         let (about, message) = (about.to_string(), message.to_string());
         if !self.lines.iter().any(|line| (&line.about, &line.message) == (&about, &message)) {
@@ -142,12 +142,12 @@ impl Mistakes {
         }
     }
 
-    /// The value, or `None` and one mistake more.
+    /// Returns the value, or adds a mistake and returns `None`.
     pub(crate) fn take<T>(&mut self, about: impl Display, result: Result<T, impl Display>) -> Option<T> {
         result.map_err(|e| self.add(about, e)).ok()
     }
 
-    /// The value if nothing at all is wrong.
+    /// Returns the value if there are no mistakes.
     pub(crate) fn finish<T>(mut self, value: Option<T>) -> Result<T, Failure> {
         match value {
             Some(value) if self.lines.is_empty() => Ok(value),
@@ -161,7 +161,7 @@ impl Mistakes {
     }
 }
 
-/// Prints the result of a command; the exit code.
+/// Prints the result of a command and returns the exit code.
 pub(crate) fn print(result: Result<Answer, Failure>, json: bool) -> u8 {
     match result {
         Ok(answer) => match stdout(&answer.rendered) {
@@ -181,12 +181,12 @@ fn print_failure(failure: &Failure, json: bool) -> u8 {
     } else {
         failure.lines().iter().try_for_each(|line| writeln!(std::io::stderr(), "error: {}: {}", line.about, line.message))
     };
-    // Nobody is left to tell; the exit code still does.
+    // If stderr is closed, the exit code still reports the failure.
     printed.ok();
     code
 }
 
-/// Prints what clap has to say: help, the version, or an argument that it does not know.
+/// Prints clap's output: help, the version, or an unknown argument.
 pub(crate) fn print_usage(error: &clap::Error, json: bool) -> u8 {
     if !error.use_stderr() {
         return if stdout(error.to_string().trim_end()).is_ok() { 0 } else { 4 };
@@ -197,17 +197,17 @@ pub(crate) fn print_usage(error: &clap::Error, json: bool) -> u8 {
         let line = Line::new("arguments", first.strip_prefix("error: ").unwrap_or(first));
         return print_failure(&Failure::Mistakes(vec![line]), true);
     }
-    // What was typed is in it, colours of its own are not.
+    // The text contains the user's input, but no colours of clap's.
     writeln!(std::io::stderr(), "{}", printable(&brief_lines(&error.to_string()))).ok();
     Failure::Mistakes(Vec::new()).code()
 }
 
-/// The same text with no line that is too long.
+/// Shortens long lines of a text.
 fn brief_lines(text: &str) -> String {
     text.trim_end().lines().map(brief).collect::<Vec<_>>().join("\n")
 }
 
-/// A reader that has heard enough (`| head`) is not an error.
+/// Writes to stdout. A closed pipe (`| head`) is not an error.
 fn stdout(text: &str) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {

@@ -1,4 +1,4 @@
-//! Score_mods and masks as they are written on the command line: a name of the library, an expression, or a file with one.
+//! Score_mods and masks on the command line: a name of the library, an expression, or a file with one.
 
 use crate::exit::Mistakes;
 use crate::file;
@@ -8,16 +8,16 @@ use sdpa::{AttentionSpec, DType, Layout, Mask, ParseError, ScoreMod, Shape, libr
 use std::fmt::Display;
 use std::str::FromStr;
 
-/// A shape that breaks no rule, to judge masks by.
+/// A shape without errors, to validate masks with.
 const ANY: Shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
 
-/// Larger files hold something else.
+/// A larger file does not hold an expression.
 const LARGEST: u64 = 1 << 20;
 
-/// What is wrong with an option: what it is about, and why.
+/// A mistake: the option or file, and the message.
 type Wrong = (String, String);
 
-/// The place in a text where its last value begins: after the last declaration.
+/// Returns the position of a text's last value: after the last declaration.
 fn last_value(text: &str) -> (usize, usize) {
     let (mut line, mut column) = (1, 1);
     let mut place = None;
@@ -34,7 +34,7 @@ fn last_value(text: &str) -> (usize, usize) {
     place.unwrap_or((line, column))
 }
 
-/// The place and the rest of a rule that begins with a place: `at 2:14: …`.
+/// Splits a rule that begins with a position, `at 2:14: …`, into the position and the rest.
 fn place_of(rule: &str) -> Option<(String, String)> {
     let (at, rule) = rule.strip_prefix("at ")?.split_once(": ")?;
     let (line, column) = at.split_once(':')?;
@@ -42,7 +42,7 @@ fn place_of(rule: &str) -> Option<(String, String)> {
     (number(line) && number(column) && !rule.contains('\n')).then(|| (at.to_owned(), rule.to_owned()))
 }
 
-/// `FILE:line:column` and the rule that is broken there.
+/// Returns `FILE:line:column` and the rule that is violated there.
 fn located(path: &str, error: &ExprError) -> Wrong {
     match error {
         ExprError::Syntax { line, column, rule } => (format!("{path}:{line}:{column}"), rule.clone()),
@@ -56,7 +56,7 @@ fn located(path: &str, error: &ExprError) -> Wrong {
     }
 }
 
-/// Reads a name, an expression, or a file that holds either.
+/// Parses a name, an expression, or a file that holds either.
 fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec<Wrong>> {
     let Some(path) = text.strip_prefix('@') else {
         return text.parse().map_err(|e: T::Err| vec![(option.to_owned(), format!("{:?}: {}", e.text, e.rule))]);
@@ -64,7 +64,7 @@ fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec
     let about = |why: &dyn Display| vec![(format!("{option} {text}"), why.to_string())];
     let whole = file::text(path.as_ref(), LARGEST).map_err(|e| about(&e))?;
     whole.trim().parse().map_err(|e: T::Err| {
-        // Masks that are joined are no trace: their place is in the rule.
+        // Joined masks are not one trace: their rule contains the position.
         let placed = whole.parse::<T>().err().and_then(|e| place_of(&e.rule).map(|(at, rule)| (format!("{path}:{at}"), rule)));
         if let Some(placed) = placed {
             return vec![placed];
@@ -80,7 +80,7 @@ fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec
     })
 }
 
-/// Those that could be read, and whether that is all of them.
+/// The values that could be parsed, and whether these are all.
 type AsFarAsRight<T> = (Vec<T>, bool);
 
 fn all<T>(read: Vec<Result<T, Vec<Wrong>>>, mistakes: &mut Mistakes) -> AsFarAsRight<T> {
@@ -98,7 +98,7 @@ fn all<T>(read: Vec<Result<T, Vec<Wrong>>>, mistakes: &mut Mistakes) -> AsFarAsR
     (values, right)
 }
 
-/// A name of the library whose parameters have other names: `softcap:30[cap=outer_cap]`. `None`: something else.
+/// Parses a name of the library with renamed parameters: `softcap:30[cap=outer_cap]`. Returns `None` for any other text.
 fn renamed(option: &str, text: &str) -> Option<Result<ScoreMod, Vec<Wrong>>> {
     let (name, list) = text.trim().strip_suffix(']')?.split_once('[')?;
     if !name.chars().all(is_of_name) {
@@ -124,7 +124,7 @@ fn renamed(option: &str, text: &str) -> Option<Result<ScoreMod, Vec<Wrong>>> {
 /// The name of the parameter of [`t5`], and of its table in the input.
 pub(crate) const T5_NAME: &str = "t5";
 
-/// The buckets of `t5:BUCKETS,FAR[,both]`; `None`: something else.
+/// Parses the buckets of `t5:BUCKETS,FAR[,both]`. Returns `None` for any other text.
 pub(crate) fn t5(text: &str) -> Option<Result<T5, String>> {
     let rest = text.trim().strip_prefix("t5")?;
     let rule = || {
@@ -149,21 +149,21 @@ pub(crate) fn t5(text: &str) -> Option<Result<T5, String>> {
     Some(read().ok_or_else(rule))
 }
 
-/// Buckets at most: no table has more.
+/// Maximum number of buckets; no table has more.
 const MOST_BUCKETS: usize = 1 << 16;
 
-/// Adds the bias that is made of a table of relative positions.
+/// Adds the bias that is computed from a table of relative positions.
 fn t5_bias() -> Result<ScoreMod, String> {
     let axes = [Axis::Head, Axis::Q, Axis::K];
     ScoreMod::new(T5_NAME, |score, _, p| score + p.tensor(T5_NAME, axes, F32)).map_err(|e| e.to_string())
 }
 
-/// Whether a letter may be in a name of the library and its numbers.
+/// Returns true for a character of a library name or its numbers.
 fn is_of_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_:,.".contains(c)
 }
 
-/// The score_mods, in their order.
+/// Parses the score_mods in order.
 pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> AsFarAsRight<ScoreMod> {
     const OPTION: &str = "--score-mod";
     let one = |text: &String| match t5(text) {
@@ -173,8 +173,7 @@ pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> AsFarAsRi
     all(texts.iter().map(one).collect(), mistakes)
 }
 
-/// Places of the word `array`, which is a mask by the tensor of the input whose axes are its own; of none where something of that
-/// name is declared.
+/// Returns the positions of the word `array`, a mask that is a tensor of the input with that tensor's axes. Returns none if the text declares that name.
 fn arrays(text: &str) -> Vec<usize> {
     let word = |&(at, _): &(usize, &str)| {
         let part_of_more = |c: Option<char>| c.is_some_and(|c| is_of_name(c) || c == '_');
@@ -187,15 +186,15 @@ fn arrays(text: &str) -> Vec<usize> {
     }
 }
 
-/// The mask whose axes are those of the input's tensor.
+/// The mask that has the axes of the input's tensor.
 const ARRAY: &str = "array";
 
-/// Whether a mask is one by the tensor of the input, or has one in it.
+/// Returns true if a mask is or contains `array`.
 pub(crate) fn uses_array(text: &str) -> bool {
     !arrays(text).is_empty()
 }
 
-/// The same mask with its axes in it.
+/// Adds the axes to every `array` of a mask.
 fn with_axes(text: &str, axes: Axes) -> String {
     let letters: String = axes.iter().filter_map(|axis| axis.name().chars().next()).collect();
     let mut parts = text.to_owned();
@@ -203,13 +202,13 @@ fn with_axes(text: &str, axes: Axes) -> String {
     parts
 }
 
-/// One mask, or none. `array` spans `axes`; where they are not known, that has been told.
+/// Parses one mask, or `none`. `array` spans `axes`; if they are not known, the mistake was reported already.
 fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
     const OPTION: &str = "--mask";
     let text = &if uses_array(text) { with_axes(text, axes.ok_or_else(Vec::new)?) } else { text.to_owned() };
     let mask: Mask = match text.as_str() {
         "none" => return Ok(None),
-        // The library knows no `none`: there it is the absence of a mask.
+        // The library does not have the name `none`, which means the absence of a mask.
         _ => read(OPTION, text).map_err(|wrong| {
             let names = |why: String| why.replace("one of causal", "one of none, causal").replace("array:AXES", "array[:AXES]");
             wrong.into_iter().map(|(about, why)| (about, names(why))).collect::<Vec<_>>()
@@ -223,13 +222,13 @@ fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
     Err(errors.0.into_iter().map(wrong).collect())
 }
 
-/// The masks.
+/// Parses the masks.
 pub(crate) fn masks(texts: &[String], axes: Option<Axes>, mistakes: &mut Mistakes) -> AsFarAsRight<Mask> {
     let (read, right) = all(texts.iter().map(|text| mask(text, axes)).collect(), mistakes);
     (read.into_iter().flatten().collect(), right)
 }
 
-/// The addition of the tensor `bias`.
+/// Returns the addition of the tensor `bias`.
 pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
     match dtype {
         DType::F32 => Some(library::bias(axes, F32)),
@@ -239,7 +238,7 @@ pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
     }
 }
 
-/// The axes that a shape spans, where it broadcasts to `extents`.
+/// Returns the axes that a shape spans if it broadcasts to `extents`.
 pub(crate) fn broadcast(shape: &[i64], extents: [i64; 4]) -> Result<Axes, String> {
     let wrong = || format!("has the shape {shape:?}: it must broadcast to {extents:?} (batch, query heads, queries, keys)");
     let first = 4usize.checked_sub(shape.len()).ok_or_else(wrong)?;

@@ -1,4 +1,4 @@
-//! Files that are read whole: none that does not end, and none that is larger than what it is to hold.
+//! Reads complete files. It rejects files without an end, and files larger than their purpose allows.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,10 +8,10 @@ fn size(bytes: u64) -> String {
     if bytes.is_multiple_of(1 << 20) { format!("{} MiB", bytes >> 20) } else { format!("{bytes} bytes") }
 }
 
-/// The bytes of a regular file that has at most so many.
+/// Reads a regular file of at most `most` bytes.
 pub(crate) fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, String> {
     let failed = |e: std::io::Error| format!("cannot be read: {e}");
-    // Before opening: a pipe would wait for a writer, and a device never ends.
+    // Check before opening: a pipe would wait for a writer, and a device never ends.
     let facts = std::fs::metadata(path).map_err(failed)?;
     if !facts.is_file() {
         return Err("is not a file".to_owned());
@@ -21,21 +21,21 @@ pub(crate) fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, String> {
         return Err(large());
     }
     let mut bytes = Vec::new();
-    // A file that is being written may have become longer since.
+    // A file that another process writes may be longer now.
     File::open(path).and_then(|file| file.take(most + 1).read_to_end(&mut bytes)).map_err(failed)?;
     if bytes.len() as u64 > most { Err(large()) } else { Ok(bytes) }
 }
 
-/// The same of a text.
+/// Reads a text file of at most `most` bytes.
 pub(crate) fn text(path: &Path, most: u64) -> Result<String, String> {
     String::from_utf8(bytes(path, most)?).map_err(|e| format!("is not a text: {e}"))
 }
 
-/// That a library is a file or a folder: loading anything else may never end.
+/// Checks that a library is a file or a folder: loading anything else may never end.
 pub(crate) fn is_library(path: &Path) -> Result<(), String> {
     match std::fs::metadata(path) {
         Ok(facts) if !facts.is_file() && !facts.is_dir() => Err("is neither a file nor a folder".to_owned()),
-        // What is not there is told of by who looks for it.
+        // The loader reports a path that does not exist.
         Ok(_) | Err(_) => Ok(()),
     }
 }
@@ -53,7 +53,7 @@ mod tests {
         assert_eq!(text(&path, 4), Err("is larger than 4 bytes, the most that is read".to_owned()));
         assert_eq!(bytes(folder.path(), 5), Err("is not a file".to_owned()));
         assert!(bytes(&folder.path().join("none"), 5).unwrap_err().starts_with("cannot be read"));
-        // Of no size, whatever it holds.
+        // Its size is 0, whatever it contains.
         #[cfg(target_os = "linux")]
         {
             assert_eq!(bytes(Path::new("/dev/zero"), 5), Err("is not a file".to_owned()));

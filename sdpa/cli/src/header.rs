@@ -1,4 +1,4 @@
-//! The header of an input file: what is in it, before anything is read. And then the reading, in blocks.
+//! The header of an input file, which is validated before anything else is read; and the tensors, read in blocks.
 
 use crate::convert::{FileType, convert};
 use crate::data::{Data, Element};
@@ -12,14 +12,14 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// Bytes in front of the header, which say how long it is.
+/// Number of bytes before the header, which contain its length.
 const LENGTH: u64 = 8;
-/// No header is longer, as in the library.
+/// Maximum length of a header, as in the library.
 const LONGEST: u64 = 100_000_000;
-/// Bytes read at a time; a multiple of every element.
+/// Number of bytes read at a time; a multiple of every element.
 const BLOCK: usize = 1 << 20;
 
-/// An open file whose header made sense.
+/// An open file with a valid header.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub(crate) path: PathBuf,
@@ -28,7 +28,7 @@ pub(crate) struct Header {
     metadata: Metadata,
 }
 
-/// A tensor of a file, as it is.
+/// A tensor of a file, with its type and shape.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) dtype: Dtype,
@@ -40,19 +40,19 @@ pub(crate) struct Found {
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) ty: FileType,
-    /// As in the file.
+    /// In the file's order of axes.
     shape: [i64; 4],
     offset: u64,
 }
 
 impl Entry {
-    /// (batch, head, seq, dim).
+    /// Returns the extents as (batch, head, seq, dim).
     pub(crate) fn dims(&self, layout: Layout) -> [i64; 4] {
         places(layout).map(|place| self.shape[place])
     }
 }
 
-/// Where the batch, head, seq and dim axes are in memory order.
+/// Returns the memory indices of the batch, head, seq and dim axes.
 fn places(layout: Layout) -> [usize; 4] {
     match layout {
         Layout::Bhsd => [0, 1, 2, 3],
@@ -61,7 +61,7 @@ fn places(layout: Layout) -> [usize; 4] {
     }
 }
 
-/// Logical extents in memory order, as files have them.
+/// Returns logical extents in memory order, as files have them.
 pub(crate) fn file_shape(dims: [i64; 4], layout: Layout) -> [i64; 4] {
     let mut shape = [0; 4];
     for (place, dim) in places(layout).into_iter().zip(dims) {
@@ -70,7 +70,7 @@ pub(crate) fn file_shape(dims: [i64; 4], layout: Layout) -> [i64; 4] {
     shape
 }
 
-/// A tensor of a header, before anything of it was judged.
+/// A tensor of a header, before validation.
 #[derive(Deserialize)]
 struct Claim {
     dtype: Dtype,
@@ -78,7 +78,7 @@ struct Claim {
     data_offsets: [u64; 2],
 }
 
-/// The first tensor of a header that is wrong, and why: the library's error has no name in it.
+/// Returns the first invalid tensor of a header and the reason. The library's error does not contain its name.
 fn blame(header: &[u8]) -> Option<String> {
     let all: BTreeMap<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
     let mut claims = Vec::new();
@@ -106,9 +106,9 @@ fn blame(header: &[u8]) -> Option<String> {
 }
 
 impl Header {
-    /// Reads the header alone and compares what it says with the size of the file.
+    /// Reads only the header, and compares it with the size of the file.
     pub(crate) fn read(path: &Path) -> Result<Header, String> {
-        // Before opening: a pipe would wait for a writer.
+        // Check before opening: a pipe would wait for a writer.
         let facts = std::fs::metadata(path).map_err(|e| format!("cannot be read: {e}"))?;
         if !facts.is_file() {
             return Err("is not a file".to_owned());
@@ -135,15 +135,15 @@ impl Header {
         Ok(Header { path: path.to_owned(), file, data, metadata })
     }
 
-    /// A tensor of this name, whatever it is.
+    /// Returns the tensor of this name, of any type and shape.
     pub(crate) fn find(&self, name: &str) -> Option<Found> {
         let info = self.metadata.info(name)?;
         let shape = info.shape.iter().map(|&n| i64::try_from(n).unwrap_or(i64::MAX)).collect();
         Some(Found { dtype: info.dtype, shape, offset: self.data + info.data_offsets.0 as u64 })
     }
 
-    /// An operand, which has four axes; what is wrong with it is a mistake. `why` it is needed, where that is not plain.
-    /// One of packed documents has three, and one batch entry of all tokens.
+    /// Returns an operand, which has four axes, or adds a mistake. `why` is the reason why it is needed, if that is not obvious. An operand of packed sequences
+    /// has three axes, and becomes one batch entry of all tokens.
     pub(crate) fn operand(
         &self,
         name: &str,
@@ -176,7 +176,7 @@ impl Header {
         Some(Entry { ty: ty?, shape: shape?, offset: found.offset })
     }
 
-    /// Boundaries of documents: integers along one axis.
+    /// Reads `cu_seqlens` offsets: integers along one axis.
     pub(crate) fn boundaries(&self, name: &str, option: &str) -> Result<Vec<i32>, String> {
         let found = self.find(name).ok_or_else(|| self.lacks(name, &format!(", which {option} reads")))?;
         let len = match found.shape[..] {
@@ -193,12 +193,12 @@ impl Header {
         }
     }
 
-    /// The element types of those tensors that are there and of a type that is read, whatever else is wrong with them.
+    /// Returns the element types of the existing tensors with a supported type, whatever else is wrong with them.
     pub(crate) fn types<'n>(&self, names: &[&'n str]) -> Vec<(&'n str, FileType)> {
         names.iter().filter_map(|&name| FileType::of(self.metadata.info(name)?.dtype).map(|ty| (name, ty))).collect()
     }
 
-    /// That there is no such tensor.
+    /// Returns the message that a tensor is missing.
     pub(crate) fn lacks(&self, name: &str, why: &str) -> String {
         format!("has no tensor {name}{why}; it has {}", self.names())
     }
@@ -212,12 +212,12 @@ impl Header {
         if more > 0 { format!("{list} and {more} more") } else { list }
     }
 
-    /// Reads a tensor and converts it; also counts finite numbers that became infinite.
+    /// Reads and converts a tensor. Also returns the number of finite numbers that became infinite.
     pub(crate) fn load(&self, entry: &Entry, element: Element, len: usize, done: impl Fn(u64)) -> Result<(Data, u64), String> {
         self.load_at(entry.offset, entry.ty, element, len, done)
     }
 
-    /// The same of a tensor with any number of axes.
+    /// Reads and converts a tensor with any number of axes.
     pub(crate) fn load_at(
         &self,
         offset: u64,
@@ -242,7 +242,7 @@ impl Header {
         Ok((data, overflows))
     }
 
-    /// Reads elements of `N` bytes as they are.
+    /// Reads elements of `N` bytes without conversion.
     pub(crate) fn load_whole<const N: usize>(&self, offset: u64, len: usize) -> Result<Vec<[u8; N]>, String> {
         let mut file = &self.file;
         file.seek(SeekFrom::Start(offset)).map_err(|e| e.to_string())?;

@@ -1,4 +1,4 @@
-//! `inspect`: any stage on the way from a specification to a plan.
+//! `inspect`: prints a stage on the way from a specification to a plan.
 
 mod native;
 
@@ -25,10 +25,10 @@ use sdpa::{
 use serde::Serialize;
 use std::io::Write;
 
-/// Assumed where no library is found.
+/// The version that is assumed if no library is found.
 pub(crate) const ASSUMED: Version = Version::new(9, 27, 0);
 
-/// Everything that was asked for.
+/// The parsed arguments.
 struct Order {
     request: Request,
     stage: Stage,
@@ -133,7 +133,7 @@ struct ProblemStage<'a> {
     backward: Option<&'a BackwardProblem>,
 }
 
-/// A declared parameter, in words.
+/// Describes the declared parameters.
 fn declared(request: &Request) -> Vec<String> {
     request
         .params
@@ -145,16 +145,16 @@ fn declared(request: &Request) -> Vec<String> {
         .collect()
 }
 
-/// A statement to a line.
+/// Prints one statement per line.
 fn lines(trace: &impl std::fmt::Display) -> String {
     trace.to_string().replace("; ", ";\n")
 }
 
-/// What score_mods and masks come to.
+/// The normal form of score_mods and masks.
 #[derive(Serialize)]
 struct TraceStage<'a> {
     stage: &'static str,
-    /// `None`: scores stay as they are.
+    /// `None` without score_mods.
     score_mod: Option<String>,
     kept: &'a Kept,
     params: Vec<String>,
@@ -182,7 +182,7 @@ impl TraceStage<'_> {
 #[derive(Serialize)]
 struct GradientStage {
     stage: &'static str,
-    /// What each value of the trace is.
+    /// Descriptions of the roots of the trace.
     roots: Vec<String>,
     trace: String,
 }
@@ -192,7 +192,7 @@ impl GradientStage {
         let gradient = request.backward.as_ref().and_then(|b| b.problem.gradient());
         let wrt = gradient.iter().flat_map(|g| &g.wrt).map(|name| format!("d{name}"));
         let roots = ["score", "dscore"].into_iter().map(str::to_owned).chain(wrt).collect();
-        // Without score_mods, the gradient goes through.
+        // Without score_mods, the gradient of the score is the upstream gradient.
         let trace = gradient.map_or_else(|| "score, upstream".to_owned(), |g| g.trace.to_string());
         GradientStage { stage: "gradient", roots, trace }
     }
@@ -205,7 +205,7 @@ impl GradientStage {
     }
 }
 
-/// A graph, a program or a schedule, and what it was made for.
+/// A graph, a program or a schedule, and the runtime that it is for.
 #[derive(Serialize)]
 struct Lowered<'a> {
     stage: &'static str,
@@ -227,7 +227,7 @@ fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'sta
     }
     match Library::load(&places.options().search) {
         Ok(library) => Ok((library.version(), "library")),
-        // Whoever names a library wants that one.
+        // A named library must be used, so its error is fatal.
         Err(e) if places.cudnn.is_some() || places.driver.is_some() => Err(Failure::Executor(vec![Line::new("cudnn", e)])),
         Err(_) => Ok((ASSUMED, "assumed")),
     }
@@ -251,7 +251,7 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
         Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan | Stage::Kernel => {}
     }
     if !json {
-        // The stage alone goes to stdout; a closed stderr is no reason to stop.
+        // stdout has the stage only; a closed stderr is ignored.
         writeln!(std::io::stderr(), "note: {form} form for cuDNN {runtime} ({runtime_from})").ok();
     }
     let (stage, graph) = match (&program, &schedule) {
@@ -279,7 +279,7 @@ fn tensors(table: &mut Table, operands: [Operand; 4], tensors: [&TensorSpec; 4])
     }
 }
 
-/// The name of the row of an operand.
+/// Returns the name of an operand's row.
 fn row_of(operand: Operand) -> &'static str {
     if operand == Operand::DO { "do" } else { operand.name() }
 }
@@ -291,12 +291,12 @@ fn yes(flag: bool) -> &'static str {
 const FORWARD: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
 const BACKWARD: [Operand; 4] = [Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
 
-/// The gradients that are asked for besides.
+/// Describes the requested gradients of parameters.
 fn wrt_text(wrt: &[GradientSpec]) -> String {
     list(&wrt.iter().map(|g| format!("{} in {}", g.name, g.dtype)).collect::<Vec<_>>())
 }
 
-/// Whose boundaries there are, and how many tokens.
+/// Describes packed sequences: the sides with offsets, and the numbers of tokens.
 fn packed_text(packed: Option<&Packed>, paged: Option<&Paged>) -> Option<String> {
     let packed = packed?;
     let side =
@@ -305,7 +305,7 @@ fn packed_text(packed: Option<&Packed>, paged: Option<&Paged>) -> Option<String>
     Some(format!("{} tokens at most", sides.iter().map(|s| side(*s)).collect::<Vec<_>>().join("; ")))
 }
 
-/// How many pages there are, and how long.
+/// Describes pages: their number and size.
 fn paged_text(paged: Option<&Paged>) -> Option<String> {
     paged.map(|paged| format!("{} pages of {} tokens, by {PAGE_TABLE}", paged.pages, paged.page_size))
 }
@@ -319,7 +319,7 @@ fn spec_text(request: &Request) -> String {
         k,
         v,
         o,
-        // As they were asked for, in the request.
+        // Printed from the request, in the user's text.
         score_mods: _,
         packed,
         paged,
@@ -358,7 +358,7 @@ fn spec_text(request: &Request) -> String {
     table.render()
 }
 
-/// The conjunction of all masks, as a rule on the indices of a query and a key.
+/// Returns the conjunction of all masks, as a rule on the indices of a query and a key.
 fn bands_text(kept: &Kept) -> String {
     let Kept { region, ends, seq_len_q: _, seq_len_kv: _, rest: _ } = kept;
     let rules = [
@@ -372,7 +372,7 @@ fn bands_text(kept: &Kept) -> String {
     if rules.is_empty() { "every key".to_owned() } else { rules.join(" and ") }
 }
 
-/// Adds the rows that tell a fact. What has none is told by the row of another fact.
+/// Adds the rows of a fact. A fact without rows is part of another fact's row.
 fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
     let p = &request.problem;
     match fact {
@@ -415,7 +415,7 @@ fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
         }
         Fact::UpstreamDtype(dtype) => table.rows("dtype of do", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
         Fact::GradientDtype(dtype) => table.rows("dtype of gradients", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
-        // A stage of its own.
+        // It has a stage of its own.
         Fact::Gradient(_) => {}
         Fact::GradientsOf(wrt) => table.row("wrt", wrt_text(wrt)),
         Fact::BackwardParameters(_) => {}

@@ -1,4 +1,4 @@
-//! `language`: everything that may be written in a score_mod and a mask.
+//! `language`: prints everything that a score_mod or a mask may contain.
 
 use crate::exit::{Answer, Failure, Outcome};
 use crate::table::Table;
@@ -6,7 +6,7 @@ use sdpa::expr::{Axis, Binary, Kind, Made, Spelling, Type, Unary};
 use sdpa::library::{MASKS, Named, SCORE_MODS};
 use serde::Serialize;
 
-/// A word or sign, and what it is.
+/// A word or sign, and its meaning.
 #[derive(Serialize)]
 struct Word {
     written: String,
@@ -19,14 +19,14 @@ impl Word {
     }
 }
 
-/// On the command line alone, as a table has no place in a trace.
+/// Only on the command line, because a trace cannot contain the table's values.
 const T5: &str = "t5:BUCKETS,FAR[,both]";
 
 #[derive(Serialize)]
 struct Language {
     statements: Vec<Word>,
     values: Vec<Word>,
-    /// From the loosest to the tightest.
+    /// From the lowest to the highest precedence.
     operators: Vec<Word>,
     functions: Vec<Word>,
     score_mods: Vec<Word>,
@@ -133,7 +133,7 @@ impl Language {
     }
 }
 
-/// What `--score-mod` takes, for the help.
+/// Returns the help text of `--score-mod`.
 pub(crate) fn score_mod_help() -> String {
     format!(
         "A function of the scaled scores: {}, {T5}, an expression, or @FILE with one (`language` says everything); may be repeated: one after the \
@@ -142,7 +142,7 @@ pub(crate) fn score_mod_help() -> String {
     )
 }
 
-/// What `--mask` takes, for the help.
+/// Returns the help text of `--mask`.
 pub(crate) fn mask_help() -> String {
     format!(
         "none, {}, an expression, several of these joined by |, & and !, or @FILE with one (`language` says everything; array alone takes the \

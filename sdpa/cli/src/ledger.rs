@@ -1,11 +1,11 @@
-//! Ledgers of what cuDNN computes correctly.
+//! Ledgers of the features that cuDNN computes correctly.
 
 use crate::exit::Mistakes;
 use sdpa::cudnn::CudnnExecutor;
 use sdpa::cudnn::ledger::{Ledger, LedgerError};
 use serde::Serialize;
 
-/// Returns the ledgers in the folder of the user; adds a mistake for one that cannot be read.
+/// Returns the ledgers in the user's folder; adds a mistake for one that cannot be read.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
     Ledger::all_of_user().unwrap_or_else(|e| {
         match e {
@@ -25,12 +25,12 @@ pub(crate) struct LedgerFacts {
     release: String,
     right: usize,
     wrong: usize,
-    /// Pairs of features that are proven.
+    /// Number of proven pairs of features.
     pairs: usize,
 }
 
 impl LedgerFacts {
-    /// Those of an executor's ledger; `None` where it has none.
+    /// Returns the facts of an executor's ledger; `None` without a ledger.
     pub(crate) fn of(executor: &CudnnExecutor) -> Option<LedgerFacts> {
         executor.ledger().map(LedgerFacts::new)
     }
@@ -47,5 +47,5 @@ impl LedgerFacts {
     }
 }
 
-/// The row of `doctor` where there is no ledger.
+/// The row of `doctor` without a ledger.
 pub(crate) const NONE: &str = "none for this version and architecture, so every problem is unproven; `cargo sdpa prove cudnn` makes one";

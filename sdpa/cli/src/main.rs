@@ -40,22 +40,22 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
-/// Blocks SIGXFSZ, which would end the process where a file reaches the limit on its size (`ulimit -f`) and leave a temporary file. The write fails
-/// with EFBIG then, as it does on a full disk. Threads that start later inherit this.
+/// Blocks SIGXFSZ. It would end the process when a file reaches the size limit (`ulimit -f`), and leave a temporary file. The write then fails with EFBIG, as
+/// on a full disk. Threads that start later inherit this.
 #[cfg(unix)]
 fn block_file_size_signal() {
     use nix::sys::signal::{SigSet, Signal};
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGXFSZ);
-    // It fails on an unknown operation alone.
+    // It fails only for an unknown operation.
     signals.thread_block().ok();
 }
 
-/// There is no such signal elsewhere.
+/// Other platforms have no such signal.
 #[cfg(not(unix))]
 fn block_file_size_signal() {}
 
-/// The arguments. Cargo runs `cargo sdpa run` as `cargo-sdpa sdpa run`; the first name is then no command.
+/// Returns the arguments. Cargo runs `cargo sdpa run` as `cargo-sdpa sdpa run`; the first argument is then not a command.
 fn arguments() -> Vec<OsString> {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
     if arguments.get(1).is_some_and(|first| first == "sdpa") {
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
     block_file_size_signal();
     let cli = match Cli::try_parse_from(arguments()) {
         Ok(cli) => cli,
-        // Whether JSON was asked for is not known any more when the arguments do not parse.
+        // If the arguments do not parse, the parsed `--json` is not available.
         Err(e) => return exit::print_usage(&e, std::env::args_os().any(|a| a == "--json")).into(),
     };
     tracing_subscriber::fmt().with_env_filter(EnvFilter::from_default_env()).with_writer(std::io::stderr).init();

@@ -1,6 +1,6 @@
-//! How much memory there is, asked before any is taken.
+//! Checks the available memory before allocations.
 
-/// Bytes that can be had without swapping; `None` where the system does not say.
+/// Returns the bytes available without swapping; `None` if the system does not report them.
 pub(crate) fn available() -> Option<u64> {
     parse(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }
@@ -10,7 +10,7 @@ fn parse(meminfo: &str) -> Option<u64> {
     rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Whether `need` bytes fit.
+/// Returns an error if `need` bytes are not available.
 pub(crate) fn check(need: u128, available: Option<u64>) -> Result<(), String> {
     match available {
         Some(there) if need > u128::from(there) => Err(format!("{} are needed, {} are available", human(need), human(u128::from(there)))),
@@ -18,7 +18,7 @@ pub(crate) fn check(need: u128, available: Option<u64>) -> Result<(), String> {
     }
 }
 
-/// `1.5 GiB`.
+/// Formats bytes, as in `1.5 GiB`.
 pub(crate) fn human(bytes: u128) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut amount = bytes as f64;

@@ -1,4 +1,4 @@
-//! Names and numbers, as they are written on the command line.
+//! Names and numbers of the command line.
 
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
@@ -9,10 +9,10 @@ use sdpa_conformance::covering::Strength;
 
 use crate::data::Element;
 
-/// A list of named things.
+/// A list of named values.
 type Names<T> = Vec<(PossibleValue, T)>;
 
-/// One of a list of named things.
+/// Parses one of a list of names.
 fn one_of<T: Copy>(text: &str, list: &Names<T>) -> Result<T, String> {
     let names = || list.iter().map(|(name, _)| name.get_name()).collect::<Vec<_>>().join(", ");
     list.iter()
@@ -21,7 +21,8 @@ fn one_of<T: Copy>(text: &str, list: &Names<T>) -> Result<T, String> {
         .ok_or_else(|| format!("{text:?} is not one of {}", names()))
 }
 
-/// An option that takes a name. It stays the text that it is, so that a wrong name is told with every other mistake; shells are told the names.
+/// A value parser for options that take a name. It keeps the text, so that a wrong name is reported together with all other mistakes. Shells can complete the
+/// names.
 #[derive(Clone)]
 pub(crate) struct Named(Vec<PossibleValue>);
 
@@ -113,12 +114,12 @@ pub(crate) fn executor(text: &str) -> Result<Preference, String> {
     one_of(text, &executors())
 }
 
-/// How often features meet in the problems of a proof.
+/// Parses the strength of a proof.
 pub(crate) fn strength(text: &str) -> Result<Strength, String> {
     one_of(text, &strengths())
 }
 
-/// A number of things, at least one.
+/// Parses a count of at least one.
 pub(crate) fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("{text:?} is not a whole number from 1 on"))
 }
@@ -141,7 +142,7 @@ pub(crate) fn stage(text: &str) -> Result<Stage, String> {
     one_of(text, &stages())
 }
 
-/// The executors whose passes are schedules.
+/// The executors that have a schedule for a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scheduler {
     Cudnn,
@@ -158,14 +159,14 @@ pub(crate) fn scheduler(text: &str) -> Result<Scheduler, String> {
     one_of(text, &schedulers())
 }
 
-/// A value for a declared scalar.
+/// Parses a value for a declared scalar.
 pub(crate) fn param(text: &str) -> Result<(&str, f32), String> {
     let (name, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not NAME=VALUE"))?;
     let number: f32 = value.trim().parse().map_err(|_| format!("{name}: {value:?} is not a number"))?;
     if number.is_nan() { Err(format!("{name}: {value} is not a number")) } else { Ok((name.trim(), number)) }
 }
 
-/// An index along an axis.
+/// Parses an index along an axis.
 pub(crate) fn index(text: &str) -> Result<i64, String> {
     text.parse::<u32>().map(i64::from).map_err(|_| format!("{text:?} is not an index"))
 }
@@ -189,10 +190,10 @@ pub(crate) fn runtime(text: &str) -> Result<Version, String> {
     if version < Version::OLDEST { Err(format!("{version} is older than {}, the oldest", Version::OLDEST)) } else { Ok(version) }
 }
 
-/// The extents of a shape, each with the least that it may be.
+/// The extents of a shape, with their minimums.
 const EXTENTS: [(&str, i64); 7] = [("B", 0), ("HQ", 1), ("HKV", 1), ("SQ", 0), ("SKV", 0), ("D", 1), ("DV", 1)];
 
-/// Every number that is wrong, not only the first.
+/// Parses a shape, or returns all of its invalid numbers.
 pub(crate) fn shape(text: &str) -> Result<Shape, Vec<String>> {
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();
     let mut wrong = Vec::new();

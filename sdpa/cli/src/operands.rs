@@ -1,4 +1,4 @@
-//! The operands of one problem: made or read, computed with, checked.
+//! The operands of one problem: created or read, passed to executors, and checked.
 
 use crate::blocks::Blocks;
 use crate::data::{Data, Element};
@@ -18,7 +18,7 @@ use sdpa::{
 };
 use sdpa_oracle::{Distance, GradientDistance};
 
-/// Operands and room for the results.
+/// Operands, and memory for the results.
 #[derive(Debug)]
 pub(crate) struct Operands {
     q: Data,
@@ -30,34 +30,34 @@ pub(crate) struct Operands {
     pub(crate) sum_exp: Option<Vec<f32>>,
     pub(crate) params: Vec<Bound>,
     pub(crate) gradients: Option<Gradients>,
-    /// Of 8-bit floats.
+    /// Scales of 8-bit floats.
     pub(crate) scales: Scales,
-    /// What the user should know of the input.
+    /// Notes for the user about the input.
     pub(crate) notes: Vec<String>,
 }
 
-/// What a backward pass reads and writes besides.
+/// Additional operands and results of a backward pass.
 #[derive(Debug)]
 pub(crate) struct Gradients {
     d_o: Data,
     pub(crate) dq: Data,
     pub(crate) dk: Data,
     pub(crate) dv: Data,
-    /// Of parameters: the name and the gradient.
+    /// Name and gradient of each parameter.
     pub(crate) wrt: Vec<(String, Data)>,
 }
 
-/// Rows of the output, those behind the end of documents too.
+/// Returns the number of rows in the output, including those past the end of sequences.
 pub(crate) fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
 }
 
-/// The element of a type that attention has.
+/// Returns the element type of a tensor.
 fn of(dtype: DType) -> Element {
     Element::of(dtype).unwrap_or(Element::F32)
 }
 
-/// Random numbers, those of 8 bits as narrow as they can be.
+/// Returns random numbers; those of 8 bits are scaled to use the full range of the type.
 fn random_numbers(element: Element, len: usize, seed: u64, which: u64) -> Result<Data, String> {
     let narrows = element.dtype().is_fp8();
     let mut data = Data::zeros(if narrows { Element::F32 } else { element }, len)?;
@@ -65,14 +65,14 @@ fn random_numbers(element: Element, len: usize, seed: u64, which: u64) -> Result
     if narrows { scales::narrow(element, &data, None) } else { Ok(data) }
 }
 
-/// Elements of stats, and of any other row statistic.
+/// Returns the number of elements in stats, or in any other row statistic.
 fn stats(spec: &AttentionSpec) -> usize {
     let [_, heads, ..] = spec.o.dims;
     let one = TensorSpec { dims: [spec.o.dims[0], heads, spec.o.dims[2], 1], strides: [0, 1, heads, 1], ..spec.o };
     if spec.packed.is_some() { elements(spec, &one, Side::Queries) } else { rows(spec) }
 }
 
-/// The elements of each gradient of a parameter.
+/// Returns the number of elements in each gradient of a parameter.
 fn wrt_elements(problem: &BackwardProblem) -> Vec<(String, Element, usize)> {
     let one = |g: &sdpa::GradientSpec| {
         let len = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(usize::MAX);
@@ -81,7 +81,7 @@ fn wrt_elements(problem: &BackwardProblem) -> Vec<(String, Element, usize)> {
     problem.wrt().iter().map(one).collect()
 }
 
-/// Bytes that a problem takes in host memory.
+/// Returns the bytes that a problem needs in host memory.
 pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], backward: Option<&Backward>, check: bool) -> u128 {
     let of = |tensors: &[(TensorSpec, Side)]| {
         tensors.iter().map(|(t, side)| elements(spec, t, *side) as u128 * element.bytes() as u128).sum::<u128>()
@@ -102,7 +102,7 @@ pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], 
         + if check { oracle::bytes(spec) } else { 0 }
 }
 
-/// Reads tensors, and keeps what the user should know of them.
+/// Reads tensors, and collects notes for the user.
 struct Reader<'a> {
     header: &'a Header,
     scales: &'a Scales,
@@ -150,7 +150,7 @@ impl Gradients {
 }
 
 impl Operands {
-    /// Random numbers, for problems that are known to be small, without parameters and gradients.
+    /// Returns random operands for small problems without parameters and gradients.
     pub(crate) fn random(spec: &AttentionSpec, element: Element, seed: u64) -> Result<Operands, String> {
         let make = |which: u64, tensor: &TensorSpec, side| random_numbers(element, elements(spec, tensor, side), seed, which);
         Operands::with([make(0, &spec.q, Side::Queries)?, make(1, &spec.k, Side::Keys)?, make(2, &spec.v, Side::Keys)?], spec, Vec::new())
@@ -166,7 +166,7 @@ impl Operands {
         Ok(Operands { q, k, v, o, stats, row_max, sum_exp, params: Vec::new(), gradients: None, scales: Scales::default(), notes })
     }
 
-    /// Reads or makes what a request names.
+    /// Reads or creates the operands of a request.
     pub(crate) fn load(request: &Request, seed: u64, progress: Progress) -> Result<Operands, Failure> {
         let Request { spec, element, backward, .. } = request;
         let scales = Scales::read(request, seed)?;
@@ -190,7 +190,7 @@ impl Operands {
                 let step = progress.bar("reading", total);
                 let mut reader = Reader { header, scales: &scales, notes: Vec::new() };
                 let named = [Operand::Q, Operand::K, Operand::V];
-                // Numbers are made narrow with the scales of their blocks.
+                // Operands are rounded to 8 bits later, with their block scales.
                 let wide = |entry: &Entry| spec.block_scaled && entry.ty.narrow().is_none();
                 let read_as = |n: usize| if wide(&entries[n]) { Element::F32 } else { *element };
                 let mut read = |n: usize| reader.read((tensors[n].0, named[n]), read_as(n), tensors[n].1, &entries[n], |n| step.advance(n));
@@ -223,7 +223,7 @@ impl Operands {
         Ok(operands)
     }
 
-    /// Makes operands narrow whose blocks have scales.
+    /// Rounds block-scaled operands to 8 bits.
     fn narrow_blocks(&mut self, request: &Request, seed: u64) -> Result<(), Failure> {
         if !request.problem.block_scaled() {
             return Ok(());
@@ -237,7 +237,7 @@ impl Operands {
         Ok(())
     }
 
-    /// The scales that a first run is given.
+    /// Sets the scales of the first run.
     fn begin(&mut self, request: &Request, scales: Scales) {
         if !request.problem.dtype().is_fp8() || request.problem.block_scaled() {
             return;
@@ -248,13 +248,13 @@ impl Operands {
         self.rescale(request);
     }
 
-    /// The scales that are made of what a run told.
+    /// Computes new scales from the amax values that a run reported.
     pub(crate) fn learn(&mut self, request: &Request) {
         self.scales.learn(request);
         self.rescale(request);
     }
 
-    /// Puts scales where calls read them, and says what results stand for.
+    /// Stores scales in the parameters of calls, and sets the descales of results.
     fn rescale(&mut self, request: &Request) {
         self.scales.bind(&mut self.params);
         let one = |scale: Fp8Scale| self.scales.get(scale).recip();
@@ -268,7 +268,7 @@ impl Operands {
         }
     }
 
-    /// That keys which are there have pages of the containers; lengths are known now.
+    /// Checks that existing keys have pages within the page pools, now that lengths are known.
     fn judge_pages(&self, request: &Request) -> Result<(), Failure> {
         let Some(paging) = &request.paging else { return Ok(()) };
         let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
@@ -299,7 +299,7 @@ impl Operands {
         }
     }
 
-    /// Where a row of a batch entry and head begins; `None` of a key that has no page.
+    /// Returns the offset of a row of a batch entry and head; `None` for a key without a page.
     fn place(&self, request: &Request, tensor: &TensorSpec, side: Side, [b, h, s]: [i64; 3]) -> Option<i64> {
         let boundaries = request.packing.as_ref().and_then(|packing| packing.of(side));
         let entry = match (boundaries, request.spec.paged.filter(|_| side == Side::Keys)) {
@@ -314,7 +314,7 @@ impl Operands {
         Some(entry + h * tensor.strides[1])
     }
 
-    /// The scaled score of one query and key of a batch entry and head.
+    /// Returns the scaled score of one query and key of a batch entry and head.
     pub(crate) fn score(&self, request: &Request, [b, h]: [i64; 2], [q, k]: [usize; 2]) -> f64 {
         let p = &request.problem;
         let dim = usize::try_from(p.dim_qk()).unwrap_or(0);
@@ -330,7 +330,7 @@ impl Operands {
         query.iter().zip(&key).map(|(x, y)| x * y).sum::<f64>() * f64::from(request.attn_scale())
     }
 
-    /// Computes.
+    /// Runs the forward pass.
     pub(crate) fn forward(&mut self, prepared: &dyn Prepared, problem: &sdpa::Problem, attn_scale: f32) -> Result<Report, Error> {
         let names: Vec<&str> = problem.params().iter().map(|d| d.name.as_str()).collect();
         let params: Vec<Param<'_>> = self.params.iter().filter(|p| names.contains(&p.name.as_str())).map(Bound::param).collect();
@@ -343,7 +343,7 @@ impl Operands {
         )
     }
 
-    /// Computes gradients; `None` where there is no room for them.
+    /// Runs the backward pass; returns `None` without memory for gradients.
     pub(crate) fn backward(
         &mut self,
         prepared: &dyn PreparedBackward,
@@ -369,7 +369,7 @@ impl Operands {
         )
     }
 
-    /// What is made 8-bit floats of.
+    /// Returns the scales and types of 8-bit floats for the oracle.
     fn narrow(&self) -> Option<sdpa_oracle::Narrow> {
         let of = |data: Option<&Data>| data.unwrap_or(&self.q).element();
         let gradients = self.gradients.as_ref();
@@ -377,7 +377,7 @@ impl Operands {
         self.q.element().dtype().is_fp8().then(narrow)
     }
 
-    /// What the oracle reads.
+    /// Returns the inputs of the oracle.
     fn call<'a>(&'a self, spec: &'a AttentionSpec, problem: &'a sdpa::Problem, attn_scale: f32) -> oracle::Call<'a> {
         oracle::Call {
             spec,
@@ -396,12 +396,12 @@ impl Operands {
         }
     }
 
-    /// Compares what was computed with the oracle.
+    /// Compares the results with the oracle.
     pub(crate) fn check(&self, spec: &AttentionSpec, problem: &sdpa::Problem, attn_scale: f32, step: &Step) -> Distance {
         oracle::check(&self.call(spec, problem, attn_scale), &|rows| step.advance(rows))
     }
 
-    /// Compares gradients with the oracle's. `chained`: `o` and stats are those that were computed here.
+    /// Compares gradients with the oracle's. `chained`: `o` and stats were computed by the executor in this run.
     pub(crate) fn check_backward(&self, backward: &Backward, attn_scale: f32, step: &Step) -> Option<GradientDistance> {
         let spec = &backward.spec.forward;
         let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_ref()?;
@@ -419,7 +419,7 @@ impl Operands {
     }
 }
 
-/// Whether a problem fits into memory, before any is taken; `workspace` is what the executor needs besides.
+/// Checks that a problem fits into memory before anything is allocated; `workspace` is the executor's scratch memory.
 pub(crate) fn fits(request: &Request, check: bool, workspace: u64) -> Result<(), String> {
     let need = bytes(&request.spec, request.element, &request.params, request.backward.as_ref(), check) + u128::from(workspace);
     memory::check(need, memory::available())

@@ -1,4 +1,4 @@
-//! What the oracle is told of a problem: operands where they lie, masks as they are written, expressions as functions of one score.
+//! Converts a problem for the oracle: operands in place, masks, and expressions as functions of one score.
 
 pub(crate) mod rules;
 
@@ -56,9 +56,9 @@ pub(crate) struct Call<'a> {
     pub(crate) row_max: Option<&'a [f32]>,
     pub(crate) sum_exp: Option<&'a [f32]>,
     pub(crate) scale: f64,
-    /// What is made 8-bit floats of.
+    /// Scales and types of 8-bit floats.
     pub(crate) narrow: Option<sdpa_oracle::Narrow>,
-    /// The largest weight, of a pass that reports it.
+    /// The largest P, if the pass reports it.
     pub(crate) amax_s: Option<f64>,
 }
 
@@ -72,20 +72,20 @@ pub(crate) struct BackwardCall<'a> {
     /// `dq`, `dk`, `dv`.
     pub(crate) got: [&'a Data; 3],
     pub(crate) wrt: &'a [(String, Data)],
-    /// The largest gradient of a score, times the scale, of a pass that reports it.
+    /// The largest gradient of a score times the scale, if the pass reports it.
     pub(crate) amax_dp: Option<f64>,
-    /// `o` and stats were computed in the same run.
+    /// The executor computed `o` and stats in this run.
     pub(crate) chained: bool,
 }
 
-/// Where batch entries are, besides strides.
+/// The memory layout of batch entries.
 #[derive(Clone, Copy)]
 enum Entries<'a> {
-    /// A stride apart.
+    /// Batch entries at a constant stride.
     Apart,
-    /// Documents, one behind the other.
+    /// Packed sequences.
     Documents(&'a [Range<usize>]),
-    /// Keys in pages, of which there are so many.
+    /// Paged keys, and the number of pages.
     Pages(Pages<'a>, usize),
 }
 
@@ -95,19 +95,18 @@ impl<'a> Entries<'a> {
     }
 }
 
-/// Packed documents and keys in pages as the oracle is told of them: batch entries of the longest, in row-major order, with nothing behind the end of
-/// each.
+/// Packed sequences and paged keys in the oracle's form: batch entries of the maximum length, in row-major order, with one constant after the end of each.
 struct Padded<'a> {
     data: &'a dyn Numbers,
     dims: [usize; 4],
     strides: [usize; 4],
     entries: Entries<'a>,
-    /// What is behind the end.
+    /// The constant after the end.
     rest: f64,
 }
 
 impl Padded<'_> {
-    /// Where an element is, if it is anywhere.
+    /// Returns the offset of an element, if it exists.
     fn place(&self, at: usize) -> Option<usize> {
         let [_, heads, seq, dim] = self.dims;
         let (batch, head, row, element) = (at / dim / seq / heads, at / dim / seq % heads, at / dim % seq, at % dim);
@@ -117,7 +116,7 @@ impl Padded<'_> {
                 let tokens = documents.get(batch).filter(|tokens| row < tokens.len())?;
                 (tokens.start + row) * self.strides[2]
             }
-            // What the table holds behind the keys that are there may be no page.
+            // Table entries past the existing keys may be invalid.
             Entries::Pages(pages, count) => {
                 let [page, token] = pages.place(batch, row).filter(|[page, _]| *page < count)?;
                 page * self.strides[0] + token * self.strides[2]
@@ -148,7 +147,7 @@ fn padded<'a>(data: &'a dyn Numbers, spec: &TensorSpec, entries: Entries<'a>, re
     Padded { data, dims: spec.dims.map(n), strides: spec.strides.map(n), entries, rest }
 }
 
-/// An operand, packed, in pages, or neither.
+/// Returns an operand in the oracle's form: packed, paged, or neither.
 fn told<'a>(data: &'a Data, spec: &TensorSpec, padded: &'a Padded<'_>) -> Tensor<'a> {
     match padded.entries {
         Entries::Apart => tensor(data, spec),
@@ -165,12 +164,12 @@ fn shape(spec: &AttentionSpec) -> [usize; 7] {
     [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v]
 }
 
-/// What a parameter is.
+/// Returns the kind of a parameter.
 fn kind(problem: &BackwardProblem, name: &str) -> ParamKind {
     problem.params().iter().find(|p| p.name == name).map_or(ParamKind::Scalar, |p| p.kind)
 }
 
-/// The extents of the gradient of each parameter that score_mods declare.
+/// Returns the extents of the gradient of each parameter that score_mods declare.
 fn wrt_dims(problem: &BackwardProblem) -> Vec<[usize; 4]> {
     let dims = |name: &str| match kind(problem, name) {
         ParamKind::Tensor { axes, dtype: _ } => axes.dims(problem.forward().extents()).map(|n| usize::try_from(n).unwrap_or(1)),
@@ -179,24 +178,24 @@ fn wrt_dims(problem: &BackwardProblem) -> Vec<[usize; 4]> {
     problem.wrt_scores().map(|g| dims(&g.name)).collect()
 }
 
-/// Bytes of memory that a check takes.
+/// Returns the bytes of memory of a check.
 pub(crate) fn bytes(spec: &AttentionSpec) -> u128 {
     sdpa_oracle::bytes(shape(spec))
 }
 
-/// The same for a backward pass.
+/// Returns the bytes of memory of a check of a backward pass.
 pub(crate) fn gradient_bytes(problem: &BackwardProblem, spec: &AttentionSpec) -> u128 {
     sdpa_oracle::gradient_bytes(shape(spec), &wrt_dims(problem))
 }
 
 impl Call<'_> {
-    /// The documents of a packed call, which its boundaries were judged to be.
+    /// Returns the packed sequences of a call, whose `cu_seqlens` were validated before.
     fn documents(&self) -> Option<Documents> {
         let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
         self.problem.documents(&params).ok().flatten()
     }
 
-    /// Stats as natural logarithms, where they are of another base.
+    /// Converts stats of another base to natural logarithms.
     fn natural_stats(&self) -> Option<Vec<f32>> {
         match self.problem.stats_base() {
             StatsBase::Natural => None,
@@ -214,7 +213,7 @@ impl Call<'_> {
             masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(b, q, k))));
         }
         let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
-        // Which were judged to be pages.
+        // The page table was validated before.
         let pages = self.problem.pages(&params).ok().flatten().zip(spec.paged).map(|(pages, paged)| Entries::Pages(pages, n(paged.pages)));
         let keys = pages.unwrap_or_else(|| Entries::of(Side::Keys, documents));
         let q = padded(self.q, &spec.q, Entries::of(Side::Queries, documents), 0.0);
@@ -239,12 +238,12 @@ impl Call<'_> {
     }
 }
 
-/// Whether lengths of queries and of keys are declared by masks.
+/// Returns whether masks declare lengths of queries and of keys.
 pub(crate) fn has_lengths(problem: &Problem) -> [bool; 2] {
     [problem.kept().seq_len_q, problem.kept().seq_len_kv]
 }
 
-/// Computes every row and compares it; `done` is told how many rows are.
+/// Computes every row and compares it; `done` receives the number of rows that each step completed.
 pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let function = call.problem.score_mod().map(|trace| Function::new(trace, call.params, call.problem.extents()));
     let modify = function.as_ref().map(|function| function as &dyn Modify);
@@ -254,7 +253,7 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let o = padded(call.o, &call.spec.o, queries, 0.0);
     let rows = call.problem.stats_tensor();
     let natural = call.natural_stats();
-    // What a row without keys has.
+    // The statistics of a row that attends to no key.
     let given = [(natural.as_deref().or(call.stats), f64::NEG_INFINITY), (call.row_max, f64::NEG_INFINITY), (call.sum_exp, 0.0)];
     let given = given.map(|(given, none)| (given.is_some(), given.unwrap_or_default(), none));
     let of_documents = given.each_ref().map(|(_, given, none)| padded(given, &rows, queries, *none));
@@ -283,7 +282,7 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
     let of_results = results.map(|(data, spec, side)| padded(data, spec, Entries::of(side, documents), 0.0));
     let of_d_o = padded(*d_o, &spec.d_o, Entries::of(Side::Queries, documents), 0.0);
     let got = std::array::from_fn(|n| told(results[n].0, results[n].1, &of_results[n]));
-    // In row-major order, which is one row.
+    // Row-major, so all elements are one row.
     let along: Vec<_> = wrt.iter().map(|(_, data)| (Tensor { numbers: data, strides: [0, 0, 0, 1] }, data.element().into())).collect();
     let given = if *chained { Given::Own } else { Given::Rounded };
     let queries = Entries::of(Side::Queries, documents);

@@ -1,4 +1,4 @@
-//! Declared parameters of score_mods and masks: where their values come from, and the values.
+//! Declared parameters of score_mods and masks: their sources and values.
 
 use crate::blocks;
 use crate::convert::FileType;
@@ -16,16 +16,16 @@ use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{DType, F8E8M0, Param, ParamValue, library};
 
-/// What is bound to a parameter.
+/// The value of a parameter.
 #[derive(Debug)]
 pub(crate) enum Values {
     Scalar(f32),
     Float(Data),
     I32(Vec<i32>),
-    /// One number that is wide.
+    /// One i64.
     I64([i64; 1]),
     Bool(Vec<bool>),
-    /// Scales of blocks.
+    /// Block scales.
     F8E8M0(Vec<F8E8M0>),
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
-    /// For a call.
+    /// Returns it as a parameter of a call.
     pub(crate) fn param(&self) -> Param<'_> {
         let value = match &self.values {
             Values::Scalar(x) => ParamValue::Scalar(*x),
@@ -56,7 +56,7 @@ impl Bound {
         Param::new(&self.name, value)
     }
 
-    /// The number that it is, under its name.
+    /// Returns its number if this is its name.
     pub(crate) fn number(&self, name: &str) -> Option<i64> {
         match &self.values {
             Values::I64([number]) if self.name == name => Some(*number),
@@ -64,18 +64,18 @@ impl Bound {
         }
     }
 
-    /// Which element belongs to a place (batch, head, q, k).
+    /// Returns the offset of the element that a position (batch, head, q, k) reads.
     pub(crate) fn element(&self, place: [i64; 4]) -> usize {
         let at = self.dims.iter().zip(place).fold(0, |n, (&extent, at)| n * extent + if extent == 1 { 0 } else { at });
         usize::try_from(at).unwrap_or(0)
     }
 
-    /// The value at a place, widened.
+    /// Returns the value at a position, widened.
     pub(crate) fn at(&self, place: [i64; 4]) -> f64 {
         self.nth(self.element(place))
     }
 
-    /// The value of an element, widened.
+    /// Returns the value of an element, widened.
     pub(crate) fn nth(&self, element: usize) -> f64 {
         match &self.values {
             Values::Scalar(x) => f64::from(*x),
@@ -88,7 +88,7 @@ impl Bound {
     }
 }
 
-/// How elements of a file become those of a parameter.
+/// How elements of a file are converted to those of a parameter.
 #[derive(Clone, Copy, Debug)]
 enum Reading {
     Float(FileType, Element),
@@ -98,33 +98,33 @@ enum Reading {
     F8E8M0,
 }
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Clone, Debug)]
 enum From {
     Scalar(f32),
     File(Reading, u64),
     Number(i64),
     Random,
-    /// Boundaries of documents, which are given.
+    /// Given `cu_seqlens`.
     Given(Vec<i32>),
-    /// Rows that are given, as far as they are said.
+    /// Given rows of a page table, as far as they are known.
     Rows(Vec<Vec<i32>>),
-    /// So many pages, in an order that looks random.
+    /// This number of pages, in pseudorandom order.
     Pages(i64),
-    /// A scale of 8-bit floats, or those of blocks, made of the numbers at hand.
+    /// A scale of 8-bit floats, or their block scales, computed from the operands.
     Scale,
-    /// A table of relative positions, random where there is no file.
+    /// A table of relative positions; random without a file.
     T5(T5, Option<(FileType, u64)>),
 }
 
-/// A declared parameter, and where its value comes from.
+/// A declared parameter, and the source of its value.
 #[derive(Clone, Debug)]
 pub(crate) struct Planned {
     pub(crate) declared: Declared,
-    /// As files have it.
+    /// In the file's order of axes.
     pub(crate) shape: Vec<i64>,
     dims: [i64; 4],
-    /// Queries and keys: lengths are at most as many.
+    /// Maximum lengths of queries and of keys.
     longest: [i64; 2],
     from: From,
 }
@@ -147,7 +147,7 @@ fn reading(declared: DType, file: Dtype) -> Result<Reading, &'static str> {
     })
 }
 
-/// The extents that a tensor has along the axes that it spans.
+/// Returns the extents of a tensor along the axes that it spans.
 fn spanned(axes: Axes, extents: [i64; 4]) -> Vec<i64> {
     if axes.has_end() {
         return vec![axes.elements(extents)];
@@ -158,14 +158,14 @@ fn spanned(axes: Axes, extents: [i64; 4]) -> Vec<i64> {
     axes.iter().map(|a| axes.dims(extents)[a.place()]).collect()
 }
 
-/// Whether a tensor has its axes: those that it spans, or all four but for leading ones.
+/// Returns true if a shape matches: the axes that the tensor spans, or all four, leading ones optional.
 fn fits(shape: &[i64], axes: Axes, extents: [i64; 4]) -> bool {
     let without_ones = |shape: &[i64]| shape.iter().copied().skip_while(|&n| n == 1).collect::<Vec<_>>();
     shape == spanned(axes, extents) || (!axes.has_end() && shape.len() <= 4 && without_ones(shape) == without_ones(&axes.dims(extents)))
 }
 
 impl Planned {
-    /// What a parameter is, in words.
+    /// Describes the kind of parameter.
     pub(crate) fn kind(&self) -> String {
         match self.declared.kind {
             ParamKind::Scalar => "a scalar".to_owned(),
@@ -174,7 +174,7 @@ impl Planned {
         }
     }
 
-    /// The value of a scalar.
+    /// Returns the value of a scalar.
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
@@ -189,23 +189,23 @@ impl Planned {
         }
     }
 
-    /// Whether it is a scale of 8-bit floats.
+    /// Returns true if it is a scale of 8-bit floats.
     pub(crate) fn is_scale(&self) -> bool {
         scales::named(&self.declared.name).is_some() && self.declared.kind == ParamKind::Tensor { axes: Axes::NONE, dtype: DType::F32 }
     }
 
-    /// Whether it is those of an operand's blocks.
+    /// Returns true if it holds the block scales of an operand.
     pub(crate) fn is_block_scale(&self) -> bool {
         let of_blocks = matches!(self.declared.kind, ParamKind::Tensor { axes: _, dtype: DType::F8E8M0 });
         of_blocks && blocks::named(&self.declared.name).is_some()
     }
 
-    /// Whether its value is in the input.
+    /// Returns true if the input has its value.
     pub(crate) fn is_read(&self) -> bool {
         matches!(self.from, From::File(..))
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub(crate) fn elements(&self) -> usize {
         let ends = match self.declared.kind {
             ParamKind::Scalar => 0,
@@ -214,7 +214,7 @@ impl Planned {
         self.dims.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul).saturating_add(ends)
     }
 
-    /// Bytes that its value takes.
+    /// Returns the bytes of its value.
     pub(crate) fn bytes(&self) -> u128 {
         let each = match self.declared.kind {
             ParamKind::Scalar => 4,
@@ -223,7 +223,7 @@ impl Planned {
         self.elements() as u128 * each
     }
 
-    /// Reads or makes the value; also counts finite numbers that became infinite.
+    /// Reads or creates the value. Also returns the number of finite numbers that became infinite.
     pub(crate) fn load(&self, header: Option<&Header>, seed: u64) -> Result<(Bound, u64), String> {
         let len = self.elements();
         let name = &self.declared.name;
@@ -294,7 +294,7 @@ impl Planned {
         }
         let longest = if name == SEQ_LEN_Q { Some(self.longest[0]) } else { (name == SEQ_LEN_KV).then_some(self.longest[1]) };
         if let Some(longest) = longest {
-            // One in four is all of it.
+            // One in four has the maximum length.
             let length = |n: usize| if draw(n, 4) == 0 { longest } else { 1 + (draw(n, 4 * longest as u64) / 4) as i64 };
             return Ok(Values::I32((0..len).map(|n| i32::try_from(length(n)).unwrap_or(i32::MAX)).collect()));
         }
@@ -309,18 +309,18 @@ impl Planned {
     }
 }
 
-/// Streams of random numbers of parameters begin past those of operands.
+/// Random streams of parameters begin after those of operands.
 const FIRST_STREAM: u64 = 1 << 32;
 
-/// The stream of a parameter.
+/// Returns the random stream of a parameter.
 fn stream(name: &str) -> u64 {
     name.bytes().fold(FIRST_STREAM, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
 }
 
-/// What a page table holds for keys that are not there.
+/// The entry of a page table for keys that do not exist.
 const NO_PAGE: i32 = -1;
 
-/// A page table of so many elements: each page once, in an order that looks random, and then again.
+/// Returns a page table of `len` entries: each page once in pseudorandom order, then again.
 fn shuffled(pages: i64, len: usize, seed: u64) -> Result<Vec<i32>, String> {
     let pages = usize::try_from(pages).unwrap_or(usize::MAX).max(1);
     let mut order: Vec<i32> = Vec::new();
@@ -332,7 +332,7 @@ fn shuffled(pages: i64, len: usize, seed: u64) -> Result<Vec<i32>, String> {
     Ok((0..len).map(|n| order[n % pages]).collect())
 }
 
-/// Documents: runs of equal numbers in each row, about four of them; the same in rows of one length, whatever they are for.
+/// Draws document indices: about four runs of equal numbers in each row. Rows of one length have equal runs, whatever they are for.
 fn runs(len: usize, row: usize, seed: u64) -> Vec<i32> {
     let mut all = Vec::with_capacity(len);
     let mut document = 0;
@@ -344,7 +344,7 @@ fn runs(len: usize, row: usize, seed: u64) -> Vec<i32> {
     all
 }
 
-/// Where the document of each place of a row begins, and where it ends; the last one with the last key.
+/// Returns the first key and the end of the document at each position of a row; the last document ends with the last key.
 fn bounds(documents: &[i32], row: usize, seq_kv: i64) -> impl Iterator<Item = (i32, i32)> {
     let key = move |n: usize| i32::try_from((n as i64).min(seq_kv)).unwrap_or(i32::MAX);
     documents.chunks(row.max(1)).flat_map(move |row| {
@@ -356,30 +356,30 @@ fn bounds(documents: &[i32], row: usize, seq_kv: i64) -> impl Iterator<Item = (i
     })
 }
 
-/// Where parameters come from.
+/// The sources of parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sources<'a> {
-    /// Extents (batch, heads_q, seq_q, seq_kv); `None` where they are not known because of another mistake.
+    /// Extents (batch, heads_q, seq_q, seq_kv); `None` if another mistake prevents knowing them.
     pub(crate) extents: Option<[i64; 4]>,
     pub(crate) header: Option<&'a Header>,
-    /// An input was named, whether it could be read or not.
+    /// Whether an input was named, even if it could not be read.
     pub(crate) input: bool,
-    /// Scalars that are given.
+    /// Given scalars.
     pub(crate) given: &'a [(String, f32)],
-    /// Everything that is declared is known.
+    /// Whether all declarations are known.
     pub(crate) complete: bool,
-    /// The buckets of the parameter that is made of a table.
+    /// The buckets of the parameter that is computed from a table.
     pub(crate) t5: Option<T5>,
-    /// Documents, where batch entries are such.
+    /// Packed sequences, if batch entries are such.
     pub(crate) packing: Option<&'a Packing>,
-    /// Pages, where keys lie in such.
+    /// Pages, if keys are paged.
     pub(crate) paging: Option<&'a Paging>,
-    /// What is dropped at random.
+    /// Dropout.
     pub(crate) dropping: Dropping,
 }
 
 impl Sources<'_> {
-    /// Finds where each declared parameter comes from; what is wrong is a mistake.
+    /// Finds the source of each declared parameter, or adds mistakes.
     pub(crate) fn plan(&self, declared: &[Declared], mistakes: &mut Mistakes) -> Option<Vec<Planned>> {
         let names = || crate::table::list(&declared.iter().map(|d| d.name.as_str()).collect::<Vec<_>>());
         for (n, (name, _)) in self.given.iter().enumerate() {
@@ -398,7 +398,7 @@ impl Sources<'_> {
         self.found(declared, mistakes)
     }
 
-    /// The same of what no option of the command line names.
+    /// Finds the sources of parameters that no option names.
     pub(crate) fn found(&self, declared: &[Declared], mistakes: &mut Mistakes) -> Option<Vec<Planned>> {
         let planned: Vec<Option<Planned>> = declared.iter().map(|d| self.one(d, mistakes)).collect();
         planned.into_iter().collect()
@@ -439,7 +439,7 @@ impl Sources<'_> {
             if let Some(t5) = t5 {
                 return (!self.input).then(|| Planned::new(declared, bias, extents, From::T5(t5, None)));
             }
-            // An input that could not be read has been told of.
+            // An input that could not be read was reported already.
             return (!self.input).then(|| Planned::new(declared, spanned(axes, extents), extents, From::Random));
         };
         let Some(Found { dtype: stored, shape, offset }) = header.find(name) else {

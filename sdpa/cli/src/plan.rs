@@ -1,4 +1,4 @@
-//! The last stage: a plan of cuDNN, for a device or for the description of one.
+//! The last stage of `inspect`: a cuDNN plan, for a device or a device profile.
 
 use crate::args::PlaceArgs;
 use crate::exit::{Failure, Line};
@@ -13,7 +13,7 @@ use sdpa::{Error, ExecutorName};
 use serde::Serialize;
 use std::sync::Arc;
 
-/// An offer, and how NVIDIA's tools call it.
+/// An offered engine, and its tag in NVIDIA's tools.
 #[derive(Serialize)]
 struct Offer {
     tag: String,
@@ -21,14 +21,14 @@ struct Offer {
     candidate: Candidate,
 }
 
-/// A list of offers that cuDNN refused to make.
+/// A heuristics list that cuDNN failed to return.
 #[derive(Serialize)]
 struct Refused {
     list: Source,
     text: String,
 }
 
-/// What is known of a plan.
+/// The report on a plan.
 #[derive(Serialize)]
 pub(crate) struct PlanReport {
     stage: &'static str,
@@ -43,9 +43,9 @@ pub(crate) struct PlanReport {
     copied: Vec<&'static str>,
     offers: Vec<Offer>,
     lists_refused: Vec<Refused>,
-    /// cuDNN's own JSON; `None` where the engine has none.
+    /// cuDNN's own JSON; `None` if the engine does not support it.
     plan: Option<serde_json::Value>,
-    /// Why there is none.
+    /// The reason why there is none.
     plan_refused: Option<String>,
 }
 
@@ -133,7 +133,7 @@ impl Offer {
 }
 
 impl PlanReport {
-    /// The report without cuDNN's JSON.
+    /// Prints the report without cuDNN's JSON.
     pub(crate) fn text(&self) -> String {
         let mut table = Table::default();
         table.row("library", format!("cuDNN {}, {}", self.version, self.library));

@@ -1,17 +1,17 @@
-//! Text of others on its way to a terminal or a log: nothing in it moves the cursor, and none of it is endless.
+//! Sanitises foreign text for terminals and logs: it cannot move the cursor, and its length is limited.
 
-/// Whether a letter is one for a terminal, or for the order of letters, and not for people.
+/// Returns true for control characters of terminals and of text direction.
 fn is_control(c: char) -> bool {
-    // The latter hide what a text says: marks, embeddings and isolates of bidirectional text.
+    // Bidirectional marks, embeddings and isolates can hide the meaning of a text.
     c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// The same with escapes in place of control characters, but for the ends of lines.
+/// Escapes control characters, except line ends.
 pub(crate) fn printable(text: &str) -> String {
     escaped(text, |c| c.escape_default().to_string())
 }
 
-/// The same inside of JSON, where strings alone may have any.
+/// Escapes control characters in JSON, where only strings can contain them.
 pub(crate) fn printable_json(text: &str) -> String {
     escaped(text, |c| format!("\\u{:04x}", u32::from(c)))
 }
@@ -23,7 +23,7 @@ fn escaped(text: &str, escape: impl Fn(char) -> String) -> String {
     text.chars().map(|c| if is_control(c) && c != '\n' { escape(c) } else { c.to_string() }).collect()
 }
 
-/// Text inside of HTML and SVG, its attributes too; control characters, which neither may have, are shown as such.
+/// Escapes text for HTML and SVG, also in attributes. Control characters, which both forbid, are shown as escapes.
 pub(crate) fn markup(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -40,10 +40,10 @@ pub(crate) fn markup(text: &str) -> String {
     escaped
 }
 
-/// Letters of a text that are shown at its beginning, and at its end, where rules stand.
+/// Number of characters shown from the beginning and from the end of a text, where error messages have their rule.
 const SHOWN: [usize; 2] = [200, 400];
 
-/// The beginning and the end of a text that is too long for a line.
+/// Returns the beginning and the end of a text that is too long for a line.
 pub(crate) fn brief(text: &str) -> String {
     let [first, last] = SHOWN;
     let count = text.chars().count();

@@ -1,4 +1,4 @@
-//! Progress on stderr, where somebody looks at it.
+//! Progress on stderr, if it is a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
@@ -11,12 +11,12 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Only on a terminal, and not for a machine that reads.
+    /// Shows progress on a terminal only, and never with JSON output.
     pub(crate) fn new(json: bool) -> Progress {
         Progress { shown: !json && std::io::stderr().is_terminal() }
     }
 
-    /// A step of unknown length.
+    /// Starts a step of unknown length.
     pub(crate) fn spinner(self, what: &'static str) -> Step {
         let bar = if self.shown { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
         bar.set_message(what);
@@ -26,7 +26,7 @@ impl Progress {
         Step(bar)
     }
 
-    /// A step of known length.
+    /// Starts a step of known length.
     pub(crate) fn bar(self, what: &'static str, length: u64) -> Step {
         let bar = if self.shown { ProgressBar::new(length) } else { ProgressBar::hidden() };
         let style = ProgressStyle::with_template("{msg} {wide_bar} {percent}% {eta}");
@@ -36,17 +36,17 @@ impl Progress {
     }
 }
 
-/// A step under way; it vanishes when dropped.
+/// A step in progress; its display disappears when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Step(ProgressBar);
 
 impl Step {
-    /// One that nobody sees.
+    /// A step without a display.
     pub(crate) fn hidden() -> Step {
         Step(ProgressBar::hidden())
     }
 
-    /// Replaces the text in front of a bar.
+    /// Replaces the text before a bar.
     pub(crate) fn message(&self, text: String) {
         self.0.set_message(text);
     }

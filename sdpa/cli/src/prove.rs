@@ -1,4 +1,4 @@
-//! `prove`: problems in which features meet on an executor, each compared with textbook attention in f64.
+//! `prove`: computes problems that combine features on an executor, and compares each with textbook attention in f64.
 
 pub(crate) mod args;
 mod evidence;
@@ -19,7 +19,7 @@ use std::time::Instant;
 use subject::Subject;
 use tell::{Proof, Proven, Removed};
 
-/// Everything that was asked for.
+/// The parsed arguments.
 struct Order {
     preference: Preference,
     strength: Strength,
@@ -27,7 +27,7 @@ struct Order {
     most: Option<usize>,
     /// The file of the executor's answers.
     state: PathBuf,
-    /// The folder of the caller's for answers and ledger.
+    /// The folder for answers and ledger, if the caller gives one.
     folder: Option<PathBuf>,
 }
 
@@ -71,7 +71,7 @@ impl Order {
     }
 }
 
-/// The strength where none is named: answers of cuDNN make a ledger.
+/// Returns the default strength: answers of cuDNN form a ledger.
 fn usual(preference: Preference) -> Strength {
     match preference {
         Preference::Named(ExecutorName::CUDNN) => Strength::Ledger,
@@ -79,13 +79,13 @@ fn usual(preference: Preference) -> Strength {
     }
 }
 
-/// The strength that has problems with such a name.
+/// Returns the strength that a problem's name belongs to.
 fn strength_of(problem: &str) -> Result<Strength, String> {
     Strength::of(problem)
         .ok_or_else(|| format!("{problem:?} names no problem: expected a name such as \"two-way 5\", \"three-way 5\" or \"ledger 5\""))
 }
 
-/// The folder `proofs`, next to that of the kernel cache. A proof is kept where the kernel cache is switched off too.
+/// Returns the folder `proofs`, next to that of the kernel cache. Proofs are stored even if the kernel cache is off.
 fn user_folder(mistakes: &mut Mistakes) -> Option<PathBuf> {
     match user::folder("proofs") {
         Ok(Some(folder)) => Some(folder),
@@ -127,7 +127,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     let progress = Progress::new(json);
     let kept = order.only.as_deref().and_then(|name| state.named(name)?.problem().ok());
     let (problems, impossible) = match kept {
-        // Its row is known: nothing is asked of the executor.
+        // Its row is known, so the executor need not be queried.
         Some(problem) => (vec![problem], Vec::new()),
         None => {
             let _step = progress.spinner("choosing problems");
@@ -148,7 +148,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
             }
         }
     };
-    // A process for each: a context of another process takes memory of the device.
+    // Each worker opens the executor itself; a context of this process would occupy device memory.
     drop(executor);
     let asked: Vec<&Problem> = problems.iter().filter(|problem| order.only.is_some() || !state.has(problem)).collect();
     let asked = &asked[..order.most.unwrap_or(asked.len()).min(asked.len())];
@@ -173,7 +173,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     }
 
     let summary = state.summary(&problems);
-    // A ledger of some of the problems would refuse features that the other problems compute correctly.
+    // A ledger from some of the problems would reject features that the other problems compute correctly.
     let is_done = order.only.is_none() && (summary.answered() == problems.len() || summary.bad.len() >= MOST_BAD);
     let ledger = match ledger {
         Some(about) if is_done => {
@@ -197,7 +197,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     Told::new(json, &proof, || proof.text(), proof.outcome())
 }
 
-/// Deletes the answers of an executor, and of cuDNN the ledgers that they made.
+/// Deletes the answers of an executor, and for cuDNN the ledgers made from them.
 fn remove(order: &Order, json: bool) -> Result<Told, Failure> {
     let state = &order.state;
     let removed = match std::fs::remove_file(state) {
@@ -214,9 +214,9 @@ fn remove(order: &Order, json: bool) -> Result<Told, Failure> {
     Removed { state: state.clone(), removed, ledgers }.answer(json)
 }
 
-/// Answers questions of [`run`]; the exit code.
+/// Answers requests of [`run`] and returns the exit code.
 pub(crate) fn worker(args: &WorkerArgs) -> u8 {
-    // The answer has the message of a panic.
+    // The answer contains the message of a panic.
     std::panic::set_hook(Box::new(|_| ()));
     let opened = names::executor(&args.executor).map_err(|e| Failure::environment("EXECUTOR", e));
     let served = opened

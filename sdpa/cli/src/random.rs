@@ -1,11 +1,11 @@
-//! Numbers that look random, and are the same for a seed on every machine and with any number of threads.
+//! Pseudorandom numbers that depend on the seed only, not on the machine or the number of threads.
 
 use crate::data::Data;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use sdpa::{F8E4M3, F8E5M2};
 
-/// SplitMix64 (Steele, Lea and Flood, 2014), asked for any number of its stream.
+/// Returns number `n` of a SplitMix64 stream (Steele, Lea and Flood, 2014).
 fn bits(stream: u64, n: u64) -> u64 {
     let mut z = stream.wrapping_add(n.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -13,13 +13,13 @@ fn bits(stream: u64, n: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Nearly normal, mean 0 and variance 1: a sum of four uniform numbers of 16 bits.
+/// Returns an approximately normal number, mean 0 and variance 1: a sum of four uniform numbers of 16 bits.
 fn normal(bits: u64) -> f32 {
     let sum: u64 = (0..4).map(|n| bits >> (16 * n) & 0xffff).sum();
     ((sum + 2) as f32 / 65536.0 - 2.0) * 3f32.sqrt()
 }
 
-/// Fills a tensor; `which` gives tensors of one seed numbers of their own.
+/// Fills a tensor; `which` selects the stream, so that tensors of one seed differ.
 pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
     let stream = bits(bits(seed, 0), which);
     match data {
@@ -31,7 +31,7 @@ pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
     }
 }
 
-/// 64 bits of a stream of one seed.
+/// Returns number `n` of a stream of one seed, 64 bits.
 pub(crate) fn draw(seed: u64, which: u64, n: u64) -> u64 {
     bits(bits(bits(seed, 0), which), n)
 }

@@ -1,4 +1,4 @@
-//! What was asked for: every option and the header of the input, read in one place, so that all mistakes are told at once.
+//! The request: all options and the header of the input, parsed together, so that all mistakes are reported at once.
 
 mod dropping;
 mod extents;
@@ -38,9 +38,9 @@ pub(crate) struct Request {
     pub(crate) scale: Option<f32>,
     pub(crate) spec: AttentionSpec,
     pub(crate) problem: Problem,
-    /// Documents, where batch entries are such.
+    /// Packed sequences, if batch entries are such.
     pub(crate) packing: Option<Packing>,
-    /// Pages, where keys lie in such.
+    /// Pages, if keys are paged.
     pub(crate) paging: Option<Paging>,
     /// Values of declared parameters: those of the problem, then those that only gradients declare.
     pub(crate) params: Vec<Planned>,
@@ -52,35 +52,35 @@ pub(crate) struct Request {
 pub(crate) struct Backward {
     pub(crate) spec: BackwardSpec,
     pub(crate) problem: BackwardProblem,
-    /// The input has `o` and stats: the forward pass is not computed.
+    /// Whether the input has `o` and stats, so that the forward pass does not run.
     pub(crate) given: bool,
 }
 
-/// Where the operands come from.
+/// The source of the operands.
 #[derive(Debug)]
 pub(crate) enum Source {
-    /// A file, its q, k and v, and what it has for a backward pass.
+    /// A file, its q, k and v, and its tensors for a backward pass.
     File(Box<Header>, Box<[Entry; 3]>, Option<Box<BackwardEntries>>),
     /// Random numbers.
     Random,
 }
 
-/// What an input has for a backward pass.
+/// The tensors of an input for a backward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardEntries {
     pub(crate) d_o: Entry,
-    /// `o`, and where the f32 stats are, of this type.
+    /// `o`, and the type and offset of stats.
     pub(crate) forward: Option<(Entry, FileType, u64)>,
 }
 
-/// What is computed when nothing is said.
+/// The problem of a call without shape and input.
 const EXAMPLE: Shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 256, seq_kv: 256, dim_qk: 64, dim_v: 64 };
 
-/// A shape that breaks no rule, to judge by what does not depend on one.
+/// A shape without errors, to validate options that do not depend on extents.
 const ANY: Shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
 
 impl PlaceArgs {
-    /// That libraries are files or folders.
+    /// Checks that library paths are files or folders.
     pub(crate) fn check(&self, mistakes: &mut Mistakes) {
         for (option, path) in [("--cudnn", &self.cudnn), ("--driver", &self.driver)] {
             if let Some(path) = path {
@@ -89,25 +89,25 @@ impl PlaceArgs {
         }
     }
 
-    /// How cuDNN is set up.
+    /// Returns the cuDNN options.
     pub(crate) fn options(&self) -> CudnnOptions {
         let search = Search::default().with_library(self.cudnn.clone()).with_driver(self.driver.clone());
         CudnnOptions::default().with_search(search)
     }
 }
 
-/// What a command does with a problem.
+/// The requirements of a command.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Wanted<'a> {
-    /// The options of the backward pass, where the command has one.
+    /// The options of the backward pass, if the command has them.
     pub(crate) gradient: Option<&'a BackwardArgs>,
-    /// Stats are computed without being asked for.
+    /// Whether stats are computed without `--stats`.
     pub(crate) stats: bool,
-    /// What a backward pass reads is needed.
+    /// Whether the command runs the pass, so that the inputs of a backward pass must be present.
     pub(crate) computes: bool,
 }
 
-/// The operands of a file, as far as they are right.
+/// The valid operands of a file.
 struct Operands {
     qkv: [Option<Entry>; 3],
     d_o: Option<Entry>,
@@ -115,7 +115,7 @@ struct Operands {
 }
 
 impl Operands {
-    /// `packed`: queries, and keys.
+    /// `packed` is true for packed queries, `keys` for packed keys.
     fn find(header: &Header, layout: Option<Layout>, [packed, keys]: [bool; 2], backward: bool, mistakes: &mut Mistakes) -> Operands {
         let place = (layout, packed);
         let qkv = [("q", packed), ("k", keys), ("v", keys)].map(|(name, packed)| header.operand(name, "", (layout, packed), mistakes));
@@ -198,7 +198,7 @@ impl Request {
             }
             (None, None) => Some(Element::BF16),
         };
-        // A tensor of 8 bits is what it is.
+        // A tensor of 8-bit floats determines its type.
         let d_o_dtype = d_o_dtype.or_else(|| operands.as_ref()?.d_o.as_ref()?.ty.narrow());
         if let (Some(header), Some(operands), Some(element)) = (&header, &operands, element) {
             let own = operands.forward.as_ref().map(|(o, ..)| o);
@@ -211,13 +211,13 @@ impl Request {
             }
         }
         let (about, dims) = match (&header, &operands, shape) {
-            // Extents of axes in an order that is not known say nothing.
+            // Without a known order of axes, extents are unknown too.
             (Some(header), Some(operands), _) => (header.path.display().to_string(), operands.dims(layout)),
             (_, _, Some(Ok(shape))) if !input => ("--shape".to_owned(), extents(shape).map(Some)),
             (_, _, None) if !input => ("the example".to_owned(), extents(EXAMPLE).map(Some)),
             (_, _, _) => (String::new(), [None; 3]),
         };
-        // Of an input of packed documents, these are extents of memory.
+        // For an input of packed sequences, these are the extents of memory.
         let of_keys = dims[1].or(dims[2]).filter(|_| packed_keys);
         let tokens = if packed && input { [dims[0], of_keys].map(|dims| dims.map(|dims| dims[2])) } else { [None; 2] };
         if let ([_, Some(k), Some(v)], Some(_), true) = (dims, tokens[1], packed)
@@ -225,7 +225,7 @@ impl Request {
         {
             mistakes.add(&about, format!("v has {} tokens: {}, as k has", v[2], k[2]));
         }
-        // Of an input of pages, those of keys are of containers.
+        // For a paged input, those of keys are the extents of page pools.
         let container = if paging.is_some() && input { dims[1].or(dims[2]) } else { None };
         let dims = match (&packing, &paging) {
             (packing, Some(paging)) if input => {
@@ -246,13 +246,13 @@ impl Request {
         let dtype = element.unwrap_or(Element::F32).dtype();
 
         let base = if args.stats_base_2 { StatsBase::Two } else { StatsBase::Natural };
-        // What does not depend on extents is judged where they are right.
+        // Rules that do not depend on extents are checked with extents that have no errors.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
         (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
         any.o_dtype = o_dtype.map(Element::dtype);
         if args.block_scaled {
-            // Scales of blocks depend on extents, and those of tensors are not there.
+            // Block scales depend on extents, and tensors have no scales here.
             (any.dtype, any.o_dtype) = (DType::F32, None);
         }
         any.paged = paging.as_ref().map(Paging::any);
@@ -263,7 +263,7 @@ impl Request {
             paging.judge_rows(scores, mistakes);
         }
         let judged = judge(&any, args, gradient, rules.complete, mistakes);
-        // What is wrong has been told.
+        // Mistakes in these were reported already.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
         let t5: Vec<T5> = args.score_mod.iter().filter_map(|text| expression::t5(text)?.ok()).collect();
         if t5.iter().any(|other| *other != t5[0]) {
@@ -330,7 +330,7 @@ impl Request {
             }
             (Some(_), None) | (None, _) => Source::Random,
         };
-        // What is `None` here has been told.
+        // A value that is `None` here was reported already.
         Some(Request {
             source,
             element: element?,
@@ -345,7 +345,7 @@ impl Request {
         })
     }
 
-    /// The extents.
+    /// Returns the extents.
     pub(crate) fn shape(&self) -> Shape {
         let p = &self.problem;
         Shape {
@@ -359,33 +359,33 @@ impl Request {
         }
     }
 
-    /// The scale that is used.
+    /// Returns the scale in use.
     pub(crate) fn attn_scale(&self) -> f32 {
         self.scale.unwrap_or(self.problem.default_scale())
     }
 
-    /// Score_mods, as they are written.
+    /// Returns the texts of the score_mods.
     pub(crate) fn score_mods(&self) -> Vec<String> {
         self.spec.score_mods.iter().map(ScoreMod::to_string).collect()
     }
 
-    /// Masks, as they are written.
+    /// Returns the texts of the masks.
     pub(crate) fn masks(&self) -> Vec<String> {
         self.spec.masks.iter().map(Mask::to_string).collect()
     }
 
-    /// The pass that was asked for.
+    /// Returns the requested pass.
     pub(crate) fn job(&self) -> Job {
         self.backward.as_ref().map_or_else(|| self.problem.clone().into(), |b| b.problem.clone().into())
     }
 
-    /// Why cuDNN is asked before the native kernels of Hopper for passes like this one, where it is.
+    /// Returns the exception for which cuDNN is tried before the native Hopper kernels, if one applies to this pass.
     pub(crate) fn cudnn_first(&self) -> Option<&'static Exception> {
         let family = Family::Wgmma;
         self.backward.as_ref().map_or_else(|| cudnn_first(family, &self.problem), |b| cudnn_first_backward(family, &b.problem))
     }
 
-    /// The input, if there is one.
+    /// Returns the header of the input, if there is one.
     pub(crate) fn header(&self) -> Option<&Header> {
         match &self.source {
             Source::File(header, ..) => Some(header),
@@ -394,18 +394,18 @@ impl Request {
     }
 }
 
-/// Whether an operand is as the output is.
+/// Adds a mistake if an operand does not have the extents of the output.
 fn fits(header: &Header, name: &str, entry: &Entry, want: [i64; 4], layout: Option<Layout>, mistakes: &mut Mistakes) {
     if let Some(dims) = layout.map(|layout| entry.dims(layout)).filter(|dims| *dims != want) {
         mistakes.add(header.path.display(), format!("{name} is {dims:?} (batch, head, seq, dim): {want:?}, as the output is"));
     }
 }
 
-/// The element type that q, k and v have in common; `None` where that is not known because of another mistake.
+/// Returns the common element type of q, k and v; `None` if another mistake prevents knowing it.
 fn common(types: &[(&str, FileType)]) -> Result<Option<Element>, String> {
     let said = || types.iter().map(|(name, ty)| format!("{name} is {}", ty.name())).collect::<Vec<_>>().join(", ");
     let Some(&(_, first)) = types.first() else { return Ok(None) };
-    // Gradients of 8-bit floats may be of another type, and results of any.
+    // With 8-bit floats, gradients may have another type, and results any type.
     let own = |name: &str| first.narrow().is_none() || ["q", "k", "v"].contains(&name);
     if types.iter().any(|&(name, ty)| ty != first && own(name)) {
         return Err(format!("{}: say with --dtype what to convert them to", said()));

@@ -1,4 +1,4 @@
-//! `run`: compute, write, check, tell.
+//! `run`: computes, checks, writes and prints.
 
 mod choose;
 mod documents;
@@ -24,7 +24,7 @@ use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Report, Side};
 use tell::{Checked, Told};
 
-/// Everything that was asked for.
+/// The parsed arguments.
 struct Order {
     request: Request,
     preference: Preference,
@@ -73,7 +73,7 @@ impl Order {
     }
 }
 
-/// What ran.
+/// The reports of the passes that ran.
 struct Reports {
     forward: Option<Report>,
     backward: Option<Report>,
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     operands.notes.extend(bad);
     operands.notes.extend(documents::advice(&operands, request, chosen.executor));
     let checked = order.check.then(|| {
-        // One step for both passes, so that its end is the end.
+        // One step for both passes, so that its progress ends at 100 %.
         let passes = u64::from(reports.forward.is_some()) + u64::from(request.backward.is_some());
         let step = progress.bar("checking", passes * operands::rows(&request.spec) as u64);
         let forward = reports.forward.is_some().then(|| operands.check(&request.spec, &request.problem, scale, &step));
@@ -125,18 +125,17 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     Answer::new(json, &told, || told.text(), outcome)
 }
 
-/// Bytes that the passes take besides operands, one after the other.
+/// Returns the bytes that the passes need besides operands; they run one after the other.
 fn workspace(cpu: &CpuExecutor, request: &Request) -> u64 {
     let forward = cpu.workspace_bytes(&request.problem);
     request.backward.as_ref().map_or(forward, |backward| forward.max(cpu.backward_workspace_bytes(&backward.problem)))
 }
 
-/// Computes the passes. A first execution on a device loads its kernel, which takes longer than most attention: the time told is
-/// the second's.
+/// Runs the passes. The first execution on a device loads the kernel, which takes longer than most attention. Therefore the second execution is timed.
 fn compute(operands: &mut Operands, request: &Request, chosen: &Chosen) -> Result<Reports, Failure> {
     let failed = |e: Error| Failure::Environment(lines(chosen.executor, &e));
     let scale = request.attn_scale();
-    // Of 8-bit floats the first execution also tells what scales are made of.
+    // With 8-bit floats, the first execution also reports the amax values for the scales of the second.
     let narrow = request.problem.dtype().is_fp8() && !request.problem.block_scaled();
     let times = if chosen.executor == ExecutorName::CPU && !narrow { 1 } else { 2 };
     let mut reports = Reports { forward: None, backward: None };
@@ -159,7 +158,7 @@ fn compute(operands: &mut Operands, request: &Request, chosen: &Chosen) -> Resul
     Ok(reports)
 }
 
-/// What is written: everything that was computed.
+/// Returns all results for the output file.
 fn results<'a>(operands: &'a Operands, request: &'a Request) -> Vec<Tensor<'a>> {
     let spec = &request.spec;
     let mut tensors = Vec::new();
@@ -188,7 +187,7 @@ fn results<'a>(operands: &'a Operands, request: &'a Request) -> Vec<Tensor<'a>> 
     tensors
 }
 
-/// The lines of an error about an executor.
+/// Returns the lines of an executor's error.
 pub(crate) fn lines(executor: ExecutorName, error: &Error) -> Vec<Line> {
     if let Error::Unsupported(unsupported) = error {
         return unsupported.reasons.iter().map(|reason| Line::new(unsupported.executor, reason)).collect();
@@ -233,7 +232,7 @@ mod tests {
         }
     }
 
-    /// Sets an element of one of dq, dk, dv, dbias and dcap; what it was.
+    /// Sets an element of one of dq, dk, dv, dbias and dcap, and returns its previous value.
     fn set(gradients: &mut Gradients, which: usize, at: usize, to: f32) -> f32 {
         let Gradients { dq, dk, dv, wrt, .. } = gradients;
         let mut all = vec![dq, dk, dv];

@@ -1,4 +1,4 @@
-//! The output file: there as a whole or not at all.
+//! The output file, which is either complete or not written.
 
 use crate::data::{Data, write_blocks};
 use safetensors::Dtype;
@@ -8,12 +8,12 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// A place for the output that was seen to take files.
+/// A path that was checked to be writable.
 #[derive(Debug)]
 pub(crate) struct Destination {
-    /// As the user wrote it.
+    /// The path as the user wrote it.
     pub(crate) path: PathBuf,
-    /// Links followed.
+    /// The path after following links.
     file: PathBuf,
     folder: PathBuf,
 }
@@ -28,7 +28,7 @@ impl Destination {
         if there.as_ref().is_ok_and(|facts| !facts.is_file()) {
             return Err("is not a file".to_owned());
         }
-        // Found out only when the file gets its name, else.
+        // Otherwise a name that is too long would be detected only when the temporary file is renamed.
         if let Err(e) = &there
             && e.kind() == std::io::ErrorKind::InvalidFilename
         {
@@ -48,14 +48,14 @@ impl Destination {
         if !folder.is_dir() {
             return Err(format!("there is no folder {}", folder.display()));
         }
-        // Made and dropped: whether the folder takes files is known only then.
+        // Create and drop a temporary file: only that shows whether the folder is writable.
         temporary(&folder).map_err(|e| format!("cannot be written: {e}"))?;
         Ok(Destination { path: path.to_owned(), file, folder })
     }
 
-    /// Writes tensors beside the destination and then moves them there.
+    /// Writes tensors to a temporary file next to the destination, then renames it.
     pub(crate) fn write(&self, mut tensors: Vec<Tensor<'_>>) -> Result<(), String> {
-        // Larger elements first, so that every tensor is aligned to its own.
+        // Larger elements come first, so that every tensor is aligned to its element size.
         tensors.sort_by_key(|t| std::cmp::Reverse(t.elements.dtype().bitsize()));
         let header = header(&tensors)?;
         self.write_with(|out| {
@@ -68,7 +68,7 @@ impl Destination {
         })
     }
 
-    /// Writes a file beside the destination and then moves it there.
+    /// Writes a temporary file next to the destination, then renames it.
     pub(crate) fn write_with(&self, write: impl FnOnce(&mut BufWriter<&File>) -> std::io::Result<()>) -> Result<(), String> {
         let temporary = temporary(&self.folder).map_err(|e| e.to_string())?;
         let written = || -> std::io::Result<()> {
@@ -84,7 +84,7 @@ impl Destination {
     }
 }
 
-/// Elements of a tensor that is written.
+/// The elements of a written tensor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Saved<'a> {
     F32(&'a [f32]),
@@ -104,11 +104,11 @@ impl Saved<'_> {
     }
 }
 
-/// A tensor that is written.
+/// A tensor to write.
 #[derive(Debug)]
 pub(crate) struct Tensor<'a> {
     pub(crate) name: String,
-    /// As files have it.
+    /// In the file's order of axes.
     pub(crate) shape: Vec<i64>,
     pub(crate) elements: Saved<'a>,
 }
@@ -118,7 +118,7 @@ impl<'a> Tensor<'a> {
         Tensor { name: name.to_owned(), shape: shape.to_vec(), elements }
     }
 
-    /// What the user should know where elements are not numbers.
+    /// Returns a note for the user if elements are NaN.
     pub(crate) fn not_numbers(&self) -> Option<String> {
         let count = match self.elements {
             Saved::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
@@ -129,7 +129,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// The header of a file with these tensors, in this order.
+/// Returns the header of a file with these tensors, in this order.
 fn header(tensors: &[Tensor<'_>]) -> Result<Vec<u8>, String> {
     let mut offset = 0;
     let mut infos = Vec::new();
@@ -149,7 +149,7 @@ fn header(tensors: &[Tensor<'_>]) -> Result<Vec<u8>, String> {
 fn temporary(folder: &Path) -> std::io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".sdpa-").suffix(".tmp");
-    // As any new file: what the umask leaves, and not the owner alone.
+    // Permissions of any new file, which the umask restricts, instead of those of temporary files.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     builder.tempfile_in(folder)

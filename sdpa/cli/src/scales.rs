@@ -1,6 +1,6 @@
-//! Scales of 8-bit floats on the command line: those of the input where it has them, and otherwise current ones, made of the numbers at hand.
+//! Scales of 8-bit floats on the command line: read from the input if it has them, and otherwise computed from the current numbers.
 //!
-//! Of what is computed a first run tells the largest magnitudes, and a second one is given the scales that are made of those.
+//! A first run reports the amax values of its results, and a second run uses the scales computed from them.
 
 use crate::data::{Data, Element};
 use crate::exit::{Failure, Mistakes};
@@ -10,7 +10,7 @@ use sdpa::fp8::{amax_of, scale_of};
 use sdpa::{Amax, Direction, Fp8Scale, HostAmax, Operand, Problem, SpecError};
 use std::collections::BTreeMap;
 
-/// The scales of a run, and what it told.
+/// The scales of a run, and the amax values that it reported.
 #[derive(Debug, Default)]
 pub(crate) struct Scales {
     given: BTreeMap<Fp8Scale, f32>,
@@ -18,10 +18,10 @@ pub(crate) struct Scales {
     pub(crate) told: Vec<(Amax, f32)>,
 }
 
-/// Powers of two that are kept free for what another rounding adds.
+/// Headroom for other rounding errors, in powers of two.
 const MARGIN: i32 = 1;
 
-/// Every scale that a pass may have.
+/// Returns every scale that a pass may have.
 pub(crate) fn all() -> Vec<Fp8Scale> {
     let mut all = [Fp8Scale::of(Direction::Forward), Fp8Scale::of(Direction::Backward)].concat();
     all.sort_unstable();
@@ -29,12 +29,12 @@ pub(crate) fn all() -> Vec<Fp8Scale> {
     all
 }
 
-/// The scale of this name.
+/// Returns the scale of this name.
 pub(crate) fn named(name: &str) -> Option<Fp8Scale> {
     all().into_iter().find(|scale| scale.name() == name)
 }
 
-/// The largest magnitude of what elements stand for, as far as they are numbers.
+/// Returns the largest finite magnitude after descaling.
 fn amax(data: &Data) -> f32 {
     let mut row = vec![0.0; data.len()];
     data.row(0, &mut row);
@@ -42,7 +42,7 @@ fn amax(data: &Data) -> f32 {
     amax_of(&finite)
 }
 
-/// Numbers made narrow: by this descale, or by the one that makes the largest of them the largest there is.
+/// Rounds numbers to 8 bits with this descale, or with one that maps the largest magnitude to the largest number of the type.
 pub(crate) fn narrow(element: Element, wide: &Data, descale: Option<f32>) -> Result<Data, String> {
     let scale = descale.map_or_else(|| scale_of(amax(wide), element.dtype(), 0), f32::recip);
     let mut data = Data::zeros(element, wide.len())?;
@@ -54,7 +54,7 @@ pub(crate) fn narrow(element: Element, wide: &Data, descale: Option<f32>) -> Res
 }
 
 impl Scales {
-    /// Those of the input.
+    /// Reads the scales of the input.
     ///
     /// # Errors
     /// Lists the scales that cannot be read, or are not finite and above 0.
@@ -73,12 +73,12 @@ impl Scales {
         mistakes.finish(Some(Scales { given, ..Scales::default() }))
     }
 
-    /// The descale of an operand, where the input has it.
+    /// Returns the descale of an operand, if the input has it.
     pub(crate) fn given(&self, operand: Operand) -> Option<f32> {
         self.given.get(&Fp8Scale::of_operand(operand, false)).copied()
     }
 
-    /// A scale; 1 of what has none.
+    /// Returns a scale, or 1 if it is not set.
     pub(crate) fn get(&self, scale: Fp8Scale) -> f32 {
         self.given.get(&scale).or_else(|| self.made.get(&scale)).copied().unwrap_or(1.0)
     }
@@ -87,7 +87,7 @@ impl Scales {
         self.made.insert(scale, value);
     }
 
-    /// Those of operands that were read, and of weights, which are not above what is left of 1.
+    /// Sets the scales of operands, and of P, which is at most 1, or at most the dropout scale.
     pub(crate) fn begin(&mut self, request: &Request, [q, k, v]: [&Data; 3], gradient: Option<(&Data, Option<&Data>)>) {
         let dropped = request.problem.dropout().map_or(1.0, |dropout| dropout.scale());
         let weights = scale_of(dropped, request.problem.dtype(), 0);
@@ -100,14 +100,14 @@ impl Scales {
             self.make(scale, value);
         }
         self.make(Fp8Scale::DescaleS, self.get(Fp8Scale::ScaleS).recip());
-        // No output is above the largest value.
+        // An output is at most the largest value.
         self.result(request, Operand::O, dropped * amax(v), 0);
         if let Some((d_o, o)) = gradient {
             self.make(Fp8Scale::DescaleDO, d_o.descale());
             if let Some(o) = o {
                 self.make(Fp8Scale::DescaleO, o.descale());
             }
-            // Six deviations of a sum of products, and of what is subtracted.
+            // Six standard deviations of dP − δ, whose terms sum products.
             let deviation = (request.problem.dim_v() as f32).sqrt() * amax(v) * amax(d_o) / 4.0;
             self.slopes(request, dropped * deviation * request.attn_scale().abs());
         }
@@ -131,7 +131,7 @@ impl Scales {
         self.make(Fp8Scale::DescaleDP, self.get(Fp8Scale::ScaleDP).recip());
     }
 
-    /// Those that are made of what a run told.
+    /// Sets scales from the amax values that a run reported.
     pub(crate) fn learn(&mut self, request: &Request) {
         for (of, amax) in self.told.clone() {
             match of {
@@ -145,7 +145,7 @@ impl Scales {
         }
     }
 
-    /// Puts them where calls read them.
+    /// Stores the scales in the parameters of calls.
     pub(crate) fn bind(&self, params: &mut [Bound]) {
         for bound in params {
             if let Some(scale) = named(&bound.name) {
@@ -154,7 +154,7 @@ impl Scales {
         }
     }
 
-    /// Room for what a pass tells.
+    /// Returns slots for the amax values that a pass reports.
     pub(crate) fn room(&mut self, forward: &Problem, direction: Direction) -> Vec<HostAmax<'_>> {
         let told = Amax::told(forward, direction);
         self.told.retain(|(of, _)| !told.contains(of));
@@ -163,19 +163,19 @@ impl Scales {
         self.told[first..].iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
     }
 
-    /// The largest magnitude of a tensor, where a pass reported it.
+    /// Returns the amax of a tensor, if a pass reported it.
     pub(crate) fn reported(&self, which: Amax) -> Option<f64> {
         self.told.iter().find(|(of, _)| *of == which).map(|(_, number)| f64::from(*number))
     }
 
-    /// Every number by its name, as it is written to files.
+    /// Returns every number by its name in files.
     pub(crate) fn numbers(&self) -> Vec<(String, f32)> {
         let scales = self.made.keys().chain(self.given.keys()).copied().collect::<std::collections::BTreeSet<_>>();
         let scales = scales.into_iter().map(|scale| (scale.name().to_owned(), self.get(scale)));
         scales.chain(self.told.iter().map(|(of, value)| (of.name().to_owned(), *value))).collect()
     }
 
-    /// What the oracle is told.
+    /// Returns the scales for the oracle.
     pub(crate) fn told_to_oracle(&self, slope: Element, gradient: Element) -> sdpa_oracle::Narrow {
         let wide = |scale: Fp8Scale| f64::from(self.get(scale));
         sdpa_oracle::Narrow {

@@ -1,4 +1,4 @@
-//! `show`: what score_mods make of the scores of a head, and what masks keep of them, as a picture.
+//! `show`: draws the modified scores of a head, and the keys that masks keep, as a picture.
 
 mod color;
 mod field;
@@ -23,7 +23,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
 
-/// A format of pictures.
+/// An image format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Svg,
@@ -38,7 +38,7 @@ fn format(path: &Path) -> Result<Format, String> {
     }
 }
 
-/// Everything that was asked for.
+/// The parsed arguments.
 struct Order {
     request: Request,
     view: View,
@@ -46,7 +46,7 @@ struct Order {
     destination: Destination,
 }
 
-/// An index below an extent.
+/// Parses an index below an extent.
 fn below(text: Option<&str>, extent: Option<i64>, what: &str) -> Result<i64, String> {
     let index = text.map_or(Ok(0), names::index)?;
     match extent {
@@ -63,7 +63,7 @@ impl Order {
         if empty {
             mistakes.add("shape", "there is no batch entry, no query or no key: a picture needs at least one of each");
         }
-        // Any index would be out of range: that is one mistake.
+        // With an empty extent any index would be out of range, which is reported as one mistake.
         let request = request.filter(|_| !empty);
         if let Some(request) = &request {
             mistakes.take("memory", operands::fits(request, false, 0));
@@ -86,7 +86,7 @@ impl Order {
     }
 }
 
-/// The least and the largest of something.
+/// The smallest and the largest value.
 #[derive(Serialize)]
 struct Range {
     min: f64,
@@ -99,13 +99,13 @@ impl Range {
     }
 }
 
-/// Kept scores that are no finite numbers.
+/// Unmasked scores that are infinite or NaN.
 #[derive(Serialize)]
 struct NotFinite {
     not_a_number: u64,
     infinite: u64,
     minus_infinite: u64,
-    /// Pairs that were looked at.
+    /// Number of examined pairs.
     of: u64,
     /// Query and key.
     first: [usize; 2],
@@ -125,7 +125,7 @@ impl NotFinite {
     }
 }
 
-/// What there is to tell of a picture.
+/// The JSON of `show`.
 #[derive(Serialize)]
 struct Told {
     output: String,
@@ -133,16 +133,16 @@ struct Told {
     masks: Vec<String>,
     batch: i64,
     head: i64,
-    /// `None`: those of the input.
+    /// `None` if the scores are those of the input.
     score: Option<f64>,
     queries: i64,
     keys: i64,
     /// Rows and columns.
     cells: [usize; 2],
-    /// The part of the pairs that masks keep.
+    /// The fraction of pairs that masks keep.
     kept: f64,
     modified_score: Option<Range>,
-    /// Kept scores that are no finite numbers, of the pairs that were looked at.
+    /// Unmasked scores that are infinite or NaN, among the examined pairs.
     not_finite: Option<NotFinite>,
     curve_value: Option<Range>,
     curve_derivative: Option<Range>,

@@ -1,4 +1,4 @@
-//! `support`: who takes a problem, on which devices; who declines it, why, and what would allow it.
+//! `support`: reports which executors support a problem on which devices. If none does, it reports the reasons and the changes that would help.
 
 mod changes;
 mod recorded;
@@ -23,7 +23,7 @@ use sdpa::metal::MetalExecutor;
 use sdpa::{Error, Executor, Reason, Unsupported};
 use serde::Serialize;
 
-/// What is asked of cuDNN: the library itself, or the rules that are known of a version that is not here.
+/// The source of answers about cuDNN: the library, or the known rules of a version that is not installed.
 enum Asked {
     Library(&'static Library),
     Rules(Version),
@@ -37,7 +37,7 @@ impl Asked {
         }
     }
 
-    /// The form in which a pass is taken.
+    /// Returns the form in which a pass is supported.
     fn form(&self, job: &Job, profile: &DeviceProfile) -> Result<&'static str, Vec<Reason>> {
         match self {
             Asked::Library(library) => match plan::supports(library, &Target::Profile(profile), job, &PlanOptions::default()) {
@@ -62,23 +62,23 @@ impl Asked {
     }
 }
 
-/// Why a problem is declined; an environment that fails is told as one.
+/// Returns the reasons of an error; a failure of the environment becomes a reason too.
 fn reasons(error: sdpa::cudnn::Error) -> Vec<Reason> {
     let error = Error::from(error);
     if let Error::Unsupported(unsupported) = error { unsupported.reasons } else { vec![Reason::Absent(error.to_string())] }
 }
 
-/// What became of a problem on one device.
+/// Support of a problem on one device.
 #[derive(Serialize)]
 struct OnDevice {
     device: String,
     sm: u32,
-    /// `None`: declined.
+    /// `None` if it is unsupported.
     form: Option<&'static str>,
     reasons: Vec<String>,
-    /// What would be taken instead: after one change, else after two.
+    /// Supported alternatives: after one change, else after two.
     allowed: Vec<String>,
-    /// Where rules were asked: what the library said beforehand.
+    /// Recorded answers of the library, if only rules were checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     recorded: Option<Recorded>,
 }
@@ -87,7 +87,7 @@ struct OnDevice {
 #[derive(Serialize)]
 struct Kernels {
     device: String,
-    /// The tile configuration; `None` where it is not supported.
+    /// The tile configuration; `None` if the problem is unsupported.
     tile: Option<String>,
     reasons: Vec<String>,
 }
@@ -110,7 +110,7 @@ impl Kernels {
     }
 }
 
-/// What became of it elsewhere.
+/// Support of a problem on the CPU or on Metal.
 #[derive(Serialize)]
 struct Elsewhere {
     taken: bool,
@@ -118,7 +118,7 @@ struct Elsewhere {
 }
 
 impl Elsewhere {
-    /// That a machine lacks the device is no reason against a problem.
+    /// A missing device on this machine is not a reason against a problem.
     fn new(said: Result<(), Unsupported>) -> Elsewhere {
         let of_problem = |reason: &Reason| match reason {
             Reason::Absent(_) | Reason::Failed(_) => false,
@@ -143,14 +143,14 @@ impl Elsewhere {
 #[derive(Serialize)]
 struct Report {
     problem: String,
-    /// The library's, or the one that rules were asked for.
+    /// The version of the library, or of the rules.
     cudnn: String,
-    /// `None`: rules were asked, no engines.
+    /// `None` if rules were checked, not engines.
     library: Option<String>,
     devices: Vec<OnDevice>,
-    /// What the masks cost on cuDNN.
+    /// Notes on the cost of masks on cuDNN.
     notes: Vec<String>,
-    /// On the same devices, without cuDNN.
+    /// Native CUDA kernels, on the same devices.
     cuda: Vec<Kernels>,
     cpu: Elsewhere,
     metal: Elsewhere,

@@ -1,10 +1,10 @@
-//! A short table: names on the left, values on the right.
+//! A two-column table: names on the left, values on the right.
 
 /// Rows of a name and a value; a value may have several lines.
 #[derive(Debug, Default)]
 pub(crate) struct Table(Vec<Row>);
 
-/// Characters of a name that the other rows leave space for.
+/// Maximum width of a name that other rows are aligned to.
 const WIDEST: usize = 100;
 
 #[derive(Debug)]
@@ -18,12 +18,12 @@ impl Table {
         self.0.push(Row::Pair(name.into(), value.into()));
     }
 
-    /// A line by itself, in front of rows.
+    /// Adds a line of its own, before rows.
     pub(crate) fn title(&mut self, text: impl Into<String>) {
         self.0.push(Row::Title(text.into()));
     }
 
-    /// A row for each value, the name in front of the first only.
+    /// Adds a row per value; only the first has the name.
     pub(crate) fn rows(&mut self, name: &str, values: impl IntoIterator<Item = String>) {
         for (n, value) in values.into_iter().enumerate() {
             self.row(if n == 0 { name } else { "" }, value);
@@ -33,7 +33,7 @@ impl Table {
     pub(crate) fn render(&self) -> String {
         let letters = |name: &str| name.chars().count();
         let width = |row: &Row| if let Row::Pair(name, _) = row { letters(name) } else { 0 };
-        // A longer name moves the value of its own row alone.
+        // A longer name moves only the value of its own row.
         let width = self.0.iter().map(width).filter(|&width| width <= WIDEST).max().unwrap_or(0);
         let mut text = String::new();
         for row in &self.0 {

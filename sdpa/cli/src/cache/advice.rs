@@ -1,4 +1,4 @@
-//! What a user should change, if anything.
+//! Advice on changes that would help the cache.
 
 mod bounds;
 mod errors;
@@ -13,10 +13,10 @@ use super::units::{percent, time};
 use sdpa::cache::{CacheSnapshot, Why};
 use serde::Serialize;
 
-/// Microseconds of compilation that are worth a file.
+/// Microseconds of compilation above which a plan file is worthwhile.
 const LONG: u64 = 1_000_000;
 
-/// What it is about.
+/// The subject of an advice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Kind {
@@ -28,30 +28,30 @@ pub(super) enum Kind {
     Bytes,
     /// Entries were built again after the cache was cleared.
     Cleared,
-    /// Entries were built again after the bounds were made smaller.
+    /// Entries were built again after the bounds were reduced.
     Resized,
-    /// Values that were not kept.
+    /// Values that the cache did not keep.
     NotKept,
     /// The cache's own warnings.
     Thrashing,
-    /// What has no engine is asked for again and again.
+    /// Repeated lookups of problems that no engine supports.
     Unsupported,
     /// Builds that failed.
     Failures,
     /// Compilation.
     Compile,
-    /// Nothing is wrong.
+    /// There is no problem.
     Calm,
 }
 
-/// Whether something should be done.
+/// The severity of an advice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
     /// It costs time.
     Problem,
-    /// It could be better.
+    /// An improvement is possible.
     Tip,
-    /// It could not.
+    /// No improvement is needed.
     Good,
 }
 
@@ -82,17 +82,17 @@ impl Kind {
     }
 }
 
-/// What to do, and why.
+/// An advice and its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Advice {
     pub(super) kind: Kind,
-    /// What is to be done.
+    /// The recommended change.
     pub(super) text: String,
-    /// Numbers for it.
+    /// The numbers that support it.
     pub(super) because: String,
 }
 
-/// What advice comes from.
+/// The data that advice is derived from.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seen<'a> {
     pub(super) snapshot: &'a CacheSnapshot,
@@ -103,11 +103,11 @@ pub(super) struct Seen<'a> {
     pub(super) span: Span,
 }
 
-/// Everything that there may be to say, in this order.
+/// All advisers, in the order of their output.
 const ROWS: [fn(&Seen<'_>) -> Vec<Advice>; 7] =
     [fields::keys, bounds::bounds, bounds::not_kept, bounds::thrashing, errors::unsupported, errors::failures, compile];
 
-/// What there is to say; that nothing is wrong, where it is so.
+/// Returns all advice, or one entry that reports no problem.
 pub(super) fn advice(seen: &Seen<'_>) -> Vec<Advice> {
     let mut all: Vec<Advice> = ROWS.iter().flat_map(|row| row(seen)).collect();
     if all.iter().all(|advice| advice.kind.level() != Level::Problem) {

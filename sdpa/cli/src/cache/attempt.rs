@@ -1,11 +1,11 @@
-//! Builds, put together again from their events.
+//! Builds, reconstructed from their events.
 
 use sdpa::cache::{BuildTime, CacheEvent, CacheSnapshot, Weight, What, Why};
 use serde::Serialize;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
-/// Where the time of builds went, as a report tells it: microseconds.
+/// The time of builds by phase, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Took {
     pub(super) total: u64,
@@ -24,12 +24,12 @@ impl From<&BuildTime> for Took {
     }
 }
 
-/// Whole microseconds.
+/// Returns microseconds, rounded down.
 pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What the time of a build goes to.
+/// A phase of a build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Lower,
@@ -41,7 +41,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// In the order in which they come.
+    /// In chronological order.
     pub(super) const ALL: [Phase; 6] = [Phase::Lower, Phase::Heuristics, Phase::Compile, Phase::Tune, Phase::Load, Phase::Other];
 
     pub(super) fn name(self) -> &'static str {
@@ -55,7 +55,7 @@ impl Phase {
         }
     }
 
-    /// Its part of a build: microseconds.
+    /// Returns the microseconds of this phase.
     pub(super) fn of(self, time: &Took) -> u64 {
         let told = || [time.lower, time.heuristics, time.compile, time.tune, time.load].into_iter().fold(0, u64::saturating_add);
         match self {
@@ -69,7 +69,7 @@ impl Phase {
     }
 }
 
-/// Adds up where time went.
+/// Adds the times of all phases.
 pub(super) fn add(sum: &mut Took, time: &Took) {
     sum.total = sum.total.saturating_add(time.total);
     sum.lower = sum.lower.saturating_add(time.lower);
@@ -79,14 +79,14 @@ pub(super) fn add(sum: &mut Took, time: &Took) {
     sum.load = sum.load.saturating_add(time.load);
 }
 
-/// Why a lookup found nothing.
+/// The reason why a lookup found no entry.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Miss<'a> {
     pub(super) nearest: &'a [String],
     pub(super) evicted: Option<Why>,
 }
 
-/// How a build ended.
+/// The end of a build.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Ended<'a> {
     Built {
@@ -96,28 +96,27 @@ pub(super) enum Ended<'a> {
     },
     Failed(&'a str),
     Unsupported(&'a str),
-    /// Not before the trace did.
+    /// The trace ended before the build did.
     Open,
 }
 
-/// A build, however it ended.
+/// A build, complete or not.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attempt<'a> {
     pub(super) label: &'a str,
-    /// Microseconds since the cache was made.
+    /// Microseconds since the cache was created.
     pub(super) begin: u64,
-    /// Of one that failed, the total alone.
+    /// For a failed build, only the total.
     pub(super) time: Took,
     pub(super) ended: Ended<'a>,
-    /// `None`: that event was forgotten.
+    /// `None` if the trace no longer has the event.
     pub(super) miss: Option<Miss<'a>>,
 }
 
-/// A miss without an end yet.
+/// A miss whose build has not ended yet.
 type Begun<'a> = (u64, Miss<'a>);
 
-/// Every build that the events tell of, in the order in which they ended. Only one thread builds a key, so that the first miss of a
-/// label belongs to its first end.
+/// Returns every build of the events, in the order in which they ended. Only one thread builds a key, so the first miss of a label belongs to its first end.
 pub(super) fn attempts(events: &[CacheEvent]) -> Vec<Attempt<'_>> {
     let mut begun: HashMap<&str, VecDeque<Begun<'_>>> = HashMap::new();
     let mut all = Vec::new();
@@ -149,7 +148,7 @@ pub(super) fn attempts(events: &[CacheEvent]) -> Vec<Attempt<'_>> {
     all
 }
 
-/// Lookups that found an entry, by its number.
+/// Returns the number of lookups that found each entry, by the entry's number.
 pub(super) fn hits_of_entries(snapshot: &CacheSnapshot) -> HashMap<u64, u64> {
     let there = snapshot.entries.iter().map(|entry| (entry.id, entry.hits));
     let gone = snapshot.events.iter().filter_map(|event| match &event.what {

@@ -1,4 +1,4 @@
-//! What happened when, as an SVG: hit rate, time spent building, builds, and what else there was, over one axis of seconds.
+//! The history of a cache as SVG: hit rate, time spent building, builds, and other events, over a common axis of seconds.
 
 use super::attempt::Phase;
 use super::findings::CacheFindings;
@@ -12,19 +12,19 @@ const LEFT: f64 = 118.0;
 const RIGHT: f64 = WIDTH - 14.0;
 /// Height of a curve.
 const PANEL: f64 = 96.0;
-/// Between a curve and the next thing.
+/// Distance between a curve and the next element.
 const GAP: f64 = 28.0;
-/// Height of builds of one thread.
+/// Height of the builds of one thread.
 const LANE: f64 = 16.0;
-/// Threads that are drawn apart.
+/// Maximum number of threads that are drawn separately.
 const LANES: usize = 6;
 /// Height of a row of marks.
 const ROW: f64 = 18.0;
-/// Bars that are drawn; of more, the longest.
+/// Maximum number of bars that are drawn; the longest come first.
 pub(super) const BARS: usize = 4000;
-/// The narrowest bar that is seen.
+/// Minimum width of a visible bar.
 const NARROW: f64 = 0.8;
-/// The narrowest bar that can be pointed at.
+/// Minimum width of a bar that the mouse can point at.
 const POINTED: f64 = 2.0;
 
 /// Two digits are finer than any screen.
@@ -33,7 +33,7 @@ fn number(x: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A rectangle as a part of a path.
+/// Appends a rectangle to a path.
 fn rectangle(path: &mut String, [x, y, w, h]: [f64; 4]) {
     path.push_str(&format!("M{} {}h{}v{}h-{}z", number(x), number(y), number(w), number(h), number(w)));
 }
@@ -82,7 +82,7 @@ fn grid(svg: &mut Html, x: Scale, [top, bottom]: [f64; 2]) {
     label(svg, "middle", (LEFT + RIGHT) / 2.0, bottom + 33.0, "seconds since the cache was made");
 }
 
-/// An axis on the left, in percent, with its name.
+/// Draws a percent axis on the left, with its name.
 fn percents(svg: &mut Html, y: Scale, name: [&str; 2]) {
     let (top, bottom) = (y.at(y.high()), y.at(y.low()));
     for part in [0.0, 0.5, 1.0] {
@@ -95,14 +95,14 @@ fn percents(svg: &mut Html, y: Scale, name: [&str; 2]) {
     }
 }
 
-/// Seconds at the edges of a bin.
+/// Returns the seconds at the edges of a bin.
 fn edges(cache: &CacheFindings, n: usize) -> [f64; 2] {
     let t = &cache.timeline;
     let width = t.span.length() as f64 / t.bins.len().max(1) as f64;
     [n, n + 1].map(|n| (t.span.from_us as f64 + width * n as f64) / 1e6)
 }
 
-/// Where the axis of rates begins: rates that differ little are told apart.
+/// Possible starts of the axis of rates, so that small differences stay visible.
 const LOWEST: [f64; 3] = [0.9, 0.5, 0.0];
 
 fn hit_rate(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
@@ -113,7 +113,7 @@ fn hit_rate(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
     let y = Scale::new([lowest, 1.0], [top + PANEL, top]);
     percents(svg, y, ["hit", "rate"]);
     let mut at = 0;
-    // A run ends where nothing was asked.
+    // A run ends at a bin without lookups.
     for run in rates.split(Option::is_none) {
         let points: Vec<(usize, f64)> = run.iter().enumerate().filter_map(|(n, rate)| Some((at + n, (*rate)?))).collect();
         at += run.len() + 1;
@@ -126,7 +126,7 @@ fn hit_rate(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
         }
         d.push_str(&format!("L{} {}", number(right), number(y.at(end))));
         svg.empty("path", &[("class", &"rate"), ("d", &d)]);
-        // An area would be of nothing where the axis does not begin at nothing.
+        // An area would mislead on an axis that does not start at 0.
         if lowest == 0.0 {
             fill(svg, "area", &format!("{d}V{}H{}z", number(y.at(0.0)), number(left)));
         }
@@ -137,7 +137,7 @@ fn hit_rate(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
     }
 }
 
-/// The place of a bin in a panel.
+/// Returns the area of a bin in a panel.
 fn column(cache: &CacheFindings, x: Scale, n: usize, top: f64) -> [f64; 4] {
     let [left, right] = edges(cache, n).map(|second| x.at(second));
     [left, top, right - left, PANEL]
@@ -148,14 +148,14 @@ fn when(cache: &CacheFindings, n: usize) -> String {
     format!("{from:.3} s to {to:.3} s")
 }
 
-/// What is drawn in one colour.
+/// Draws a path in one colour.
 fn fill(svg: &mut Html, class: &str, d: &str) {
     if !d.is_empty() {
         svg.empty("path", &[("class", &class), ("d", &d)]);
     }
 }
 
-/// Something to point at, and what is said there.
+/// Draws an invisible area with a tooltip.
 fn pointed(svg: &mut Html, [x, y, w, h]: [f64; 4], text: &str) {
     let place: [(&str, &dyn std::fmt::Display); 5] =
         [("class", &"hover"), ("x", &number(x)), ("y", &number(y)), ("width", &number(w)), ("height", &number(h))];
@@ -192,7 +192,7 @@ fn building_time(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
     }
 }
 
-/// The bars that are drawn.
+/// Returns the bars to draw, longest first.
 fn longest(bars: &[Bar]) -> Vec<&Bar> {
     let mut bars: Vec<&Bar> = bars.iter().collect();
     bars.sort_by_key(|bar| std::cmp::Reverse(bar.time.total));
@@ -209,7 +209,7 @@ fn bars(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, lanes: usize)
         let y = top + LANE * bar.lane.min(lanes - 1) as f64;
         let left = x.at(bar.begin as f64 / 1e6);
         let length = x.length(bar.time.total as f64 / 1e6).max(NARROW).min(RIGHT - left);
-        // What phases add up to, where threads worked on one build.
+        // The sum of the phases, which exceeds the total if several threads worked on one build.
         let whole = Phase::ALL.into_iter().map(|phase| phase.of(&bar.time) as f64).sum::<f64>().max(1.0);
         let mut at = left;
         for (phase, path) in Phase::ALL.into_iter().zip(&mut paths) {
@@ -237,7 +237,7 @@ fn bars(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, lanes: usize)
 
 fn mark_row(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, kind: Mark) {
     label(svg, "name", 0.0, top + 13.0, kind.name());
-    // One mark for each pixel, with its count.
+    // One mark per pixel, with its count.
     let mut places: Vec<(i64, u64)> = Vec::new();
     let mut all: Vec<i64> =
         cache.timeline.marks.iter().filter(|(mark, _)| *mark == kind).map(|(_, at)| x.at(*at as f64 / 1e6).round() as i64).collect();

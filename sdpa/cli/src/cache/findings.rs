@@ -1,4 +1,4 @@
-//! What a trace comes to: everything that the report says, as plain data.
+//! The analysis of a trace: everything that the report states, as plain data.
 
 use super::advice::{self, Advice, Level, Seen};
 use super::attempt::{self, Attempt, Ended, Took};
@@ -9,10 +9,10 @@ use super::verdict;
 use sdpa::cache::{CacheSnapshot, CacheTrace, EntryFacts, Limits, Weight, What};
 use serde::Serialize;
 
-/// Keys that are told of.
+/// Maximum number of keys in the report.
 const KEYS: usize = 25;
 
-/// Of a whole trace.
+/// The findings of a complete trace.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Findings {
     pub(super) cudnn: String,
@@ -20,7 +20,7 @@ pub(super) struct Findings {
     pub(super) caches: Vec<CacheFindings>,
 }
 
-/// Counters and sums. Those of events are of what was not forgotten.
+/// Counters and sums. Values from events cover only the events that the trace still has.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Figures {
     pub(super) limits: Limits,
@@ -28,38 +28,38 @@ pub(super) struct Figures {
     pub(super) weight: Weight,
     pub(super) hits: u64,
     pub(super) misses: u64,
-    /// `None`: nothing was asked.
+    /// `None` if there were no lookups.
     pub(super) hit_rate: Option<f64>,
     pub(super) refusals: u64,
     pub(super) failures: u64,
     pub(super) rebuilt: u64,
     pub(super) not_kept: u64,
-    /// To keep the bounds.
+    /// Entries that were evicted to stay within the bounds.
     pub(super) evicted: u64,
-    /// From events: builds, however they ended.
+    /// From events: builds, complete or not.
     pub(super) builds: u64,
-    /// From events: their time.
+    /// From events: time of the builds.
     pub(super) building_us: Took,
     /// From events.
     pub(super) evictions: Vec<Count>,
-    /// From events: labels.
+    /// From events: number of labels.
     pub(super) keys: usize,
 }
 
-/// Of one cache.
+/// The findings of one cache.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct CacheFindings {
     pub(super) name: String,
     pub(super) span: Span,
-    /// Events that the trace lacks.
+    /// Number of events that the trace no longer has.
     pub(super) forgotten: u64,
     pub(super) verdict: String,
-    /// There is nothing that should be changed.
+    /// True if no change is recommended.
     pub(super) healthy: bool,
     pub(super) figures: Figures,
     pub(super) advice: Vec<Advice>,
     pub(super) timeline: Timeline,
-    /// Those that took the longest.
+    /// The keys with the longest build times.
     pub(super) keys: Vec<Key>,
     pub(super) reasons: Vec<Reason>,
     pub(super) entries: Vec<EntryFacts>,
@@ -68,7 +68,7 @@ pub(super) struct CacheFindings {
     pub(super) labels: Vec<String>,
 }
 
-/// Reads a trace.
+/// Analyses a trace.
 pub(super) fn analyse(trace: &CacheTrace) -> Findings {
     let caches = trace.caches.iter().map(analyse_cache).collect();
     Findings { cudnn: trace.cudnn.clone(), device: trace.device.clone(), caches }

@@ -1,4 +1,4 @@
-//! HTML whose tags balance and whose texts are escaped, by the way it is written.
+//! A writer of HTML that always balances tags and escapes text.
 
 use crate::printable::markup;
 use std::fmt::Display;
@@ -6,12 +6,12 @@ use std::fmt::Display;
 /// Names and values.
 pub(super) type Attributes<'a> = &'a [(&'a str, &'a dyn Display)];
 
-/// A text of elements.
+/// The HTML written so far.
 #[derive(Debug, Default)]
 pub(super) struct Html(String);
 
 impl Html {
-    /// An element around what `body` writes.
+    /// Writes an element around the output of `body`.
     pub(super) fn element(&mut self, name: &str, attributes: Attributes<'_>, body: impl FnOnce(&mut Html)) {
         self.open(name, attributes);
         body(self);
@@ -19,32 +19,32 @@ impl Html {
         self.0.push('\n');
     }
 
-    /// An element around a text.
+    /// Writes an element around a text.
     pub(super) fn leaf(&mut self, name: &str, attributes: Attributes<'_>, text: impl Display) {
         self.open(name, attributes);
         self.text(text);
         self.close(name);
     }
 
-    /// An element around nothing.
+    /// Writes an empty element.
     pub(super) fn empty(&mut self, name: &str, attributes: Attributes<'_>) {
         self.begin(name, attributes);
         self.0.push_str("/>");
     }
 
-    /// A text.
+    /// Writes a text, escaped.
     pub(super) fn text(&mut self, text: impl Display) {
         self.0.push_str(&markup(&text.to_string()));
     }
 
-    /// A style sheet, which is this program's own and has nothing to escape.
+    /// Writes a style sheet. It is a constant of this program and needs no escaping.
     pub(super) fn style(&mut self, sheet: &'static str) {
         self.open("style", &[]);
         self.0.push_str(sheet);
         self.close("style");
     }
 
-    /// The page.
+    /// Returns the page.
     pub(super) fn finish(self) -> String {
         format!("<!doctype html>\n{}", self.0)
     }

@@ -6,7 +6,7 @@ use crate::table::Table;
 use sdpa::cuda::{KernelCache, Usage};
 use serde::Serialize;
 
-/// Returns the kernel cache that the environment variables select; adds a mistake for a variable without a meaning.
+/// Returns the kernel cache that the environment variables select; adds a mistake for a variable with an invalid value.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
     KernelCache::of_user().unwrap_or_else(|e| {
         mistakes.add(e.variable, format!("{:?}: expected {}", e.value, e.expected));

@@ -1,18 +1,18 @@
-//! What each key has cost, and what it was good for.
+//! The cost and the use of each key.
 
 use super::attempt::{Attempt, Ended};
 use sdpa::cache::{CacheSnapshot, What, Why};
 use serde::Serialize;
 use std::collections::HashMap;
 
-/// So many entries went for this reason.
+/// The number of entries that were removed for a reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Count {
     pub(super) why: Why,
     pub(super) count: u64,
 }
 
-/// Counts by reason.
+/// Counts a reason.
 pub(super) fn tally(counts: &mut Vec<Count>, why: Why) {
     match counts.iter_mut().find(|count| count.why == why) {
         Some(count) => count.count += 1,
@@ -20,26 +20,26 @@ pub(super) fn tally(counts: &mut Vec<Count>, why: Why) {
     }
 }
 
-/// Everything that was built under one label.
+/// All builds with one label.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Key {
     pub(super) label: String,
-    /// Builds that gave a value.
+    /// Number of builds that returned a value.
     pub(super) builds: u64,
-    /// Builds that did not.
+    /// Number of builds that did not.
     pub(super) failed: u64,
-    /// Time of all of them.
+    /// Total time of all builds.
     pub(super) total_us: u64,
     pub(super) mean_us: u64,
-    /// Lookups that found what was built.
+    /// Number of lookups that found one of the built entries.
     pub(super) hits: u64,
     pub(super) evictions: Vec<Count>,
-    /// Of the last build.
+    /// Engine and bytes of the last build.
     pub(super) engine: String,
     pub(super) bytes: u64,
 }
 
-/// Every key of a trace, the one that took the longest first.
+/// Returns every key of a trace, the one with the longest total time first.
 pub(super) fn keys(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>]) -> Vec<Key> {
     let mut all: HashMap<&str, Key> = HashMap::new();
     for attempt in attempts {
@@ -72,7 +72,7 @@ pub(super) fn keys(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>]) -> Vec<Ke
     for entry in &snapshot.entries {
         let key = all.entry(&entry.label).or_default();
         key.hits = key.hits.saturating_add(entry.hits);
-        // Its build may be forgotten.
+        // The trace may no longer have its build.
         (key.engine, key.bytes) = (entry.engine.clone(), entry.weight.bytes());
     }
     let finish = |(label, key): (&str, Key)| {

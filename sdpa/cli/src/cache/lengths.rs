@@ -1,22 +1,22 @@
-//! Lengths that lookups asked for, and how few they could be.
+//! Lengths of lookups, and the buckets that would make them few.
 
 use super::reason::difference;
 use std::collections::BTreeSet;
 
 /// Fields that are lengths.
 const LENGTHS: [&str; 2] = ["seq_q", "seq_kv"];
-/// Buckets that are few.
+/// Number of buckets that counts as few.
 const FEW: usize = 16;
-/// Lengths are rounded to this at least: engines work in tiles of it.
+/// Minimum multiple for rounding lengths, because engines work in tiles of this size.
 const TILE: u64 = 64;
 
-/// Every length in the differences of misses.
+/// Returns every length in the differences of misses.
 pub(super) fn asked<'a>(nearest: impl Iterator<Item = &'a String>) -> BTreeSet<u64> {
     let differences = nearest.map(|text| difference(text)).filter(|d| LENGTHS.contains(&d.field.as_str()));
     differences.filter_map(|d| d.asked.parse().ok()).collect()
 }
 
-/// A multiple that leaves few of them, if they are many.
+/// Returns a multiple that reduces many lengths to few buckets, and the number of buckets; `None` if the lengths are few.
 pub(super) fn bucket(lengths: &BTreeSet<u64>) -> Option<(u64, usize)> {
     if lengths.len() <= FEW {
         return None;

@@ -1,4 +1,4 @@
-//! The page: one file, which fetches nothing and runs nothing.
+//! The HTML page: one file that loads no other and has no scripts.
 
 use super::advice::Level;
 use super::attempt::Phase;
@@ -10,11 +10,11 @@ use super::units::{clip, count, many, percent, time};
 use crate::memory::human;
 
 const STYLE: &str = include_str!("style.css");
-/// Letters of a name or a sentence.
+/// Maximum characters of a name and of a sentence.
 const NAME: usize = 200;
 const SENTENCE: usize = 1200;
 
-/// Findings as HTML.
+/// Renders findings as HTML.
 pub(super) fn render(findings: &Findings) -> String {
     let mut html = Html::default();
     html.element("html", &[("lang", &"en")], |html| {
@@ -89,7 +89,7 @@ fn section(html: &mut Html, cache: &CacheFindings) {
     }
 }
 
-/// One number with its name and what belongs to it.
+/// Writes one number with its name and details.
 fn figure(html: &mut Html, name: &str, value: &str, of: &str, more: &str) {
     html.element("div", &[("class", &"figure")], |html| {
         html.leaf("h4", &[], name);
@@ -152,7 +152,7 @@ fn advice(html: &mut Html, cache: &CacheFindings) {
     }
 }
 
-/// Colours, and how much time they come to.
+/// Writes the colours of the phases, with their times.
 fn legend(html: &mut Html, cache: &CacheFindings) {
     let time_of = &cache.figures.building_us;
     for (phase, us) in Phase::ALL.map(|phase| (phase, phase.of(time_of))).into_iter().filter(|(_, us)| *us > 0) {

@@ -1,4 +1,4 @@
-//! Why lookups found nothing, by the fields that differ from the nearest entry.
+//! Reasons for misses, by the fields that differ from the nearest entry.
 
 use super::attempt::{Attempt, Ended};
 use sdpa::cache::{CacheKey, Difference, Why};
@@ -6,33 +6,33 @@ use sdpa::cudnn::lower::Job;
 use serde::Serialize;
 use std::collections::HashMap;
 
-/// One miss of many that are alike.
+/// One of several similar misses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Example {
     pub(super) label: String,
     pub(super) differences: Vec<Difference>,
 }
 
-/// Misses with the same reason.
+/// Misses with one reason in common.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Reason {
-    /// What differs from the nearest entry.
+    /// The fields that differ from the nearest entry.
     pub(super) fields: Vec<String>,
-    /// The key had been there, and went for this reason.
+    /// The reason for which an earlier entry of the key was removed.
     pub(super) evicted: Option<Why>,
     pub(super) misses: u64,
-    /// Time of their builds.
+    /// Total time of their builds.
     pub(super) total_us: u64,
-    /// Lookups that found what they built.
+    /// Number of lookups that found the entries they built.
     pub(super) hits: u64,
-    /// The one that took the longest.
+    /// The miss with the longest build.
     pub(super) example: Example,
-    /// What the library says of such misses.
+    /// The library's advice on such misses.
     pub(super) advice: Option<&'static str>,
 }
 
 impl Reason {
-    /// In words.
+    /// Describes the reason in words.
     pub(super) fn text(&self) -> String {
         let differs = || format!("differs in {}", self.fields.join(", "));
         match (self.evicted, self.fields.is_empty()) {
@@ -44,7 +44,7 @@ impl Reason {
     }
 }
 
-/// `field asked ≠ there`, as a [`Difference`] is printed. A field is a word, or `layout of q`. What is not like this is a field as a whole.
+/// Parses `field asked ≠ there`, the text of a [`Difference`]. A field is a word, or `layout of q`. Any other text becomes a field as it is.
 pub(super) fn difference(text: &str) -> Difference {
     let parsed = || {
         let (named, there) = text.split_once(" ≠ ")?;
@@ -57,7 +57,7 @@ pub(super) fn difference(text: &str) -> Difference {
     parsed().unwrap_or_else(|| Difference { field: text.to_owned(), asked: String::new(), there: String::new() })
 }
 
-/// Every reason, the one that took the longest first. Misses that were forgotten have none.
+/// Returns every reason, the one with the longest build time first. Misses that the trace no longer has are not included.
 pub(super) fn reasons(attempts: &[Attempt<'_>], hits: &HashMap<u64, u64>) -> Vec<Reason> {
     let mut places: HashMap<(Vec<String>, Option<Why>), (usize, u64)> = HashMap::new();
     let mut all: Vec<Reason> = Vec::new();

@@ -1,6 +1,6 @@
-//! Axes: where a number is drawn, and which round numbers are told.
+//! Axes: positions of numbers, and round numbers for ticks.
 
-/// A round number of at least `x`: 1, 2 or 5 times a power of ten.
+/// Returns a round number of at least `x`: 1, 2 or 5 times a power of ten.
 fn round_up(x: f64) -> f64 {
     if !x.is_finite() || x <= 0.0 {
         return 1.0;
@@ -15,18 +15,18 @@ pub(super) struct Scale {
     /// The range of the numbers.
     low: f64,
     high: f64,
-    /// Where they are drawn.
+    /// The range of drawn positions.
     from: f64,
     to: f64,
 }
 
 impl Scale {
-    /// Numbers from `low` to `high`, drawn from `from` to `to`.
+    /// Maps numbers from `low` to `high` to positions from `from` to `to`.
     pub(super) fn new([low, high]: [f64; 2], [from, to]: [f64; 2]) -> Scale {
         Scale { low, high, from, to }
     }
 
-    /// From nothing to a round number that is large enough.
+    /// Maps numbers from 0 to a round number of at least `high`.
     pub(super) fn up_to(high: f64, drawn: [f64; 2]) -> Scale {
         Scale::new([0.0, round_up(high)], drawn)
     }
@@ -39,18 +39,18 @@ impl Scale {
         self.high
     }
 
-    /// Where a number is drawn; at the end, what is past it.
+    /// Returns the position of a number, clamped to the ends of the axis.
     pub(super) fn at(self, x: f64) -> f64 {
         let part = ((x - self.low) / (self.high - self.low)).clamp(0.0, 1.0);
         self.from + (self.to - self.from) * part
     }
 
-    /// How long a length is.
+    /// Returns the drawn length of a difference.
     pub(super) fn length(self, x: f64) -> f64 {
         (x / (self.high - self.low) * (self.to - self.from)).abs()
     }
 
-    /// About eight round numbers with their texts.
+    /// Returns about eight round numbers with their texts.
     pub(super) fn ticks(self) -> Vec<(f64, String)> {
         let step = round_up((self.high - self.low) / 8.0);
         let places = (-step.log10().floor()).clamp(0.0, 6.0) as usize;

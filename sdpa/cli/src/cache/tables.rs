@@ -9,20 +9,20 @@ use super::units::{clip, count, time};
 use crate::memory::human;
 use sdpa::cache::EntryFacts;
 
-/// Letters of a label, of a value of a field.
+/// Maximum characters of a label, and of a value of a field.
 const LABEL: usize = 300;
 const VALUE: usize = 90;
-/// Rows of a table that tells of everything there is.
+/// Maximum rows of a table that lists everything.
 const ROWS: usize = 1000;
 
-/// What a column holds.
+/// The type of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Column {
     Text(&'static str),
     Number(&'static str),
 }
 
-/// A table with one row for each item, and a line about rows that are left out.
+/// Writes a table with one row per item, and a line about omitted rows.
 fn table<T>(html: &mut Html, columns: &[Column], items: &[T], in_all: usize, row: impl Fn(&mut Html, &T)) {
     html.element("div", &[("class", &"scroll")], |html| {
         html.element("table", &[], |html| {
@@ -57,13 +57,13 @@ fn bytes(html: &mut Html, bytes: u64) {
     number(html, human(bytes.into()));
 }
 
-/// Counts with their reasons; a dash for none.
+/// Returns counts with their reasons, or a dash for none.
 pub(super) fn reasons_of(counts: &[Count]) -> String {
     let texts: Vec<String> = counts.iter().map(|c| format!("{} ({})", count(c.count), c.why.text())).collect();
     if texts.is_empty() { "–".to_owned() } else { texts.join(", ") }
 }
 
-/// Where the time of builds went, as a bar and in words.
+/// Writes the time of builds by phase, as a bar and as text.
 fn phases(html: &mut Html, built: &Took) {
     let whole = Phase::ALL.into_iter().map(|phase| phase.of(built) as f64).sum::<f64>().max(1.0);
     let text: Vec<String> = Phase::ALL
@@ -82,7 +82,7 @@ fn phases(html: &mut Html, built: &Took) {
     });
 }
 
-/// The keys that took the longest.
+/// Writes the keys with the longest build times.
 pub(super) fn keys(html: &mut Html, cache: &CacheFindings) {
     use Column::{Number, Text};
     let columns = [
@@ -108,7 +108,7 @@ pub(super) fn keys(html: &mut Html, cache: &CacheFindings) {
     });
 }
 
-/// Why lookups found nothing.
+/// Writes the reasons for misses.
 pub(super) fn reasons(html: &mut Html, reasons: &[Reason]) {
     use Column::{Number, Text};
     let columns = [Text("why"), Number("misses"), Number("time"), Number("hits"), Text("for example")];
@@ -131,7 +131,7 @@ pub(super) fn reasons(html: &mut Html, reasons: &[Reason]) {
     });
 }
 
-/// What is in the cache, the most recently used first.
+/// Writes the entries of the cache, the most recently used first.
 pub(super) fn entries(html: &mut Html, entries: &[EntryFacts]) {
     use Column::{Number, Text};
     let columns = [

@@ -1,4 +1,4 @@
-//! Traces made by hand, and what they come to.
+//! Traces made by hand, and their findings.
 
 use super::advice::Kind;
 use super::attempt::{Phase, Took, micros};
@@ -18,7 +18,7 @@ fn told(took: Took) -> BuildTime {
     BuildTime { total, lower, heuristics, compile, tune, load }
 }
 
-/// A cache that is told what happens to it.
+/// A cache snapshot to which tests add events.
 struct Hand(CacheSnapshot);
 
 impl Hand {
@@ -33,7 +33,7 @@ impl Hand {
         self.0.events.push(CacheEvent { at, label: label.to_owned(), hits_so_far, what });
     }
 
-    /// So many hits within this time.
+    /// Adds `hits` hits, spread over `us` microseconds.
     fn hits(&mut self, hits: u64, us: u64) {
         self.0.stats.hits += hits;
         self.0.at += Duration::from_micros(us);
@@ -45,7 +45,7 @@ impl Hand {
         self.event(label, What::Missed { nearest: nearest.iter().map(|&text| text.to_owned()).collect(), evicted });
     }
 
-    /// A build; the entry's number.
+    /// Adds a build and returns the number of its entry.
     fn build(&mut self, label: &str, nearest: &[&str], evicted: Option<Why>, time: Took) -> u64 {
         self.miss(label, nearest, evicted);
         self.0.at += Duration::from_micros(time.total);
@@ -71,12 +71,12 @@ impl Hand {
     }
 }
 
-/// A build whose time is lowering, heuristics and something.
+/// Returns the times of a build: lowering, heuristics and other work.
 fn quick(ms: u64) -> Took {
     Took { total: ms * MS, lower: ms * MS / 10, heuristics: ms * MS / 2, ..Took::default() }
 }
 
-/// Three keys that are built once and used all the time.
+/// Three keys that are built once and looked up all the time.
 fn calm() -> Hand {
     let mut hand = Hand::new();
     for label in ["a", "b", "c"] {
@@ -87,7 +87,7 @@ fn calm() -> Hand {
     hand
 }
 
-/// Builds that differ in a field, and come all the time.
+/// A steady sequence of builds that differ in a field.
 fn differing(nearest: impl Fn(usize) -> Vec<String>) -> Hand {
     let mut hand = Hand::new();
     for n in 0..40 {
@@ -145,7 +145,7 @@ fn misses_are_grouped_by_the_set_of_fields_that_differ() {
 #[test]
 fn the_hit_rate_comes_from_hits_between_events() {
     let mut hand = Hand::new();
-    // Nothing for 30 s, one hit for each miss for 30 s, and hits alone for 60 s.
+    // No lookup for 30 s, one hit per miss for 30 s, and only hits for 60 s.
     hand.0.at = Duration::from_micros(30 * S);
     for n in 0..30 {
         hand.build(&format!("key {n}"), &[], None, Took { total: 250 * MS, ..Took::default() });
@@ -295,7 +295,7 @@ fn whatever_a_trace_says_is_escaped_and_cut() {
     let page = page::render(&findings);
     assert!(!page.contains("<script") && !page.contains('\0') && page.contains("k &lt;= q &amp;&amp; &lt;script&gt;"));
     assert!(page.len() < 100_000, "{}", page.len());
-    // Nothing is fetched.
+    // The page loads nothing.
     assert!(["http", "src=", "url(", "@import", "<link"].iter().all(|what| !page.contains(what)));
 }
 
@@ -308,7 +308,7 @@ fn numbers_without_sense_do_no_harm() {
         for time in [huge, Took::default(), Took { compile: 9, ..Took::default() }] {
             hand.miss("a", &["seq_q 18446744073709551615 ≠ 0"], Some(Why::Bytes));
             hand.event("a", What::Built { id: 0, engine: String::new(), time: told(time), weight });
-            // Time goes backwards, hits too.
+            // Time and hits decrease.
             hand.0.at = if hand.0.at.is_zero() { Duration::from_micros(u64::MAX) } else { Duration::ZERO };
             hand.0.stats.hits = micros(hand.0.at);
         }

@@ -1,13 +1,13 @@
-//! A trace over time: how many lookups hit, how long builds took, what else happened.
+//! A trace over time: hit rates, build times and other events.
 
 use super::attempt::{Attempt, Phase, Took, add, micros};
 use sdpa::cache::{CacheSnapshot, What};
 use serde::Serialize;
 
-/// Parts of the time of a trace.
+/// Number of bins of the time of a trace.
 const BINS: usize = 120;
 
-/// The time that a trace tells of: microseconds since the cache was made.
+/// The time range of a trace, in microseconds since the cache was created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Span {
     pub(super) from_us: u64,
@@ -15,7 +15,7 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// From the first event that was not forgotten to the end; not nothing.
+    /// Returns the range from the first event that the trace still has to its end. It is never empty.
     pub(super) fn of(snapshot: &CacheSnapshot) -> Span {
         let times = || snapshot.events.iter().map(|event| micros(event.at));
         let from_us = if snapshot.forgotten == 0 { 0 } else { times().min().unwrap_or(0) };
@@ -28,19 +28,19 @@ impl Span {
     }
 }
 
-/// What happened in a part of the time.
+/// The events in a bin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Bin {
-    /// Between two events hits are taken to be even.
+    /// Hits, with an even distribution between two events.
     pub(super) hits: f64,
     pub(super) misses: u64,
-    /// `None`: nothing was asked.
+    /// `None` if there were no lookups.
     pub(super) hit_rate: Option<f64>,
-    /// Time that threads spent with builds.
+    /// Time that threads spent on builds.
     pub(super) building_us: Took,
 }
 
-/// What is marked beside builds.
+/// An event that is marked in addition to builds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mark {
     Evicted,
@@ -80,20 +80,20 @@ impl Mark {
 pub(super) struct Bar {
     pub(super) begin: u64,
     pub(super) time: Took,
-    /// It gave a value.
+    /// Whether the build returned a value.
     pub(super) good: bool,
     /// Bars of one lane do not overlap.
     pub(super) lane: usize,
-    /// Which of the attempts.
+    /// Index of the attempt.
     pub(super) attempt: usize,
 }
 
-/// Everything over time. Bars and marks are in the trace already, and so not in JSON.
+/// The timeline of a cache. JSON omits bars and marks, which are in the trace already.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Timeline {
     pub(super) span: Span,
     pub(super) bins: Vec<Bin>,
-    /// Builds at the same time, at most.
+    /// Maximum number of concurrent builds.
     pub(super) at_once: usize,
     #[serde(skip)]
     pub(super) bars: Vec<Bar>,
@@ -111,7 +111,7 @@ impl Timeline {
     }
 }
 
-/// Builds that took time, each in the first lane that is free.
+/// Returns builds that took time, each in the first free lane.
 fn bars(attempts: &[Attempt<'_>]) -> Vec<Bar> {
     let bar = |(attempt, a): (usize, &Attempt<'_>)| Bar {
         begin: a.begin,
@@ -134,7 +134,7 @@ fn bars(attempts: &[Attempt<'_>]) -> Vec<Bar> {
     bars
 }
 
-/// Hits until any time: between two events, on the line between them.
+/// Returns the number of hits up to a time, interpolated between two events.
 fn hits_until(points: &[(u64, u64)], at: f64) -> f64 {
     let after = points.partition_point(|(t, _)| *t as f64 <= at);
     let before = after.checked_sub(1).and_then(|n| points.get(n));
@@ -150,7 +150,7 @@ fn bins(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], span: Span) -> Vec<B
     let told = snapshot.events.iter().map(|event| (micros(event.at), event.hits_so_far));
     let mut points: Vec<(u64, u64)> = begin.into_iter().chain(told).chain([(micros(snapshot.at), snapshot.stats.hits)]).collect();
     points.sort_by_key(|(at, _)| *at);
-    // Whatever a file says: hits do not become fewer.
+    // Hits never decrease, whatever the file contains.
     let mut most = 0;
     for (_, hits) in &mut points {
         most = most.max(*hits);
@@ -184,7 +184,7 @@ fn bins(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], span: Span) -> Vec<B
     bins
 }
 
-/// Time of one phase.
+/// Returns the time of one phase.
 fn only(phase: Phase, us: u64) -> Took {
     let time = Took { total: us, ..Took::default() };
     match phase {

@@ -1,16 +1,16 @@
-//! The trace, out of its file.
+//! Reads a trace from its file.
 
 use crate::file;
 use sdpa::cache::CacheTrace;
 use serde::Deserialize;
 use std::path::Path;
 
-/// Bytes of a file at most. A journal of 4096 events is about a megabyte.
+/// Maximum bytes of a file. A journal of 4096 events is about a megabyte.
 const MOST: u64 = 256 << 20;
-/// The version that is read.
+/// The supported version.
 const VERSION: u64 = 1;
 
-/// What is looked at first: another version may look different in everything else.
+/// Parsed first, because another version may differ in everything else.
 #[derive(Deserialize)]
 struct Header {
     caches: Vec<CacheHeader>,
@@ -21,7 +21,7 @@ struct CacheHeader {
     version: u64,
 }
 
-/// Reads a trace; every rule that its file breaks.
+/// Reads a trace, or returns every rule that its file violates.
 pub(super) fn read(path: &Path) -> Result<CacheTrace, Vec<String>> {
     let bytes = bytes(path).map_err(|mistake| vec![mistake])?;
     parse(&bytes)

@@ -1,6 +1,6 @@
-//! Numbers with their units, short enough for a table.
+//! Numbers with units, short enough for a table.
 
-/// A duration of so many microseconds.
+/// Formats a duration in microseconds.
 pub(super) fn time(us: u64) -> String {
     let us = us as f64;
     match us {
@@ -12,14 +12,14 @@ pub(super) fn time(us: u64) -> String {
     }
 }
 
-/// Three digits, as far as there is something after the point; no zero at the end.
+/// Formats three significant digits without trailing zeros.
 fn digits(x: f64) -> String {
     let places = usize::from(x < 99.95) + usize::from(x < 9.995);
     let text = format!("{x:.places$}");
     if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
 }
 
-/// A number with its thousands told apart.
+/// Formats a number with separators for thousands.
 pub(super) fn count(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::new();
@@ -32,12 +32,12 @@ pub(super) fn count(n: u64) -> String {
     text
 }
 
-/// So many of a thing.
+/// Formats a count with its noun.
 pub(super) fn many(n: u64, one: &str, more: &str) -> String {
     format!("{} {}", count(n), if n == 1 { one } else { more })
 }
 
-/// A part of one. What is not everything is not told as everything.
+/// Formats a fraction as percent. A fraction below 1 is never shown as 100 %.
 pub(super) fn percent(part: f64) -> String {
     let percent = part * 100.0;
     let text = match percent {
@@ -47,7 +47,7 @@ pub(super) fn percent(part: f64) -> String {
     format!("{text} %")
 }
 
-/// The beginning of a text that is too long.
+/// Truncates a text that is too long.
 pub(super) fn clip(text: &str, most: usize) -> String {
     if text.chars().count() <= most { text.to_owned() } else { text.chars().take(most).chain(['…']).collect() }
 }

@@ -1,14 +1,14 @@
-//! A cache in one sentence.
+//! A summary of a cache in a few sentences.
 
 use super::findings::Figures;
 use super::reason::Reason;
 use super::timeline::Span;
 use super::units::{count, many, percent, time};
 
-/// The part of the time of all builds from which on a reason is told.
+/// Minimum fraction of all build time for a reason to be named.
 const TOLD: f64 = 0.2;
 
-/// What was built, why, and how many lookups were spared that.
+/// Summarises the builds, their reasons, and the lookups that hit.
 pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> String {
     let Some(rate) = figures.hit_rate else { return "Nothing was asked of this cache.".to_owned() };
     let hits = format!("{} of {} lookups hit.", percent(rate), count(figures.hits.saturating_add(figures.misses)));
@@ -16,7 +16,7 @@ pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> Stri
         return format!("No build is in the trace; {hits}");
     }
     let took = figures.building_us.total;
-    // Threads that build at the same time spend more than there is.
+    // Threads that build concurrently spend more time than elapsed.
     let of = if took > span.length() { "of threads' time in" } else { "of" };
     let built = format!("{} took {} {of} {}", many(figures.builds, "build", "builds"), time(took), time(span.length()));
     let total = took as f64;

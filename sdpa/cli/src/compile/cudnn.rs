@@ -1,4 +1,4 @@
-//! Plans of cuDNN's.
+//! Compiles cuDNN plans.
 
 use super::{Made, Maker, untaken};
 use crate::args::{CompileArgs, PlaceArgs};
@@ -13,7 +13,7 @@ use sdpa::cudnn::planfile::{self, Header, PlanFile, PlanFileError, Record};
 use sdpa::cudnn::{plan, portable};
 use std::path::{Path, PathBuf};
 
-/// Which cuDNN: a path, or a version that the one found must have.
+/// The requested cuDNN: a path, or a version that the one found must have.
 pub(crate) struct Wanted {
     pub(crate) library: Option<PathBuf>,
     pub(crate) version: Option<String>,
@@ -44,8 +44,8 @@ impl Wanted {
     }
 }
 
-/// Whether a file may be added to: there is none, or one for this device and version that can be read. Another's plans are not thrown
-/// away, and neither is what is left in a damaged file.
+/// Checks that a file may be extended: it does not exist, or it can be read and is for this device and version. Plans for other devices and the contents of
+/// damaged files are never discarded.
 fn takes(path: &Path, header: &Header) -> Result<(), Failure> {
     let refused = |why: &dyn std::fmt::Display| Err(untaken(path, why));
     match PlanFile::open(path) {
@@ -59,13 +59,13 @@ fn takes(path: &Path, header: &Header) -> Result<(), Failure> {
     }
 }
 
-/// That libraries are files or folders.
+/// Checks that library paths are files or folders.
 pub(super) fn check(args: &CompileArgs, mistakes: &mut Mistakes) {
     let wanted = Wanted::read(args.cudnn.as_deref());
     PlaceArgs { cudnn: wanted.library, driver: args.driver.clone() }.check(mistakes);
 }
 
-/// Plans for one device, by one cuDNN.
+/// Plans for one device, made by one cuDNN.
 pub(super) struct Plans<'a> {
     library: &'static Library,
     profile: &'a DeviceProfile,

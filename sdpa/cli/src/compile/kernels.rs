@@ -1,4 +1,4 @@
-//! Native CUDA kernels.
+//! Compiles native CUDA kernels.
 
 use super::{Made, Maker, untaken};
 use crate::args::CompileArgs;
@@ -13,19 +13,19 @@ use sdpa::cudnn::lower::Job;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// That the library is a file or a folder.
+/// Checks that the library path is a file or a folder.
 pub(super) fn check(args: &CompileArgs, mistakes: &mut Mistakes) {
     if let Some(path) = &args.nvrtc {
         mistakes.take(format!("--nvrtc {}", path.display()), file::is_library(path));
     }
 }
 
-/// Kernels for one device, by one NVRTC. Problems that differ in lengths share them.
+/// Kernels for one device, compiled by one NVRTC. Problems that differ in lengths share them.
 pub(super) struct Kernels {
     nvrtc: Nvrtc,
     target: Target,
     compiled: Vec<MachineCode>,
-    /// Those of earlier problems, and their sizes.
+    /// Kernels of earlier problems, and their sizes.
     known: HashMap<KernelKey, usize>,
 }
 

@@ -1,4 +1,4 @@
-//! The problems of `compile`: a TOML file whose tables are spelled like the options of the other commands.
+//! The problems of `compile`: a TOML file whose keys match the options of the other commands.
 
 use crate::args::{BackwardArgs, ProblemArgs};
 use crate::exit::Mistakes;
@@ -21,7 +21,7 @@ struct File {
     problem: Vec<Problem>,
 }
 
-/// As on the command line.
+/// A table of the file, with the names of the command line.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Problem {
@@ -40,7 +40,7 @@ struct Problem {
     bias: bool,
     #[serde(default)]
     sink: bool,
-    /// The probability that a weight is dropped.
+    /// The dropout probability of P.
     dropout: Option<f32>,
     #[serde(default)]
     stats: bool,
@@ -50,7 +50,7 @@ struct Problem {
     row_max: bool,
     #[serde(default)]
     sum_exp: bool,
-    /// The forward pass with stats, and the backward pass.
+    /// Compiles the forward pass with stats, and the backward pass.
     #[serde(default)]
     backward: bool,
     #[serde(default)]
@@ -59,21 +59,21 @@ struct Problem {
     deterministic: bool,
     d_o_dtype: Option<String>,
     gradient_dtype: Option<String>,
-    /// Batch entries are packed documents.
+    /// Batch entries are packed sequences.
     packed: Option<Documents>,
-    /// Keys and values lie in pages of so many tokens.
+    /// Keys and values are in pages of this many tokens.
     paged: Option<i64>,
-    /// How many there are.
+    /// Number of pages.
     pages: Option<i64>,
 }
 
-/// What is to be known of documents for a plan.
+/// The properties of packed sequences that a plan depends on.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Documents {
     #[serde(default)]
     cross: bool,
-    /// Boundaries are i64.
+    /// `cu_seqlens` is i64.
     #[serde(default)]
     wide: bool,
     total_q: Option<i64>,
@@ -87,10 +87,10 @@ impl Documents {
     }
 }
 
-/// Larger files hold something else.
+/// A larger file does not hold problems.
 const LARGEST: u64 = 16 << 20;
 
-/// Every pass of every problem of a file; what is wrong are mistakes.
+/// Returns every pass of every problem in a file; adds mistakes.
 pub(super) fn read(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<Named>> {
     let about = path.display();
     let text = mistakes.take(about, file::text(path, LARGEST))?;
@@ -121,14 +121,14 @@ pub(super) fn read(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<Named>> {
     Some(all)
 }
 
-/// Line and column of a byte, counted from 1.
+/// Returns line and column of a byte, counted from 1.
 fn place(text: &str, at: usize) -> (usize, usize) {
     let before = text.get(..at).unwrap_or(text);
     let line = before.rsplit('\n').next().unwrap_or_default();
     (before.matches('\n').count() + 1, line.chars().count() + 1)
 }
 
-/// A rule, and the line that breaks it with a mark in front of the place.
+/// Returns a rule, and the line that violates it with a mark before the position.
 fn shown(text: &str, line: usize, column: usize, rule: &str) -> String {
     let line: Vec<char> = text.lines().nth(line - 1).unwrap_or_default().chars().collect();
     let (before, after) = line.split_at((column - 1).min(line.len()));

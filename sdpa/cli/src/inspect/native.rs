@@ -1,4 +1,4 @@
-//! Native CUDA kernels: the sources that they are compiled from, and the schedule of a pass.
+//! Native CUDA kernels: their sources, and the schedule of a pass.
 
 use crate::exit::{Answer, Failure, Line, Outcome};
 use cudnn_graph::DeviceProfile;
@@ -9,7 +9,7 @@ use sdpa::{ExecutorName, Unsupported};
 use serde::Serialize;
 use std::io::Write;
 
-/// The device where none is named.
+/// The default device.
 const USUAL: &str = "h200";
 
 #[derive(Serialize)]
@@ -51,7 +51,7 @@ impl Text {
     }
 }
 
-/// A schedule, and the device that it was made for.
+/// A schedule, and the device that it is for.
 #[derive(Serialize)]
 struct ScheduleStage {
     stage: &'static str,
@@ -61,7 +61,7 @@ struct ScheduleStage {
     schedule: ScheduleReport,
 }
 
-/// The device of a profile, and a target for it; an H200 if there is none.
+/// Returns the device of a profile and a target for it; an H200 without a profile.
 fn target(profile: Option<&DeviceProfile>) -> Result<(String, Target), Failure> {
     let usual = || DeviceProfile::named(USUAL).map_err(|e| Failure::Executor(vec![Line::new(ExecutorName::CUDA, e)]));
     let profile = profile.map_or_else(usual, |profile| Ok(profile.clone()))?;

@@ -1,9 +1,8 @@
-//! Score_mods and masks, one place at a time, in f64; with each value how far f32 may be from it.
+//! Score_mods and masks at one position in f64, each value with a bound on its error in f32.
 //!
-//! Errors are carried through to first order: a function's value is off by what its operands are off by times its derivatives,
-//! and by its own rounding. With `e` the unit roundoff of f32, arithmetic rounds by `e`, functions by `8·e` of their value, sine
-//! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value. A sum whose rounding may exceed 1
-//! is the nearest f32 ([`Rough::nearest`]).
+//! Errors are propagated to first order: the error of a function is that of its operands times its derivatives, plus its own rounding. With `e` the unit
+//! roundoff of f32, arithmetic rounds by `e`, functions by `8·e` of their value, sine and cosine by `(8 + |x|)·e`. If the errors of two numbers may have
+//! changed their comparison, either result is accepted. A sum whose rounding may exceed 1 is the nearest f32 ([`Rough::nearest`]).
 
 use crate::params::Bound;
 use sdpa::expr::{self, Binary, Declared, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary};
@@ -12,7 +11,7 @@ use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Align, Mask, TableRead};
 use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough, of_difference};
 
-/// A trace and what its parameters are bound to.
+/// A trace and the values of its parameters.
 #[derive(Debug)]
 pub(crate) struct Function<'a> {
     trace: &'a Trace,
@@ -20,7 +19,7 @@ pub(crate) struct Function<'a> {
     extents: [i64; 4],
 }
 
-/// Errors of a function's own, in roundoffs.
+/// The error of a function, in units of roundoff.
 const FUNCTION: f64 = 8.0;
 
 fn unary(f: Unary, from: Type, to: Type, x: Rough) -> Rough {
@@ -36,12 +35,12 @@ fn unary(f: Unary, from: Type, to: Type, x: Rough) -> Rough {
         Unary::Sin | Unary::Cos => x.error + (FUNCTION + x.value.abs()) * e,
         Unary::Tanh => x.error * (1.0 - value * value) + own,
         Unary::Erf => x.error * std::f64::consts::FRAC_2_SQRT_PI * (-x.value * x.value).exp() + own,
-        // A step may be taken or not.
+        // The error of the operand may move it across a step.
         Unary::Floor | Unary::Ceil | Unary::ToI32 => {
             let near = |x| expr::unary(f, from, to, x, Precision::F64);
             (near(x.value + x.error) - near(x.value - x.error)).abs()
         }
-        // Whole numbers past 2^24 are rounded.
+        // Integers past 2^24 are rounded.
         Unary::ToF32 => {
             if value.abs() > 1.0 / e {
                 e * value.abs()
@@ -87,10 +86,10 @@ impl<'a> Function<'a> {
         Function { trace, params: bound, extents }
     }
 
-    /// The values of parameters at a place.
+    /// Evaluates the parameters at a position.
     fn params(&self, index: [i64; 4], to: &mut Vec<f64>) {
         to.clear();
-        // Tables have no element at a place of the scores.
+        // A table has no element for a position; it is read at a computed index.
         let value = |(p, declared): (&Option<&Bound>, &Declared)| match p {
             Some(p) if declared.kind.extents().len() == 0 => p.at(index),
             Some(_) | None => f64::NAN,
@@ -98,7 +97,7 @@ impl<'a> Function<'a> {
         to.extend(self.params.iter().zip(self.trace.params()).map(value));
     }
 
-    /// The roots alone.
+    /// Evaluates the roots without errors.
     pub(crate) fn eval(&self, score: f64, upstream: f64, index: [i64; 4]) -> Vec<f64> {
         let mut params = Vec::new();
         self.params(index, &mut params);
@@ -106,12 +105,12 @@ impl<'a> Function<'a> {
         self.trace.eval_reading(&place, Precision::F64, |p, at| self.read(p, at))
     }
 
-    /// The element of a table.
+    /// Returns an element of a table.
     fn read(&self, table: ParamId, at: usize) -> f64 {
         self.params[table.index()].map_or(f64::NAN, |p| p.nth(at))
     }
 
-    /// The element at a computed place, which may be another where the place is off.
+    /// Returns the element at a computed index. Its error covers the neighbouring elements that an error of the index may select.
     fn read_roughly(&self, table: ParamId, place: Rough) -> Rough {
         let within = |place: f64| self.trace.params()[table.index()].kind.within(place as i64);
         let value = self.read(table, within(place.value));
@@ -120,7 +119,7 @@ impl<'a> Function<'a> {
         Rough { value, error }
     }
 
-    /// The roots with their errors, for a score that has one, and 1 coming in from behind. `values` is scratch memory.
+    /// Evaluates the roots with errors, for a score with an error and an upstream gradient of 1. `values` is scratch memory.
     pub(crate) fn rough(&self, score: Rough, index: [i64; 4], values: &mut Vec<Rough>) -> impl Iterator<Item = Rough> {
         values.clear();
         let trace = self.trace;
@@ -150,7 +149,7 @@ impl<'a> Function<'a> {
 }
 
 impl Modify for Function<'_> {
-    /// Its rounding is its own, and so is one more of what executors do to it.
+    /// Besides its own rounding, executors round the result once more.
     fn value(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Rough {
         let Rough { value, error } = self.rough(score, at, scratch).next().unwrap_or(score);
         Rough { value, error: error + of_difference(2.0 * F32_ROUNDOFF * value.abs()) }
@@ -165,18 +164,18 @@ impl Modify for Function<'_> {
     }
 }
 
-/// A function with its derivatives: by the score, and by parameters of these extents.
+/// A score_mod with its derivatives: with respect to the score, and to parameters of these extents.
 #[derive(Debug)]
 pub(crate) struct Gradient<'a> {
     pub(crate) function: Function<'a>,
     pub(crate) along: Vec<[usize; 4]>,
-    /// Of each parameter, what it is.
+    /// The kind of each parameter.
     pub(crate) kinds: Vec<ParamKind>,
     pub(crate) reads: &'a [TableRead],
 }
 
 impl Gradient<'_> {
-    /// Of all roots but the first, what the oracle asks for: those of the score and of parameters, then those of what is read of tables.
+    /// Selects the roots that the oracle uses, without the first: derivatives by the score and parameters, then those of table reads.
     fn asked<T: Copy>(&self, roots: &[T]) -> Vec<T> {
         let reads = self.reads.iter().map(|read| roots[read.value - 1]);
         roots[..=self.along.len()].iter().copied().chain(reads).collect()
@@ -213,7 +212,7 @@ impl Modify for Gradient<'_> {
     }
 }
 
-/// Queries and keys that a batch entry has, by the boundaries of documents or the lengths that are bound.
+/// Returns the number of queries and keys of a batch entry, from the bound `cu_seqlens` or lengths.
 pub(super) fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4], padded: [bool; 2]) -> [i64; 2] {
     let value = |name: &str| params.iter().map(Bound::param).find(|param| param.name == name).map(|param| param.value);
     let side = |boundaries: &str, length: &str, extent: i64, padded: bool| match (
@@ -227,8 +226,7 @@ pub(super) fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4
     [side(CU_SEQLENS_Q, SEQ_LEN_Q, seq_q, padded[0]), side(CU_SEQLENS_KV, SEQ_LEN_KV, seq_kv, padded[1])]
 }
 
-/// A mask as the oracle reads it: verbatim, a traced one as what its trace says of each place. `padded`: whether lengths of queries and of keys
-/// are declared as such.
+/// Converts a mask for the oracle; a traced one becomes a closure that evaluates its trace. `padded`: whether masks declare lengths of queries and of keys.
 pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4], padded: [bool; 2]) -> Rule<'a> {
     let each = |masks: &'a [Mask]| masks.iter().map(|m| self::mask(m, params, extents, padded)).collect();
     match mask {

@@ -1,4 +1,4 @@
-//! The ledger that answers of cuDNN make.
+//! The ledger that is made from answers of cuDNN.
 
 use sdpa::cudnn::CudnnExecutor;
 use sdpa::cudnn::ledger::{About, Evidence, Ledger, LedgerError, RELEASE};
@@ -7,19 +7,19 @@ use sdpa_conformance::covering::Problem;
 use sdpa_conformance::prove::{State, Verdict};
 use std::path::{Path, PathBuf};
 
-/// The passes of a problem that an answer says something about.
+/// Returns the passes of a problem that an answer is evidence about.
 fn passes(problem: &Problem, verdict: Verdict) -> Result<Vec<Job>, String> {
     if problem.source.is_none() {
         let forward = problem.case.spec()?.validate().map_err(|e| e.to_string())?;
         return Ok(vec![forward.into()]);
     }
     let backward = problem.case.backward_spec()?.validate().map_err(|e| e.to_string())?;
-    // The forward pass may be the wrong one of a wrong gradient.
+    // A wrong gradient may come from a wrong forward pass.
     let forward = verdict.is_bad().then(|| backward.forward().clone().into());
     Ok(forward.into_iter().chain([backward.into()]).collect())
 }
 
-/// The ledger of every answer in a state. A problem of another release of the factors says nothing.
+/// Makes a ledger from every answer in a state. Answers to problems of another version of the factors are skipped.
 fn ledger(about: About, state: &State) -> Ledger {
     let mut evidence = Evidence::default();
     for answer in state.answers().filter(|answer| answer.verdict != Verdict::Unsupported) {
@@ -29,13 +29,13 @@ fn ledger(about: About, state: &State) -> Ledger {
     evidence.ledger(about)
 }
 
-/// The version and the architecture that a ledger is of, without results.
+/// Returns the version and architecture that a ledger is about, without results.
 pub(super) fn about(cudnn: &CudnnExecutor) -> About {
     let (device, release) = (cudnn.device().name().to_owned(), RELEASE.to_owned());
     About { cudnn: cudnn.library().version(), sm: cudnn.device().sm(), device, release, right: 0, wrong: 0 }
 }
 
-/// Writes the ledger of a state: next to the answers in a folder of the caller's, else where the command line and the Python package look for it.
+/// Writes the ledger of a state. Its folder is the caller's, or the one where the command line and the Python package look for it.
 pub(super) fn write(about: About, state: &State, folder: Option<&Path>) -> Result<Option<(Ledger, PathBuf)>, LedgerError> {
     let name = Ledger::file_name(about.cudnn, about.sm);
     let path = match folder {
@@ -48,7 +48,7 @@ pub(super) fn write(about: About, state: &State, folder: Option<&Path>) -> Resul
     Ok(Some((ledger, path)))
 }
 
-/// Deletes the ledgers of the user, or those in a folder; how many there were.
+/// Deletes the user's ledgers, or those in a folder, and returns their number.
 pub(super) fn remove(folder: Option<&Path>) -> Result<usize, LedgerError> {
     let folder = match folder {
         Some(folder) => Some(folder.to_owned()),

@@ -14,11 +14,11 @@ use std::sync::Arc;
 pub(super) struct Subject {
     pub(super) executor: Arc<dyn Executor>,
     pub(super) about: About,
-    /// The ledger that answers make, of cuDNN.
+    /// The ledger that answers form, for cuDNN.
     pub(super) ledger: Option<LedgerAbout>,
 }
 
-/// The name that the command line has for a preference.
+/// Returns the name of a preference on the command line.
 pub(super) fn name(preference: Preference) -> &'static str {
     match preference {
         Preference::Auto => "auto",
@@ -27,9 +27,9 @@ pub(super) fn name(preference: Preference) -> &'static str {
 }
 
 impl Subject {
-    /// Opens an executor. Kernels are compiled anew: those of a proof would displace a user's in the kernel cache on disk.
+    /// Opens an executor. It bypasses the kernel cache on disk, where kernels of a proof would evict the user's.
     pub(super) fn open(preference: Preference, places: &PlaceArgs) -> Result<Subject, Failure> {
-        // A ledger would keep a proof of cuDNN from asking what it refuses. The automatic choice is proven as it is.
+        // With its ledger, cuDNN would reject problems that a proof has to test. The automatic selection is proven as users run it.
         let use_ledger = preference != Preference::Named(ExecutorName::CUDNN);
         let dispatcher = Dispatcher::new(places.options().with_use_ledger(use_ledger));
         let name = name(preference);

@@ -10,10 +10,10 @@ use sdpa_conformance::prove::{About, Answer, Summary, Verdict};
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Reasons that the text has; JSON has all of them.
+/// Maximum number of reasons in the text; JSON has all of them.
 const REASONS: usize = 8;
 
-/// A run that is done.
+/// A completed run.
 pub(super) struct Proven {
     pub(super) about: About,
     pub(super) strength: Strength,
@@ -21,10 +21,10 @@ pub(super) struct Proven {
     pub(super) open: usize,
     pub(super) unproven: Vec<Vec<String>>,
     pub(super) state: PathBuf,
-    /// The ledger that all answers in the state make, and its file.
+    /// The ledger from all answers in the state, and its file.
     pub(super) ledger: Option<(Ledger, PathBuf)>,
     pub(super) seconds: f64,
-    /// The answer of the one problem that was asked for.
+    /// The answer of the one requested problem.
     pub(super) only: Option<Answer>,
     pub(super) summary: Summary,
 }
@@ -34,7 +34,7 @@ pub(super) struct Proven {
 struct Wrong {
     #[serde(flatten)]
     answer: Answer,
-    /// The command that computes the problem again.
+    /// The command that runs the problem again.
     repeat: String,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Proof {
     unsupported: usize,
     wrong: usize,
     exits: usize,
-    /// Why problems were declined, most frequent first.
+    /// Reasons for unsupported problems, most frequent first.
     reasons: Vec<(String, usize)>,
     bad: Vec<Wrong>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -58,7 +58,7 @@ pub(super) struct Proof {
     /// Combinations of features without a problem that the executor supports.
     unproven: Vec<Vec<String>>,
     state: String,
-    /// The ledger that all answers in the state make, of cuDNN.
+    /// The ledger from all answers in the state, for cuDNN.
     #[serde(skip_serializing_if = "Option::is_none")]
     ledger: Option<Written>,
     seconds: f64,
@@ -72,14 +72,14 @@ struct Written {
     facts: LedgerFacts,
 }
 
-/// The command that computes a problem again.
+/// Returns the command that runs a problem again.
 pub(super) fn repeat(args: &ProveArgs, problem: &str) -> String {
     let paths = [("--state", &args.state), ("--cudnn", &args.places.cudnn), ("--driver", &args.places.driver)];
     let paths = paths.into_iter().filter_map(|(option, path)| Some(format!(" {option} {}", quoted(&path.as_ref()?.to_string_lossy()))));
     format!("cargo sdpa prove {}{} --only {}", args.executor, paths.collect::<String>(), quoted(problem))
 }
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+:=@%,".contains(c);
     if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', r"'\''")) }
@@ -140,9 +140,9 @@ impl Proof {
 #[derive(Debug, Serialize)]
 pub(super) struct Removed {
     pub(super) state: PathBuf,
-    /// Whether there was such a file.
+    /// Whether the file existed.
     pub(super) removed: bool,
-    /// How many ledgers were removed with it.
+    /// Number of ledgers that were removed too.
     pub(super) ledgers: usize,
 }
 

@@ -1,10 +1,10 @@
-//! Dropout of a request: how much is dropped, and the numbers that say which.
+//! Dropout of a request: probability, seed and offset.
 
 use crate::args::ProblemArgs;
 use crate::exit::Mistakes;
 use sdpa::{DROPOUT_OFFSET, DROPOUT_SEED, Dropout};
 
-/// What is known of dropout, as far as it is right.
+/// The valid dropout options.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Dropping {
     pub(super) dropout: Option<Dropout>,
@@ -31,7 +31,7 @@ impl Dropping {
         Dropping { dropout: p.flatten().map(Dropout::new), seed, offset }
     }
 
-    /// The value of a parameter that is one of the numbers.
+    /// Returns the value of the seed or the offset, if `name` is one of these parameters.
     pub(crate) fn named(self, name: &str) -> Option<i64> {
         self.dropout?;
         [(DROPOUT_SEED, self.seed), (DROPOUT_OFFSET, self.offset)].into_iter().find(|(own, _)| *own == name).map(|(_, number)| number)

@@ -1,13 +1,13 @@
-//! Extents of operands, of which some may not be known because of another mistake.
+//! Extents of operands, some of which other mistakes may leave unknown.
 
 use sdpa::{AttentionSpec, DType, Layout, Shape, SpecError, TensorSpec};
 
-/// Extents of q, k and v.
+/// Returns the extents of q, k and v.
 pub(super) fn extents(s: Shape) -> [[i64; 4]; 3] {
     [[s.batch, s.heads_q, s.seq_q, s.dim_qk], [s.batch, s.heads_kv, s.seq_kv, s.dim_qk], [s.batch, s.heads_kv, s.seq_kv, s.dim_v]]
 }
 
-/// The specification; extents that are not known are such that they contradict nothing. `None` where none is known.
+/// Returns the specification, with unknown extents chosen so that they cause no errors. Returns `None` if all are unknown.
 pub(super) fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: Layout, stats: bool) -> Option<AttentionSpec> {
     let [q, k, v] = dims;
     let any = q.or(k).or(v)?;
@@ -26,10 +26,10 @@ pub(super) fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: L
     Some(spec)
 }
 
-/// Errors without those about tensors that were filled in, and about `o` where they only repeat others.
+/// Removes errors about tensors with unknown extents, and errors about `o` that only repeat others.
 pub(super) fn relevant(errors: Vec<SpecError>, dims: [Option<[i64; 4]>; 3]) -> Vec<SpecError> {
     let about = |error: &SpecError, name: &str| error.field.starts_with(&format!("{name}."));
-    // Score_mods and masks are judged by themselves.
+    // Score_mods and masks are validated separately.
     let rules = |error: &SpecError| error.field.starts_with("score_mods") || error.field.starts_with("masks");
     let given = |error: &SpecError| {
         !rules(error) && !["q", "k", "v"].into_iter().zip(dims).any(|(name, dims)| dims.is_none() && about(error, name))

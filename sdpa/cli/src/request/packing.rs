@@ -1,4 +1,4 @@
-//! Packed documents of a request: where they begin, and how many tokens there are.
+//! Packed sequences of a request: their `cu_seqlens` and numbers of tokens.
 
 use crate::args::ProblemArgs;
 use crate::exit::Mistakes;
@@ -6,19 +6,19 @@ use crate::header::Header;
 use sdpa::packed::CU_SEQLENS;
 use sdpa::{AttentionSpec, DType, Layout, Packed, Param, Shape, Side, SpecError, packed};
 
-/// What is known of packed documents.
+/// The packed sequences.
 #[derive(Clone, Debug)]
 pub(crate) struct Packing {
     pub(super) packed: Packed,
-    /// Of queries and of keys; `None` where a plan alone is asked for, and where they could not be read.
+    /// Offsets of queries and of keys; `None` if a plan needs no values, or if they could not be read.
     boundaries: [Option<Vec<i32>>; 2],
-    /// The options that say them.
+    /// The options that set them.
     options: [&'static str; 2],
-    /// Keys lie in pages: queries alone are packed.
+    /// Whether keys are paged, so that only queries are packed.
     paged: bool,
 }
 
-/// The text that stands for the tensor of the input.
+/// The value that selects the tensor of the input.
 const OF_INPUT: &str = "input";
 
 fn numbers(text: &str) -> Result<Vec<i32>, String> {
@@ -31,7 +31,7 @@ fn numbers(text: &str) -> Result<Vec<i32>, String> {
     if all.len() < 2 { Err("of one document has two numbers: where it begins, and where it ends".to_owned()) } else { Ok(all) }
 }
 
-/// Tokens of the longest document; 1 where there is none with any.
+/// Returns the number of tokens of the longest sequence, at least 1.
 fn longest(boundaries: &[i32]) -> i64 {
     boundaries.windows(2).map(|pair| i64::from(pair[1]) - i64::from(pair[0])).fold(1, i64::max)
 }
@@ -41,7 +41,7 @@ fn end(boundaries: &[i32]) -> i64 {
 }
 
 impl Packing {
-    /// Reads the options; `None` where batch entries are no documents.
+    /// Reads the options; returns `None` if batch entries are not packed.
     pub(super) fn read(args: &ProblemArgs, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Packing> {
         let given = [("--cu-seqlens", &args.cu_seqlens), ("--cu-seqlens-q", &args.cu_seqlens_q), ("--cu-seqlens-kv", &args.cu_seqlens_kv)];
         let [both, queries, keys] = given.map(|(_, text)| text.as_deref());
@@ -79,7 +79,7 @@ impl Packing {
         Some(Packing { packed, boundaries: [queries, keys], options, paged })
     }
 
-    /// Whether the tokens of a side lie packed.
+    /// Returns true if the tokens of a side are packed.
     pub(super) fn packs(&self, side: Side) -> bool {
         side == Side::Queries || !self.paged
     }
@@ -88,18 +88,18 @@ impl Packing {
         self.boundaries[side as usize].as_deref()
     }
 
-    /// The boundaries of this name, where it is theirs, as far as they are known.
+    /// Returns the offsets of the parameter `name`, if it is one of them and as far as they are known.
     pub(crate) fn named(&self, name: &str) -> Option<Option<&[i32]>> {
         Side::ALL.into_iter().find(|side| self.packed.boundaries(*side) == name).map(|side| self.of(side))
     }
 
-    /// Extents of an operand of documents, where those of its memory, one batch entry of all tokens, are known.
+    /// Returns the extents of a packed operand, from those of its memory: one batch entry of all tokens.
     pub(super) fn dims(&self, [_, heads, _, dim]: [i64; 4], side: Side) -> Option<[i64; 4]> {
         let boundaries = self.of(side)?;
         Some([boundaries.len() as i64 - 1, heads, longest(boundaries), dim])
     }
 
-    /// Judges boundaries by themselves, whatever else is wrong: `batch` and `longest` are those of the problem, `tokens` those in memory.
+    /// Validates offsets separately from other options. `batch` and `longest` are those of the problem, `tokens` those in memory.
     pub(super) fn judge(&self, extents: Option<[i64; 4]>, tokens: [Option<i64>; 2], mistakes: &mut Mistakes) -> bool {
         let mut right = true;
         let sides = if self.packed.cross { &Side::ALL[..] } else { &Side::ALL[..1] };
@@ -125,11 +125,11 @@ impl Packing {
         right
     }
 
-    /// Makes a specification one of packed documents. `tokens` are those in memory.
+    /// Makes a specification packed. `tokens` are those in memory.
     pub(super) fn place(&self, spec: &mut AttentionSpec, layout: Layout, tokens: [Option<i64>; 2]) {
         let [queries, keys] = Side::ALL.map(|side| {
             let longest = if side == Side::Queries { spec.q.dims[2] } else { spec.k.dims[2] };
-            // Heads that are one behind the other have room for the longest document.
+            // In the head-major layout, each head has memory for the longest sequence.
             let least = if layout == Layout::Bhsd { longest } else { 1 };
             let there = tokens[side as usize].or(self.of(side).map(end)).map(|tokens| tokens.max(least));
             there.or(self.packed.total(side))
@@ -143,7 +143,7 @@ impl Packing {
     }
 }
 
-/// The tensor of boundaries of an input.
+/// Reads the `cu_seqlens` tensor of an input.
 fn of_input(name: &str, option: &str, header: Option<&Header>, input: bool, mistakes: &mut Mistakes) -> Option<Vec<i32>> {
     let Some(header) = header else {
         if !input {
@@ -154,7 +154,7 @@ fn of_input(name: &str, option: &str, header: Option<&Header>, input: bool, mist
     mistakes.take(header.path.display(), header.boundaries(name, option))
 }
 
-/// What is wrong with boundaries of so many documents.
+/// Returns the errors of offsets for `batch` sequences.
 fn wrong(boundaries: &[i32], batch: i64, most: i64) -> Vec<SpecError> {
     let [batch, most] = [batch, most].map(|n| n.clamp(1, i64::from(i32::MAX)));
     let shape = Shape { batch, heads_q: 1, heads_kv: 1, seq_q: most, seq_kv: most, dim_qk: 1, dim_v: 1 };
@@ -163,7 +163,7 @@ fn wrong(boundaries: &[i32], batch: i64, most: i64) -> Vec<SpecError> {
     documents.err().map_or_else(Vec::new, |errors| errors.0)
 }
 
-/// Elements of the memory of an operand.
+/// Returns the number of elements in an operand's memory.
 pub(crate) fn elements(spec: &AttentionSpec, tensor: &sdpa::TensorSpec, side: Side) -> usize {
     let [batch, _, longest, _] = tensor.dims;
     let packs = side == Side::Queries || spec.paged.is_none();

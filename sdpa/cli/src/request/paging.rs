@@ -1,4 +1,4 @@
-//! A paged cache of a request: how long pages are, how many there are, and which of them each batch entry has.
+//! The paged KV cache of a request: page size, number of pages, and page table.
 
 use crate::args::ProblemArgs;
 use crate::exit::Mistakes;
@@ -8,48 +8,48 @@ use sdpa::paged::PAGE_TABLE;
 use sdpa::{AttentionSpec, Layout, Paged};
 use std::path::Path;
 
-/// What is known of a paged cache.
+/// The paged KV cache.
 #[derive(Clone, Debug)]
 pub(crate) struct Paging {
-    /// `None` where it could not be read.
+    /// `None` if it could not be parsed.
     page_size: Option<i64>,
     pages: Option<i64>,
     table: Table,
-    /// What mistakes in the table are of.
+    /// The option or file that mistakes in the table are attributed to.
     about: String,
 }
 
-/// Where the page table comes from.
+/// The source of the page table.
 #[derive(Clone, Debug)]
 enum Table {
-    /// It is made: pages in an order that looks random.
+    /// Pages in pseudorandom order.
     Random,
-    /// It is the input's tensor, of so many pages for each batch entry.
+    /// The input's tensor, with this number of pages per batch entry.
     Input(Option<i64>),
-    /// It is a file's: the pages of each batch entry, where they could be read.
+    /// A file: the pages of each batch entry, if they could be read.
     File(Option<Vec<Vec<i32>>>),
 }
 
-/// What a page table holds for one batch entry, as far as it is known.
+/// The contents of a page table, as far as they are known.
 pub(crate) enum Source {
-    /// So many pages in an order that looks random.
+    /// This number of pages, in pseudorandom order.
     Random(i64),
     /// The input's tensor.
     Input,
-    /// These, entry by entry, as far as they are said; `None` where they could not be read.
+    /// The given pages of each entry; `None` if they could not be read.
     Given(Option<Vec<Vec<i32>>>),
 }
 
-/// Larger files hold something else.
+/// A larger file does not hold a page table.
 const LARGEST: u64 = 256 << 20;
 
-/// How many tokens or pages.
+/// Parses a number of tokens or pages.
 fn number(text: &str) -> Result<i64, String> {
     let number: i64 = text.trim().parse().map_err(|_| format!("{text:?} is no whole number"))?;
     if (1..=i64::from(i32::MAX)).contains(&number) { Ok(number) } else { Err(format!("{number}: between 1 and {}", i32::MAX)) }
 }
 
-/// The rows of a file: a line for each batch entry, numbers between blanks or commas.
+/// Reads the rows of a file: one line per batch entry, numbers separated by blanks or commas.
 fn rows(path: &Path) -> Result<Vec<Vec<i32>>, String> {
     let text = file::text(path, LARGEST)?;
     let words = |line: &'_ str| -> Vec<String> {
@@ -69,7 +69,7 @@ fn rows(path: &Path) -> Result<Vec<Vec<i32>>, String> {
     Ok(rows.iter().map(|row| row.iter().filter_map(|word| word.parse().ok()).collect()).collect())
 }
 
-/// Pages of an entry in the input's table; one that is not there is told of with the other parameters.
+/// Returns the number of pages per entry in the input's table. A missing table is reported with the other parameters.
 fn columns(header: &Header, mistakes: &mut Mistakes) -> Option<i64> {
     let shape = header.find(PAGE_TABLE)?.shape;
     let columns = shape.last().copied().filter(|columns| (1..=i64::from(i32::MAX)).contains(columns));
@@ -80,7 +80,7 @@ fn columns(header: &Header, mistakes: &mut Mistakes) -> Option<i64> {
 }
 
 impl Paging {
-    /// Reads the options; `None` where keys are in no pages.
+    /// Reads the options; returns `None` if keys are not paged.
     pub(super) fn read(args: &ProblemArgs, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Paging> {
         let Some(text) = &args.paged else {
             for (option, given) in [("--pages", args.pages.is_some()), ("--page-table", args.page_table.is_some())] {
@@ -109,12 +109,12 @@ impl Paging {
         Some(Paging { page_size, pages, table, about })
     }
 
-    /// What mistakes in the page table are told of.
+    /// Returns the option or file that mistakes in the page table are attributed to.
     pub(crate) fn about(&self) -> &str {
         &self.about
     }
 
-    /// Pages for each batch entry, where the table says how many.
+    /// Returns the number of pages per batch entry, if the table determines it.
     fn columns(&self) -> Option<i64> {
         match &self.table {
             Table::Random | Table::File(None) => None,
@@ -123,12 +123,12 @@ impl Paging {
         }
     }
 
-    /// Extents of keys or values of so many batch entries, from those of their container.
+    /// Returns the extents of keys or values for `batch` entries, from those of their page pool.
     pub(super) fn dims(&self, [_, heads, _, dim]: [i64; 4], batch: Option<i64>) -> Option<[i64; 4]> {
         Some([batch?, heads, self.columns()?.checked_mul(self.page_size.filter(|size| *size >= 1)?)?, dim])
     }
 
-    /// Judges the containers of an input.
+    /// Validates the page pools of an input.
     pub(super) fn judge(&self, [k, v]: [Option<[i64; 4]>; 2], about: &str, mistakes: &mut Mistakes) {
         for (name, container) in [("k", k), ("v", v)] {
             if let (Some(container), Some(page_size)) = (container, self.page_size)
@@ -144,7 +144,7 @@ impl Paging {
         }
     }
 
-    /// Judges the rows of a table for a problem of these extents (batch, heads_q, seq_q, seq_kv).
+    /// Validates the rows of a table for a problem of these extents (batch, heads_q, seq_q, seq_kv).
     pub(super) fn judge_rows(&self, [batch, _, _, seq_kv]: [i64; 4], mistakes: &mut Mistakes) {
         let Table::File(Some(rows)) = &self.table else { return };
         if rows.len() as i64 != batch {
@@ -164,17 +164,17 @@ impl Paging {
         Paged::new(self.page_size.unwrap_or(1), pages)
     }
 
-    /// A cache that breaks no rule, for what does not depend on its extents.
+    /// A cache without errors, to validate options that do not depend on its extents.
     pub(super) fn any(&self) -> Paged {
         Paged::new(self.paged(1).page_size.clamp(1, i64::from(i32::MAX)), 1)
     }
 
-    /// Pages of the containers: as many as there are, or as are said, or as all keys take.
+    /// Returns the number of pages: that of the page pool, else the option's, else as many as all keys need.
     fn pages(&self, [batch, seq_kv]: [i64; 2], container: Option<[i64; 4]>) -> i64 {
         container.map(|container| container[0]).or(self.pages).unwrap_or_else(|| batch.saturating_mul(self.per_entry(seq_kv)))
     }
 
-    /// What the page table of a problem of these extents (batch, heads_q, seq_q, seq_kv) holds.
+    /// Returns the contents of the page table for a problem of these extents (batch, heads_q, seq_q, seq_kv).
     pub(crate) fn source(&self, [batch, _, _, seq_kv]: [i64; 4]) -> Source {
         match &self.table {
             Table::Random => Source::Random(self.pages([batch, seq_kv], None)),
@@ -183,7 +183,7 @@ impl Paging {
         }
     }
 
-    /// Makes a specification a paged one; `container` is that of the input's keys.
+    /// Makes a specification paged; `container` is the page pool of the input's keys.
     pub(super) fn place(&self, spec: &mut AttentionSpec, layout: Layout, container: Option<[i64; 4]>) {
         let [batch, _, seq_kv, _] = spec.k.dims;
         let paged = self.paged(self.pages([batch, seq_kv], container));

@@ -1,4 +1,4 @@
-//! Score_mods and masks of a request, what they declare, and the gradients that are asked for.
+//! Score_mods and masks of a request, their declared parameters, and the requested gradients.
 
 use crate::args::{BackwardArgs, ProblemArgs};
 use crate::convert::FileType;
@@ -9,7 +9,7 @@ use crate::header::Header;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
 use sdpa::{AttentionSpec, DType, GradientSpec, Mask, SINK, ScoreMod, SpecErrors};
 
-/// The axes that a tensor of the input spans; all of them where there is no input. `None`: told, or not known.
+/// Returns the axes that a tensor of the input spans; all of them without an input. Returns `None` if they are unknown or a mistake was added.
 fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i64; 4]>, mistakes: &mut Mistakes) -> Option<Axes> {
     let Some(header) = header else { return (!input).then(|| Axis::ALL.into_iter().collect()) };
     let Some(found) = header.find(name) else {
@@ -23,12 +23,12 @@ fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i6
     axes.map_err(|rule| mistakes.add(header.path.display(), format!("{name} {rule}"))).ok()
 }
 
-/// Score_mods and masks of a request, as far as they are right.
+/// The valid score_mods and masks of a request.
 #[derive(Clone, Debug)]
 pub(super) struct Rules {
     pub(super) score_mods: Vec<ScoreMod>,
     pub(super) masks: Vec<Mask>,
-    /// Nothing is missing: parameters may be declared by what could not be read.
+    /// False if one could not be parsed, because it may declare parameters.
     pub(super) complete: bool,
 }
 
@@ -50,7 +50,7 @@ impl Rules {
                 Some(found) => match FileType::of(found.dtype) {
                     Some(FileType::F16) => DType::F16,
                     Some(FileType::BF16) => DType::BF16,
-                    // Of another type: told with the other parameters.
+                    // A tensor of another type is reported with the other parameters.
                     Some(FileType::F32 | FileType::F64 | FileType::F8E4M3 | FileType::F8E5M2) | None => DType::F32,
                 },
             };
@@ -65,20 +65,20 @@ impl Rules {
     }
 }
 
-/// The value, or `None` and what is told of its errors.
+/// Returns the value, or passes its errors to `told` and returns `None`.
 pub(super) fn valid<T>(result: Result<T, SpecErrors>, told: impl FnOnce(SpecErrors)) -> Option<T> {
     result.map_err(told).ok()
 }
 
-/// What score_mods and masks declare, and the gradients that are asked for.
+/// The parameters that score_mods and masks declare, and the requested gradients.
 pub(super) struct Judged {
     pub(super) params: Vec<Declared>,
     pub(super) wrt: Vec<GradientSpec>,
-    /// Nothing is wrong with the gradients.
+    /// Whether the gradients have no errors.
     pub(super) right: bool,
 }
 
-/// Judges everything that does not depend on extents.
+/// Validates everything that does not depend on extents.
 pub(super) fn judge(
     any: &AttentionSpec,
     args: &ProblemArgs,
@@ -128,7 +128,7 @@ pub(super) fn judge(
     });
     let right = validated.is_some();
     let mut params = validated.map_or_else(Vec::new, |v| v.params().to_vec());
-    // What the forward pass alone reads comes behind.
+    // Parameters that only the forward pass reads come last.
     params.extend(none.params.into_iter().filter(|p| !params.iter().any(|own| own.name == p.name)).collect::<Vec<_>>());
     Some(Judged { params, wrt: backward.wrt, right })
 }

@@ -1,4 +1,4 @@
-//! The executor of a run: one for all of its passes.
+//! Selects the executor of a run: one for all of its passes.
 
 use super::lines;
 use crate::exit::{Failure, Line};
@@ -8,7 +8,7 @@ use sdpa::{Dispatcher, Preference, Timed};
 use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unproven, Unsupported};
 use std::sync::Arc;
 
-/// Who runs the passes that are needed, and why the others do not.
+/// The selected executor with its prepared passes, and the reasons against the others.
 pub(super) struct Chosen {
     pub(super) executor: ExecutorName,
     pub(super) forward: Option<Arc<dyn Prepared>>,
@@ -16,17 +16,17 @@ pub(super) struct Chosen {
     pub(super) declined: Vec<Unsupported>,
     /// Features of each pass that the ledger of the executor does not cover.
     pub(super) unproven: Vec<Arc<Unproven>>,
-    /// How long the executors on the GPU took beside one another, where that was asked for.
+    /// Times of the executors on the GPU, if they were requested.
     pub(super) timed: Option<Arc<Timed>>,
 }
 
-/// What speaks against the scale, which is no part of a problem.
+/// Returns the reasons against the attention scale, which is not part of a problem.
 fn against_scale(request: &Request) -> Vec<Reason> {
     let limit = |e: sdpa::SpecError| Reason::Limit { field: e.field, value: e.value, limit: e.rule };
     unsupported::check_scale(request.attn_scale()).err().map_or_else(Vec::new, |errors| errors.0.into_iter().map(limit).collect())
 }
 
-/// Makes every pass ready on one executor.
+/// Prepares every pass on one executor.
 fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> Result<Chosen, Error> {
     let preference = Preference::Named(executor);
     let forward = match &request.backward {
@@ -44,13 +44,13 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
     Ok(Chosen { executor, forward, backward, declined: Vec::new(), unproven, timed: None })
 }
 
-/// Whether there is nothing for an executor to run on.
+/// Returns true if the executor's library or device is not available.
 fn is_absent(dispatcher: &Dispatcher, executor: ExecutorName) -> bool {
     (executor == ExecutorName::CUDNN && dispatcher.cudnn().is_err_and(|e| e.is_absence()))
         || (executor == ExecutorName::CUDA && dispatcher.cuda().is_err_and(|e| e.is_absence()))
 }
 
-/// An executor for a request.
+/// Selects an executor for a request.
 pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Preference) -> Result<Chosen, Failure> {
     let bad_scale = |name| if name == ExecutorName::CUDNN { against_scale(request) } else { Vec::new() };
     if let Preference::Named(name) = preference {
@@ -71,9 +71,9 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         return Err(Failure::Executor(against));
     }
     let mut declined = Vec::new();
-    // One for all passes, the one that is longer decides.
+    // One executor runs all passes, so the order of the longer pass, backward, decides.
     let (order, timed) = match &request.backward {
-        // Results are filled in host memory: no executor has an advantage.
+        // Results are constants in host memory, so no executor is faster.
         Some(_) | None if request.problem.is_empty() => (vec![ExecutorName::CPU], None),
         Some(backward) => (dispatcher.executors_for_backward(&backward.problem), dispatcher.timed_backward(&backward.problem)),
         None => (dispatcher.executors_for(&request.problem), dispatcher.timed(&request.problem)),

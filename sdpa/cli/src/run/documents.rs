@@ -1,4 +1,4 @@
-//! What documents cost as a mask, beside packed ones.
+//! The cost of a document mask compared with packed sequences.
 
 use crate::operands::Operands;
 use crate::request::Request;
@@ -6,20 +6,20 @@ use sdpa::ExecutorName;
 use sdpa::cudnn::cost::Documents;
 use sdpa::cudnn::lower::Job;
 
-/// What is worth a word: so many times as fast, or so many times fewer pairs.
+/// Minimum factor in time or in number of pairs for a note to be printed.
 const WORTH: f64 = 1.1;
 
-/// What an executor computes of a mask of documents that it keeps nothing of.
+/// The work that an executor does for a document mask although the mask excludes it.
 #[derive(Clone, Copy)]
 enum Cost {
-    /// Every tile that bands leave.
+    /// Every tile within the bands.
     Tiles,
-    /// Every pair that bands leave.
+    /// Every pair within the bands.
     Pairs,
 }
 
 impl Cost {
-    /// `None` for native CUDA kernels, which skip tiles between packed sequences, and where the executor does not report it.
+    /// `None` for native CUDA kernels, which skip tiles between packed sequences, and for executors of unknown cost.
     fn of(executor: ExecutorName) -> Option<Cost> {
         match executor {
             ExecutorName::CUDNN => Some(Cost::Tiles),
@@ -29,7 +29,7 @@ impl Cost {
     }
 }
 
-/// What packed documents would cost in place of those of the mask, where that is less; why there are none, where a mask of documents has other ones.
+/// Returns a note about packed sequences in place of the mask, if they would cost less. If the mask cannot be packed, it gives the reason.
 pub(super) fn advice(operands: &Operands, request: &Request, executor: ExecutorName) -> Option<String> {
     let problem = &request.problem;
     let number = |name: &str, row: i64, token: i64| {
@@ -85,7 +85,7 @@ mod tests {
         let told = said(&eight, ExecutorName::CUDNN).unwrap();
         assert!(told.starts_with("every tile is computed: 32 documents; packed (--cu-seqlens) would be about "), "{told}");
         assert!(told.contains(" forward and ") && told.ends_with("8.0 times fewer pairs of a query and a key"), "{told}");
-        // Native CUDA kernels leave out the tiles between documents.
+        // Native CUDA kernels skip the tiles between sequences.
         assert_eq!(said(&eight, ExecutorName::CUDA), None);
         assert!(
             said(&eight, ExecutorName::CPU)
@@ -97,7 +97,7 @@ mod tests {
             let apart = said(&Documents::Apart { row: 1, token: 7 }, executor).unwrap();
             assert!(apart.contains("not one run of a row each") && apart.contains("row 1, token 7"), "{apart}");
         }
-        // Documents shorter than a tile are slower packed than as rows of few of them.
+        // Packed sequences shorter than a tile are slower than a mask over rows with few of them.
         let short = Shape { batch: 256, seq_q: 256, seq_kv: 256, ..shape };
         let short = AttentionSpec::dense(DType::BF16, short, Layout::Bshd).mask(Mask::document()).validate().unwrap();
         assert_eq!(say(&Documents::Runs(vec![vec![64; 4]; 256]), [("forward", short.into())].iter(), ExecutorName::CUDNN), None);

@@ -1,4 +1,4 @@
-//! Files of plans and of kernels of a run, and where those of it came from.
+//! Files of plans and kernels for a run, and the origin of those that ran.
 
 use crate::exit::{Failure, Mistakes};
 use crate::request::Request;
@@ -12,15 +12,15 @@ use sdpa::{Error, ExecutorName};
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Files whose plans are used. Whoever names files wants them read: one that is of no use here ends the run.
+/// The named files. A file that cannot be used here ends the run.
 #[derive(Debug)]
 pub(super) struct Plans {
     files: Vec<PathBuf>,
-    /// What ran is added to this one.
+    /// The file to which the run adds its plans or kernels.
     save: Option<PathBuf>,
 }
 
-/// Who makes what is kept in files.
+/// Executors with plan or kernel files.
 const MAKERS: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 
 /// The plan of a pass.
@@ -28,15 +28,15 @@ const MAKERS: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 pub(super) struct PlanTold {
     pass: String,
     from_file: bool,
-    /// Whether it is of the kernel cache on disk.
+    /// Whether it came from the kernel cache on disk.
     from_cache: bool,
     ms: f64,
-    /// Why it is of none of the files that were named.
+    /// The reasons why it did not come from a named file.
     why: Option<Vec<String>>,
 }
 
 impl PlanTold {
-    /// The last plan that a cache got.
+    /// Returns the last plan that was added to a cache.
     fn last(cache: &CacheSnapshot) -> Option<PlanTold> {
         let built = cache.events.iter().rev().find_map(|event| if let What::Built { time, .. } = &event.what { Some(time) } else { None });
         built.map(|time| PlanTold {
@@ -60,8 +60,10 @@ impl PlanTold {
 }
 
 impl Plans {
+    /// Checks the options of plan files.
+    ///
     /// # Errors
-    /// Files for an executor that has no use for them.
+    /// Files for an executor that cannot use them.
     pub(super) fn read(files: &[PathBuf], save: Option<&PathBuf>, preference: Option<Preference>) -> Result<Plans, String> {
         match preference {
             Some(Preference::Named(name)) if !MAKERS.contains(&name) && (!files.is_empty() || save.is_some()) => {
@@ -71,8 +73,8 @@ impl Plans {
         }
     }
 
-    /// Has the files searched before anything is built. Where a file's executor is not there and nobody asked for it, another one runs, which
-    /// has no use for it.
+    /// Attaches the files, which are searched before anything is built. If a file's executor is not available and was not requested, another executor runs
+    /// without the file.
     pub(super) fn attach(&self, dispatcher: &Dispatcher, preference: Preference) -> Result<(), Failure> {
         let mut mistakes = Mistakes::default();
         for path in &self.files {
@@ -112,7 +114,7 @@ impl Plans {
         mistakes.finish(Some(()))
     }
 
-    /// Keeps what ran, where that was asked for.
+    /// Saves the plans or kernels that ran, if requested.
     pub(super) fn save(&self, dispatcher: &Dispatcher, executor: ExecutorName) -> Result<(), Failure> {
         let Some(path) = &self.save else { return Ok(()) };
         let failed = |e: &dyn std::fmt::Display| Failure::environment(format!("--save-plans {}", path.display()), e);
@@ -123,7 +125,7 @@ impl Plans {
         }
     }
 
-    /// Where plans and kernels came from.
+    /// Returns the origin of plans and kernels.
     pub(super) fn told(&self, dispatcher: &Dispatcher, executor: ExecutorName, request: &Request) -> Vec<PlanTold> {
         let of_kernels = |path: &&PathBuf| KernelHead::is_of(path).is_ok_and(|is_of_kernels| is_of_kernels);
         if let (ExecutorName::CUDA, Ok(cuda)) = (executor, dispatcher.cuda()) {

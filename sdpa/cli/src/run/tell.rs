@@ -1,4 +1,4 @@
-//! What a run has to tell.
+//! The output of a run.
 
 use super::{Order, Reports, choose::Chosen, plans::PlanTold};
 use crate::exit::Outcome;
@@ -11,7 +11,7 @@ use sdpa::{ExecutorName, Reason, Report, Shape, Unsupported};
 use sdpa_oracle::{Distance, GradientDistance, Norms, Tally, Verdict};
 use serde::Serialize;
 
-/// What speaks against an executor.
+/// An executor that does not support the problem, with its reasons.
 #[derive(Serialize)]
 struct Declined {
     executor: ExecutorName,
@@ -26,14 +26,14 @@ impl Declined {
     }
 }
 
-/// The element that is furthest past, or nearest to, its tolerance.
+/// The element with the largest ratio of error and tolerance.
 #[derive(Serialize)]
 struct Worst {
     error: f64,
     tolerance: f64,
-    /// The one over the other: above 1 fails.
+    /// `error` divided by `tolerance`; above 1 the element fails.
     ratio: f64,
-    /// How many elements have a tolerance that forgives anything.
+    /// Number of elements whose tolerance accepts any result.
     undecided: u64,
 }
 
@@ -44,7 +44,7 @@ impl From<sdpa_oracle::Worst> for Worst {
     }
 }
 
-/// What is told of one gradient.
+/// The check of one gradient.
 #[derive(Serialize)]
 struct GradientCheck {
     name: String,
@@ -61,12 +61,12 @@ impl GradientCheck {
     }
 }
 
-/// How the norm of the error of one result compares with its limit.
+/// The norm of the error of one result, compared with its limit.
 #[derive(Clone, Copy, Serialize)]
 struct Norm {
-    /// The norm of the error of the worst tile, divided by its limit: above 1 fails.
+    /// The norm of the error of the worst tile, divided by its limit: above 1 the result fails.
     bound: f64,
-    /// False where rounding may change a tile, or all of a parameter's gradient, by more than its norm.
+    /// False if rounding may change a tile, or a parameter's complete gradient, by more than its norm.
     decided: bool,
 }
 
@@ -81,7 +81,7 @@ impl Norm {
     }
 }
 
-/// The report on the output or on a row statistic.
+/// The check of the output or of a row statistic.
 #[derive(Serialize)]
 struct OutputCheck {
     #[serde(flatten)]
@@ -96,13 +96,13 @@ impl OutputCheck {
     }
 }
 
-/// How near the oracle's results are.
+/// The comparison with the oracle.
 #[derive(Serialize)]
 pub(super) struct Checked {
     passed: bool,
     #[serde(skip)]
     verdicts: Vec<Verdict>,
-    /// How many elements have a tolerance that forgives anything.
+    /// Number of elements whose tolerance accepts any result.
     undecided: u64,
     o_relative: Option<f64>,
     o: Option<OutputCheck>,
@@ -112,7 +112,7 @@ pub(super) struct Checked {
     #[serde(skip_serializing_if = "Option::is_none")]
     sum_exp: Option<OutputCheck>,
     gradients: Option<Vec<GradientCheck>>,
-    /// Largest magnitudes of tensors that a pass of 8-bit floats keeps to itself.
+    /// Largest magnitudes of tensors that a pass of 8-bit floats does not return.
     #[serde(skip_serializing_if = "Option::is_none")]
     amax_s: Option<Worst>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -146,19 +146,19 @@ impl Checked {
         }
     }
 
-    /// The output and row statistics that were compared.
+    /// Iterates over the compared output and row statistics.
     fn outputs(&self) -> impl Iterator<Item = (&'static str, &OutputCheck)> {
         let named = [("o", &self.o), ("stats", &self.stats), ("row_max", &self.row_max), ("sum_exp", &self.sum_exp)];
         named.into_iter().filter_map(|(name, check)| Some((name, check.as_ref()?)))
     }
 
-    /// Largest magnitudes that were compared.
+    /// Iterates over the compared largest magnitudes.
     fn magnitudes(&self) -> impl Iterator<Item = (&'static str, &Worst)> {
         let named = [("amax_s", &self.amax_s), ("amax_dp", &self.amax_dp)];
         named.into_iter().filter_map(|(name, check)| Some((name, check.as_ref()?)))
     }
 
-    /// Names of results that rounding may change by more than their norm.
+    /// Returns the names of results that rounding may change by more than their norm.
     fn undecided_norms(&self) -> Vec<&str> {
         let gradients = self.gradients.iter().flatten().map(|gradient| (gradient.name.as_str(), gradient.norm));
         let all = self.outputs().map(|(name, check)| (name, check.norm)).chain(gradients);
@@ -175,7 +175,7 @@ impl Checked {
         }
     }
 
-    /// In a word, or a sentence.
+    /// Describes the verdict in a word or a sentence.
     fn verdict(&self) -> String {
         match self.outcome() {
             Outcome::PastTolerance => "FAILED".to_owned(),
@@ -198,9 +198,9 @@ impl Checked {
 struct ParamTold {
     name: String,
     kind: String,
-    /// Of a scalar.
+    /// The value of a scalar.
     value: Option<f32>,
-    /// Of a tensor, as in the file.
+    /// The shape of a tensor, as in the file.
     shape: Option<Vec<i64>>,
 }
 
@@ -248,14 +248,14 @@ struct BackwardTold {
     pass: Option<Pass>,
 }
 
-/// What a run has to tell.
+/// The JSON of a run.
 #[derive(Serialize)]
 pub(super) struct Told {
     executor: ExecutorName,
-    /// Why cuDNN was asked first, on an NVIDIA GPU.
+    /// The reason why cuDNN was tried first, on an NVIDIA GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     order: Option<String>,
-    /// What was timed in place of that.
+    /// The timed executors that replaced that order.
     #[serde(skip_serializing_if = "Option::is_none")]
     timed: Option<String>,
     declined: Vec<Declined>,
@@ -279,7 +279,7 @@ pub(super) struct Told {
     scales: Vec<(String, f32)>,
     input: Option<String>,
     seed: Option<u64>,
-    /// Of cuDNN.
+    /// The plans of cuDNN, or the kernels of the native CUDA executor.
     plans: Vec<PlanTold>,
     engine: Option<String>,
     copied: Option<Vec<&'static str>>,
@@ -323,7 +323,7 @@ impl Told {
             layout: request.layout.name(),
             score_mods: request.score_mods(),
             masks: request.masks(),
-            // Scales are told with their numbers.
+            // `scales` has the scales with their numbers.
             params: request.params.iter().filter(|p| !p.is_scale()).map(ParamTold::new).collect(),
             dtype: request.element.dtype().name(),
             scale: request.attn_scale(),

@@ -1,4 +1,4 @@
-//! Colours that can be told apart by everybody.
+//! Colours that remain distinguishable with colour blindness.
 
 /// Red, green, blue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub(super) const HATCH: Color = Color(0xc8, 0xc8, 0xc8);
 pub(super) const BLUE: Color = Color(0x00, 0x72, 0xb2);
 pub(super) const VERMILION: Color = Color(0xd5, 0x5e, 0x00);
 
-/// Viridis (van der Walt and Smith, 2015), every sixteenth part of it.
+/// Viridis (van der Walt and Smith, 2015), sampled at every sixteenth of its range.
 const VIRIDIS: [Color; 17] = [
     Color(68, 1, 84),
     Color(72, 21, 104),
@@ -35,7 +35,7 @@ const VIRIDIS: [Color; 17] = [
 ];
 
 impl Color {
-    /// A part of the way to another.
+    /// Mixes in `part` of another colour.
     pub(super) fn toward(self, other: Color, part: f64) -> Color {
         let mix = |a: u8, b: u8| (f64::from(a) + (f64::from(b) - f64::from(a)) * part.clamp(0.0, 1.0)).round() as u8;
         Color(mix(self.0, other.0), mix(self.1, other.1), mix(self.2, other.2))
@@ -47,7 +47,7 @@ impl Color {
     }
 }
 
-/// The colour of a number between 0 and 1.
+/// Returns the colour of a number between 0 and 1.
 pub(super) fn viridis(x: f64) -> Color {
     let last = VIRIDIS.len() - 1;
     let place = x.clamp(0.0, 1.0) * last as f64;

@@ -1,4 +1,4 @@
-//! The numbers of a picture: modified scores and kept keys in cells, and the function along a line.
+//! The numbers of a picture: modified scores and unmasked keys in cells, and the score_mod as a curve.
 
 use crate::operands::Operands;
 use crate::oracle::has_lengths;
@@ -8,41 +8,41 @@ use sdpa::ScoreMod;
 use sdpa::expr::Trace;
 use sdpa_oracle::Mask;
 
-/// Cells on a side, at most.
+/// Maximum number of cells per side.
 pub(super) const CELLS: usize = 128;
-/// Places looked at on each side of a cell, at most.
+/// Maximum number of examined positions per side of a cell.
 const SAMPLES: usize = 8;
-/// Scores along the line: from −REACH to REACH.
+/// The curve covers scores from −REACH to REACH.
 pub(super) const REACH: f64 = 60.0;
 const STEPS: usize = 240;
 
-/// What is shown of a head.
+/// The part of a head that is shown.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View {
     pub(super) batch: i64,
     pub(super) head: i64,
-    /// Goes in everywhere; `None`: the scores of the operands.
+    /// A constant score; `None` for the scores of the operands.
     pub(super) score: Option<f64>,
 }
 
-/// Cells of scores, queries downwards.
+/// Cells of scores, with queries downwards.
 #[derive(Debug)]
 pub(super) struct Field {
     pub(super) rows: usize,
     pub(super) columns: usize,
-    /// The mean of the modified scores that are kept and finite, if any is.
+    /// The mean of the finite modified scores that are not masked out; `None` if there are none.
     pub(super) values: Vec<Option<f64>>,
-    /// What is kept there and is no finite number, if anything is.
+    /// An unmasked infinity or NaN in the cell, if there is one.
     pub(super) odd: Vec<Option<Odd>>,
-    /// The part of the keys that is kept.
+    /// The fraction of pairs that masks keep.
     pub(super) kept: Vec<f64>,
-    /// How many of the pairs that were looked at are kept and of each kind, and the first of them.
+    /// Number of unmasked pairs of each kind of infinity or NaN, the first of them, and the number of examined pairs.
     pub(super) odd_pairs: [u64; 3],
     pub(super) first_odd: Option<[usize; 2]>,
     pub(super) looked: u64,
 }
 
-/// A kept score that is no finite number; of several in a cell, the first of these is shown.
+/// An unmasked score that is infinite or NaN. If a cell has several, the first variant of this list is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Odd {
     NotANumber,
@@ -51,7 +51,7 @@ pub(super) enum Odd {
 }
 
 impl Odd {
-    /// Every one of them.
+    /// All variants.
     pub(super) const ALL: [Odd; 3] = [Odd::NotANumber, Odd::Infinite, Odd::MinusInfinite];
 
     fn of(x: f64) -> Option<Odd> {
@@ -64,7 +64,7 @@ impl Odd {
         }
     }
 
-    /// In words.
+    /// Describes it in words.
     pub(super) fn said(self) -> &'static str {
         match self {
             Odd::NotANumber => "not a number",
@@ -74,18 +74,18 @@ impl Odd {
     }
 }
 
-/// The function along the score, at one place.
+/// The score_mod as a function of the score, at one position.
 #[derive(Debug)]
 pub(super) struct Curve {
     /// Query and key.
     pub(super) place: [i64; 2],
     /// (score, modified score).
     pub(super) values: Vec<[f64; 2]>,
-    /// (score, derivative); empty where there is none.
+    /// (score, derivative); empty if there is no derivative.
     pub(super) slopes: Vec<[f64; 2]>,
 }
 
-/// The smallest and the largest, of finite numbers.
+/// Returns the smallest and the largest finite number.
 pub(super) fn range(numbers: impl Iterator<Item = f64>) -> Option<[f64; 2]> {
     numbers.filter(|x| x.is_finite()).fold(None, |range, x| match range {
         None => Some([x, x]),
@@ -93,7 +93,7 @@ pub(super) fn range(numbers: impl Iterator<Item = f64>) -> Option<[f64; 2]> {
     })
 }
 
-/// The places of a cell that are looked at.
+/// Returns the examined positions of a cell along one axis.
 fn places(cell: usize, cells: usize, extent: usize) -> impl Iterator<Item = usize> {
     let (from, to) = (cell * extent / cells, (cell + 1) * extent / cells);
     let looked = (to - from).min(SAMPLES);
@@ -156,7 +156,7 @@ impl Field {
 }
 
 impl Curve {
-    /// Computes the function at the middle of the diagonal.
+    /// Computes the curve at the middle of the diagonal.
     pub(super) fn new(request: &Request, operands: &Operands, view: View) -> Curve {
         let p = &request.problem;
         let extents = p.extents();
@@ -176,7 +176,7 @@ impl Curve {
     }
 }
 
-/// Score_mods in words.
+/// Returns the texts of score_mods.
 pub(super) fn names(mods: &[ScoreMod]) -> Vec<String> {
     mods.iter().map(|m| m.to_string().replace('\n', "; ")).collect()
 }

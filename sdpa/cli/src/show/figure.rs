@@ -1,4 +1,4 @@
-//! The picture: two maps and a line.
+//! The picture: two maps and a curve.
 
 use super::color::{BLUE, Color, DROPPED, GREY, GRID, INK, VERMILION, viridis};
 use super::field::{Curve, Field, Odd, REACH, range};
@@ -12,10 +12,10 @@ const WIDTH: f64 = 1216.0;
 const HEIGHT: f64 = TOP + SIDE + 60.0;
 /// Left edges of the panels.
 const LEFT: [f64; 3] = [64.0, 492.0, 866.0];
-/// Letters of the title that fit.
+/// Maximum characters of the title.
 const LETTERS: usize = 150;
 
-/// A number, short.
+/// Formats a number briefly.
 pub(super) fn short(x: f64) -> String {
     if x == 0.0 {
         return "0".to_owned();
@@ -28,7 +28,7 @@ pub(super) fn short(x: f64) -> String {
     if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
 }
 
-/// Round numbers, about six of them, within a range.
+/// Returns about six round numbers within a range.
 fn ticks([low, high]: [f64; 2], whole: bool) -> Vec<f64> {
     let rough = (high - low) / 6.0;
     if rough.is_nan() || rough <= 0.0 {
@@ -40,19 +40,19 @@ fn ticks([low, high]: [f64; 2], whole: bool) -> Vec<f64> {
     let step = if whole { step.max(1.0) } else { step };
     let first = (low / step - 1e-9).ceil();
     let count = ((high - first * step) / step + 1e-9).floor().max(0.0) as usize;
-    // Without −0.
+    // Adding 0.0 turns −0 into 0.
     (0..=count).map(|n| (first + n as f64) * step + 0.0).collect()
 }
 
-/// What the figure is about.
+/// The texts of the figure.
 pub(super) struct Titles {
     pub(super) score_mods: Vec<String>,
     pub(super) masks: Vec<String>,
     /// Queries and keys.
     pub(super) extents: [i64; 2],
-    /// The rest, in words.
+    /// A description of the other settings.
     pub(super) view: String,
-    /// What goes in.
+    /// The input scores.
     pub(super) score: String,
 }
 
@@ -60,7 +60,7 @@ fn clip(text: &str) -> String {
     if text.chars().count() <= LETTERS { text.to_owned() } else { text.chars().take(LETTERS - 3).chain("...".chars()).collect() }
 }
 
-/// The extents of a map of these cells, on paper.
+/// Returns the area of a map on the picture.
 fn area(left: f64, extents: [i64; 2]) -> [f64; 4] {
     let [rows, columns] = extents.map(|n| n as f64);
     let longest = rows.max(columns);
@@ -68,7 +68,7 @@ fn area(left: f64, extents: [i64; 2]) -> [f64; 4] {
     [left, TOP, side(columns), side(rows)]
 }
 
-/// Frame, ticks and labels of a map.
+/// Draws frame, ticks and labels of a map.
 fn axes(scene: &mut Scene, [x, y, w, h]: [f64; 4], extents: [i64; 2]) {
     let [queries, keys] = extents.map(|n| n as f64);
     for key in ticks([0.0, keys - 1.0], true) {
@@ -91,7 +91,7 @@ fn cell([x, y, w, h]: [f64; 4], field: &Field, row: usize, columns: std::ops::Ra
     [x + columns.start as f64 * wide, y + row as f64 * tall, columns.len() as f64 * wide, tall]
 }
 
-/// The colour of what is no finite number, none of the map's, and its name for whoever reads the file.
+/// Returns the colour of an infinity or NaN, which the map does not use, and its class name in the SVG.
 fn of_odd(odd: Odd) -> (Color, &'static str) {
     match odd {
         Odd::NotANumber => (VERMILION, "nan"),
@@ -189,14 +189,14 @@ fn mask(scene: &mut Scene, field: &Field, extents: [i64; 2]) {
     entry(scene, None, "dropped");
 }
 
-/// A range that shows a line well.
+/// Returns a range with a margin for the curve.
 fn padded(bounds: Option<[f64; 2]>) -> [f64; 2] {
     let [low, high] = bounds.unwrap_or([0.0, 1.0]);
     let more = if high > low { 0.06 * (high - low) } else { 1.0 };
     [low - more, high + more]
 }
 
-/// Points on paper, cut where a number is none.
+/// Returns the points of a curve, split at infinities and NaN.
 fn path(points: &[[f64; 2]], to: impl Fn([f64; 2]) -> [f64; 2]) -> Vec<Vec<[f64; 2]>> {
     let parts = points.split(|p| !p[1].is_finite());
     parts.map(|part| part.iter().map(|p| to(*p)).collect()).filter(|part: &Vec<_>| part.len() > 1).collect()

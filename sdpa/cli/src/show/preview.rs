@@ -1,4 +1,4 @@
-//! A picture for a terminal.
+//! A preview in the terminal.
 
 use super::field::{Field, Odd, range};
 
@@ -6,16 +6,16 @@ const COLUMNS: usize = 40;
 /// From the smallest to the largest.
 const RAMP: [char; 9] = ['.', ':', '-', '=', '+', '*', '#', '%', '@'];
 
-/// Lines of letters: the larger the score, the darker; blank where no key is kept.
+/// Renders lines of characters: the larger the score, the darker; blank if no key is unmasked.
 pub(super) fn render(field: &Field) -> String {
     let columns = field.columns.min(COLUMNS);
-    // A letter is twice as tall as it is wide.
+    // A character is twice as tall as it is wide.
     let rows = (field.rows * columns / field.columns / 2).clamp(1, COLUMNS / 2).min(field.rows);
     let [low, high] = range(field.values.iter().flatten().copied()).unwrap_or([0.0, 0.0]);
     let span = |n: usize, of: usize, all: usize| n * all / of..((n + 1) * all / of).max(n * all / of + 1);
     let letter = |row: usize, column: usize| {
         let cells = || span(row, rows, field.rows).flat_map(|r| span(column, columns, field.columns).map(move |c| r * field.columns + c));
-        // What one looks for, however little of it there is.
+        // An infinity or NaN is shown even if only one pair of the cell has it.
         if let Some(odd) = cells().filter_map(|n| field.odd[n]).min() {
             return of_odd(odd);
         }
@@ -39,7 +39,7 @@ fn of_odd(odd: Odd) -> char {
     }
 }
 
-/// What the letters stand for.
+/// Returns the legend of the characters.
 pub(super) fn legend(field: &Field) -> String {
     let there = Odd::ALL.into_iter().filter(|odd| field.odd_pairs[*odd as usize] > 0);
     let odd: String = there.map(|odd| format!("; {} is {}", of_odd(odd), odd.said())).collect();

@@ -1,11 +1,11 @@
-//! A picture as pixels.
+//! Renders a picture as PNG.
 
 use super::color::{Color, DROPPED, HATCH};
 use super::scene::{Anchor, Item, Scene, Size};
 use noto_sans_mono_bitmap::{FontWeight, RasterHeight, get_raster, get_raster_width};
 use std::io::Write;
 
-/// Pixels along each unit of the picture.
+/// Pixels per unit of the picture.
 const SCALE: f64 = 2.0;
 
 struct Pixels {
@@ -25,7 +25,7 @@ impl Pixels {
         self.rgb[at..at + 3].copy_from_slice(&[mixed.0, mixed.1, mixed.2]);
     }
 
-    /// Whole pixels, so that neighbours meet.
+    /// Rounds to integer pixels, so that neighbouring areas meet.
     fn each(&mut self, area: [f64; 4], color: impl Fn(i64, i64) -> Color) {
         let [x, y, w, h] = area.map(|n| n * SCALE);
         let edge = |n: f64| n.round() as i64;
@@ -101,7 +101,7 @@ impl Pixels {
     }
 }
 
-/// Writes the whole file.
+/// Writes the complete file.
 pub(super) fn render(scene: &Scene, out: impl Write) -> Result<(), png::EncodingError> {
     let (width, height) = ((scene.width * SCALE) as usize, (scene.height * SCALE) as usize);
     let mut pixels = Pixels { width, height, rgb: vec![0xff; 3 * width * height] };

@@ -1,8 +1,8 @@
-//! What a picture is made of.
+//! The elements of a picture.
 
 use super::color::Color;
 
-/// Where a text is, seen from its point.
+/// The alignment of a text at its point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Anchor {
     Start,
@@ -17,16 +17,16 @@ pub(super) enum Size {
     Large,
 }
 
-/// One thing that is drawn, over those before.
+/// One element, drawn over the previous ones.
 #[derive(Clone, Debug)]
 pub(super) enum Item {
-    /// Filled: x, y, width, height. The name is for whoever reads the file.
+    /// A filled area: x, y, width, height. The name is the class in the SVG.
     Rect([f64; 4], Color, Option<&'static str>),
-    /// Hatched, as what is left out is.
+    /// A hatched area, for masked-out cells.
     Hatch([f64; 4]),
     /// An outline.
     Frame([f64; 4], Color),
-    /// Straight lines from point to point, and their width.
+    /// Straight lines between points, and their width.
     Lines(Vec<[f64; 2]>, Color, f64),
     /// A line of text; the point is on its base line.
     Text([f64; 2], Anchor, Size, Color, String),

@@ -1,4 +1,4 @@
-//! A picture as SVG.
+//! Renders a picture as SVG.
 
 use super::color::{DROPPED, HATCH};
 use super::scene::{Anchor, Item, Scene, Size};
@@ -15,7 +15,7 @@ fn place([x, y, w, h]: [f64; 4]) -> String {
     format!(r#"x="{}" y="{}" width="{}" height="{}""#, number(x), number(y), number(w), number(h))
 }
 
-/// The whole file.
+/// Returns the complete file.
 pub(super) fn render(scene: &Scene) -> Result<String, std::fmt::Error> {
     let (w, h) = (number(scene.width), number(scene.height));
     let mut out = String::new();
@@ -29,7 +29,7 @@ pub(super) fn render(scene: &Scene) -> Result<String, std::fmt::Error> {
         DROPPED.hex(),
         HATCH.hex()
     )?;
-    // Neighbours must not show a seam.
+    // Avoids seams between neighbouring areas.
     writeln!(out, "<style>[class]{{shape-rendering:crispEdges}}</style>")?;
     writeln!(out, r##"<rect width="{w}" height="{h}" fill="#ffffff"/>"##)?;
     for item in &scene.items {

@@ -1,4 +1,4 @@
-//! Problems that differ from a declined one in one thing, or in two.
+//! Supported problems that differ from an unsupported one in one option or in two.
 
 use crate::request::Request;
 use cudnn_graph::Version;
@@ -6,11 +6,11 @@ use sdpa::cudnn::lower::Job;
 use sdpa::cudnn::unsupported;
 use sdpa::{AttentionSpec, DType, GradientSpec, Layout, Mask, Paged, SINK, StatsBase, TensorSpec};
 
-/// What is asked for.
+/// The requested problem.
 #[derive(Clone)]
 struct Wanted {
     forward: AttentionSpec,
-    /// The gradients that the backward pass is asked for, and whether in the same bits.
+    /// The gradients of the backward pass, and whether it is deterministic.
     backward: Option<(Vec<GradientSpec>, bool)>,
 }
 
@@ -25,7 +25,7 @@ impl Wanted {
     }
 }
 
-/// A change, and how it is told behind "taken".
+/// A change, and its description after "taken".
 struct Change {
     what: String,
     make: Box<dyn Fn(&mut Wanted)>,
@@ -37,7 +37,7 @@ impl Change {
     }
 }
 
-/// What would be taken: after one change, else after two of them.
+/// Returns the supported alternatives: after one change, else after two.
 pub(super) fn taken(request: &Request, form: impl Fn(&Job) -> Option<&'static str>) -> Vec<String> {
     let backward = request.backward.as_ref().map(|b| (b.spec.wrt.clone(), b.spec.deterministic));
     let wanted = Wanted { forward: request.spec.clone(), backward };
@@ -173,7 +173,7 @@ fn of_backward(wrt: &[GradientSpec], deterministic: bool, dtype: DType) -> Vec<C
     all
 }
 
-/// The first newer runtime that no rule speaks against, where one speaks against this one.
+/// Returns the first newer runtime whose rules support the job, if those of this one do not.
 pub(super) fn newer(job: &Job, runtime: Version, sm: u32) -> Option<Version> {
     let free = |version: Version| unsupported::reasons(job, version, sm, job.deterministic()).is_empty();
     if free(runtime) {

@@ -1,17 +1,16 @@
-//! What the library said beforehand where a version is not at hand: counts of the answers that are kept, by kind of problem. The pages of
-//! `docs/support.md` are made of the same.
+//! Recorded answers of cuDNN versions that are not installed: counts by kind of problem. The pages of `docs/support.md` are made from this table too.
 
 use cudnn_graph::Version;
 use sdpa::cudnn::lower::Job;
 use serde::Serialize;
 
-/// Tab-separated runtime, kind, pass, device, problems, taken, declined by engines, and their words.
+/// Tab-separated: runtime, kind, pass, device, problems, supported, rejected by engines, and the engines' messages.
 const TABLE: &str = include_str!("recorded.tsv");
 
-/// Words of engines that are told, at most.
+/// Maximum number of messages.
 const MOST: usize = 3;
 
-/// What a version said of problems of a kind on one device.
+/// Answers of a version about problems of a kind on one device.
 #[derive(Debug, Serialize)]
 pub(super) struct Recorded {
     runtime: &'static str,
@@ -19,13 +18,13 @@ pub(super) struct Recorded {
     pass: &'static str,
     problems: u32,
     taken: u32,
-    /// Those that no rule declines, and engines do.
+    /// Problems that rules accept and engines reject.
     declined_by_engines: u32,
     words: Vec<&'static str>,
 }
 
 impl Recorded {
-    /// Of the kind that a job is of; `None` where the version's answers are not kept, or those for the device.
+    /// Returns the row for a job; `None` if there are no recorded answers for the version or the device.
     pub(super) fn of(job: &Job, version: Version, device: &str) -> Option<Recorded> {
         let (wanted, pass) = (kind(job), if matches!(job, Job::Forward(_)) { "forward" } else { "backward" });
         TABLE.lines().filter_map(row).find_map(|[runtime, kind, of_pass, on, problems, taken, engines, words]| {
@@ -59,7 +58,7 @@ fn row(line: &'static str) -> Option<[&'static str; 8]> {
     line.split('\t').collect::<Vec<_>>().try_into().ok()
 }
 
-/// The kind of problems that a job is counted among: what it has that most decides.
+/// Returns the kind of a job: the feature with the largest effect on support.
 fn kind(job: &Job) -> &'static str {
     let p = job.problem();
     let kinds = [

@@ -1,4 +1,4 @@
-//! Bounds that are too small for what is in use.
+//! Bounds that are too small for the entries in use.
 
 use super::super::attempt::micros;
 use super::super::units::{count, many, time};
@@ -6,7 +6,7 @@ use super::{Advice, Kind, Seen};
 use crate::memory::human;
 use sdpa::cache::{What, Why};
 
-/// What was built again, by the reason for which it had gone.
+/// Advises on keys that were built again, by the reason for which their entry was removed.
 pub(super) fn bounds(seen: &Seen<'_>) -> Vec<Advice> {
     let told = |why: Why| {
         let again = || seen.attempts.iter().filter(|a| a.miss.is_some_and(|miss| miss.evicted == Some(why)));

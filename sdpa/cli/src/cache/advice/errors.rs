@@ -1,10 +1,10 @@
-//! Builds that give nothing.
+//! Builds that return no value.
 
 use super::super::attempt::Ended;
 use super::super::units::{clip, many};
 use super::{Advice, Kind, Seen};
 
-/// Errors of one sort, with their labels.
+/// Returns errors of one kind, with their labels.
 fn errors<'a>(seen: &Seen<'a>, of: fn(Ended<'a>) -> Option<&'a str>) -> Vec<(&'a str, &'a str)> {
     seen.attempts.iter().filter_map(|attempt| Some((attempt.label, of(attempt.ended)?))).collect()
 }
@@ -21,7 +21,7 @@ pub(super) fn unsupported(seen: &Seen<'_>) -> Vec<Advice> {
     let mut labels: Vec<&str> = errors.iter().map(|(label, _)| *label).collect();
     labels.sort_unstable();
     labels.dedup();
-    // Once is how one learns of it.
+    // One error per problem is normal: the first lookup discovers it.
     if seen.figures.refusals == 0 && errors.len() <= labels.len() {
         return Vec::new();
     }

@@ -1,4 +1,4 @@
-//! Keys of which few fields differ.
+//! Keys that differ in few fields.
 
 use super::super::lengths;
 use super::super::reason::{Reason, difference};
@@ -7,19 +7,19 @@ use super::{Advice, Kind, Seen};
 use sdpa::cache::{CacheKey, Difference};
 use sdpa::cudnn::lower::Job;
 
-/// Misses of one kind that are not worth a word: so many buckets of lengths are a good answer already.
+/// Number of misses of one kind below which there is no advice: so few length buckets are good already.
 const FEW: u64 = 16;
-/// Builds that take less than one part in so many of the time hurt nobody.
+/// Builds that take less than 1 / `SMALL` of the time are ignored.
 const SMALL: u64 = 50;
 
-/// `Only lengths differ: …`.
+/// Turns an advice of the library into a sentence: `Only lengths differ: …`.
 fn sentence(text: &str) -> String {
     let mut chars = text.chars();
     let first = chars.next().map(|c| c.to_uppercase().to_string()).unwrap_or_default();
     format!("{first}{}.", chars.as_str())
 }
 
-/// What the library says of the fields that differ, where that takes many builds.
+/// Returns the library's advice on the fields that differ, if they cause many builds.
 pub(super) fn keys(seen: &Seen<'_>) -> Vec<Advice> {
     let mut texts: Vec<&'static str> = Vec::new();
     for text in seen.reasons.iter().filter_map(|reason| reason.advice) {
@@ -38,7 +38,7 @@ pub(super) fn keys(seen: &Seen<'_>) -> Vec<Advice> {
     texts.into_iter().filter_map(told).collect()
 }
 
-/// How few the lengths of these misses could be.
+/// Returns a sentence about the number of length buckets that these misses would need.
 fn buckets(seen: &Seen<'_>, text: &str) -> String {
     let misses = seen.attempts.iter().filter_map(|attempt| attempt.miss);
     let alike = |nearest: &[String]| {
