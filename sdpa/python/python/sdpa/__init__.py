@@ -1,9 +1,9 @@
-"""Attention for PyTorch under FlexAttention's names: one changed import, trained on CPUs too.
+"""Attention for PyTorch with FlexAttention's API: only the import changes, and training works on CPUs too.
 
     from sdpa import flex_attention, create_block_mask, and_masks, or_masks, noop_mask
 
-Score_mods and masks are traced from Python functions; nothing is loaded of CUDA before tensors of a GPU come in. Without PyTorch there is the tracer
-(`ScoreMod`, `MaskMod`) and attention over NumPy arrays (`sdpa.numpy`).
+Score_mods and masks are traced from Python functions. CUDA libraries are loaded by the first call with tensors on a GPU. Without PyTorch, the package has
+the tracer (`ScoreMod`, `MaskMod`) and attention over NumPy arrays (`sdpa.numpy`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report
 
 
 def __getattr__(name: str) -> Any:
-    """What needs PyTorch is imported when it is asked for."""
+    """Imports the names that need PyTorch on first access."""
     import importlib
 
     if name in ("numpy", "transformers", "flex", "op", "report", "picture", "plans", "speed"):

@@ -1,4 +1,4 @@
-"""Activations, tests of floats, and rounding, with PyTorch's values and derivatives."""
+"""Activations, floating-point predicates, and rounding, with PyTorch's values and derivatives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _number(name: str, x: Any) -> float:
 
 
 def _activation(name: str) -> Callable:
-    """Adds `inplace=True`: every name of the value sees the change."""
+    """Adds `inplace=True`, after which every reference to the value sees the change."""
 
     def wrap(fn: Callable) -> Callable:
         def made(x: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def _activation(name: str) -> Callable:
 
 @_activation("relu")
 def relu(x: Any) -> Any:
-    """The gradient at 0 is 0, and NaN stays."""
+    """ReLU. Its gradient at 0 is 0, and NaN propagates."""
     trace, x = unary(x)
     no_truth("relu", x)
     if x.kind == "i32":
@@ -52,7 +52,7 @@ def relu(x: Any) -> Any:
 
 @_activation("leaky_relu")
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
-    """`x` above 0, else the slope times it, at 0 too."""
+    """`x` above 0, else `negative_slope * x`, also at 0."""
     trace, x = _of_float("leaky_relu", x)
     slope = constant(_number("negative_slope", negative_slope))
     return trace.make(f"select({x.text} > 0.0, {x.text}, {x.text} * {slope})", x.element, "anything", x)
@@ -66,7 +66,7 @@ def silu(x: Any) -> Any:
 
 
 def gelu(x: Any, *, approximate: str = "none") -> Any:
-    """By the error function, or by tanh."""
+    """GELU with the error function, or with tanh."""
     trace, x = _of_float("gelu", x)
     if approximate == "none":
         inner = f"erf({x.text} * {constant(math.sqrt(0.5))})"
@@ -88,7 +88,7 @@ def softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
 
 
 def log_sigmoid(x: Any) -> Any:
-    """Without an exponential above 1: nothing overflows."""
+    """Computed with an exponential of at most 1, which cannot overflow."""
     trace, x = _of_float("logsigmoid", x)
     least = trace.make(f"select({x.text} < 0.0, {x.text}, 0.0)", x.element, "anything", x)
     small = trace.make(f"exp(select({x.text} < 0.0, {x.text}, -{x.text}))", x.element, "anything", x)
@@ -96,7 +96,7 @@ def log_sigmoid(x: Any) -> Any:
 
 
 def sign(x: Any, *, out: Any = None) -> Any:
-    """1, 0 or −1; of NaN 0."""
+    """1, 0 or −1; 0 for NaN."""
     trace, x = unary(x, out)
     if x.kind == "bool":
         return copied(x)
@@ -106,7 +106,7 @@ def sign(x: Any, *, out: Any = None) -> Any:
 
 
 def lerp(start: Any, end: Any, weight: Any, *, out: Any = None) -> Any:
-    """From the end that is nearer, as PyTorch computes it."""
+    """Computed from the nearer end, as PyTorch does."""
     trace, x, y = binary(start, end, out)
     number = value(weight, trace)
     of = [one for one in (x, y, number) if type(one) not in NUMBERS]
@@ -123,7 +123,7 @@ def lerp(start: Any, end: Any, weight: Any, *, out: Any = None) -> Any:
 
 
 def logaddexp(x: Any, y: Any, *, out: Any = None) -> Any:
-    """By the larger one, and half of the gradient each where both are equal."""
+    """Computed from the larger operand. If both are equal, each gets half of the gradient."""
     trace, x, y = binary(x, y, out)
     element = common(x, y)
     if element != "float32" and not element.endswith("float16"):
@@ -136,7 +136,7 @@ def logaddexp(x: Any, y: Any, *, out: Any = None) -> Any:
 
 
 def float_test(text: str, of_integers: bool) -> Callable:
-    """A test of floats, which has one answer for all integers and truth values."""
+    """A predicate of floats that has a constant result for integers and booleans."""
 
     def made(x: Any) -> Any:
         trace, x = unary(x)
@@ -146,7 +146,7 @@ def float_test(text: str, of_integers: bool) -> Callable:
 
 
 def round_to_even(x: Any, *, decimals: int = 0, out: Any = None) -> Any:
-    """To the nearest whole number, ties to the even one. Exact: the fraction of a magnitude is a float, and so is the rest of a division by 2."""
+    """Rounds to the nearest integer, ties to even. It is exact, because the fraction of a float and its remainder modulo 2 are floats."""
     trace, x = unary(x, out)
     no_truth("round", x)
     if isinstance(decimals, bool) or not isinstance(decimals, int):
@@ -164,25 +164,25 @@ def round_to_even(x: Any, *, decimals: int = 0, out: Any = None) -> Any:
     rest = trace.let(f"{size} - {whole}")
     up = trace.let(f"({rest} > 0.5) | (({rest} == 0.5) & ({whole} % 2.0 == 1.0))")
     near = trace.let(f"select({up}, {whole} + 1.0, {whole})")
-    # A negative number keeps its sign at 0, and so does −0, without a derivative.
+    # A negative number that is rounded to 0 keeps its sign, and so does −0, without a derivative.
     return trace.make(f"select({x.text} == 0.0, floor({x.text}), select({x.text} < 0.0, -{near}, {near}))", x.element, "nearest", x, smooth=False)
 
 
 def _cosh_by_exponentials(x: Any, trace: Any) -> Any:
-    """By the exponentials of halves: the whole one overflows where this does not."""
+    """Uses the exponentials of x / 2, because the exponential of x overflows earlier than cosh."""
     half = FUNCTIONS["exp"](FUNCTIONS["mul"](x, 0.5))
     return trace.make(f"0.5 * {half.text} * {half.text} + 0.5 / {half.text} / {half.text}", x.element, "anything", x)
 
 
 def sinh(x: Any, *, out: Any = None) -> Any:
-    """`tanh(x) · cosh(x)`, which loses no digits near 0."""
+    """`tanh(x) · cosh(x)`, which does not cancel near 0."""
     trace, x = unary(x, out)
     x = as_type(x, floating(x), trace)
     return FUNCTIONS["mul"](FUNCTIONS["tanh"](x), _cosh_by_exponentials(x, trace))
 
 
 def cosh(x: Any, *, out: Any = None) -> Any:
-    """`1 + 2 · sinh²(x / 2)`, whose derivative loses no digits near 0."""
+    """`1 + 2 · sinh²(x / 2)`, whose derivative does not cancel near 0."""
     trace, x = unary(x, out)
     half = sinh(FUNCTIONS["mul"](as_type(x, floating(x), trace), 0.5))
     return trace.make(f"1.0 + 2.0 * {half.text} * {half.text}", half.element, "anything", half)

@@ -1,4 +1,4 @@
-"""Arithmetic, comparisons, choices and conversions in the library's language, with PyTorch's meaning."""
+"""Arithmetic, comparisons, selections and conversions in the expression language, with PyTorch's semantics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arithmetic(sign: str) -> Callable:
 
 
 def shifted(sign: str, x, y, element: str) -> tuple[str, int] | None:
-    """A place and a constant together."""
+    """Adds a constant to a position, or subtracts it. Returns the axis and the offset, or None for other operands."""
     if sign == "+" and isinstance(x, int):
         x, y = y, x
     place = getattr(x, "place", None)
@@ -81,7 +81,7 @@ def xor(x, y, *, out=None):
 
 
 def real(name: str, rule: str = "anything", text: str | None = None) -> Callable:
-    """A function of a float; other numbers become one."""
+    """A function of floats; other numbers are converted to float."""
 
     def made(x, *, out=None):
         trace, x = unary(x, out)
@@ -92,19 +92,19 @@ def real(name: str, rule: str = "anything", text: str | None = None) -> Callable
 
 
 def floating(x) -> str:
-    """The type of a quotient or of a function of floats."""
+    """Returns the result type of a division or a function of floats."""
     return element_of(x) if kind_of(x) == "f32" else "float32"
 
 
 def expm1(x, *, out=None):
-    """(eˣ − 1) = tanh(x / 2) · (eˣ + 1), which loses no digits near 0."""
+    """(eˣ − 1) = tanh(x / 2) · (eˣ + 1), which does not cancel near 0."""
     trace, x = unary(x, out)
     x = as_type(x, floating(x), trace)
     return trace.make(f"tanh(0.5 * {x.text}) * (exp({x.text}) + 1.0)", x.element, "anything", x, smooth=x.smooth)
 
 
 def log1p(x, *, out=None):
-    """The logarithm of the rounded sum, and what rounding took of it, to the first order."""
+    """The logarithm of the rounded sum, plus a first-order correction for the rounding."""
     trace, x = unary(x, out)
     x = as_type(x, floating(x), trace)
     total = trace.make(f"{x.text} + 1.0", x.element, "anything", x, smooth=x.smooth).text
@@ -113,7 +113,8 @@ def log1p(x, *, out=None):
 
 
 def logarithm(base: float) -> Callable:
-    """A logarithm that is exact where it is a whole number: `floor(log2(8))` is 3. The choice has no gradient, so it is left out for scores and tensors."""
+    """A logarithm that is exact where the result is an integer: `floor(log2(8))` is 3. The selection has no gradient, so it is omitted for scores and
+    tensors."""
 
     def made(x, *, out=None):
         trace, x = unary(x, out)
@@ -128,7 +129,7 @@ def logarithm(base: float) -> Callable:
 
 
 def sigmoid(x, *, out=None):
-    """By the exponential that is at most 1: no digits are lost far below 0, and nothing overflows in the gradient."""
+    """Uses an exponential of at most 1: accurate far below 0, and the gradient cannot overflow."""
     trace, x = unary(x, out)
     x = as_type(x, floating(x), trace)
     small = trace.make(f"exp(select({x.text} < 0.0, {x.text}, -{x.text}))", x.element, "sigmoid", x, smooth=x.smooth).text
@@ -136,7 +137,7 @@ def sigmoid(x, *, out=None):
 
 
 def either(name: str, rule: str, text: str | None = None) -> Callable:
-    """A function of a float, or of an integer that stays one."""
+    """A function of floats, or of integers, whose result is an integer then."""
 
     def made(x, *, out=None):
         trace, x = unary(x, out)
@@ -153,7 +154,7 @@ def positive_sign(x, *, out=None):
 
 
 def rounding(name: str) -> Callable:
-    """A function of a float; an integer is as it is."""
+    """A rounding function of floats; an integer is returned unchanged."""
 
     def made(x, *, out=None):
         trace, x = unary(x, out)
@@ -168,7 +169,7 @@ def trunc(x, *, out=None):
     no_truth("trunc", x)
     if x.kind == "i32":
         return copied(x)
-    # A truncated number is 0 or on the same side of it.
+    # A truncated number is 0 or has the sign of the operand.
     return trace.make(f"select({x.text} < 0.0, ceil({x.text}), floor({x.text}))", x.element, "either", x, 0.0, smooth=False)
 
 
@@ -202,7 +203,7 @@ def opposed(r: str, y: str, zero: str) -> str:
 
 
 def quotient_of(sign: str, x, y, out) -> tuple:
-    """Both operands of a division with a rest, their type, and their texts."""
+    """Returns both operands of a division with a remainder, their type, and their texts."""
     trace, x, y = binary(x, y, out)
     no_truth(sign, x, y)
     element = common(x, y)
@@ -212,7 +213,7 @@ def quotient_of(sign: str, x, y, out) -> tuple:
 
 
 def floor_divide(x, y, *, out=None):
-    """Toward −∞, as Python and PyTorch mean it; the language's goes toward zero."""
+    """Rounds toward −∞, as in Python and PyTorch; the language's division rounds toward zero."""
     trace, x, y, element, a, b = quotient_of("//", x, y, out)
     if category(element) == 2:
         return floor_divide_floats(trace, y, element, a, b)
@@ -225,7 +226,7 @@ def floor_divide(x, y, *, out=None):
 
 
 def floor_divide_floats(trace, y, element: str, a: str, b: str):
-    """By the remainder, as PyTorch and Python do: a quotient that is rounded may be a whole number where the exact one is below it."""
+    """Uses the remainder, as PyTorch and Python do: a rounded quotient may be an integer where the exact one is less."""
     name = lambda text: trace.make(text, element, "anything", smooth=False).text  # noqa: E731
     known = type(y) in NUMBERS and y != 0 and y == y
     rest = name(f"{a} % {b}")
@@ -237,7 +238,7 @@ def floor_divide_floats(trace, y, element: str, a: str, b: str):
 
 
 def remainder(x, y, *, out=None):
-    """With the sign of the divisor, as Python and PyTorch mean it; the language's has that of the dividend."""
+    """Has the sign of the divisor, as in Python and PyTorch; the language's remainder has that of the dividend."""
     trace, x, y, element, a, b = quotient_of("%", x, y, out)
     rest = trace.make(f"{a} % {b}", element, "rest", x, y)
     if category(element) == 1 and nonnegative(x) and nonnegative(y):
@@ -285,7 +286,7 @@ def power(x, y, *, out=None):
     a = as_type(x, element, trace)
     if type(y) in NUMBERS and y == 2:
         return either("square", "square")(a)
-    # PyTorch's exceptions: the root of −∞ is NaN where C's pow has +∞.
+    # PyTorch's special cases: the root of −∞ is NaN, where C's pow returns +∞.
     if type(y) in NUMBERS and y in (0.5, -0.5):
         return FUNCTIONS["sqrt" if y > 0 else "rsqrt"](a)
     return trace.make(f"pow({as_text(a, element, trace)}, {as_text(y, element, trace)})", element, "anything", x, y)
@@ -300,7 +301,7 @@ def larger(name: str, x, y, element: str, trace):
 
 
 def extreme(name: str) -> Callable:
-    """`torch.maximum` and `torch.minimum`: NaN where either is, and half of the gradient each where both are equal."""
+    """`torch.maximum` and `torch.minimum`: NaN if an operand is NaN. If both are equal, each gets half of the gradient."""
 
     def made(x, y, *, out=None):
         trace, x, y, element = pair(x, y, out)
@@ -325,7 +326,7 @@ def pair(x, y, out) -> tuple:
 
 
 def of_two(name: str) -> Callable:
-    """`torch.max` and `torch.min` of two tensors: a number is an axis there."""
+    """`torch.max` and `torch.min` of two tensors; a number as the second argument is an axis there."""
 
     def made(x, other=None, *, out=None):
         if other is None or isinstance(other, (bool, int, float)):
@@ -336,7 +337,7 @@ def of_two(name: str) -> Callable:
 
 
 def number_wins(name: str) -> Callable:
-    """`torch.fmax` and `torch.fmin`: a number where one is, and the gradient of equal ones to the first."""
+    """`torch.fmax` and `torch.fmin`: the other operand if one is NaN. If both are equal, the first gets the gradient."""
 
     def made(x, y, *, out=None):
         trace, x, y, element = pair(x, y, out)
@@ -348,14 +349,14 @@ def number_wins(name: str) -> Callable:
 
 
 def clamp(x, min=None, max=None, *, out=None):  # noqa: A002 - PyTorch's names
-    """NaN where it is, and the whole gradient at a bound."""
+    """NaN propagates, and `x` gets the full gradient at a bound."""
     trace, x = unary(x, out)
     bounds = [(value(bound, trace), name) for bound, name in ((min, "max"), (max, "min")) if bound is not None]
     if not bounds:
         raise TracingError("clamp without a bound", "give min=, max= or both")
     if len(bounds) == 2 and all(differentiable(bound) for bound, _ in bounds):
         raise TracingError("clamp between two tensors that may have gradients", "use torch.minimum(torch.maximum(x, low), high), or clamp twice")
-    # PyTorch promotes all three at once.
+    # PyTorch promotes all three operands together.
     element = x.element
     for bound, _ in bounds:
         element = common(as_type(x, element, trace), bound)
@@ -370,7 +371,7 @@ def clamp(x, min=None, max=None, *, out=None):  # noqa: A002 - PyTorch's names
 
 
 def of_type(x, element: str, trace):
-    """A value converted to a type of PyTorch's."""
+    """Converts a value to a PyTorch type."""
     x = trace.literal(x) if type(x) in NUMBERS else x
     have, kind = x.element, KINDS[element]
     if have == element:
@@ -389,7 +390,7 @@ def of_type(x, element: str, trace):
 
 
 def named(one: Any) -> str:
-    """The name of an element type: PyTorch's, NumPy's, or Python's own as PyTorch reads it."""
+    """Returns the name of an element type of PyTorch, NumPy, or Python (as PyTorch interprets it)."""
     name = {bool: "bool", int: "int64", float: "float64"}.get(one) if isinstance(one, type) else None
     name = name or str(one).rsplit(".", 1)[-1]
     if name not in KINDS:
@@ -406,7 +407,7 @@ def cast(element: str) -> Callable:
 
 
 def to(x, *args, dtype=None, other=None, device=None, non_blocking=False, copy=False, memory_format=None):
-    """To the type of an argument: a type, or a tensor's. Devices and ways of copying do not matter here."""
+    """Converts to the type of an argument: a dtype, or a tensor's dtype. Devices and memory formats have no effect."""
     trace, x = unary(x)
     element = x.element
     for one in (*args, dtype, other):
@@ -431,7 +432,7 @@ def same(x, *, memory_format=None):
 
 
 def copied(x, *, memory_format=None):
-    """Another value, which an operation in place on the first does not change."""
+    """Returns a copy, which an in-place operation on the original does not change."""
     trace, x = unary(x)
     return trace.same(x, x.element)
 

@@ -1,4 +1,4 @@
-"""Captured tensors as the executors read them: the part that this call needs, of the declared type, dense."""
+"""Prepares captured tensors for the executors: the part that a call reads, with the declared type, dense."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .tracing import HELD, Parameter
 
 _AXES = ("batch", "head", "q", "k")
 _I32 = (-(2**31), 2**31 - 1)
-# By the identity of a tensor: the tensor, its version, and its least and greatest element.
+# Keyed by the id of a tensor: the tensor, its version, and its smallest and largest element.
 _SPANS: dict[int, tuple] = {}
 
 
 def span(tensor: Any) -> tuple[int, int] | None:
-    """The least and the greatest element of a tensor of integers, read once for each version of it; none where a compiler has no values yet."""
+    """Returns the smallest and the largest element of an integer tensor, computed once per version. Returns None if a compiler has no values yet."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -40,7 +40,7 @@ def span(tensor: Any) -> tuple[int, int] | None:
 
 
 def _readable(tensor: Any) -> bool:
-    """True where the elements may be read now."""
+    """Returns true if the elements can be read now."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -53,7 +53,7 @@ def _readable(tensor: Any) -> bool:
 
 
 def narrowed(tensor: Any, name: str) -> Any:
-    """A tensor of int64 as int32, once its elements are known to fit."""
+    """Converts an int64 tensor to int32, after checking that its elements fit."""
     import torch
 
     if tensor.dtype != torch.int64:
@@ -63,15 +63,15 @@ def narrowed(tensor: Any, name: str) -> Any:
 
 
 def outside(name: str, known: tuple[int, int] | None) -> None:
-    """Refuses int64 elements that an i32 does not hold."""
+    """Rejects int64 elements that do not fit into i32."""
     if known is not None and not (_I32[0] <= known[0] and known[1] <= _I32[1]):
         rule = "within 32 bits: number equal ids alike, `torch.unique(ids, return_inverse=True)[1]`, or subtract the least"
         raise one(name, f"an int64 tensor of elements from {known[0]} to {known[1]}", rule)
 
 
 def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any, later: bool = False) -> Any:
-    """The tensor of a parameter in a call over these extents (batch, heads, queries, keys), by operations that have gradients. `later`: the operator
-    looks at int64 and narrows it."""
+    """Returns the tensor of a parameter for a call over these extents (batch, heads, queries, keys), using differentiable operations. With `later`, the
+    operator checks and narrows int64."""
     import torch
 
     tensor = parameter.source
@@ -80,7 +80,7 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
     if tensor.device != device:
         rule = f"the query's, {device}" + ("; a number that changes is sdpa.scalar(name, x)" if tensor.numel() == 1 else "")
         raise one(f"parameter {parameter.name} device", tensor.device, rule)
-    # Picks from behind, so that places of axes in front stay.
+    # Selects from the last axis backwards, so that the indices of earlier axes stay valid.
     for dim in range(len(parameter.picks) - 1, -1, -1):
         pick = parameter.picks[dim]
         if pick is not None:
@@ -95,7 +95,7 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
     if tensor.dtype == torch.int64 and dtype == torch.int32:
         if later:
             return tensor.contiguous()
-        # The whole tensor is the same one at each call; the part that is read counts only if the whole does not fit.
+        # The complete tensor is identical in each call. Its range is checked first; that of the part only if the complete one does not fit.
         whole = span(parameter.source)
         if whole is not None and not (_I32[0] <= whole[0] and whole[1] <= _I32[1]):
             outside(f"parameter {parameter.name}", span(tensor))
@@ -105,7 +105,7 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
 
 
 def parts(parameter: Parameter, shape: Any, extents: tuple[int, int, int, int]) -> list[tuple[int, int, int]]:
-    """What a call over these extents reads of a tensor of this shape, where that is not all of it: an axis, where it begins, how many."""
+    """Returns the part of a tensor that a call over these extents reads, if it is not all of it: (axis, start, length)."""
     short = lambda least, axis: one(  # noqa: E731
         f"parameter {parameter.name}", f"of shape {tuple(parameter.source.shape)}", f"at least {least} along {axis}, as many as this call reads"
     )  # fmt: skip

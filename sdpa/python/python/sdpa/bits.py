@@ -1,4 +1,4 @@
-"""Bits of integers: the language has none, so they are taken by division, exactly, in two's complement."""
+"""Bitwise operations on integers. The language does not have them, so they are computed by exact division, in two's complement."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .dtypes import BITS, category
 from .errors import TracingError
 from .values import NUMBERS, as_type, binary, common, computed, constant, kind_of, nonnegative, range_of, unary
 
-# Adding it takes the sign bit of a negative number away, or gives it to one that is not.
+# Adding it clears the sign bit of a negative number, or sets it on others.
 _SIGN = constant(-(2**31))
 
 
 def _integers(sign: str, x: Any, y: Any, out: Any) -> tuple:
-    """Both operands as integers of the type of the result."""
+    """Returns both operands as integers of the result's type."""
     trace, x, y = binary(x, y, out)
     element = common(x, y)
     if category(element) != 1:
@@ -27,14 +27,14 @@ def _text(x: Any) -> str:
 
 
 def _low(x: Any, trace: Any) -> tuple[str, int]:
-    """The bits of a value without its sign, as an integer from 0 on, and how many there are."""
+    """Returns the bits of a value without its sign, as a non-negative integer, and their number."""
     if nonnegative(x):
         return x.text, range_of(x)[1].bit_length()
     return trace.let(f"select({x.text} < 0, {x.text} + {_SIGN}, {x.text})"), 31
 
 
 def _common_bits(x: Any, y: Any, trace: Any) -> str:
-    """The text of `x & y`, an i32."""
+    """Returns the text of `x & y`, an i32."""
     if type(x) in NUMBERS:
         x, y = y, x
     low, bits = _low(x, trace)
@@ -60,7 +60,7 @@ def _bit(low: str, n: int) -> str:
 
 
 def _runs(mask: int) -> list[tuple[int, int]]:
-    """Where runs of ones begin, and where they have ended."""
+    """Returns the start and the end of each run of ones."""
     found, n = [], 0
     while mask >> n:
         if mask >> n & 1:
@@ -79,7 +79,7 @@ def _run(low: str, bits: int, first: int, after: int) -> str:
 
 
 def joined(sign: str) -> Callable:
-    """`&`, `|` or `^`: of truth values, or of the bits of integers."""
+    """`&`, `|` or `^` of booleans, or of the bits of integers."""
 
     def made(x: Any, y: Any, *, out: Any = None) -> Any:
         _, first, second = binary(x, y, out)
@@ -94,7 +94,7 @@ def joined(sign: str) -> Callable:
 
 
 def inverted(x: Any, *, out: Any = None) -> Any:
-    """`~`: of an integer `−1 − x`."""
+    """`~`: `−1 − x` for an integer."""
     trace, x = unary(x, out)
     if x.kind == "bool":
         return logical_not(x)
@@ -104,13 +104,13 @@ def inverted(x: Any, *, out: Any = None) -> Any:
 
 
 def _power(y: Any, trace: Any) -> str:
-    """2 to the power of an integer from 0 to 31, which wraps at 31; something from 1 on for others."""
+    """2 to the power of an integer from 0 to 31, which wraps at 31; some number of at least 1 for other exponents."""
     factors = [f"select({_bit(y.text, n)} == 1, {2 ** 2**n}, 1)" for n in range(5)]
     return trace.let(" * ".join(factors))
 
 
 def left(x: Any, y: Any, *, out: Any = None) -> Any:
-    """`x << y`: 0 where `y` is negative, or no less than the bits of the type."""
+    """`x << y`: 0 if `y` is negative, or at least the number of bits of the type."""
     trace, element, a, b = _integers("<<", x, y, out)
     size = BITS[element]
     if type(b) in NUMBERS:
@@ -119,12 +119,12 @@ def left(x: Any, y: Any, *, out: Any = None) -> Any:
         by = _SIGN if b == 31 and element == "int32" else constant(2**b)
         return computed(f"{a.text} * {by}", element, "<<", trace, a, b)
     product = f"{_text(a)} * {_power(b, trace)}"
-    # An int64 that is shifted out of 32 bits is refused by its range.
+    # An int64 that is shifted out of 32 bits is rejected by its range.
     return computed(f"select(({b.text} >= 0) & ({b.text} < {min(size, 32)}), {product}, 0)", element, "<<", trace, a, b)
 
 
 def right(x: Any, y: Any, *, out: Any = None) -> Any:
-    """`x >> y`, toward −∞: the sign alone where `y` is negative, or no less than the bits of the type."""
+    """`x >> y`, rounding toward −∞: only the sign remains if `y` is negative, or at least the number of bits of the type."""
     trace, element, a, b = _integers(">>", x, y, out)
     if type(b) in NUMBERS and 0 <= b < 31:
         return floor_divide(a, 2**b)

@@ -1,8 +1,8 @@
-"""PyTorch's element types in a trace: promotion, and the range of values that each value can have.
+"""PyTorch's element types in a trace: promotion, and the range of possible values of each traced value.
 
-The language has i32 and f32. A traced value carries PyTorch's type as well, so that narrow integers wrap as they do in PyTorch. Positions and int64
-tensors are int64 in PyTorch: an operation on them that may leave i32 is refused. Ranges decide this. Most are known before a call; the others follow
-from the extents and the tensors of the call.
+The language has i32 and f32. A traced value also has a PyTorch type, so that narrow integers wrap as in PyTorch. Positions and int64 tensors are int64 in
+PyTorch: an operation on them that may exceed i32 is rejected. The ranges decide that. Most are known before a call; the others follow from the extents and
+the tensors of the call.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any, Callable
 
-# The type of the language that holds each type of PyTorch's.
+# The language's type for each PyTorch type.
 KINDS = {
     "bool": "bool", "uint8": "i32", "int8": "i32", "int16": "i32", "int32": "i32", "int64": "i32", "float16": "f32", "bfloat16": "f32", "float32": "f32",
 }  # fmt: skip
 I32 = (-(2**31), 2**31 - 1)
-# The values of each integer type. An int64 is held by an i32 here.
+# The range of each integer type. An int64 is stored in an i32 here.
 LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(2**15), 2**15 - 1), "int32": I32, "int64": I32}
 BITS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 _SIGNED = ("int8", "int16", "int32", "int64")
@@ -24,12 +24,12 @@ Range = Any  # (least, greatest), or None for a float that may be anything, NaN 
 
 
 def category(element: str) -> int:
-    """0 of truth values, 1 of integers, 2 of floats."""
+    """0 for booleans, 1 for integers, 2 for floats."""
     return ("bool", "i32", "f32").index(KINDS[element])
 
 
 def promoted(x: str, y: str) -> str:
-    """The type of an operation on two tensors, as `torch.promote_types` has it."""
+    """Returns the result type of an operation on two tensors, as `torch.promote_types` does."""
     if x == y:
         return x
     if category(x) != category(y):
@@ -43,12 +43,12 @@ def promoted(x: str, y: str) -> str:
 
 
 def of_number(x: Any) -> str:
-    """The type of a number of Python's, before a tensor's type decides."""
+    """Returns the type of a Python number, before promotion with a tensor."""
     return "bool" if isinstance(x, bool) else "int64" if isinstance(x, int) else "float32"
 
 
 def with_number(element: str, x: Any) -> str:
-    """The type of an operation on a tensor and a number of Python's: the tensor's, unless the number is of a higher category."""
+    """Returns the result type of an operation on a tensor and a Python number: the tensor's type, unless the number has a higher category."""
     other = of_number(x)
     return element if category(element) >= category(other) else other
 
@@ -60,7 +60,7 @@ def _hull(*of: Any) -> Range:
 
 
 def _through(f: Callable[[Any], Any], low: float = -math.inf, high: float = math.inf) -> Callable[[Range], Range]:
-    """The rule of a function that is monotone between two numbers."""
+    """Returns the range rule of a function that is monotone between two numbers."""
 
     def made(x: Range) -> Range:
         if x is None or x[0] < low or x[1] > high:
@@ -88,7 +88,7 @@ def _bounded(low: float, high: float) -> Callable[[Range], Range]:
 
 
 def _quotient(f: Callable[[Any, Any], Any], step: int) -> Callable[[Range, Range], Range]:
-    """The rule of a division: the divisor nearest to 0 counts."""
+    """Returns the range rule of a division, in which the divisor nearest to 0 is decisive."""
 
     def made(x: Range, y: Range) -> Range:
         if x is None or y is None:
@@ -96,7 +96,7 @@ def _quotient(f: Callable[[Any, Any], Any], step: int) -> Callable[[Range, Range
         if not step:
             return None if y[0] <= 0 <= y[1] else _pairs(f)(x, y)
         near = [n for n in (y[0], y[1], -1, 1) if n != 0 and y[0] <= n <= y[1]]
-        # The language divides by 0 to 0.
+        # In the language, a division by 0 gives 0.
         return _hull(0, *[f(a, b) for a in x for b in near])
 
     return made
@@ -107,7 +107,7 @@ def _truncated(x: int, y: int) -> int:
 
 
 def _rest(x: Range, y: Range) -> Range:
-    """The rule of a remainder with the sign of the dividend."""
+    """The range rule of a remainder with the sign of the dividend."""
     if x is None or y is None or isinstance(x[0] + x[1] + y[0] + y[1], float):
         return None
     most = max(abs(y[0]), abs(y[1]), 1) - 1
@@ -115,7 +115,7 @@ def _rest(x: Range, y: Range) -> Range:
 
 
 def _modulo(x: Range, y: Range) -> Range:
-    """The rule of a remainder with the sign of the divisor."""
+    """The range rule of a remainder with the sign of the divisor."""
     if x is None or y is None or isinstance(x[0] + x[1] + y[0] + y[1], float):
         return None
     low, high = y[0] + 1 if y[0] < 0 else 0, y[1] - 1 if y[1] > 0 else 0
@@ -131,7 +131,7 @@ def _either(*of: Range) -> Range:
 
 
 def _long(x: Range) -> Range:
-    """The rule of a conversion from float to int64. The float may have been rounded, so the range is widened. PyTorch leaves infinities undefined."""
+    """The range rule of a conversion from float to int64. The float may have been rounded, so the range is widened. PyTorch leaves infinities undefined."""
     if x is None:
         return None
     low = I32[0] if x[0] == -math.inf else math.floor(x[0] - abs(x[0]) * 1e-5)
@@ -139,7 +139,7 @@ def _long(x: Range) -> Range:
 
 
 def _integer(x: Range) -> Range:
-    """The rule of a conversion from float to int32. PyTorch leaves floats past its ends undefined; here they give the nearest int32."""
+    """The range rule of a conversion from float to int32. PyTorch leaves floats out of range undefined; here they give the nearest int32."""
     made = _long(x)
     return I32 if made is None else (min(max(made[0], I32[0]), I32[1]), max(min(made[1], I32[1]), I32[0]))
 
@@ -160,7 +160,7 @@ def _or_bits(x: Range, y: Range) -> Range:
 
 
 def _shifted_left(x: Range, y: Range) -> Range:
-    """A shift by no number of bits, negative or past 63, gives 0."""
+    """A shift by a negative number of bits, or by more than 63, gives 0."""
     least, most = max(y[0], 0), min(y[1], 63)
     return (0, 0) if most < least else _hull(0, *[end << by for end in x for by in (least, most)])
 
@@ -187,7 +187,7 @@ RULES: dict[str, Callable] = {
 
 
 def infinite_ends(rule: str, ranges: list) -> bool:
-    """Whether an end of a result's range may be infinite and the result no NaN: the logarithm of 0, and what finite numbers make of that."""
+    """Returns true if a bound of a result may be infinite without the result being NaN: the logarithm of 0, and functions of it with finite numbers."""
     if rule == "log":
         return True
     if rule not in ("+", "-", "*", "/") or None in ranges:
@@ -199,7 +199,7 @@ def infinite_ends(rule: str, ranges: list) -> bool:
 
 
 class Step:
-    """How a value was made: a rule of `RULES` and its operands, or an input; its type; and where, if it may leave i32."""
+    """The origin of a value: a rule of `RULES` with operands, or an input; its type; and the source line if it may exceed i32."""
 
     __slots__ = ("element", "operands", "rule", "text", "where")
 
@@ -209,22 +209,22 @@ class Step:
 
 
 def within(x: Range, element: str) -> bool:
-    """True where a type of integers holds a range."""
+    """Returns true if an integer type contains a range."""
     return LIMITS[element][0] <= x[0] and x[1] <= LIMITS[element][1]
 
 
 class Ranges:
-    """The steps of a trace, where a call has to show that int64 values are within i32."""
+    """The steps of a trace, for calls that must check that int64 values fit into i32."""
 
     __slots__ = ("_fits", "steps", "unsure")
 
     def __init__(self, steps: list[Step], unsure: list[int]):
         self.steps, self.unsure = steps[: unsure[-1] + 1], unsure
-        # By extents: whether the extents alone show it.
+        # By extents: whether the extents alone are sufficient.
         self._fits: dict[tuple, bool] = {}
 
     def outside(self, extents: tuple, of_input: Callable[[Step], Range]) -> tuple[Step, Range] | None:
-        """The first step that may leave i32, and its range."""
+        """Returns the first step that may exceed i32, with its range."""
         found: list[Range] = []
         unsure = set(self.unsure)
         for n, step in enumerate(self.steps):
@@ -244,7 +244,7 @@ class Ranges:
         return None
 
     def check(self, extents: tuple, sources: dict[str, Any], span: Callable[[Any], tuple[int, int] | None]) -> tuple[Step, Range] | None:
-        """As `outside`, for these tensors: `span` has the least and the greatest element of one, or none where they cannot be read."""
+        """Checks like `outside` for these tensors. `span` returns the smallest and the largest element of a tensor, or None if it cannot be read."""
         if 0 in extents:  # nothing is computed, and an axis without indices has no range
             return None
         fits = self._fits.get(extents)
@@ -266,5 +266,5 @@ class Ranges:
 
 
 def _declared(step: Step) -> Range:
-    """The range that the type of an input allows."""
+    """Returns the range of an input's type."""
     return LIMITS.get(step.element)

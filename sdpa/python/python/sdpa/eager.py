@@ -1,7 +1,6 @@
-"""Calls outside of compilers: what was found out about one of a kind is kept, and the next goes straight to its plan.
+"""Calls outside of compilers. Checks of one kind of call are done once, and the next call of that kind uses its plan directly.
 
-The operator of `op` says the same to PyTorch's compilers, modes and transforms; before plain tensors its dispatch takes longer than attention of a few
-tokens does.
+The operator of `op` supports PyTorch's compilers, modes and transforms. For plain tensors, its dispatch takes longer than attention over a few tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .op import PLAIN, STATS, TRAIN
 
 _MOST = 512
 _ROWS = torch.float32
-# How a parameter is read: as it is, as its reading says, or as that copied to where a GPU reads it.
+# How a parameter is read: unchanged, as its `reading` describes, or as a copy with the alignment that a GPU needs.
 _AS_IT_IS, _BOUND, _COPIED = 0, 1, 2
 _look, _run = EXCHANGE.look, EXCHANGE.run
 
@@ -32,43 +31,43 @@ try:
 except ImportError:  # of a PyTorch that has none of these: the operator serves it
 
     def alone() -> bool:
-        """Whether no compiler, mode or transform looks on."""
+        """Returns true if no compiler, mode or transform is active."""
         return False
 
     def autocast() -> bool:
-        """Whether autocast may be on for some device."""
+        """Returns true if autocast may be active for some device."""
         return True
 else:
 
     def alone() -> bool:
-        """Whether no compiler, mode or transform looks on."""
+        """Returns true if no compiler, mode or transform is active."""
         modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
         return not modes and maybe_current_level() is None and forward_ad._current_level < 0 and _get_tracing_state() is None
 
 
 def _like(tensor: torch.Tensor) -> tuple:
-    """Of a tensor to be, what `empty_strided` takes."""
+    """Returns the arguments of `empty_strided` for a result like this tensor."""
     return (tuple(tensor.shape), tensor.stride()), {"dtype": tensor.dtype, "device": tensor.device}
 
 
 class Way:
-    """What is done with calls of one kind: alike in layouts, types, score_mod and mask."""
+    """The prepared work for one kind of call: equal layouts, types, score_mod and mask."""
 
     def __init__(self, plan: Any, device: torch.device):
         self.plan, self.device, self.gpu = plan, device, device.type == "cuda"
-        # PyTorch's memory, so that it is given on in the order of the stream, and a captured graph keeps it.
+        # PyTorch allocates it, so that it is reused in stream order and a captured graph keeps it.
         size = plan.workspace_bytes
         self.workspace = (((size,), (1,)), {"dtype": torch.uint8, "device": device}) if size else None
 
     def where(self) -> tuple:
-        """What a plan runs on: threads of the CPU's now, or PyTorch's current stream, in whose order a GPU does."""
+        """Returns the plan's resources: the current number of CPU threads, or PyTorch's current stream."""
         if not self.gpu:
             return get_num_threads(), 0, None
         return 1, op._stream(self.device.index), None if self.workspace is None else empty_strided(*self.workspace[0], **self.workspace[1])
 
 
 class Forward(Way):
-    """A forward pass, and the backward passes that came after it, by the layouts that gradients had."""
+    """A forward pass, and its backward passes by the layout of the upstream gradient."""
 
     def __init__(self, plan: Any, o: torch.Tensor, *, program: str, mode: int, stats: bool, wrt: list, reads: tuple, extents: tuple, scale: float):
         super().__init__(plan, o.device)
@@ -79,14 +78,14 @@ class Forward(Way):
         self.backward: dict[Any, Any] = {}
 
     def read(self, score: Kept | None, mask: Kept | None, sources: tuple) -> tuple:
-        """Tensors as the plan reads them."""
+        """Returns the tensors as the plan reads them."""
         parameters = [t for kept in (score, mask) if kept is not None for t in kept.tensors]
         read = [bound(t.of(x), self.extents, self.device) if how != _AS_IT_IS else x for t, x, how in zip(parameters, sources, self.reads)]
         read += [x.contiguous() for x in sources[len(parameters) :]]
         return tuple([x.clone() if how == _COPIED else x for x, how in zip(read, self.reads)])
 
     def run(self, q: Any, k: Any, v: Any, params: tuple, scalars: Any, scale: float) -> tuple:
-        """The output, and stats where there are any."""
+        """Returns the output, and stats if there are any."""
         o = empty_strided(*self.o, **self.of)
         stats = None if self.mode == PLAIN else empty_strided(*self.rows, dtype=_ROWS, device=self.device)
         _run(self.plan, (q, k, v, o), stats, params, scalars, (), scale, *self.where())
@@ -94,7 +93,7 @@ class Forward(Way):
 
 
 class Backward(Way):
-    """A backward pass; of each parameter that has a gradient the number, and the type that it is summed in."""
+    """A backward pass; for each parameter with a gradient, its index and the type of the sum."""
 
     def __init__(self, plan: Any, made: tuple, sums: list, order: list):
         super().__init__(plan, made[0].device)
@@ -102,7 +101,7 @@ class Backward(Way):
         self.sums, self.order = sums, order
 
     def run(self, d_o: Any, q: Any, k: Any, v: Any, o: Any, stats: Any, params: tuple, scalars: Any, scale: float) -> tuple:
-        """The gradients of the operands, and of each parameter, or none of it."""
+        """Returns the gradients of the operands, and of each parameter, or None for those without one."""
         of = self.of
         dq, dk, dv = empty_strided(*self.dq, **of), empty_strided(*self.dk, **of), empty_strided(*self.dv, **of)
         sums = {n: torch.empty(params[n].shape, dtype=dtype, device=self.device) for n, dtype in self.sums} if self.sums else {}
@@ -113,7 +112,7 @@ class Backward(Way):
 
 
 _WAYS: dict[tuple, Any] = {}
-# What the operator is asked for: operands that are copied, one parameter of a score_mod and a mask.
+# Marks calls that the operator handles: operands that need copies, or one parameter of both a score_mod and a mask.
 _OPERATOR = object()
 
 
@@ -121,8 +120,8 @@ def attend(
     query: Any, key: Any, value: Any, score: Kept | None, sources: tuple, block_mask: Any, scale: float | None, gqa: bool | None, stats: bool, sink: Any,
     executor: str | None,
 ) -> tuple | None:
-    """The output, and stats where they were asked for; or none, where the operator is to be asked. `sources` are the tensors that `score` reads; `gqa`
-    is none where the caller has seen to heads."""
+    """Returns the output, and stats if requested, or None if the operator must handle the call. `sources` are the tensors that `score` reads. `gqa` is None if
+    the caller has checked the heads."""
     if not alone():
         return None
     mask = block_mask.mask if isinstance(block_mask, BlockMask) else block_mask
@@ -167,14 +166,14 @@ def attend(
 
 
 def _how(source: torch.Tensor, read: torch.Tensor) -> int:
-    """A kind of call has the alignment of what it reads in it."""
+    """Returns how a parameter is read. The key of a call includes the alignment of the tensors it reads."""
     if read.device.type == "cuda" and read.data_ptr() % 16:
         return _COPIED
     return _AS_IT_IS if read is source else _BOUND
 
 
 def _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor) -> Any:
-    """What is done with such a call, everything about it looked at."""
+    """Validates a call of a new kind and returns its prepared work."""
     from .flex import _no_gradient, _shapes
 
     op.mistakes(query, key, value)
@@ -204,7 +203,7 @@ def _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor
 
 
 def _gradients(way: Forward, d_o: Any, q: Any, k: Any, v: Any, o: Any, stats: Any, params: tuple, scalars: Any, scale: float) -> tuple | None:
-    """What the backward pass gives, or none where the operator is to be asked. Hooks may have brought what was saved from elsewhere: all of it is looked at."""
+    """Returns the gradients, or None if the operator must compute them. Hooks may have replaced saved tensors, so all are checked."""
     layouts = _look((q, k, v, o, d_o, stats)) if alone() else None
     if layouts is None:
         return None
@@ -229,7 +228,7 @@ def _find_backward(way: Forward, d_o: Any, q: Any, k: Any, v: Any, o: Any, stats
 
 
 class Attention(torch.autograd.Function):
-    """The operator's gradient in front of plain tensors."""
+    """The autograd function for plain tensors, which bypasses the operator."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple, q: Any, k: Any, v: Any, *params: Any) -> Any:
@@ -255,5 +254,5 @@ class Attention(torch.autograd.Function):
         return None, *made
 
 
-# Without what `Function.apply` does for transforms of torch.func, which are not here.
+# Bypasses the part of `Function.apply` for torch.func transforms, which are not active here.
 _apply = super(torch.autograd.Function, Attention).apply

@@ -1,4 +1,4 @@
-"""What can go wrong, by who must act."""
+"""Exceptions, by what has to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class SpecError(ValueError):
-    """A call breaks rules: every one of them, with field, value and rule."""
+    """A call violates rules. The exception lists all violations with field, value and rule."""
 
     def __init__(self, errors: list[tuple[str, str, str]]):
         self.errors = [(str(field), str(value), str(rule)) for field, value, rule in errors]
@@ -20,7 +20,7 @@ class SpecError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """Nothing is wrong, and this executor does not compute it: its reasons. `before` are those that were asked before it, each with its own."""
+    """The call is valid, but this executor does not support it; with its reasons. `before` has the executors that were tried before, with their reasons."""
 
     def __init__(self, executor: str, reasons: list[str], before: list[tuple[str, list[str]]] = ()):  # type: ignore[assignment]
         self.executor, self.reasons, self.before = executor, list(reasons), [(who, list(why)) for who, why in before]
@@ -36,7 +36,7 @@ class EnvironmentError(RuntimeError):  # noqa: A001 - the name says what failed
 
 
 class TracingError(TypeError):
-    """A score_mod or mask_mod does what has no counterpart in the language: where, and what to do instead."""
+    """A score_mod or mask_mod uses something that the expression language does not have. The message has the source line and an alternative."""
 
     def __init__(self, what: str, instead: str, where: str | None = None):
         self.what, self.instead, self.where = what, instead, source_line() if where is None else where
@@ -55,12 +55,12 @@ def _again(kind, what, instead, where, text):
 
 
 def one(field: str, value: object, rule: str) -> SpecError:
-    """An error about one field."""
+    """Returns an error about one field."""
     return SpecError([(field, str(value), rule)])
 
 
 def source_line() -> str:
-    """The line of the user's that is being run: the innermost that is neither ours nor of PyTorch or NumPy."""
+    """Returns the innermost source line of the user, outside of this package, PyTorch and NumPy."""
     import linecache
 
     frame = sys._getframe(1)

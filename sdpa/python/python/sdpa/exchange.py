@@ -1,4 +1,4 @@
-"""How calls look at tensors: by DLPack's table of functions, where PyTorch has it (from 2.10 on), and by their attributes."""
+"""Reads tensors through DLPack's exchange API if PyTorch has it (from 2.10 on), and otherwise through their attributes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 
 
 class Attributes:
-    """What `_native.Exchange` does, by attributes."""
+    """Implements `_native.Exchange` with attributes."""
 
     def look(self, tensors: tuple) -> tuple | None:
-        """Everything that decides the plan of a call over these tensors; none where one of them is not plain memory."""
+        """Returns everything that determines the plan of a call over these tensors, or None if one of them is not plain memory."""
         try:
             if any([type(x) not in PLAIN or x.is_neg() for x in tensors]):
                 return None
@@ -25,7 +25,7 @@ class Attributes:
             return None
 
     def run(self, plan: Any, operands: tuple, stats: Any, params: tuple, scalars: Any, gradients: tuple, *rest: Any) -> None:
-        """Runs a plan over tensors that were looked at."""
+        """Runs a plan over tensors that `look` has read."""
         *rest, workspace = rest
         at = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
         given = [(x.data_ptr(), DTYPES[x.dtype], x.numel()) for x in params]

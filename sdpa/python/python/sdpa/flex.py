@@ -30,14 +30,15 @@ except ImportError:  # of a PyTorch that has no such results
         max_scores: Any = None
 
 
-# The compiler follows this without a look for PyTorch in the modules.
+# The compiler can follow this function without a search for PyTorch in the loaded modules.
 table.compiling = is_compiling
 table.followed = followed
 
 _SAID: set[str] = set()
 _MASKS = (BlockMask, MaskMod)
 
-# Dynamo follows our tracer, and guards what a function captures. What reads a mask of PyTorch's it does not: that says so under `fullgraph=True`.
+# Dynamo follows our tracer, and guards what a function captures. It does not follow the reader of PyTorch's masks, which raises an error under
+# `fullgraph=True`.
 _mask_outside = torch._dynamo.disable(mask_of, reason="a mask of PyTorch's is read by sdpa: make it with sdpa.create_block_mask outside")
 
 
@@ -57,9 +58,9 @@ def flex_attention(
 ) -> Any:
     """FlexAttention's function: `softmax(mask(score_mod(q·kᵀ · scale))) · v` over (batch, heads, seq, dim), on the executor of the tensors' device.
 
-    `score_mod` may be a function or a `ScoreMod`; `block_mask` what `create_block_mask` made, here or in PyTorch. `kernel_options` are those of
-    another library and are ignored, which is said once. `lse` is in natural logarithms and has a gradient. `executor` names who computes both passes: `cpu`,
-    `cudnn`, `cuda`; without it, on a GPU, it is for each pass the faster one of cuDNN and native CUDA kernels that takes it.
+    `score_mod` may be a function or a `ScoreMod`. `block_mask` is a result of `create_block_mask`, from this package or from PyTorch. `kernel_options` are
+    ignored, with one warning: they are for FlexAttention's kernels. `lse` is in natural logarithms and has a gradient. `executor` selects the executor of
+    both passes: `cpu`, `cudnn`, `cuda`. Without it, each pass on a GPU runs on the faster of cuDNN and the native CUDA kernels that supports it.
     """
     if executor is not None:
         named(executor)
@@ -117,7 +118,7 @@ def attend(
     sink: torch.Tensor | None = None,
     executor: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by score_mods and masks that were traced: the output, and stats where they were asked for."""
+    """Runs attention with traced score_mods and masks. Returns the output, and stats if requested."""
     if executor is not None:
         named(executor)
     if scale is not None and type(scale) is not float:
@@ -168,7 +169,7 @@ def _no_gradient(mask: Kept, params: list, tensors: tuple) -> None:
 
 
 def _autocast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
-    """Under autocast the operands have its type, as FlexAttention's have."""
+    """Under autocast the operands are converted to its type, as in FlexAttention."""
     if isinstance(query, torch.Tensor) and query.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(query.device.type):
         to = torch.get_autocast_dtype(query.device.type)
         return tuple(x.to(to) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in (query, key, value))

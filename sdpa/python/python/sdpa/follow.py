@@ -1,4 +1,4 @@
-"""Functions that PyTorch's compiler follows: they are traced once outside of it, so that `watch` sees them."""
+"""Functions under `torch.compile`: they are traced once outside of the compiler, so that `watch` can examine them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import TracingError
 
 
 def followed(fn: Callable, with_score: bool) -> None:
-    """Traces the function outside of the compiler, which runs neither a dispatch mode nor a profiler. Refusals have the user's line there, too."""
+    """Traces the function outside of the compiler, which runs neither a dispatch mode nor a profiler. Errors have the user's source line there, too."""
     comptime(_again)
 
 
@@ -28,7 +28,7 @@ def _again(context: Any) -> None:
 
 
 def _real(variable: Any, effects: Any) -> Any:
-    """The Python object that a variable of the compiler stands for; of a tensor one without memory."""
+    """Returns the Python object of a compiler variable; for a tensor, one without memory."""
     variable = variable.realize()
     if hasattr(variable, "code") and hasattr(variable, "f_globals"):
         cells = () if variable.closure is None else tuple([types.CellType(_real(effects.load_cell(cell), effects)) for cell in variable.closure.items])

@@ -1,4 +1,4 @@
-"""Captured tensors that are read by index: elements, tables that are read at computed places, and rows of few elements, which are unrolled."""
+"""Captured tensors that are indexed: elements, tables at computed indices, and short rows, which are unrolled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Callable, Iterator
 from .errors import TracingError
 from .values import FUNCTIONS, NUMBERS, Operators, Unread, current, element_of, extents, kind_of, no_attribute, unary
 
-# The most elements of a row: each is read and computed on its own.
+# Maximum number of elements in a row. Each element is read and computed separately.
 _LONGEST = 64
-# An axis that has no index yet.
+# An axis without an index so far.
 _FREE = object()
 
 
@@ -28,7 +28,7 @@ def _called(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class Rows(Unread):
-    """One axis of elements: operators and functions apply to each, and reductions join them."""
+    """One axis of elements: operators and functions apply to each element, and reductions combine them."""
 
     __hash__ = object.__hash__
 
@@ -65,7 +65,7 @@ class Rows(Unread):
         return self.elements()[0].dtype
 
     def where(self, condition: Any, other: Any) -> Any:
-        """A method's first operand is the choice where the condition holds."""
+        """As a method, the first operand is the value where the condition holds."""
         return _called("where", condition, self, other)
 
     def __setitem__(self, at: Any, to: Any) -> None:
@@ -102,7 +102,7 @@ for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matm
 
 
 class Row(Rows):
-    """A row that was computed."""
+    """A computed row."""
 
     def __init__(self, values: tuple):
         self._values = values
@@ -120,7 +120,7 @@ class Row(Rows):
 
 
 class Partial(Rows):
-    """A tensor that was indexed along some of its axes. With one axis left it is a row."""
+    """A tensor that is indexed along some of its axes. With one axis left it is a row."""
 
     def __init__(self, source: Any, taken: tuple, trace: Any):
         self.source, self.taken, self.trace = source, taken, trace
@@ -130,7 +130,7 @@ class Partial(Rows):
         return index(self.source, at, self.taken, self.trace)
 
     def elements(self) -> tuple:
-        """The values of the row, each read on its own, once."""
+        """The values of the row. Each is read separately, once."""
         if self._values is None:
             self._values = self._read()
         return self._values
@@ -148,7 +148,7 @@ class Partial(Rows):
 
 
 def index(source: Any, at: Any, taken: tuple | None, trace: Any) -> Any:
-    """An element of a captured tensor, or what is left of it to be indexed."""
+    """Returns an element of a captured tensor, or a partially indexed tensor."""
     shape = tuple(source.shape)
     at = at if isinstance(at, tuple) else (at,)
     taken = (_FREE,) * len(shape) if taken is None else taken
@@ -171,7 +171,7 @@ def index(source: Any, at: Any, taken: tuple | None, trace: Any) -> Any:
 
 
 def _index(one: Any, source: Any, axis: int) -> Any:
-    """An index along an axis of a tensor: a number from 0 on, or a traced integer."""
+    """Returns an index along an axis: a non-negative number, or a traced integer."""
     if isinstance(one, Operators):
         one = one.lifted()
         if one.element not in ("int32", "int64"):
@@ -189,7 +189,7 @@ def _index(one: Any, source: Any, axis: int) -> Any:
 
 
 def element(source: Any, taken: tuple, trace: Any) -> Any:
-    """The element of a tensor at numbers and traced integers: at this place of the scores where it can be, else of a table."""
+    """Returns the element at numbers and traced integers: by the position of the score if possible, else from a table."""
     traced = [one for one in taken if not isinstance(one, int)]
     places = [one.place for one in traced]
     if all([place is not None and place[1] >= 0 for place in places]) and len({axis for axis, _ in places}) == len(places):
@@ -198,7 +198,7 @@ def element(source: Any, taken: tuple, trace: Any) -> Any:
 
 
 def mapped(name: str, args: tuple, kwargs: dict) -> Any:
-    """A function of rows: of each of their elements, or of all together."""
+    """Applies a function to rows: to each of their elements, or to all together."""
     if name in REDUCTIONS:
         return REDUCTIONS[name](*args, **kwargs)
     if kwargs.get("inplace") or name.startswith("new_"):
@@ -217,7 +217,7 @@ def mapped(name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _row(x: Any) -> tuple | None:
-    """The elements of a row, captured ones too; none of what is one number."""
+    """Returns the elements of a row or a captured tensor with one axis, or None for a single number."""
     if isinstance(x, Rows):
         return x.elements()
     if isinstance(x, Operators) or type(x) in NUMBERS or not (hasattr(x, "dtype") and hasattr(x, "shape")) or len(x.shape) == 0:
@@ -228,7 +228,7 @@ def _row(x: Any) -> tuple | None:
 
 
 def _reduced(start: Callable, join: str, end: Callable = lambda made, _: made) -> Callable:
-    """A reduction over the one axis of a row."""
+    """Returns a reduction over the only axis of a row."""
 
     def made(x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
         dim = dim if axis is None else axis
@@ -241,7 +241,7 @@ def _reduced(start: Callable, join: str, end: Callable = lambda made, _: made) -
 
 
 def _whole(x: Any) -> Any:
-    """What a sum adds: integers and truth values as int64."""
+    """Converts an operand of a sum: integers and booleans become int64."""
     return x if kind_of(x) == "f32" else FUNCTIONS["long"](x)
 
 

@@ -1,7 +1,7 @@
-"""Functions that were traced before: what they read is looked at again, and where it is as it was, nothing is traced.
+"""Reuse of traces. The values that a function reads are compared with those of an earlier trace, and an equal function is not traced again.
 
-Of a function's code it is known which names of the surroundings it reads, and which attributes of these. Their values decide: numbers by what they are,
-tensors by type and shape, functions by what they read in turn. Whatever cannot be judged so is traced at each call.
+The bytecode of a function determines which surrounding names it reads, and which attributes of these. Numbers are compared by value, tensors by type and
+shape, and functions by what they read in turn. A function with values that cannot be compared is traced in each call.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .mods import Kept
 from .tracing import Array, Scalar
 from .values import FUNCTIONS, Operators, Unread
 
-# How many functions, and how many states of what they read, are kept.
+# Maximum number of functions, and of states of the values they read.
 _MOST = 512
-# How long lists and dictionaries are that are looked through.
+# Maximum length of lists and dictionaries that are compared.
 _WIDE = 64
 
-# What computes from its arguments alone.
+# Functions without side effects, whose results depend on their arguments only.
 _PURE = {getattr(torch, name) for name in FUNCTIONS if callable(getattr(torch, name, None))}
 _PURE |= {getattr(of, name) for of in (torch.special, torch.nn.functional) for name in FUNCTIONS if callable(getattr(of, name, None))}
 _PURE.add(torch.nn.functional.logsigmoid)
@@ -34,16 +34,16 @@ _PURE |= {getattr(builtins, name) for name in "abs all any bool divmod enumerate
 _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
-# Attributes of tensors that are looked at again.
+# Attributes of tensors that are compared again.
 _OF_TYPE = ("shape", "dtype", "ndim")
 
 
 class _Unknown(Exception):
-    """What a function reads cannot be judged."""
+    """The values that a function reads cannot be compared."""
 
 
 class _Code:
-    """What a function's code reads of its surroundings: names, and the attributes that are taken of each at once."""
+    """The names that a function's code reads from its surroundings, with the attributes it accesses directly."""
 
     __slots__ = ("code", "last", "reads")
 
@@ -53,7 +53,7 @@ class _Code:
 
 
 def _reads(code: types.CodeType) -> tuple | None:
-    """`(where, name or number, attributes)` of everything that is read, or none where the code does more than read, compute and return."""
+    """Returns `(where, name or number, attributes)` of everything that is read, or None if the code does more than read, compute and return."""
     self_name = code.co_varnames[0] if code.co_argcount else None
     found: dict[tuple, None] = {}
     root: tuple | None = None
@@ -91,7 +91,7 @@ _CODES: dict[int, _Code] = {}
 
 
 def _code(code: types.CodeType) -> _Code:
-    # By identity: a code's own hash takes all of it. It is kept with the entry, so that its number is nobody else's.
+    # Keyed by id, because the hash of a code object covers its contents. The entry keeps the object alive, so that the id stays unique.
     there = _CODES.get(id(code))
     if there is None:
         if len(_CODES) >= _MOST:
@@ -101,7 +101,7 @@ def _code(code: types.CodeType) -> _Code:
 
 
 def _values(fn: types.FunctionType, reads: tuple, owner: Any) -> list:
-    """What the function reads, now."""
+    """Returns the current values that the function reads."""
     values = []
     for where, name, attributes in reads:
         if where == "free":
@@ -132,7 +132,7 @@ def _function(fn: types.FunctionType, owner: Any, found: list) -> tuple:
 
 
 def _token(x: Any, found: list) -> Any:
-    """What is the same where a function would do the same with it. Tensors are put into `found`."""
+    """Returns a token that is equal for values with which a function behaves equally. Tensors are appended to `found`."""
     kind = type(x)
     if kind in _TENSORS:
         found.append(x)
@@ -161,7 +161,7 @@ def _token(x: Any, found: list) -> Any:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees whether a function does something with tensors alone, whose values may then be in what it did."""
+    """Detects operations on tensors alone, whose values the trace may then contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,41 +176,41 @@ class _Watch(TorchFunctionMode):
 
 
 class _Template:
-    """What a function did, without the tensors that it read: these are of each call."""
+    """The trace of a function without the tensors that it reads: each call brings its own."""
 
     __slots__ = ("made", "numbers", "scalars")
 
     def __init__(self, made: Kept, numbers: list[int], scalars: list):
-        # Which of the tensors that are found each parameter reads.
+        # The index of each parameter's tensor among those found.
         self.numbers = numbers
-        # Scalars are known by identity: they are kept, so that it stays theirs.
+        # Scalars are compared by id: a reference keeps the id unique.
         self.scalars = scalars
         self.made = made.over((None,) * len(numbers))
 
 
 class _Last:
-    """What functions of one code read when one was looked at last, where that was numbers, scalars, tensors and functions of PyTorch's alone. One that
-    reads the same numbers, and tensors alike, does the same: that is seen sooner than what is kept is found."""
+    """The values that functions of one code read most recently, if those were only numbers, scalars, tensors and PyTorch functions. Equal numbers and similar
+    tensors give an equal trace; this check is faster than the search among all stored traces."""
 
     __slots__ = ("kind", "made", "numbers", "tensors", "values")
 
     def __init__(self, kind: type[Kept], values: list, made: Kept, numbers: list[int]):
         self.kind, self.made = kind, made
-        # Of tensors the type: they may be others. The rest is kept, so that its identity stays its own.
+        # Only the type of tensors is stored, because each call may bring others. References to all other values keep their ids unique.
         self.values = [(type(x), x.dtype, x.shape) if type(x) in _TENSORS else x for x in values]
         found = [n for n, x in enumerate(values) if type(x) in _TENSORS or type(x) is Scalar]
-        # Which of the values each parameter reads, and how many tensors there are, each of them another.
+        # The index of each parameter's value, and the number of distinct tensors.
         self.numbers, self.tensors = [found[n] for n in numbers], sum(type(x) in _TENSORS for x in values)
 
     @staticmethod
     def knows(values: list) -> bool:
-        """Whether all of these are what identity or type tell apart."""
+        """Returns true if ids or types are sufficient to compare all of these."""
         tensors = [id(x) for x in values if type(x) in _TENSORS]
         rest = [x for x in values if type(x) not in (*_TENSORS, *_BY_VALUE, float, Scalar)]
         return len(set(tensors)) == len(tensors) and all(type(x) in _FUNCTIONS and x in _PURE for x in rest)
 
     def read_by(self, values: list) -> tuple | None:
-        """The tensors, where these do the same."""
+        """Returns the tensors if the values give an equal trace."""
         if len(values) != len(self.values):
             return None
         for value, known in zip(values, self.values):
@@ -226,7 +226,7 @@ _MADE: dict[tuple, Any] = {}
 
 
 def kept(kind: type[Kept], fn: Callable) -> tuple[Kept, tuple]:
-    """`kind(fn)`, traced only where something that the function reads is not as it was, and the tensors that it reads: those of this call."""
+    """Returns `kind(fn)`, traced only if a value that the function reads has changed, and the tensors that it reads in this call."""
     function, owner = fn, None
     if type(fn) is not types.FunctionType:
         if isinstance(fn, kind):

@@ -1,4 +1,4 @@
-"""The kernel cache on disk: what one process has compiled for a GPU, the next one loads."""
+"""The kernel cache on disk: a process loads kernels that an earlier process compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .errors import one
 
 
 def set_kernel_cache(on: bool = True, folder: str | os.PathLike | None = None, limit_bytes: int | None = None) -> None:
-    """Turns the kernel cache on disk on or off, for kernels that are compiled from now on in this process, on every GPU. It is on unless the variable
-    `SDPA_CACHE` is `off`; what is said here comes before the variable.
+    """Turns the kernel cache on disk on or off, for kernels that this process compiles from now on, on every GPU. The cache is on unless the variable
+    `SDPA_CACHE` is `off`; this function takes precedence over the variable.
 
-    `folder` is an absolute path; else `kernels` in `SDPA_CACHE_DIR`, or in `sdpa` in `XDG_CACHE_HOME` or `~/.cache`. `limit_bytes` is the most that its files
-    may have together (256 MiB); the least recently used are deleted first. A wrong argument is a `SpecError`. No fault of the folder is an error of a call:
-    kernels are compiled then, and `kernel_cache()["refused"]` says why.
+    `folder` is an absolute path. The default is `kernels` in `SDPA_CACHE_DIR`, or in `sdpa` in `XDG_CACHE_HOME` or `~/.cache`. `limit_bytes` is the maximum
+    total size of its files (256 MiB); the least recently used are deleted first. An invalid argument raises `SpecError`. A fault of the folder never fails a
+    call: kernels are compiled then, and `kernel_cache()["refused"]` has the reason.
 
         sdpa.set_kernel_cache(False)
         sdpa.set_kernel_cache(folder="/scratch/me/kernels", limit_bytes=64 << 20)
@@ -30,13 +30,13 @@ def set_kernel_cache(on: bool = True, folder: str | os.PathLike | None = None, l
 
 
 def kernel_cache() -> dict[str, Any] | None:
-    """What the kernel cache on disk has: `folder`, `kernels`, `bytes`, `limit_bytes`, and `refused`, why the folder is not used (None where it is). None where
-    the cache is off."""
+    """Returns the state of the kernel cache on disk: `folder`, `kernels`, `bytes`, `limit_bytes`, and `refused`, the reason why the folder is not used, or
+    None. Returns None if the cache is off."""
     facts = _native.kernel_cache()
     return None if facts is None else dict(zip(("folder", "kernels", "bytes", "limit_bytes", "refused"), facts))
 
 
 def clear_kernel_cache() -> int:
-    """Deletes every kernel of the cache on disk, and returns how many those were. What this process has loaded stays. An `EnvironmentError` where a file
+    """Deletes every kernel of the cache on disk and returns their number. Kernels that this process has loaded stay usable. Raises `EnvironmentError` if a file
     cannot be deleted."""
     return _native.clear_kernel_cache()

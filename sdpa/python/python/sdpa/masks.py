@@ -1,4 +1,4 @@
-"""Masks under FlexAttention's names. What a mask keeps is said by its function alone; blocks are the executor's business."""
+"""Masks with FlexAttention's API. A mask is defined by its function alone; executors classify the blocks themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _BLOCK = 128
 
 
 def noop_mask(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Keeps every key."""
+    """Attends to every key."""
     return True
 
 
 def and_masks(*mask_mods: Callable) -> Callable:
-    """A mask_mod that keeps what every one of these keeps."""
+    """A mask_mod that attends where all of these do."""
     _functions(mask_mods)
 
     def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -30,7 +30,7 @@ def and_masks(*mask_mods: Callable) -> Callable:
 
 
 def or_masks(*mask_mods: Callable) -> Callable:
-    """A mask_mod that keeps what one of these keeps."""
+    """A mask_mod that attends where at least one of these does."""
     _functions(mask_mods)
 
     def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -50,43 +50,43 @@ def _functions(mask_mods: tuple) -> None:
 
 
 class BlockMask:
-    """A mask for so many batch entries, heads, queries and keys: what `create_block_mask` makes. It keeps no blocks."""
+    """A mask for given numbers of batch entries, heads, queries and keys, as `create_block_mask` returns it. It does not store blocks."""
 
     def __init__(self, mask: MaskMod, shape: tuple[int, int, int, int], block_size: tuple[int, int] = (_BLOCK, _BLOCK)):
         self.mask, self._shape, self.BLOCK_SIZE = mask, tuple(shape), block_size
-        # What calls with it are known by, beside its tensors.
+        # The key of calls with it, without its tensors.
         self.known = mask.known, self._shape
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Batch entries, heads, queries, keys; 1 of the first two where it is the same for all."""
+        """Batch entries, heads, queries, keys; the first two are 1 if the mask is equal for all."""
         return self._shape
 
     @property
     def mask_mod(self) -> Callable:
-        """The function that it was made of."""
+        """The function that it was created from."""
         return self.mask.fn if self.mask.fn is not None else self.mask
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """Number of queries and keys."""
         return self._shape[2], self._shape[3]
 
     def contiguous(self) -> BlockMask:
-        """Itself: transformers treats masks as tensors before it generates."""
+        """Returns itself: transformers treats masks as tensors before it generates."""
         return self
 
     def numel(self) -> int:
-        """Pairs of queries and keys, over all heads."""
+        """Number of (query, key), over all heads."""
         b, h, q, k = self.shape
         return b * h * q * k
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The same mask over other lengths."""
+        """Returns the mask for other lengths."""
         return BlockMask(self.mask, (*self.shape[:2], new_q_len, new_kv_len), self.BLOCK_SIZE)
 
     def to(self, device: Any) -> BlockMask:
-        """The same, its tensors on another device."""
+        """Returns the mask with its tensors on another device."""
         if all(str(t.source.device) == str(device) for t in self.mask.tensors):
             return self
         raise one("block_mask.to", str(device), "tensors of its mask_mod that are there: move them, and make the mask anew")
@@ -114,7 +114,7 @@ def create_block_mask(
     _compile: bool = False,
     **_others: Any,
 ) -> BlockMask:
-    """FlexAttention's. It traces `mask_mod` and computes nothing: `device`, `BLOCK_SIZE` and `_compile` change nothing."""
+    """FlexAttention's function. It traces `mask_mod` and computes nothing: `device`, `BLOCK_SIZE` and `_compile` have no effect."""
     lengths = (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))
     least = {"H": 1}
     odd = lambda name, n: isinstance(n, bool) or not isinstance(n, int) or n < least.get(name, 0)  # noqa: E731
@@ -127,7 +127,7 @@ def create_block_mask(
 
 
 def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | None:
-    """The mask behind a `block_mask` argument: ours, PyTorch's own, or none; checked against the extents of the call."""
+    """Returns the mask of a `block_mask` argument: one of this package, one of PyTorch, or None. It is checked against the extents of the call."""
     if block_mask is None:
         return None
     if isinstance(block_mask, MaskMod):
@@ -148,7 +148,7 @@ def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | No
 
 
 def read(block_mask: Any) -> BlockMask:
-    """A block mask of PyTorch's: its function says what it keeps, if it was made of one."""
+    """Reads a block mask of PyTorch through its function, if it was created from one."""
     there = getattr(block_mask, "_sdpa", None)
     if there is not None and there.shape == tuple(block_mask.shape):
         return there

@@ -1,4 +1,4 @@
-"""Score_mods and masks as objects that are kept: what a function did, and the tensors that it reads."""
+"""Score_mods and masks as reusable objects: the trace of a function, and the tensors that it reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROGRAMS: dict[str, Program] = {}
 
 
 def program(text: str) -> Program:
-    """A program that was read before, or is read now. As many are kept as a process has any use for."""
+    """Returns the parsed program of a text. Programs are cached, as many as a process needs."""
     there = _PROGRAMS.get(text)
     if there is None:
         if len(_PROGRAMS) >= 1024:
@@ -25,7 +25,7 @@ def program(text: str) -> Program:
 
 
 class Kept:
-    """The text of a function, the tensors and the scalars that it reads."""
+    """The text of a function, with the tensors and the scalars that it reads."""
 
     kind = ""
     _with_score = True
@@ -40,10 +40,10 @@ class Kept:
 
     def _set(self, text: str, tensors: tuple, scalars: tuple, ranges: Ranges | None = None) -> None:
         self.text, self.tensors, self.scalars, self.ranges = text, tensors, scalars, ranges
-        # A part of the program's text. What was traced has no character that needs more than this.
+        # A fragment of the program's JSON. Traced texts contain no character that needs further escaping.
         plain = self.fn is not None
         self.quoted = '"' + text.replace("\n", " ") + '"' if plain else json.dumps(text)
-        # What calls with it are known by, beside its tensors.
+        # The key of calls with it, without its tensors.
         self.known = self.quoted, *[t.reading for t in tensors]
 
     @property
@@ -52,14 +52,15 @@ class Kept:
         return tuple([t.source for t in self.tensors])
 
     def over(self, sources: tuple) -> Any:
-        """The same over other tensors, one for each parameter, and without the function."""
+        """Returns the object for other tensors, one per parameter, without the function."""
         made = type(self).__new__(type(self))
         made.fn, made.text, made.quoted, made.known, made.scalars, made.ranges = None, self.text, self.quoted, self.known, self.scalars, self.ranges
         made.tensors = tuple([parameter.of(source) for parameter, source in zip(self.tensors, sources)])
         return made
 
     def check(self, extents: tuple, sources: tuple, span: Callable[[Any], tuple[int, int] | None]) -> None:
-        """Refuses a call in which integers that are int64 in PyTorch may leave 32 bits. `span` has the least and the greatest element of a tensor, if known."""
+        """Rejects a call in which integers that are int64 in PyTorch may exceed 32 bits. `span` returns the smallest and the largest element of a tensor, if
+        known."""
         found = None if self.ranges is None else self.ranges.check(extents, {t.name: x for t, x in zip(self.tensors, sources)}, span)
         if found is not None:
             step, (low, high) = found
@@ -70,7 +71,7 @@ class Kept:
 
     @classmethod
     def from_text(cls, text: str, **values: Any):
-        """Of text of the library's language, or of a name of its library (`softcap:30`), with the tensors and numbers that it declares."""
+        """Creates the object from text in the expression language, or from a library name (`softcap:30`), with the tensors and numbers that it declares."""
         made = cls.__new__(cls)
         made.fn = None
         key = "score_mods" if cls._with_score else "masks"
@@ -109,7 +110,7 @@ class Kept:
 
 
 def _axes(declared: list | None) -> tuple | None:
-    """Axes as a parameter has them: the extents of a table as numbers."""
+    """Returns the axes of a parameter, with the extents of a table as numbers."""
     return None if declared is None else tuple([int(axis) if axis.isdigit() else axis for axis in declared])
 
 
@@ -120,8 +121,8 @@ def _over(axes: tuple | None) -> str:
 class ScoreMod(Kept):
     """A score_mod that was traced once: `ScoreMod(fn)`, or `ScoreMod.from_text("softcap:30")`.
 
-    It stands for the function wherever one is taken, costs no tracing at each call, and is what `torch.compile` takes. It keeps what the function saw:
-    tensors by reference, so that their values may change; numbers as they were, but for `sdpa.scalar`.
+    It can replace the function everywhere, needs no tracing in each call, and is accepted by `torch.compile`. It keeps what the function captured: tensors
+    by reference, so that their values may change; numbers by value, except for `sdpa.scalar`.
     """
 
     kind = "score_mod"
@@ -145,12 +146,12 @@ class MaskMod(Kept):
         return self.fn(*args)
 
 
-# Who may be named to run a call.
+# Executors that a call may select.
 EXECUTORS = ("cpu", "cudnn", "cuda")
 
 
 def named(executor: Any) -> None:
-    """Says what is wrong with a name that was given for an executor, and is not none."""
+    """Raises an error for an unknown executor name."""
     if not isinstance(executor, str) or executor not in EXECUTORS:
         raise one("executor", repr(executor), f"one of {', '.join(EXECUTORS)}, or None for whoever takes it")
 
@@ -158,7 +159,7 @@ def named(executor: Any) -> None:
 def joined(
     score_mod: Kept | None, mask: Kept | None, sink: bool = False, deterministic: bool = False, executor: str | None = None
 ) -> tuple[str, tuple, tuple]:
-    """The text of a program, and the tensors and scalars that come with each call of it. A name of an executor has been looked at."""
+    """Returns the text of a program, and the tensors and scalars of each of its calls. The caller has checked the executor's name."""
     tensors = _once(score_mod.tensors if score_mod else (), mask.tensors if mask else ())
     scalars = _once(score_mod.scalars if score_mod else (), mask.scalars if mask else ())
     names = [t.name for t in tensors] + (["sink"] if sink else [])
@@ -172,7 +173,7 @@ def joined(
 
 
 def _once(first: tuple, second: tuple) -> tuple:
-    """Both, what is in both once. One name for two things is an error."""
+    """Joins two tuples without duplicates. One name for two different objects is an error."""
     names = {p.name: p for p in first}
     for p in second:
         there = names.setdefault(p.name, p)

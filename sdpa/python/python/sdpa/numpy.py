@@ -1,4 +1,4 @@
-"""Attention over arrays of NumPy, or of anything whose memory NumPy sees without a copy (`numpy.from_dlpack`), on the CPU executor."""
+"""Attention over NumPy arrays, or anything that NumPy can view without a copy (`numpy.from_dlpack`), on the CPU executor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FLOATS = {"float32": "f32", "float16": "f16"}
 
 
 def attention(q: Any, k: Any, v: Any, score_mod: Kept | None = None, mask: Kept | None = None, scale: float | None = None, threads: int = 0) -> tuple:
-    """`softmax(mask(score_mod(q·kᵀ · scale))) · v` over (batch, heads, seq, dim), float32 or float16: the output, and stats, the natural logarithm of
-    each row's sum of exponentials."""
+    """Computes `softmax(mask(score_mod(q·kᵀ · scale))) · v` over (batch, heads, seq, dim), float32 or float16. Returns the output and stats, the log-sum-exp of
+    each row."""
     q, k, v = _operands(q, k, v)
     text, tensors, scalars = joined(score_mod, mask)
     o = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
@@ -33,7 +33,7 @@ def attention(q: Any, k: Any, v: Any, score_mod: Kept | None = None, mask: Kept 
 def attention_backward(
     d_o: Any, q: Any, k: Any, v: Any, o: Any, stats: Any, score_mod: Kept | None = None, mask: Kept | None = None, scale: float | None = None, threads: int = 0
 ) -> tuple:
-    """The gradients of `q`, `k`, `v`, and those of floating point parameters of the score_mod, by name."""
+    """Returns the gradients of `q`, `k`, `v`, and those of floating-point parameters of the score_mod, by name."""
     q, k, v = _operands(q, k, v)
     o, d_o = (np.ascontiguousarray(x, dtype=q.dtype) for x in (o, d_o))
     text, tensors, scalars = joined(score_mod, mask)
@@ -91,13 +91,13 @@ def _threads(threads: int) -> int:
 
 
 def _span(source: Any) -> tuple[int, int]:
-    """The least and the greatest element of an array of integers."""
+    """Returns the smallest and the largest element of an integer array."""
     x = _seen(source)
     return (int(x.min()), int(x.max())) if x.size else (0, 0)
 
 
 def _params(tensors: tuple, q: np.ndarray, k: np.ndarray, *of: Kept | None) -> tuple[list, list]:
-    """Addresses, element types and sizes of the tensors of a call, and what keeps them."""
+    """Returns addresses, element types and sizes of the tensors of a call, and the references that keep them alive."""
     extents = (*q.shape[:3], k.shape[2])
     for traced in of:
         if traced is not None:

@@ -1,4 +1,4 @@
-"""The operator `torch.ops.sdpa.attention`, its gradient, and what `torch.compile` is told of it."""
+"""The operator `torch.ops.sdpa.attention`, its gradient, and its registration for `torch.compile`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .exchange import DTYPES
 from .mods import program as read
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Tensors without memory are what compilers ask with.
+# Compilers call the operator with tensors on `meta`, without memory.
 DEVICES = ("cpu", "cuda", "meta")
 
-# What a forward call is asked for beside the output.
+# The results of a forward call in addition to the output.
 PLAIN, STATS, TRAIN = 0, 1, 2
 
 torch.library.define(
@@ -53,12 +53,12 @@ def _warn_once(what: str, text: str) -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its last axis is."""
+    """Returns true if the last axis is dense."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
 
 
 def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, its last axis dense: copied where it is not."""
+    """Returns the tensor with a dense last axis, copied if necessary."""
     if is_dense(tensor):
         return tensor
     _warn_once("copied", f"{name} is copied, as its last axis has strides of {tensor.stride(-1)} elements")
@@ -66,7 +66,7 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, shape: tuple) -> torch.Tensor:
-    """Memory for a result: dense, its axes in the order of the tensor's, (batch, seq, head, dim) or (batch, head, seq, dim)."""
+    """Allocates a dense result whose axes have the order of the tensor's: (batch, seq, head, dim) or (batch, head, seq, dim)."""
     if tensor.stride(1) < tensor.stride(2):
         return tensor.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
     return tensor.new_empty(shape)
@@ -83,7 +83,7 @@ def _layout(tensor: torch.Tensor) -> tuple:
 
 
 def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Says everything that is wrong with operands, before anything runs."""
+    """Raises an error that lists everything wrong with the operands, before anything runs."""
     if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and not (q.is_nested or k.is_nested or v.is_nested):
         kind = (q.dtype, q.device, 4, torch.strided)
         alike = all((x.dtype, x.device, x.dim(), x.layout) == kind for x in (q, k, v))
@@ -114,12 +114,12 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def usual(dim: int) -> float:
-    """The scale of a call that names none. A dim of 0 is refused with the other mistakes, and not here."""
+    """Returns the default scale. A dim of 0 is rejected later, together with other mistakes."""
     return 1.0 / math.sqrt(dim) if dim else 1.0
 
 
 def factor(scale: Any) -> float:
-    """A scale as a number. One that wants a gradient would lose it."""
+    """Returns a scale as a number. A tensor that requires a gradient is rejected, because the gradient would be lost."""
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise one("scale", "a tensor that requires grad", "a number, which has no gradient: flex_attention(query * scale, ..., scale=1.0) has it")
     try:
@@ -129,7 +129,7 @@ def factor(scale: Any) -> float:
 
 
 def _mapped(name: str) -> str | None:
-    """The file of a library that this process has loaded."""
+    """Returns the file of a library that this process has loaded."""
     try:
         with open("/proc/self/maps") as maps:
             parts = [line.split(None, 5) for line in maps if name in line]
@@ -139,8 +139,8 @@ def _mapped(name: str) -> str | None:
 
 
 def _nvrtc() -> str | None:
-    """The NVRTC that PyTorch has loaded, or would load: PyTorch's own library that is linked to it is loaded first, so that there is one in the process, and
-    it is PyTorch's. None where the variable `SDPA_NVRTC` names one, or PyTorch has none."""
+    """Returns the NVRTC that PyTorch has loaded, or would load. It first loads the PyTorch library that links to it, so that the process has only PyTorch's
+    NVRTC. Returns None if the variable `SDPA_NVRTC` names one, or if PyTorch has none."""
     if os.environ.get("SDPA_NVRTC"):
         return None
     there = _mapped("libnvrtc.so")
@@ -154,7 +154,7 @@ def _nvrtc() -> str | None:
 
 
 def _in_wheels() -> str | None:
-    """The NVRTC of the wheels that PyTorch's own have beside them."""
+    """Returns the NVRTC of the wheels next to PyTorch's."""
     site = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
     major = str(torch.version.cuda).split(".", maxsplit=1)[0]
     places = [os.path.join(site, "nvidia", *folder, "lib", f"libnvrtc.so.{major}") for folder in ((f"cu{major}",), ("cuda_nvrtc",))]
@@ -162,7 +162,7 @@ def _in_wheels() -> str | None:
 
 
 def libraries() -> None:
-    """Names the cuDNN and the NVRTC that PyTorch has loaded, so that there is one of each in the process."""
+    """Selects the cuDNN and the NVRTC that PyTorch has loaded, so that the process has one of each."""
     if "libraries" in _SAID:
         return
     with _SEEN_LIBRARIES:
@@ -176,7 +176,7 @@ def libraries() -> None:
 
 
 def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, tensors: tuple, wrt: tuple) -> Any:
-    """A pass made ready for tensors of these layouts; the most recent ones are kept."""
+    """Returns a prepared pass for tensors of these layouts; the most recent ones are cached."""
     key = (program, device, dtype, stats, tensors, wrt)
     there = _PLANS.get(key)
     if there is not None:
@@ -206,7 +206,8 @@ def _names(program: str) -> list[str]:
 
 
 def _wrt(program: str, params: list, wrt: list[int], device: torch.device, dtype: torch.dtype) -> tuple:
-    """Names and element types of the gradients of parameters. On a GPU those of f32 parameters are rounded to the type of the operands, as cuDNN gives them."""
+    """Returns names and element types of the gradients of parameters. On a GPU those of f32 parameters are rounded to the type of the operands, as cuDNN
+    does."""
     if not wrt:
         return ()
     names = _names(program)
@@ -217,7 +218,7 @@ def _wrt(program: str, params: list, wrt: list[int], device: torch.device, dtype
 
 
 def _there(q: torch.Tensor, params: list, others: tuple = ()) -> None:
-    """That everything beside the operands is where they are, and of the shape and type that addresses cannot tell."""
+    """Checks that all other tensors are on the operands' device, and have a shape and type that fits."""
     errors = [(f"params[{n}] device", t.device, f"q's, {q.device}") for n, t in enumerate(params) if t.device != q.device]
     errors += [(f"params[{n}] dtype", t.dtype, f"one of {', '.join(DTYPES.values())}") for n, t in enumerate(params) if t.dtype not in DTYPES]
     for name, x, shape, dtype in others:
@@ -228,21 +229,22 @@ def _there(q: torch.Tensor, params: list, others: tuple = ()) -> None:
 
 
 def run(made: Any, device: torch.device, operands: Any, stats: int, params: Any, scalars: Any, gradients: Any, scale: float) -> None:
-    """Runs a plan over these addresses: on the CPU now, on a GPU in the order of PyTorch's current stream."""
+    """Runs a plan over these addresses: immediately on the CPU, or on PyTorch's current stream of a GPU."""
     if device.type == "cpu":
         given = [(t.data_ptr(), DTYPES[t.dtype], t.numel()) for t in params] if params else ()
         made.run(operands, stats, given, scalars, gradients, scale, torch.get_num_threads(), 0, 0)
         return
     aligned = [t if t.data_ptr() % 16 == 0 else t.clone() for t in params]
     given = [(t.data_ptr(), DTYPES[t.dtype], t.numel()) for t in aligned]
-    # PyTorch's memory, so that it is given on in the order of the stream, and a captured graph keeps it.
+    # PyTorch allocates it, so that it is reused in stream order and a captured graph keeps it.
     size = made.workspace_bytes
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     made.run(operands, stats, given, scalars, gradients, scale, 1, _stream(device.index), workspace.data_ptr() if size else 0)
 
 
 def forward_plan(q: Any, k: Any, v: Any, o: Any, params: list, program: str, mode: int, wrt: list) -> Any:
-    """The plan of a forward pass. On a GPU that of the backward pass is made too, where gradients will be asked for: what nobody takes is told now."""
+    """Returns the plan of a forward pass. On a GPU it also prepares the backward pass if gradients will be computed, so that unsupported features are reported
+    now."""
     layouts = (_layout(q), _layout(k), _layout(v), _layout(o))
     made = plan(program, q.device, q.dtype, mode != PLAIN, layouts, ())
     if mode == TRAIN and q.device.type == "cuda":
@@ -252,12 +254,12 @@ def forward_plan(q: Any, k: Any, v: Any, o: Any, params: list, program: str, mod
 
 
 def backward_plan(tensors: tuple, params: list, program: str, wrt: list) -> tuple[Any, list, list]:
-    """The plan of a backward pass over `q k v o d_o dq dk dv`; the types in which gradients of parameters are summed; the order in which it has them."""
+    """Returns the plan of a backward pass over `q k v o d_o dq dk dv`, the types in which gradients of parameters are summed, and the plan's order of these."""
     q = tensors[0]
     asked = _wrt(program, params, wrt, q.device, q.dtype)
     made = plan(program, q.device, q.dtype, True, tuple(_layout(x) for x in tensors), asked)
     types = {name: dtype for dtype, name in DTYPES.items()}
-    # A problem has the gradient of a sink behind the others.
+    # A problem has the gradient of a sink after the others.
     order = sorted(range(len(asked)), key=lambda n: asked[n][0] == "sink")
     return made, [types[dtype] for _, dtype in asked], order
 
@@ -326,12 +328,12 @@ def _gradient(ctx, d_o, d_stats):
     if not set(needed) <= set(wrt):
         raise one("wrt", wrt, f"every parameter that wants a gradient: {needed}")
     dq, dk, dv, *sums = gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
-    # An empty list has the structure of a list of tensors, and one of numbers has none.
+    # The pytree structure of an empty list is that of a list of tensors; a list of numbers has none.
     return dq, dk, dv, sums, None if scalars else [], None, None, None, None if wrt else []
 
 
 def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt) -> tuple:
-    """By the operator: those of `q`, `k`, `v`, and of each parameter, or none of it."""
+    """Calls the operator. Returns the gradients of `q`, `k`, `v`, and of each parameter, or None for those without one."""
     if d_o is None and d_stats is None:
         return (None,) * (3 + len(params))
     if d_stats is not None:
@@ -343,14 +345,14 @@ def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, 
     return dq, dk, dv, *[of.get(n) for n in range(len(params))]
 
 
-# Columns that carry the gradient of stats: as few as every executor takes.
+# Number of columns that carry the gradient of stats: the minimum that every executor supports.
 _MORE = 8
-# Elements of `o` in the first of them. One element of f16 or bf16 would round the gradient of stats to its type, and f16 ends at 65,504; three hold an f32.
+# The values of `o` in the first of these columns. A single element of f16 or bf16 would round the gradient of stats, and f16 ends at 65,504; three hold an f32.
 _CARRIERS = (2.0**15, 1.0, 2.0**-12)
 
 
 def _through_stats(d_o, o, v, d_stats):
-    """Carries the gradient of stats in columns whose values are 0: `Σ o·d_o` is less by `d_stats`, and nothing else changes."""
+    """Passes the gradient of stats in columns whose V is 0: `Σ o·d_o` decreases by `d_stats`, and nothing else changes."""
     d_o = torch.zeros_like(o) if d_o is None else d_o
     largest = torch.finfo(d_o.dtype).max
     left = torch.where(torch.isfinite(d_stats), -d_stats, 0.0).unsqueeze(-1)

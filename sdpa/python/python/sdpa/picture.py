@@ -1,4 +1,4 @@
-"""A picture of a score_mod and a mask: what becomes of a score, and which keys are kept."""
+"""Pictures of a score_mod and a mask: the modified scores, and the keys that each query attends to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _CELL = 480
 
 
 class Picture:
-    """Queries downwards, keys to the right: the modified score, blue below the score that went in and red above it; dropped pairs are grey, and what is
-    no number is black. A notebook shows it."""
+    """Queries downwards, keys to the right: the modified score, blue below the input score and red above it. Masked-out pairs are grey, and infinities and NaN
+    are black. A notebook shows it."""
 
     def __init__(self, values: list[list[float]], score: float, about: str):
         self.values, self.score, self.about = values, score, about
@@ -28,7 +28,7 @@ class Picture:
         return f"Picture({len(self.values)} queries, {len(self.values[0])} keys: {self.about})"
 
     def png(self) -> bytes:
-        """The picture as a file's bytes."""
+        """Returns the picture as the bytes of a PNG file."""
         rows, columns = len(self.values), len(self.values[0])
         side = max(1, _CELL // max(rows, columns))
         reach = max((abs(x - self.score) for row in self.values for x in row if math.isfinite(x)), default=0.0) or 1.0
@@ -60,8 +60,8 @@ def _colour(x: float, score: float, reach: float) -> bytes:
 def show(
     score_mod: Any = None, block_mask: Any = None, shape: tuple[int, int, int, int] | None = None, batch: int = 0, head: int = 0, score: float = 1.0
 ) -> Picture:
-    """The picture of one head: what the score_mod makes of `score` at each place, and what the mask keeps. `shape` is (batch, heads, queries, keys); else
-    the block mask's, or 96 queries and keys."""
+    """Returns the picture of one head: the result of the score_mod for `score` at each position, and the mask. `shape` is (batch, heads, queries, keys). The
+    default is the block mask's, or 96 queries and keys."""
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = ScoreMod(score_mod)
     if block_mask is not None and not isinstance(block_mask, (BlockMask, MaskMod)):
@@ -80,7 +80,7 @@ def show(
     return Picture(values, score, "; ".join(str(x) for x in (score_mod, mask) if x is not None) or "no score_mod, no mask")
 
 
-# One key at a time: its log-sum-exp is its modified score.
+# With one key at a time, the log-sum-exp of a row is its modified score.
 _ALONE = "scalar the_key_shown = 0.0; f32(k) == the_key_shown"
 
 
@@ -102,7 +102,7 @@ def _values(score_mod: Kept | None, mask: Kept | None, shape: tuple, batch: int,
 
 
 def _and(first: str, second: str) -> str:
-    """Two masks, each with its declarations, as one text."""
+    """Joins two masks with their declarations into one text."""
     import json
 
     from .mods import Program
@@ -114,7 +114,7 @@ def _and(first: str, second: str) -> str:
 
 
 def _runner(score_mod: Kept | None, mask: Kept, shape: tuple, score: float) -> Any:
-    """What gives the log-sum-exp of each row: over PyTorch's tensors where one was captured, else over NumPy's arrays."""
+    """Returns a function that computes the log-sum-exp of each row: with PyTorch tensors if one was captured, else with NumPy arrays."""
     sources = [t.source for kept in (score_mod, mask) if kept is not None for t in kept.tensors]
     if any(type(s).__module__.startswith("torch") for s in sources):
         import torch
@@ -141,7 +141,7 @@ def _runner(score_mod: Kept | None, mask: Kept, shape: tuple, score: float) -> A
 
 
 class Bars:
-    """Bars beside one another: groups of a title and of rows, each a name, two numbers of which the second holds the first, or the text of what went wrong."""
+    """A bar chart: groups with a title and rows. A row has a name and either two numbers, the first a part of the second, or an error message."""
 
     _COLOURS = (("#1d4f91", "#9dbde6"), ("#b4540a", "#f2c197"), ("#3f7d3f", "#b5d8b5"), ("#666666", "#cfcfcf"))
 
@@ -152,7 +152,7 @@ class Bars:
         return self.svg()
 
     def svg(self) -> str:
-        """The picture as SVG: each group to a scale of its own."""
+        """Returns the picture as SVG; each group has a scale of its own."""
         left, wide, high, y = 150, 420, 22, 34
         names = list(dict.fromkeys(name for _, rows in self.groups for name, *_ in rows))
         parts = [_text(10, 18, f"{self.told[0]} (dark) and {self.told[1]} (whole bar), {self.unit}")]

@@ -1,4 +1,4 @@
-"""Files of what was made for a GPU, so that another process makes none of it again: plans of cuDNN, and native CUDA kernels."""
+"""Files of cuDNN plans and native CUDA kernels, with which another process need not build them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _ordinal(device: Any) -> int:
 
 
 def attach_plans(path: str | os.PathLike, device: Any = None) -> int:
-    """Looks for plans in a file from now on, before they are made on `device` (the current one): of `save_plans`, or of `cargo sdpa compile`, which needs no
-    GPU. Says how many the file has. One that is damaged or of another release is made as if it were not there.
+    """Adds a file in which plans for `device` (the current one) are looked up before they are built: a file of `save_plans`, or of `cargo sdpa compile`, which
+    needs no GPU. Returns the number of plans in the file. A damaged plan, or one of another release, is built as if it were absent.
 
-    A plan is machine code: attach only files that you trust. What is wrong with the file, or that it is for another runtime or device, is a `SpecError`.
+    A plan is machine code: attach only files that you trust. An invalid file, or one for another runtime or device, raises `SpecError`.
     """
     return _native.attach_plans(_ordinal(device), os.fspath(path))
 
 
 def save_plans(path: str | os.PathLike, executor: str, device: Any = None) -> int:
-    """Adds what an executor (`cudnn` its plans, `cuda` its kernels) has made on `device` in this process to a file, which is made where there is none. Says how
-    many were written. A file has what one of the two made."""
+    """Appends the plans (`cudnn`) or kernels (`cuda`) that an executor has built on `device` in this process to a file, and creates the file if necessary.
+    Returns the number of entries written. A file holds either plans or kernels."""
     return _native.save_plans(_ordinal(device), os.fspath(path), executor)

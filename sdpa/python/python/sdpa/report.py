@@ -1,4 +1,4 @@
-"""Which executor computes a call and why not the others, and why something was built again."""
+"""Reports on executor selection and on rebuilt plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .mods import ScoreMod, joined, named, program
 
 
 class Report(str):
-    """Text that a notebook shows as it is."""
+    """Text that a notebook displays."""
 
     data: Any = None
 
@@ -25,7 +25,7 @@ class Report(str):
         return f"<pre>{html.escape(self)}</pre>"
 
     def save(self, path: str) -> None:
-        """Writes what is known as JSON; of a cache's, what `cargo sdpa cache report` reads."""
+        """Writes the report as JSON. For a cache, `cargo sdpa cache report` reads the file."""
         with open(path, "w") as file:
             json.dump(self.data, file)
 
@@ -34,8 +34,8 @@ def explain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
     executor: str | None = None,
 ) -> Report:
-    """What `flex_attention` does with these arguments: who computes it and why not the others, of both passes; what was read of the functions. On a
-    GPU the plans are built, and nothing is run."""
+    """Explains `flex_attention` with these arguments: the executor of both passes, the reasons against the others, and the traced functions. On a GPU it builds
+    the plans, but runs nothing."""
     if executor is not None:
         named(executor)
     if scale is not None:
@@ -86,7 +86,7 @@ def explain(
 
 
 def _passes(query, key, value, text, params, tensors):
-    """Both passes made ready, or what speaks against each."""
+    """Returns both prepared passes, or the reasons why one is unsupported."""
     q, k, v = (op.dense("", x) for x in (query, key, value))
     o = op._like(q, (*q.shape[:3], v.shape[3]))
     layouts = tuple(op._layout(x) for x in (q, k, v, o))
@@ -105,7 +105,7 @@ def _passes(query, key, value, text, params, tensors):
 
 
 def cache_report() -> Report:
-    """What is kept, how often it served, and why something was built: of the programs and plans of this process, and of plans and kernels on each GPU."""
+    """Reports cached programs and plans of this process, and plans and kernels on each GPU: hits, and the reasons for builds."""
     from .mods import _PROGRAMS
 
     lines = [f"{len(_PROGRAMS)} programs were read, {len(op._PLANS)} passes are ready for layouts, called {sum(p.calls for p in op._PLANS.values())} times"]
@@ -131,6 +131,6 @@ def cache_report() -> Report:
     if not caches:
         lines.append("the CPU executor compiles nothing: there is nothing that could be built again")
     made = Report("\n".join(lines))
-    # One GPU's is what the command line reads.
+    # The command line reads the report of a single GPU.
     made.data = next(iter(caches.values())) if len(caches) == 1 else caches
     return made

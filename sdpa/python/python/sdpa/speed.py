@@ -1,6 +1,6 @@
-"""Speed beside others at a reader's own shapes: `python -m sdpa.speed --shape 4,32,8,4096,128 --mask causal --score-mod softcap:30 --save speed.svg`.
+"""Compares speed at your own shapes: `python -m sdpa.speed --shape 4,32,8,4096,128 --mask causal --score-mod softcap:30 --save speed.svg`.
 
-On a GPU beside FlexAttention (compiled), attention in PyTorch's own operations, and its SDPA where there is no score_mod; on the CPU beside the last two.
+On a GPU it measures FlexAttention (compiled), attention in PyTorch's own operations, and PyTorch's SDPA if there is no score_mod; on the CPU the last two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Shape:
-        """Of `batch,heads,heads_kv,seq,dim`; `seq` may be `queries:keys`."""
+        """Parses `batch,heads,heads_kv,seq,dim`; `seq` may be `queries:keys`."""
         rule = "batch,heads,heads_kv,seq,dim: whole numbers from 1 on, seq as queries:keys where these differ, heads a multiple of heads_kv"
         parts = text.split(",")
         lengths = parts[3].split(":") if len(parts) == 5 else []
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was measured of one implementation: milliseconds, the difference from attention in PyTorch's operations, MiB; or why nothing was."""
+    """The measurement of one implementation: milliseconds, difference from attention in PyTorch's operations, MiB; or the reason why there is none."""
 
     name: str
     forward: float | None = None
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
 
 class Comparison:
-    """The rows of one shape. A notebook shows the picture; `print` the table."""
+    """The rows of one shape. A notebook shows the picture; `print` shows the table."""
 
     def __init__(self, title: str, rows: list[Row]):
         self.title, self.rows = title, rows
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def picture(comparisons: list[Comparison]) -> Bars:
-    """Bars of both passes' milliseconds, the forward pass's part darker."""
+    """Returns a bar chart of both passes' milliseconds, with the part of the forward pass darker."""
     groups = []
     for made in comparisons:
         bars = [(row.name, row.forward, row.both, row.error) for row in made.rows]
@@ -113,8 +113,8 @@ def compare(
     backward: bool = True,
     seconds: float = 1.0,
 ) -> Comparison:
-    """Measures attention of this shape. Functions may be FlexAttention's, or names as the command line has them; each figure is the median of what fits
-    into so many seconds, after three calls that are not counted."""
+    """Measures attention of this shape. Functions may be FlexAttention's, or names as on the command line. Each figure is the median of the calls that fit into
+    `seconds`, after three warm-up calls."""
     shape = Shape.of(shape) if isinstance(shape, str) else shape
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -144,7 +144,7 @@ def compare(
             raise
         except Exception as e:  # noqa: BLE001 - an implementation that does not do this is a row that says so
             rows.append((Row(name, error=f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"), None))
-    # Eager attention is measured last, as it may take all memory.
+    # Eager attention is measured last, because it may use all memory.
     return Comparison(title, [row._replace(off=_off(o, wanted)) for row, o in rows])
 
 
@@ -156,7 +156,7 @@ def _operands(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[to
 
 
 def _off(o: torch.Tensor | None, wanted: torch.Tensor | None) -> float | None:
-    """The largest difference, relative to the largest element."""
+    """Returns the largest difference, relative to the largest element."""
     if o is None or wanted is None or o is wanted:
         return None
     finite = torch.isfinite(wanted)
@@ -184,7 +184,7 @@ def _ms(f: Callable, device: torch.device, seconds: float) -> float:
 
 
 def _implementations(shape: Shape, score_mod: Callable | None, mask_mod: Callable | None, device: torch.device) -> dict[str, Callable]:
-    """Who computes it, by name; each makes itself ready first."""
+    """Returns the implementations by name; each prepares itself first."""
     gqa = shape.heads != shape.heads_kv
 
     def ours() -> Callable:
@@ -253,13 +253,13 @@ def _prefix(shape: Shape, device: torch.device, first: float) -> Callable:
     return lambda b, h, q_idx, kv_idx: (q_idx + before >= kv_idx) | (kv_idx < int(first))
 
 
-# What makes each function, and whether a number stands behind its name.
+# The function that creates each score_mod or mask, and whether its name has a number.
 _SCORE_MODS = {"softcap": (_softcap, True), "alibi": (_alibi, False)}
 _MASKS = {"causal": (_causal, False), "window": (_window, True), "prefix": (_prefix, True)}
 
 
 def named(field: str, text: str, table: dict, shape: Shape, device: torch.device) -> Callable | None:
-    """The function of a name (`softcap:30`), or of a reader's own (`model.py:score_mod`, `package.module:score_mod`)."""
+    """Returns the function of a name (`softcap:30`), or one from the user's own code (`model.py:score_mod`, `package.module:score_mod`)."""
     name, _, rest = text.partition(":")
     if text == "none":
         return None
@@ -292,7 +292,7 @@ def _module(name: str) -> Any:
 
 
 def main(given: list[str] | None = None) -> int:
-    """The command line. 1: this package computed something not; 2: what was asked for is no question."""
+    """The command line. Exit codes: 1 if this package could not compute something, 2 for invalid arguments."""
     parser = argparse.ArgumentParser("python -m sdpa.speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", metavar="BATCH,HEADS,HEADS_KV,SEQ,DIM", help="as often as wanted; SEQ may be QUERIES:KEYS; 1,8,8,1024,64 if none is given")
     parser.add_argument("--mask", default="none", help="none, causal, window:N, prefix:N, or a mask_mod of yours, file.py:name or module:name; none")

@@ -1,4 +1,4 @@
-"""Every function and operator of a traced value by its name, in the library's language and with PyTorch's meaning."""
+"""Every function and operator of a traced value by its name, with its translation to the expression language and PyTorch's semantics."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .values import CURRENT, FUNCTIONS, UFUNCS, Operators, Unread, running
 
 
 def compiling() -> bool:
-    """True where PyTorch's compiler follows. `flex` puts PyTorch's own function here."""
+    """Returns true under `torch.compile`. `flex` replaces this function with PyTorch's."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
 
 def followed(fn: Callable, with_score: bool) -> None:
-    """Looks at a function that PyTorch's compiler follows. `flex` puts the function of `follow` here."""
+    """Examines a function under `torch.compile`. `flex` replaces this function with that of `follow`."""
 
 
 def _get(tensor, at):
@@ -78,8 +78,8 @@ def _operator(name: str) -> Callable:
 
 
 def called(name: str, said: str, args: tuple, kwargs: dict) -> Any:
-    """A function of `FUNCTIONS`: arguments that it does not take are an error of tracing."""
-    # Nothing of the user's runs in here: the profiler of `watch` would only cost time.
+    """Calls a function of `FUNCTIONS`; unsupported arguments raise a `TracingError`."""
+    # User code does not run in here, so the profiler of `watch` would only cost time.
     watch = getattr(CURRENT, "watch", None)
     if watch is not None:
         sys.setprofile(None)
@@ -104,5 +104,5 @@ for _name in (
 for _name in FUNCTIONS:
     if _name.isidentifier() and not hasattr(Operators, _name) and _name not in ("and", "or", "getitem", "where"):
         setattr(Operators, _name, _operator(_name))
-# A method's first operand is the choice where the condition holds.
+# As a method, the first operand is the value where the condition holds.
 Operators.where = lambda self, condition, other: where(condition, self, other)

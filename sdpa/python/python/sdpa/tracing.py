@@ -1,7 +1,7 @@
-"""Python functions of a score as text of the library's language.
+"""Traces Python functions of a score to text in the expression language.
 
-A function is run once, on values that write down what is done with them. PyTorch's functions reach them by `__torch_function__`, operators by
-Python's own names; nothing of this needs PyTorch to be there.
+A function runs once, with values that record the operations on them. PyTorch's functions reach them through `__torch_function__`, and operators through
+Python's special methods. PyTorch is not required.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ AXES = ("batch", "head", "q", "k")
 
 
 class Parameter:
-    """A tensor that a trace reads: what of it is read, and over which axes it is declared."""
+    """A tensor that a trace reads: the part that it reads, and the declared axes."""
 
     __slots__ = ("name", "reading", "source")
 
     def __init__(self, name: str, source: Any, picks: tuple, order: tuple, axes: tuple, starts: tuple, dtype: str):
         self.name, self.source = name, source
-        # Parameters of which this is equal read a tensor alike.
+        # Equal for parameters that read a tensor in the same way.
         self.reading = (picks, order, axes, starts, dtype)
 
     @property
     def picks(self) -> tuple:
-        """The index of each axis of the tensor's that a constant takes, and none for the others."""
+        """The index of each tensor axis that is indexed with a constant, and None for the others."""
         return self.reading[0]
 
     @property
     def order(self) -> tuple:
-        """The order of these others."""
+        """The order of the remaining axes."""
         return self.reading[1]
 
     @property
     def axes(self) -> tuple:
-        """Which axes of the scores they are."""
+        """The score axes that they correspond to."""
         return self.reading[2]
 
     @property
     def starts(self) -> tuple:
-        """Where each begins."""
+        """The start offset of each."""
         return self.reading[3]
 
     @property
@@ -57,7 +57,8 @@ class Parameter:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is read at computed places: `axes` are its extents then, and each of `starts` an axis of it, one of the scores, and where that begins."""
+        """Whether it is a table, read at computed indices. Then `axes` has its extents, and each of `starts` is a table axis, a score axis, and the start
+        offset."""
         return len(self.axes) > 0 and not isinstance(self.axes[0], str)
 
     @property
@@ -71,14 +72,14 @@ class Parameter:
         return f"{'table' if self.is_table else 'tensor'} {self.name}[{self.over}]: {self.dtype};"
 
     def of(self, source: Any) -> Parameter:
-        """The same of another tensor."""
+        """Returns the parameter for another tensor."""
         made = Parameter.__new__(Parameter)
         made.name, made.source, made.reading = self.name, source, self.reading
         return made
 
 
 class Traced:
-    """A traced function: its text, the tensors and the scalars that it reads, and the ranges that a call has to check."""
+    """A traced function: its text, the tensors and scalars that it reads, and the ranges that a call has to check."""
 
     __slots__ = ("ranges", "scalars", "tensors", "text")
 
@@ -87,7 +88,7 @@ class Traced:
 
 
 class Trace:
-    """One function being traced."""
+    """A function that is being traced."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
@@ -96,13 +97,13 @@ class Trace:
         self.tensors: list[Parameter] = []
         self.scalars: dict[str, Scalar] = {}
         self.steps: list[Step] = []
-        # Steps on int64 that may leave i32, as far as is known before a call.
+        # Steps on int64 that may exceed i32, as far as is known before a call.
         self.unsure: list[int] = []
 
     def value(
         self, text: str, element: str, known: Any, rule: str, operands: tuple = (), smooth: bool = False, place: tuple[str, int] | None = None, ends: bool = False
     ) -> Value:
-        """A value of a type of PyTorch's, and how its range follows. `ends`: one that is infinite is no NaN."""
+        """Returns a value of a PyTorch type, with the rule of its range. `ends`: an infinite value of it is not NaN."""
         if element in LIMITS:
             low, high = LIMITS[element]
             if known is None or not within(known, element):
@@ -112,7 +113,7 @@ class Trace:
                 else:
                     known = low, high
         elif known is not None and not all([abs(end) < 1e38 or (ends and math.isinf(end)) for end in known]):
-            # Past an f32 there is infinity, and what is made of it may be NaN.
+            # Beyond f32 a value is infinite, and results computed from it may be NaN.
             known = None
         self.steps.append(Step(rule, operands, element, text))
         if self.unsure and self.unsure[-1] == len(self.steps) - 1 and not table.compiling():
@@ -120,12 +121,12 @@ class Trace:
         return Value(self, text, element, known, len(self.steps) - 1, smooth, place)
 
     def literal(self, x: Any) -> Value:
-        """A number of Python's as a value."""
+        """Returns a Python number as a value."""
         known = None if x != x else (x, x)
         return self.value(constant(x), of_number(x), known, "either", (known,))
 
     def let(self, text: str) -> str:
-        """A name for a text, one for equal ones."""
+        """Returns a name for a text; equal texts share a name."""
         name = self.names.get(text)
         if name is None:
             name = self.names[text] = f"v{len(self.names)}"
@@ -133,7 +134,7 @@ class Trace:
         return name
 
     def make(self, text: str, element: str, rule: str, *operands: Any, smooth: bool | None = None) -> Value:
-        """A value that is computed, and given a name. Its range follows from these operands by a rule of `RULES`."""
+        """Returns a named value that is computed. Its range follows from the operands by a rule of `RULES`."""
         ranges: list[Any] = []
         steps: list[Any] = []
         flows = False
@@ -149,12 +150,12 @@ class Trace:
         return self.value(self.let(text), element, RULES[rule](*ranges), rule, tuple(steps), smooth, ends=infinite_ends(rule, ranges))
 
     def same(self, x: Value, element: str) -> Value:
-        """A value under another type that holds it."""
+        """Returns a value under a wider type."""
         place = x.place if element in ("int32", "int64") else None
         return self.value(x.text, element, x.range, "either", (x.number,), x.smooth, place)
 
     def tensor(self, source: Any, picks: tuple, places: list[tuple[str, int]]) -> Value:
-        """An element of a tensor at this place of these axes, each with what is added to it; they stand in the order of the tensor's."""
+        """Returns the tensor element at the position of these axes plus offsets; the axes are in the tensor's order."""
         order = tuple(sorted(range(len(places)), key=lambda n: AXES.index(places[n][0])))
         told, starts = tuple(places[n][0] for n in order), tuple(places[n][1] for n in order)
         there = None
@@ -168,9 +169,9 @@ class Trace:
         return self.value(there.name, element, LIMITS.get(element), "tensor", (there.name,), KINDS[element] == "f32")
 
     def table(self, source: Any, taken: tuple) -> Value:
-        """An element of a tensor at an index along each of its axes, a number or a traced integer: the tensor is declared as a table."""
+        """Returns a tensor element at one index per axis, each a number or a traced integer: the tensor is declared as a table."""
         shape = extents(source)
-        # Four extents at most: of more, numbers are taken before.
+        # A table has at most four extents; with more axes, those with constant indices are selected first.
         picked = tuple([one if isinstance(one, int) and len(shape) > 4 else None for one in taken])
         left = [(one, n) for one, n, pick in zip(taken, shape, picked) if pick is None]
         axes = tuple([n for _, n in left])
@@ -178,7 +179,7 @@ class Trace:
             raise TracingError(f"a tensor of {len(shape)} axes is indexed by something computed", "a tensor of 1 to 4 axes: reshape it before")
         if 0 in axes or math.prod(axes) >= 2**31:
             raise TracingError(f"a tensor of shape {shape} is indexed by something computed", "one of 1 to 2^31 - 1 elements")
-        # Positions as they are have to be within the tensor, which a call can tell.
+        # Plain positions must be within the tensor, which a call can check.
         starts = [(n, AXES.index(one.place[0]), one.place[1]) for n, (one, _) in enumerate(left) if type(one) is Value and one.place is not None]
         there = None
         for known in self.tensors:
@@ -194,7 +195,7 @@ class Trace:
         return self.value(text, element, LIMITS.get(element), "tensor", (there.name,), KINDS[element] == "f32")
 
     def _along(self, one: Any, extent: int) -> str:
-        """An index as the language takes it: negative ones count from the end."""
+        """Returns an index in the expression language; negative ones count from the end."""
         if isinstance(one, int):
             return constant(one)
         if nonnegative(one):
@@ -202,7 +203,7 @@ class Trace:
         return self.let(f"select({one.text} < 0, {one.text} + {extent}, {one.text})")
 
     def extent(self, axis: str) -> Value:
-        """How many batch entries, heads, queries or keys there are."""
+        """Returns the number of batch entries, heads, queries or keys."""
         text = ("batches", "heads_q", "seq_q", "seq_kv")[AXES.index(axis)]
         return self.value(text, "int64", (0, I32[1]), "extent", (AXES.index(axis),))
 
@@ -213,7 +214,7 @@ class Trace:
         return self.value(scalar.name, "float32", None, "scalar", (scalar,))
 
     def forget(self, result: Value) -> None:
-        """Drops tensors that the result does not depend on: they have no gradient to ask for."""
+        """Removes tensors that the result does not depend on: they have no gradient."""
         if self.tensors:
             live = _words(result.text)
             for line in reversed(self.lines):
@@ -224,7 +225,7 @@ class Trace:
             self.lines = [line for line in self.lines if line[len("let ") :].partition(" = ")[0] in live]
 
     def text(self, result: Value) -> str:
-        # Calls bring the values of scalars: the text is the same for all of them.
+        # Calls pass the values of scalars, so the text does not depend on them.
         declared = [f"scalar {s.name} = 1.0;" for s in self.scalars.values()]
         declared += [t.declared for t in self.tensors]
         return "\n".join([*declared, *self.lines, result.text])
@@ -237,15 +238,15 @@ def _words(text: str) -> set[str]:
 
 
 class Value(Operators):
-    """A value of a trace."""
+    """A traced value."""
 
     __slots__ = ("element", "number", "place", "range", "smooth", "text", "trace")
 
     def __init__(self, trace: Trace, text: str, element: str, known: Any, number: int, smooth: bool, place: tuple[str, int] | None):
         self.trace, self.text, self.element, self.range, self.number = trace, text, element, known, number
-        # True where a gradient may flow to it.
+        # True if gradients flow to it.
         self.smooth = smooth
-        # An axis and a constant that is added to it, where it is no more than that.
+        # An axis and a constant offset, if the value is just that.
         self.place = place
 
     def __repr__(self) -> str:
@@ -253,7 +254,7 @@ class Value(Operators):
 
     @property
     def kind(self) -> str:
-        """The language's type."""
+        """Its type in the expression language."""
         return KINDS[self.element]
 
     def lifted(self) -> Value:
@@ -262,7 +263,7 @@ class Value(Operators):
         return self
 
     def overwrite(self, name: str, made: Value) -> Value:
-        """Puts a result in this value's place: every name of it sees the change."""
+        """Replaces this value by a result; every reference to it sees the change."""
         if made.element != self.element:
             raise TracingError(f"`{name}` in place makes a {made.element} of a {self.element}", "write `x = x + y`")
         self.text, self.range, self.number, self.smooth, self.place = made.text, made.range, made.number, made.smooth, made.place
@@ -275,7 +276,7 @@ class Value(Operators):
 
 def _in_place(name: str) -> Callable:
     def method(self: Value, other: Any) -> Value:
-        """Every name of the value sees the change, as with PyTorch's operators."""
+        """Every reference to the value sees the change, as with PyTorch's in-place operators."""
         made = FUNCTIONS[name](self, other)
         return self.overwrite(name, made)
 
@@ -287,7 +288,7 @@ for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".spl
 
 
 class Scalar(Operators):
-    """A number that may change from call to call without a new plan: `scalar("cap", 30.0)`. Setting `value` is all that a change takes."""
+    """A number that may change from call to call without a new plan: `scalar("cap", 30.0)`. To change it, set `value`."""
 
     def __init__(self, name: str, value: float):
         if not name.isidentifier() or len(name) > 64:
@@ -318,7 +319,7 @@ class Scalar(Operators):
 
 
 class Array:
-    """A NumPy array, or anything that has its interface, that a function reads by index: NumPy's own indices take numbers alone."""
+    """A NumPy array, or an object with its interface, that a function can index: NumPy arrays themselves accept only numbers as indices."""
 
     def __init__(self, source: Any):
         self.source = source
@@ -341,7 +342,7 @@ def array(source: Any) -> Array:
 
 
 def applied(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What a function of PyTorch's is on traced values."""
+    """Applies a PyTorch function to traced values."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -357,9 +358,9 @@ def applied(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "bool": "bool"}
-# Integers of other widths are read as i32: those of int64 are looked at first, and the others fit.
+# Integers of other widths are read as i32: int64 elements are checked first, and the other types fit.
 CONVERTED = {"int64": "i32", "int16": "i32", "int8": "i32", "uint8": "i32"}
-# The types whose elements each declared type holds.
+# The element types that each declared type can represent.
 HELD = {
     "f32": ("float32", "float16", "bfloat16"), "f16": ("float16",), "bf16": ("bfloat16",), "i32": ("int32", *CONVERTED), "bool": ("bool",),
 }  # fmt: skip
@@ -373,7 +374,7 @@ def _element_of(source: Any) -> str:
 
 
 def dtype_of(source: Any) -> str:
-    """The element type that a tensor is declared with."""
+    """Returns the element type that a tensor is declared with."""
     name = _element_of(source)
     return DTYPES.get(name) or CONVERTED[name]
 
@@ -405,7 +406,7 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
 
 
 def _run(fn: Callable, args: tuple) -> Any:
-    """Runs the function. With PyTorch loaded, it refuses random numbers and autograd functions with their own gradients: a text repeats neither."""
+    """Runs the function. With PyTorch loaded, it rejects random numbers and autograd functions with custom gradients: a text cannot express either."""
     if table.compiling():
         table.followed(fn, len(args) > len(AXES))
         return fn(*args)
@@ -417,7 +418,7 @@ def _run(fn: Callable, args: tuple) -> Any:
 
 
 def _tensor_result(trace: Trace, result: Any, what: str) -> Value:
-    """A tensor of one element that does not depend on the place, as `q_idx.new_ones(())` is."""
+    """Reads a one-element tensor that does not depend on the position, such as `q_idx.new_ones(())`."""
     if hasattr(result, "numel") and hasattr(result, "dtype") and result.numel() == 1:
         return trace.tensor(result, tuple(0 for _ in result.shape), [])
     if isinstance(result, Unread):

@@ -1,6 +1,6 @@
 """Models of Hugging Face's transformers: `register()`, then `model.set_attn_implementation("rust_attention")`.
 
-Both halves are registered, attention and masks: without the second, models pass no mask at all, padding included.
+It registers the attention and the masks: without the second, models pass no mask at all, not even for padding.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .tracing import Parameter, Scalar, current, dtype_of
 NAME = "rust_attention"
 
 
-# Where a new length is a new plan: caches that grow are read there in rooms of so many keys, and lengths are numbers of the call.
+# On these devices, each length needs a plan of its own. Growing caches are read there in multiples of this many keys, and lengths are scalars of the call.
 PLANNED, ROOM = ("cuda",), 256
 
 
 class Mask(BlockMask, theirs.BlockMask):
-    """A mask that transformers knows for one that is ready: it looks for PyTorch's class."""
+    """A mask that transformers accepts as complete: it checks for PyTorch's class."""
 
-    # The keys that it is for, where these are more than the cache has.
+    # The number of keys that it covers, if it is larger than the cache.
     room: int | None = None
 
 
 def register(name: str = NAME, *, executor: str | None = None) -> None:
-    """Makes the attention and the masks known to transformers under this name. `executor` names who computes every layer of models that take it: `cpu`,
-    `cudnn` or `cuda`; None leaves it to the tensors' device and to what was measured."""
+    """Registers the attention and the masks in transformers under this name. `executor` selects the executor of every layer: `cpu`, `cudnn` or `cuda`. None
+    leaves the selection to the tensors' device and to measured times."""
     if executor is not None:
         named(executor)
     if "sdpa" in name or "flex" in name or "flash" in name or name == "eager":
@@ -60,7 +60,7 @@ def attention(
     executor: str | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. A sliding window is in the mask."""
+    """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. The mask includes the sliding window."""
     if dropout:
         raise one("attention_dropout", dropout, "0: dropout of attention weights is not covered here; set it to 0 in the model's config")
     room = getattr(attention_mask, "room", None)
@@ -68,7 +68,7 @@ def attention(
         more = (0, 0, 0, room - key.shape[2])
         key, value = torch.nn.functional.pad(key, more), torch.nn.functional.pad(value, more)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    # In the order that models and FlexAttention's side of transformers have: the cap, then what is added.
+    # The order of the models, and of FlexAttention in transformers: the softcap, then additive terms.
     added: list[Parameter] = []
     masks: list[MaskMod] = []
     if attention_mask is None:
@@ -81,9 +81,9 @@ def attention(
         masks.append(mask_of(attention_mask, extents))
     if position_bias is not None:
         if room is not None and position_bias.shape[-1] > 1:
-            # Keys that the cache does not have yet are masked, whatever is added.
+            # Keys that are not in the cache yet are masked out, whatever is added.
             position_bias = torch.nn.functional.pad(position_bias, (0, max(0, room - position_bias.shape[-1])))
-        # In front: of what is added first, every executor has the gradient.
+        # It comes first, because every executor has the gradient of the first term.
         added.insert(0, _parameter(position_bias, "position_bias", extents))
     mod = None if softcap is None and not added else _score_mod(None if softcap is None else float(softcap), tuple(added))
     sink = None if s_aux is None else s_aux.float()
@@ -102,13 +102,13 @@ def mask(
     device: Any = "cpu",
     **_others: Any,
 ) -> Mask:
-    """A mask as models ask for it: the function that they composed, with the padding that came with the batch."""
+    """Returns a mask as models request it: the function that they composed, with the padding of the batch."""
     return _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, torch.device(device).type)
 
 
 @torch._dynamo.disable(reason="masks of transformers are traced by sdpa")
 def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device) -> Mask:
-    # Static caches count on in the tensor that they give, before a layer attends.
+    # Static caches increment the tensor that they pass before a layer attends.
     q_offset, kv_offset = (x.clone().int() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_offset))
     padding = attention_mask
     if padding is not None:
@@ -126,12 +126,12 @@ def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
 
     def traced(by_extents: bool) -> MaskMod:
         def fn(b: Any, h: Any, q: Any, k: Any) -> Any:
-            # Said by extents, the text is the same at every step of decoding.
+            # Written with extents, the text is equal in every decoding step.
             if by_extents:
                 trace = current("a mask")
                 q = q + (trace.extent("k") - trace.extent("q"))
             elif isinstance(q_offset, torch.Tensor):
-                # As int32, so that no call has to read the tensor to see that the sum fits.
+                # int32, so that no call has to read the tensor to check that the sum fits.
                 q = q.int() + q_offset
             elif q_offset:
                 q = q + q_offset
@@ -151,7 +151,7 @@ def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
 
 
 def _growing(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding) -> Mask:
-    """A mask over a cache that grows: its lengths are scalars, so that one plan serves a room of keys."""
+    """Returns a mask for a growing cache: its lengths are scalars, so that one plan serves a range of lengths."""
     room = -(-kv_length // ROOM) * ROOM
     numbers = [Scalar(name, n) for name, n in (("q_offset", q_offset), ("kv_offset", kv_offset), ("kv_length", kv_length))]
     if padding is not None:
@@ -175,7 +175,7 @@ def _cap(cap: float) -> Scalar:
 
 
 def _score_mod(cap: float | None, added: tuple[Parameter, ...]) -> ScoreMod:
-    """A softcap, and what is added to the capped scores."""
+    """Returns a softcap, with terms that are added to the capped scores."""
     score = "score" if cap is None else "tanh(score / cap) * cap"
     text = " + ".join([score, *[parameter.name for parameter in added]])
     return _kept(ScoreMod, text, added, () if cap is None else (_cap(cap),))
@@ -185,7 +185,7 @@ _CAUSAL = MaskMod.from_text("causal-bottom-right")
 
 
 def _parameter(tensor: torch.Tensor, name: str, extents: tuple) -> Parameter:
-    """A tensor of four axes, those of extent 1 for all."""
+    """Returns a parameter for a tensor of four axes; an extent of 1 applies to all."""
     if tensor.dim() != 4:
         raise one(name, f"of shape {tuple(tensor.shape)}", "(batch, heads, queries, keys), 1 where it is the same for all")
     places = tuple(axis for axis, n, have in zip(("batch", "head", "q", "k"), tensor.shape, extents) if n != 1 or have == 1)
@@ -203,7 +203,7 @@ def _kept(kind: type, text: str, parameters: tuple[Parameter, ...], scalars: tup
 
 
 def _of_tensor(tensor: torch.Tensor, extents: tuple, added: list, masks: list) -> None:
-    """A mask that was given as a tensor: truth values, or numbers that are added."""
+    """Reads a mask that was passed as a tensor: booleans, or numbers that are added."""
     if tensor.dtype == torch.bool:
         masks.append(_kept(MaskMod, "attention_mask", (_parameter(tensor, "attention_mask", extents),)))
     elif tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""Traced values: operators and methods, numbers as operands, and what every function of the table is made of."""
+"""Traced values: operators and methods, numbers as operands, and helpers for the functions of the table."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Callable
 from .dtypes import BITS, KINDS, LIMITS, RULES, of_number, promoted, with_number, within
 from .errors import TracingError
 
-# Every function by its name: `table` fills it.
+# Every function by its name; filled by `table`.
 FUNCTIONS: dict[str, Callable] = {}
-# The ufuncs that NumPy's own numbers call for operators: `table` fills it too.
+# The ufuncs that NumPy scalars call for operators; filled by `table`.
 UFUNCS: dict[str, str] = {}
 
 _I32 = range(-(2**31), 2**31)
 
 
 def rounded(x: float) -> float:
-    """The nearest f32, ties to even. A text of decimals that is read as f32 would be rounded from other decimals."""
+    """Returns the nearest f32, ties to even. Decimal text that is parsed as f32 could round differently."""
     if x == 0.0 or x != x or x in (math.inf, -math.inf):
         return x
     step = max(math.frexp(x)[1] - 24, -149)
@@ -26,7 +26,7 @@ def rounded(x: float) -> float:
 
 
 def constant(x: bool | int | float) -> str:
-    """A number or a truth value of Python's as text."""
+    """Returns a Python number or boolean as text."""
     if isinstance(x, bool):
         return "true" if x else "false"
     if isinstance(x, int):
@@ -36,7 +36,7 @@ def constant(x: bool | int | float) -> str:
     near = rounded(float(x))
     if abs(near) > _GREATEST and not math.isinf(near):
         raise TracingError(f"the number {x!r} is past an f32", "use float('inf') or torch.finfo(torch.float32).max")
-    # As a key, a number is a constant to a compiler that follows, and no input of its graph.
+    # As a dictionary key, a number is a constant for the compiler, not an input of its graph.
     text = repr(list({near: None})[0])  # noqa: RUF015
     if text == "nan":
         return text
@@ -57,15 +57,15 @@ _IF = "use torch.where(condition, x, y) for a choice, and & | ~ for `and`, `or`,
 
 
 class _NoAttribute(TracingError, AttributeError):
-    """A traced value lacks an attribute: `hasattr` is false, and everything else is a `TracingError`."""
+    """A traced value lacks an attribute: `hasattr` is false, and any other use raises a `TracingError`."""
 
 
 def no_attribute(name: str) -> TracingError:
-    """The error of a method that has no counterpart."""
+    """Returns the error for an unsupported method."""
     return _NoAttribute(f"`.{name}` of a traced value has no counterpart", instead_of(name))
 
 
-# Functions that are asked for, and have no counterpart: what to do instead.
+# Unsupported functions, with the alternative.
 _INSTEAD = {
     "softmax": "a score_mod sees one score, and attention takes the softmax of what it returns: return the score",
     "log_softmax": "a score_mod sees one score, and attention takes the softmax of what it returns: return the score",
@@ -83,7 +83,7 @@ _INSTEAD = {
 
 
 def instead_of(name: str) -> str:
-    """What to do in place of a function that has no counterpart."""
+    """Returns the alternative to an unsupported function."""
     import difflib
 
     known = _INSTEAD.get(name.strip("_")) or _INSTEAD.get(name.rsplit("_", 1)[-1])
@@ -95,7 +95,7 @@ def instead_of(name: str) -> str:
 
 
 class Operators:
-    """Everything that can be done with a traced value by Python's operators and by methods."""
+    """The operators and methods of traced values."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -104,7 +104,7 @@ class Operators:
         raise NotImplementedError
 
     def __getattr__(self, name):
-        # Protocols of other libraries are looked for by names like these.
+        # Other libraries look for protocols with such names.
         if name.startswith("_"):
             raise AttributeError(name)
         raise no_attribute(name)
@@ -119,7 +119,7 @@ class Operators:
     __bool__ = _refuse("a traced value is taken for true or false", _IF)
     __int__ = __index__ = _refuse("a traced value is taken for a number or an index", f"{_VALUE}; index tensors by q_idx, kv_idx, b and h as they are, and NumPy arrays through sdpa.array(...)")
     __float__ = __complex__ = _refuse("a traced value is taken for a number", _VALUE)
-    # No `__len__`: PyTorch asks every index for its own, and goes on where there is none.
+    # No `__len__`: PyTorch queries it on every index, and continues if it is missing.
     __iter__ = _refuse("a traced value is taken for a sequence", "it is one number")
     __getitem__ = _refuse("a traced value is indexed", "it is one number")
     __matmul__ = __rmatmul__ = _refuse("`@` of a traced value", "it is one number: multiply by `*`")
@@ -154,20 +154,20 @@ class Operators:
         return torch.device("cpu")
 
 class Unread:
-    """A tensor that is not read whole: it is no operand."""
+    """A tensor that is not read completely, and so is not an operand."""
 
     def elements(self) -> tuple:
-        """Its elements, where it is a row."""
+        """Its elements, if it is a row."""
         raise NotImplementedError
 
 
 def extents(source: Any) -> tuple:
-    """The shape of a captured tensor. As a key, a number is a constant to a compiler that follows: a table has the extents that are in its text."""
+    """Returns the shape of a captured tensor. As dictionary keys, numbers are constants for the compiler: the text of a table contains its extents."""
     return tuple([list({int(n): None})[0] for n in source.shape])  # noqa: RUF015
 
 
 def value(x: Any, trace):
-    """A value of the trace, or a number as it is."""
+    """Returns a traced value, or a number unchanged."""
     if type(x) in NUMBERS:
         if type(x) is int and abs(x) >= 2**128:
             raise TracingError(f"a whole number of {x.bit_length()} bits is past an f32", "use float('inf')")
@@ -188,13 +188,13 @@ def value(x: Any, trace):
 
 
 NUMBERS = frozenset((bool, int, float))
-# The types that an i32 holds more than.
+# The types that are narrower than i32.
 NARROW = ("uint8", "int8", "int16")
 CURRENT = threading.local()
 
 
 def current(what: str):
-    """The trace that is being made."""
+    """Returns the active trace."""
     trace = getattr(CURRENT, "trace", None)
     if trace is None:
         raise TracingError(f"{what} is used where nothing is traced", "use it in a score_mod or mask_mod")
@@ -206,7 +206,7 @@ def running():
 
 
 def unary(x: Any, out: Any = None):
-    """The trace, and an operand as a value of it."""
+    """Returns the trace, and the operand as a value of it."""
     if out is not None:
         raise TracingError("`out=` is given", "use the result")
     trace = running()
@@ -215,7 +215,7 @@ def unary(x: Any, out: Any = None):
 
 
 def binary(x: Any, y: Any, out: Any = None):
-    """The trace, and two operands: one of them at least is a value of it, the other may be a number."""
+    """Returns the trace, and two operands: at least one is a value of it, the other may be a number."""
     trace, first = unary(x, out)
     y = value(y, trace)
     return trace, first if type(y) in NUMBERS else value(x, trace), y
@@ -245,12 +245,12 @@ def may_be_nan(x) -> bool:
 
 
 def differentiable(*of) -> bool:
-    """True where a gradient may flow to one of these."""
+    """Returns true if gradients flow to one of these."""
     return any([x.smooth for x in of if type(x) not in NUMBERS])
 
 
 def common(x, y) -> str:
-    """The type of an operation on both, as PyTorch promotes them. Numbers of Python's have to fit it."""
+    """Returns the result type, as PyTorch promotes. Python numbers have to fit it."""
     if type(x) in NUMBERS or type(y) in NUMBERS:
         of, number = (y, x) if type(x) in NUMBERS else (x, y)
         element = of_number(number) if type(of) in NUMBERS else with_number(of.element, number)
@@ -261,7 +261,7 @@ def common(x, y) -> str:
 
 
 def as_type(x, element: str, trace):
-    """A value as another type that holds all of it: what promotion does."""
+    """Promotes a value to a wider type."""
     kind = KINDS[element]
     if type(x) in NUMBERS:
         return bool(x) if kind == "bool" else int(x) if kind == "i32" else float(x)
@@ -278,13 +278,13 @@ def as_type(x, element: str, trace):
 
 
 def as_text(x, element: str, trace) -> str:
-    """The text of a value as another type that holds all of it."""
+    """Returns the text of a value, promoted to a wider type."""
     made = as_type(x, element, trace)
     return constant(made) if type(made) in NUMBERS else made.text
 
 
 def wrapped(x, element: str, trace):
-    """An integer in the bits of a narrower type."""
+    """Wraps an integer to a narrower type."""
     if within(x.range, element):
         return trace.same(x, element)
     size = 2 ** BITS[element]
@@ -295,7 +295,7 @@ def wrapped(x, element: str, trace):
 
 
 def computed(text: str, element: str, rule: str, trace, *operands):
-    """A number of a type, which wraps in it where it is narrow."""
+    """Returns a computed number of a type, wrapped if the type is narrow."""
     if element in NARROW and not within(RULES[rule](*[range_of(x) for x in operands]), element):
         return wrapped(trace.make(text, "int32", rule, *operands), element, trace)
     return trace.make(text, element, rule, *operands)

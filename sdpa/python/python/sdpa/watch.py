@@ -1,4 +1,4 @@
-"""Refuses what a trace cannot hold: random numbers, and autograd functions with their own gradients."""
+"""Rejects operations that a trace cannot represent: random numbers, and autograd functions with custom gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN_GRADIENT = (
 
 
 class _Random(TorchDispatchMode):
-    """Sees random numbers being drawn: once for all scores, and never again where the trace is kept."""
+    """Detects random numbers: they would be drawn once for all scores, and never again when the trace is reused."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -33,7 +33,7 @@ def _traced(values: Any) -> bool:
 
 
 def watched(fn: Callable, args: tuple) -> Any:
-    """Runs a function under a profiler, which Python calls at every call: it sees an autograd function that only passes its input on."""
+    """Runs a function under a profiler, which Python calls at every call. It detects even an autograd function that only returns its input."""
     before = sys.getprofile()
 
     def seen(frame: Any, event: str, arg: Any) -> None:
@@ -42,7 +42,7 @@ def watched(fn: Callable, args: tuple) -> Any:
         if before is not None:
             before(frame, event, arg)
 
-    # A profiler that is written in C cannot be called from here: cProfile pauses.
+    # A profiler written in C cannot be called from here: cProfile pauses.
     paused = before if before is not None and not isinstance(before, (types.FunctionType, types.MethodType)) else None
     if paused is not None:
         if not hasattr(paused, "disable"):
