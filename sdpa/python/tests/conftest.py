@@ -1,4 +1,4 @@
-"""Which tests run: those that need PyTorch where it is found. `SDPA_REQUIRE=torch` makes it a must; `transformers` likewise."""
+"""Selects the tests: those that need PyTorch run if it is installed. `SDPA_REQUIRE=torch` requires it, and so does `transformers`."""
 
 import importlib.util
 import os
@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-# Tests leave nothing in the user's kernel cache; those of the cache turn it on.
+# Tests must not write to the user's kernel cache; the tests of the cache turn it on.
 os.environ["SDPA_CACHE"] = "off"
 
 NEEDS = {"torch": "torch", "transformers": "transformers"}

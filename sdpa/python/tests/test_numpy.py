@@ -1,4 +1,4 @@
-"""The native half over NumPy's arrays, beside the formula in f64."""
+"""The native module over NumPy arrays, against the formula in f64."""
 
 import multiprocessing
 import threading
@@ -85,7 +85,7 @@ def test_views_are_read_where_they_are_and_others_are_copied():
 
 
 class Elsewhere:
-    """Memory of another library, known by its capsules alone."""
+    """Memory of another library, which is accessible through DLPack capsules only."""
 
     def __init__(self, array):
         self.array = array

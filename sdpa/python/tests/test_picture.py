@@ -1,4 +1,4 @@
-"""Pictures: the numbers behind them, and that they are files of images."""
+"""Pictures: the numbers that they show, and that they are valid image files."""
 
 import math
 

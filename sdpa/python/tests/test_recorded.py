@@ -1,6 +1,6 @@
-"""The path to a GPU without one: cuDNN and the driver are the workspace's library `recording`, which checks what is submitted to it and computes
-nothing; native CUDA kernels are compiled by a real NVRTC, where the tests of the workspace have one. Each test is a process of its own, as libraries are
-chosen once."""
+"""The path to a GPU without one. cuDNN and the driver are the workspace's library `recording`, which checks everything that is submitted and computes nothing.
+A real NVRTC compiles native CUDA kernels, if the tests of the workspace have one. Each test runs in its own process, because libraries are selected once per
+process."""
 
 import os
 import pathlib
@@ -95,7 +95,7 @@ for program in (RULE, SINES):
 """
 
 
-# A version of cuDNN that no ledger is of.
+# A version of cuDNN without a ledger.
 WITHOUT_LEDGER = {"RECORDING_CUDNN": "91901"}
 
 
@@ -112,7 +112,7 @@ def test_kernels_of_our_own_come_first_but_for_exceptions():
 def test_kernels_of_our_own_come_first_where_the_ledger_of_cudnn_does_not_cover_the_problem():
     *_, sines, sines_back = run(CHOSEN).splitlines()
     assert sines.startswith("cudnn [('cuda', [") and sines_back.startswith("cudnn [('cuda', ["), "the ledger proves sines"
-    # An exception like the sines, but with a function that the ledger does not prove.
+    # An exception like that for sines, but with a function that the ledger does not cover.
     for line in run(CHOSEN.replace("(RULE, SINES)", "(WITH_ERF,)")).splitlines():
         assert line.startswith("cuda [('cudnn', ['it was not asked: unproven on cuDNN 9.19.0, sm 90: `erf` in a score_mod"), line
     unproven = """
@@ -147,7 +147,7 @@ except sdpa.UnsupportedError as e:
     import pickle
     print(e.executor, [who for who, _ in e.before], sorted({line.split(":")[0] for line in str(e).split("\\n")}), str(pickle.loads(pickle.dumps(e))) == str(e))
 """)
-    # No ledger covers heads of 264, so cuDNN was asked last.
+    # No ledger covers head dims of 264, so cuDNN was tried last.
     assert said == "cuda\ncudnn ['cuda'] ['cuda', 'cudnn'] True\n"
 
 
@@ -327,7 +327,7 @@ def test_kernels_are_kept_on_disk_and_the_switch_turns_that_off(tmp_path):
     assert said.split()[5:] == ["1", "2", "2", "0"], said
     off = run("BIAS = bias('cuda'); BIAS.plan(0, 'bf16', FORWARD, True, []); print(sdpa.kernel_cache())", cudnn="/nowhere/libcudnn.so.9", environment=environment | {"SDPA_CACHE": "off"})
     assert off.split() == ["None"] and not list((tmp_path / "here" / "kernels").iterdir())
-    # A folder that others may write to: the kernel is compiled, and the reason is told.
+    # Other users may write to this folder: the kernel is compiled, and the reason is reported.
     (tmp_path / "here" / "kernels").chmod(0o777)
     said = run(CACHED, cudnn="/nowhere/libcudnn.so.9", environment=environment).split(maxsplit=3)
     assert said[0] == "0" and "other users may write to it" in said[3]

@@ -1,4 +1,4 @@
-"""The Python blocks of the guides run as they stand, one after the other."""
+"""Runs the Python blocks of the guides unchanged, in order."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""What is kept between calls outside of compilers: nothing of it may be seen in results."""
+"""State that calls outside of compilers reuse must not change results."""
 
 import gc
 import threading
@@ -25,7 +25,7 @@ def operands(grad=False, q=9, k=13):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """Counts how often something is traced."""
+    """Counts traces."""
     seen = []
     trace = tracing.trace
     monkeypatch.setattr(mods.tracing, "trace", lambda *args: (seen.append(args[0]), trace(*args))[1])
@@ -43,7 +43,7 @@ def twice(score):
 
 
 class Model:
-    """What score_mods of a model capture."""
+    """Attributes that the score_mods of a model capture."""
 
     def __init__(self):
         self.cap, self.slopes, self.inner = 3.0, torch.rand(4), [torch.rand(4)]
@@ -69,7 +69,7 @@ def test_functions_made_anew_are_traced_once(traces):
 
 
 def test_what_a_function_reads_may_change(traces):
-    """Each change is seen; each of these is traced once for every state, and none twice."""
+    """Each change is detected, and each state is traced exactly once."""
     global FACTOR
     model, slopes, settings, cap = Model(), torch.rand(4), {"by": 2.0}, sdpa.scalar("cap", 3.0)
     values = np.linspace(0, 1, 4, dtype=np.float32)
@@ -117,7 +117,7 @@ def test_what_a_function_reads_may_change(traces):
         scaled = lambda s, b, h, i, j: (inner(s * FACTOR) + slopes.float()[h] * (j - i) * (j + shift) + s * settings["by"] * torch.as_tensor(values)[h] + torch.tanh(s / cap.value) * model.cap)  # noqa: E731, B023
         close(flex_attention(q, k, v, mod), attention(q, k, v, scaled)[0], f"after change {n}")
     FACTOR = 2.0
-    # Once more for each, but for another tensor of the type, its values, those of NumPy's array, and the scalar's.
+    # One trace per state, except for changes of a tensor of equal type, its values, those of NumPy's array, and the scalar's value.
     assert len(traces) == 11, len(traces)
 
 
@@ -268,7 +268,7 @@ def test_transforms_are_refused():
     for of in (torch.func.grad, torch.vmap):
         with pytest.raises(sdpa.UnsupportedError, match="transforms of torch.func"):
             of(lambda q: flex_attention(q, k, v).sum())(q[None] if of is torch.vmap else q)
-    # What is none of theirs is computed.
+    # Attention whose operands are not transformed is computed.
     assert torch.equal(torch.vmap(lambda x: x + flex_attention(q, k, v))(torch.zeros(2, *q.shape))[1], flex_attention(q, k, v))
 
 
@@ -287,7 +287,7 @@ def test_as_many_kinds_of_calls_are_kept_as_are_used():
 
 
 def test_tensors_are_looked_at_by_attributes_as_by_the_exchange(monkeypatch):
-    """Of a PyTorch before 2.10."""
+    """As for a PyTorch before 2.10."""
     slopes, sink = torch.rand(4).half().requires_grad_(), torch.rand(4, requires_grad=True)
     sparse, half = torch.eye(9).to_sparse(), torch.randn(2, 4, 9, 8).half()
     mod, given = lambda s, b, h, i, j: s + slopes[h] * (j - i), operands(True)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Tensors without a batch entry, a query or a key, next to PyTorch's `scaled_dot_product_attention`."""
+"""Tensors without a batch entry, a query or a key, against PyTorch's `scaled_dot_product_attention`."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_block_masks_of_pytorch(extents):
 
 
 def test_integers_of_a_trace_have_no_range_without_indices():
-    """`2**31 - 1 + i` leaves 32 bits for the second query, and there is none."""
+    """`2**31 - 1 + i` exceeds 32 bits for the second query, but there is none."""
     far = lambda s, b, h, i, j: s + (2147483646 + i + i).float()  # noqa: E731
     q, k, v = operands(2, 0, 5)
     assert flex_attention(q, k, v, far, enable_gqa=True).shape == (2, 4, 0, 6)

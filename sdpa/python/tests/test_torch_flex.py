@@ -1,4 +1,4 @@
-"""`flex_attention` on CPU tensors, forward and backward, beside the book in f64."""
+"""`flex_attention` on CPU tensors, forward and backward, against the textbook in f64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def operands(b=2, h=4, hk=4, q=37, k=53, d=16, dv=16, dtype=torch.float32):
 
 
 def check(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-5, spread=False, **options):
-    """Output, log-sum-exp and every gradient, of `d_o` and of the gradient of the log-sum-exp."""
+    """Compares output, log-sum-exp and every gradient, with gradients of the output and of the log-sum-exp."""
     q, k, v = qkv
     mask = mask_mod and create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2])
     o, lse = flex_attention(q, k, v, score_mod, mask, return_lse=True, enable_gqa=q.shape[1] != k.shape[1], **options)
@@ -129,7 +129,7 @@ def test_layouts():
 
 @pytest.mark.parametrize("dtype, factor", [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.float16, 1e5)])
 def test_gradient_of_lse_keeps_f32(dtype, factor):
-    """In f16 a factor of 1e5, as loss scaling has it, is past the largest number of the type, and gradients of q and k are not."""
+    """In f16, a factor of 1e5, as in loss scaling, exceeds the largest number of the type, but gradients of q and k do not."""
     q, k, v = operands(q=96, k=96, dtype=dtype)
     wide = [x.detach().double().requires_grad_() for x in (q, k)]
     along = factor * torch.randn(q.shape[:3])

@@ -1,4 +1,4 @@
-"""Every function and operator that the tracer accepts, next to eager PyTorch: element types, values at the edges, gradients, conversions."""
+"""Every function and operator that the tracer supports, against eager PyTorch: element types, edge values, gradients, conversions."""
 
 import math
 
@@ -18,7 +18,7 @@ INTEGERS = {
     torch.int8: [0, 1, -1, 2, 3, -7, 100, 127, -127, -128],
     torch.int16: [0, 1, -1, 3, -7, 300, 32767, -32768],
     torch.int32: [0, 1, -1, 3, -7, 70000, 2**31 - 1, -(2**31) + 1, -(2**31)],
-    # Products of these are within 32 bits: what is not is refused.
+    # Products of these fit into 32 bits; the tracer rejects larger ones.
     torch.int64: [0, 1, -1, 2, 3, -7, 41, 40000, -40000],
 }
 TYPES = [*INTEGERS, torch.float32]
@@ -33,7 +33,7 @@ def pairs(x, y):
 
 
 def traced(fn, *given, score=None, gradients=False):
-    """`fn` of the elements of tensors, and of scores: each is alone in its row, whose log-sum-exp it is. Infinity becomes 3.25e38."""
+    """Evaluates `fn` on elements of tensors, and of scores. Each is the only score of its row, so the log-sum-exp equals it. Infinity becomes 3.25e38."""
     n = len(given[0]) if given else len(score)
     query = (torch.zeros(n) if score is None else score.detach()).view(1, 1, n, 1).requires_grad_(gradients)
     one = torch.ones(1, 1, 1, 1)
@@ -44,7 +44,7 @@ def traced(fn, *given, score=None, gradients=False):
         made = made if made.dtype == torch.float32 else made.float()
         return torch.where(made == INF, 3.25e38, made)
 
-    # The product with a key of 1 is the score to the bit, and so is the log-sum-exp of one key.
+    # The product with a key of 1 equals the score bit by bit, and so does the log-sum-exp of one key.
     lse = flex_attention(query, one, one, mod, scale=1.0, return_lse=True)[1]
     if not gradients:
         return lse.detach().flatten()
@@ -59,7 +59,7 @@ def agree(ours, theirs, what, exact, inputs, tolerance=(4e-6, 1e-42)):
     relative, absolute = (0.0, 0.0) if exact else tolerance
     same = torch.isclose(ours, theirs, rtol=relative, atol=absolute, equal_nan=True) | (ours == theirs)
     if any(word in what for word in ("gelu", "lerp")):
-        # A sum in which all digits may cancel is as near as its largest term.
+        # A sum that may cancel completely is compared relative to its largest term.
         same |= torch.isfinite(theirs) & ((ours - theirs).abs() <= 4e-7 * torch.stack([x.flatten().float().abs() for x in inputs]).amax(0))
     if not same.all():
         n = int((~same).nonzero()[0])
@@ -67,7 +67,7 @@ def agree(ours, theirs, what, exact, inputs, tolerance=(4e-6, 1e-42)):
 
 
 def low(x):
-    """The low digits of an integer, which a float does not hold."""
+    """The low digits of an integer, which a float cannot represent."""
     return x % 1009
 
 
@@ -265,7 +265,7 @@ CONVERSIONS = {
     "to Python's int": lambda x: x.to(int),
     "to Python's float": lambda x: x.to(float),
 }
-# To the last bits, not to all of them.
+# Accurate except for the last bits.
 NEAR = {
     *"sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh erf sigmoid reciprocal pow ** add alpha 0.5".split(), "add alpha 0.5", "add alpha", "sub alpha",
     "5 / x", "functional.sigmoid", "2.0 ** x", "x ** 3", "x ** 0.5", "x ** -0.5", "x ** -1.0", "sinh", "cosh", "silu", "silu in place", "gelu", "gelu by tanh",
@@ -282,13 +282,13 @@ def _in_place(x):
 
 
 def _gelu(x):
-    """PyTorch's own: oneDNN's has NaN at infinity, for tensors of more than one element."""
+    """PyTorch's own kernel: oneDNN's returns NaN at infinity for tensors of more than one element."""
     with torch.backends.mkldnn.flags(enabled=False):
         return F.gelu(x)
 
 
 def _activated(fn, x):
-    """In place, seen under another name."""
+    """In place, observed through another reference."""
     seen = x.clone()
     again = seen
     fn(seen, inplace=True)
@@ -296,12 +296,12 @@ def _activated(fn, x):
 
 
 def _each(fn, *of):
-    """Runs a function on each element by itself, as FlexAttention does: some take one number alone."""
+    """Runs a function on each element separately, as FlexAttention does: some functions accept only one number."""
     return torch.vmap(fn)(*of) if isinstance(of[0], torch.Tensor) else fn(*of)
 
 
 def judged(name, fn, inputs):
-    """The results of eager PyTorch and of the tracer; None where one refuses."""
+    """Returns the results of eager PyTorch and of the tracer, with None for one that raises an error."""
     try:
         theirs = fn(*inputs)
     except (RuntimeError, TypeError, NotImplementedError):
@@ -327,7 +327,7 @@ def compared(name, fn, inputs, refused):
     if any(x.dtype == torch.float32 for x in inputs):
         # Applied to a score.
         at = next(n for n, x in enumerate(inputs) if x.dtype == torch.float32)
-        # A score that is a sum is never −0.
+        # A score is a sum, so it is never −0.
         inputs = [x + 0.0 if n == at else x for n, x in enumerate(inputs)]
         theirs, rest = fn(*inputs), [x for n, x in enumerate(inputs) if n != at]
         of_score = lambda s, *rest: fn(*[s, *rest] if at == 0 else [*rest, s])  # noqa: E731
@@ -341,11 +341,11 @@ SUMS = ["+", "-", "*", "add alpha", "sub alpha", "rsub", "subtract", "multiply",
 
 
 def refuses(name, x, y):
-    """The pairs of types that the tracer refuses. PyTorch refuses most of them too."""
+    """Returns true for pairs of types that the tracer rejects. PyTorch rejects most of them too."""
     if name in ("&", "|", "^", "bitwise_and", "bitwise_or", "bitwise_xor"):
         return "float32" in (x, y)
     if name in ("<<", "bitwise_left_shift", ">>", "bitwise_right_shift"):
-        # An int64 is shifted past 32 bits by the integers of this test.
+        # Integers of this test shift an int64 past 32 bits.
         return "float32" in (x, y) or x == y == "bool" or ("int64" in (x, y) and y != "bool" and name in ("<<", "bitwise_left_shift"))
     if "lerp" in name:
         return (x, y) != ("float32", "float32")
@@ -371,20 +371,20 @@ def refuses(name, x, y):
 
 
 def defined(name, x, y):
-    """Where PyTorch has a value that a test can hold on to."""
+    """Returns where PyTorch's value is well defined."""
     integers = not (x.is_floating_point() or y.is_floating_point())
     keep = torch.ones_like(y, dtype=torch.bool)
     if name in DIVIDES and integers:
-        # A division of an integer by 0 is an error, and the quotient of the least by −1 is undefined.
+        # Division of an integer by 0 is an error, and the smallest integer divided by −1 is undefined.
         keep = (y != 0) & ~((y == -1) & (x == (torch.iinfo(x.dtype).min if x.dtype != torch.bool else 2)))
     elif name in DIVIDES:
-        # PyTorch's vector instructions have NaN where the quotient is infinite.
+        # PyTorch's vector instructions return NaN where the quotient is infinite.
         keep = (y == 0) | ~torch.isinf(x.float() / y.float()) | torch.isinf(x.float())
     elif "alpha" in name:
-        # They scale by alpha without rounding to infinity.
+        # PyTorch's kernels multiply by alpha without rounding to infinity.
         keep = y.float().abs() != torch.tensor(3e38)
     elif "lerp" in name:
-        # They add a product without rounding it to infinity.
+        # PyTorch's kernels add a product without rounding it to infinity.
         keep = (x.float().abs() < 1e38) & (y.float().abs() < 1e38) | torch.isinf(y.float()) | torch.isinf(x.float())
     elif name in ("type_as", "to a tensor") and x.is_floating_point():
         keep = x.abs() < 2**31
@@ -442,13 +442,13 @@ def test_functions_of_one_value(name):
         if name in DIVIDES and not dtype.is_floating_point:
             x = x[x != 0]
         if name in CONVERSIONS and dtype.is_floating_point and "int" in name:
-            # The conversion of what an integer does not hold is undefined.
+            # The conversion of numbers that the integer type cannot represent is undefined.
             x = x[x.abs() < 2**31]
         compared(name, (ONE | CONVERSIONS)[name], (x,), refused)
     assert [x for (x,) in refused] == (refused_conversion(name) if name in CONVERSIONS else REFUSED.get(name, []))
 
 
-# Both of each pair, so that every value ties with itself.
+# Both orders of each pair, so that every value also ties with itself.
 SMOOTH = [-2.5, -1.0, -0.5, -1e-4, 0.0, 3e-5, 0.25, 0.5, 1.0, 2.0, 3.0, 20.0]
 NO_GRADIENT = {
     *"// floor_divide == != < <= > >= & | ^ bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor eq ne not_equal less less_equal greater greater_equal gt ge lt le".split(),
@@ -458,7 +458,7 @@ NO_GRADIENT = {
 
 @pytest.mark.parametrize("name", [name for name in (*TWO, *ONE) if name not in NO_GRADIENT])
 def test_gradients_are_pytorchs_at_ties_too(name):
-    """The gradients of a score, and of a tensor next to it."""
+    """The gradients of a score, and of a tensor combined with it."""
     fn = (TWO | ONE)[name]
     x, y = pairs(torch.tensor(SMOOTH), torch.tensor(SMOOTH)) if name in TWO else (torch.tensor(SMOOTH), None)
     for swapped in (False, True) if name in TWO else (False,):
@@ -471,7 +471,7 @@ def test_gradients_are_pytorchs_at_ties_too(name):
         assert len(ours) == len(of)
         for which, mine, wanted in zip(("the score", "the tensor"), ours, theirs):
             wanted = torch.zeros_like(mine) if wanted is None else wanted
-            # The derivative of NaN and of infinities is left to each.
+            # Derivatives at NaN and infinities are implementation-defined.
             usual = torch.isfinite(wanted) & torch.isfinite(made.detach())
             agree(mine[usual], wanted[usual], f"the derivative of {name} along {which}", False, [t.detach()[usual] for t in of], (2e-5, 1e-7))
 
@@ -553,7 +553,7 @@ def test_methods_of_captured_tensors_take_traced_values():
 
 
 def test_sixteen_bits_are_read_as_they_are_and_not_rounded_again():
-    """As kernels of a compiled FlexAttention compute: in f32."""
+    """Computed in f32, as in kernels of a compiled FlexAttention."""
     for dtype in (torch.float16, torch.bfloat16):
         x, y = pairs(torch.tensor([1.0, 3.0, 0.1, 255.0], dtype=dtype), torch.tensor([1.0, 0.3, 257.0], dtype=dtype))
         agree(traced(lambda x, y: x * y + 1, x, y), x.float() * y.float() + 1, str(dtype), True, (x, y))
@@ -563,7 +563,7 @@ def test_sixteen_bits_are_read_as_they_are_and_not_rounded_again():
 
 
 def test_the_logarithm_of_0_is_no_nan_and_what_may_be_one_is_known():
-    """The range of a value that may be infinite is kept where no NaN can come of it: `maximum` has a text for NaN elsewhere."""
+    """The range of a value that may be infinite is kept if it cannot lead to NaN: otherwise `maximum` needs extra text for NaN."""
     q = torch.arange(9)
     zero, one = torch.zeros(1, 1, 9, 1), torch.ones(1, 1, 1, 1)
     lows = lambda x: torch.log(x.float())  # noqa: E731

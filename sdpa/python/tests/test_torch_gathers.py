@@ -1,4 +1,4 @@
-"""Tensors that a score_mod or a mask_mod reads at computed places, next to eager PyTorch: `torch.vmap` of the function itself over textbook attention."""
+"""Tensors that a score_mod or a mask_mod reads at computed indices, against eager PyTorch: `torch.vmap` of the function over textbook attention."""
 
 import math
 
@@ -20,7 +20,7 @@ def operands(dtype=torch.float32, grad=True):
 
 
 def eager(fn, with_score=True):
-    """The function of single numbers over whole tensors of scores and places, as FlexAttention runs it."""
+    """Applies a function of single numbers to tensors of scores and positions, as FlexAttention does."""
     score = (0,) if with_score else ()
     for at in (3, 2, 1, 0):
         fn = torch.vmap(fn, tuple([n for n in score]) + tuple([0 if n == at else None for n in range(4)]))
@@ -29,7 +29,7 @@ def eager(fn, with_score=True):
 
 
 def compare(mod, captured=(), dtype=torch.float32, mask=None, tolerance=2e-5, reference=None):
-    """Output and gradients, of captured tensors too."""
+    """Compares output and gradients, including those of captured tensors."""
     qkv = operands(dtype)
     block_mask = None if mask is None else create_block_mask(mask, None, None, Q, K)
     up = torch.randn(B, H, Q, D)
@@ -56,7 +56,7 @@ T5 = of_reals(16, H)
 
 
 def t5_bucket(relative, both, buckets=16, most=10):
-    """As in transformers, with the logarithm of 0 in what is not chosen."""
+    """As in transformers, with the logarithm of 0 in the branch that is not selected."""
     bucket = 0
     if both:
         buckets //= 2
@@ -225,7 +225,7 @@ def test_compilers_follow_gathers():
     for name, whole in (("negative places", True), ("buckets", False), ("index after index", True), ("a distance of rows", True), ("torch.dot", True)):
         mod, captured = GATHERS[name]
         torch._dynamo.reset()
-        # Of several indices in one pair of brackets the compiler breaks its graph.
+        # Several indices in one pair of brackets cause a graph break in the compiler.
         o = torch.compile(lambda q, k, v: flex_attention(q, k, v, mod), fullgraph=whole, backend="aot_eager")(q, k, v)  # noqa: B023
         theirs = attention(q, k, v, eager(mod))[0]
         close(o, theirs, "o")

@@ -1,4 +1,4 @@
-"""The operator as PyTorch sees it: its own checks, compilation, threads, forks."""
+"""The operator inside of PyTorch: its own checks, compilation, threads, forks."""
 
 import os
 import pathlib
@@ -147,7 +147,7 @@ assert code == 0, code
 
 
 def test_a_fork_computes():
-    """In a process of its own: PyTorch's autograd does not survive a fork after whatever other tests did."""
+    """In a process of its own: PyTorch's autograd may not survive a fork after other tests."""
     paths = [str(pathlib.Path(__file__).parent), str(pathlib.Path(sdpa.__file__).parent.parent)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_nvrtc_is_that_of_pytorch(monkeypatch, tmp_path):
     monkeypatch.setenv("SDPA_NVRTC", "/named")
     assert op._nvrtc() is None
     monkeypatch.delenv("SDPA_NVRTC")
-    # Not loaded: PyTorch's own library that is linked to it is not there either, and its wheels have it beside them.
+    # NVRTC is not loaded. The PyTorch library that links to it is missing too, and the wheels have NVRTC next to PyTorch.
     monkeypatch.setattr(op, "_mapped", lambda name: None)
     monkeypatch.setattr(op.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     for version, folder in (("13.2", "cu13"), ("12.8", "cuda_nvrtc")):

@@ -1,4 +1,4 @@
-"""Each refusal of the tracer is an error with the line, and never another number."""
+"""Each unsupported function is an error with the source line, never a wrong number."""
 
 import cProfile
 import sys
@@ -20,7 +20,7 @@ def operands(grad=False, q=9, k=13, h=4):
 
 
 def refused(fn, what, instead=""):
-    """By a trace alone, and by a call."""
+    """Tests tracing alone, and a call."""
     q, k, v = operands()
     for run in (lambda: sdpa.ScoreMod(fn), lambda: flex_attention(q, k, v, fn), lambda: sdpa.explain(q, k, v, fn)):
         with pytest.raises(TracingError, match=what) as caught:
@@ -29,7 +29,7 @@ def refused(fn, what, instead=""):
 
 
 class Clip(torch.autograd.Function):
-    """Straight-through: clipped forward, and a gradient everywhere."""
+    """Straight-through estimator: clipped forward, with a gradient everywhere."""
 
     @staticmethod
     def forward(ctx, x):
@@ -98,7 +98,7 @@ def test_a_compiler_that_follows_refuses_as_well():
                 torch._dynamo.reset()
                 with pytest.raises(Exception, match=f"(?s)TracingError|NoAttribute.*{what}"):
                     torch.compile(lambda q, k, v: flex_attention(q, k, v, given()), fullgraph=fullgraph, backend="eager")(q, k, v)  # noqa: B023
-    # A tensor that the compiled function has drawn before is one like others.
+    # A random tensor that the compiled function created before the call is an ordinary tensor.
     torch._dynamo.reset()
 
     def run(q, k, v):
@@ -286,7 +286,7 @@ def test_ids_past_32_bits_are_refused_and_not_cut():
     documents = lambda b, h, i, j: ids[i] == ids[j]  # noqa: E731
     for o in (flex_attention(q, k, v, None, mask), torch.compile(lambda: flex_attention(q, k, v, mod), fullgraph=True, backend="aot_eager")()):
         close(o, attention(q, k, v, None, documents)[0], "o")
-    # A part that is not read does not count.
+    # Elements outside of the part that is read do not matter.
     ids = torch.cat([torch.full((13,), 7), torch.tensor([BIG])])
     close(flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, -torch.inf)), attention(q, k, v)[0], "o")
     ids[3] = -(2**31) - 1
@@ -405,7 +405,7 @@ def test_a_scale_or_a_scalar_that_wants_a_gradient_is_refused():
     for wrong in (torch.ones(2), "x", [1.0]):
         with pytest.raises(SpecError, match="scale is of type"):
             flex_attention(q, k, v, scale=wrong)
-    # The way that the error names has the gradient.
+    # The alternative that the error suggests has the gradient.
     ours = torch.autograd.grad(flex_attention(q * t, k, v, scale=1.0).square().sum(), t)[0]
     close(ours, torch.autograd.grad(attention(q * t, k, v, scale=1.0)[0].square().sum(), t)[0], "gradient", 1e-4)
 

@@ -1,4 +1,4 @@
-"""What is told of calls: executors, parameters, plans."""
+"""Reports about calls: executors, parameters, plans."""
 
 import torch
 

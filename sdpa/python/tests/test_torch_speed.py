@@ -1,4 +1,4 @@
-"""Speed beside others: what is measured is attention, what is wrong is said, and the picture is one."""
+"""Speed comparisons: they measure attention, report errors, and draw a valid picture."""
 
 import xml.etree.ElementTree as xml
 
@@ -32,7 +32,7 @@ def test_functions_of_the_readers_own(tmp_path, capsys):
     assert told.count("times sdpa's") == 2 and "both ms" in told and "mine.py:mod" in told
     picture = xml.parse(saved).getroot()
     bars = [one for one in picture.iter() if one.tag.endswith("rect")]
-    # One for each figure, and the ground.
+    # One bar for each figure, and the background.
     assert len(bars) == 1 + 2 * 2
     assert speed.compare("1,1,1,8,8", seconds=0.001, device="cpu")._repr_svg_().startswith("<svg")
 

@@ -1,4 +1,4 @@
-"""What the tracer makes of functions: compared with the functions themselves on numbers. Needs NumPy alone."""
+"""Traced functions against the functions themselves, on numbers. Needs only NumPy."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from sdpa.values import rounded
 
 
 def modified(mod, score, at, extents=(2, 3, 11, 13)):
-    """What a traced score_mod makes of one score at one place: attention over one key, whose stats are that score."""
+    """Evaluates a traced score_mod for one score at one position: attention over one key, whose stats equal that score."""
     b, h, q, k = at
     keep = MaskMod.from_text(f"batch == {b} & head == {h} & q == {q} & k == {k}")
     query, key = np.full((*extents[:3], 1), score, np.float32), np.ones((extents[0], extents[1], extents[3], 1), np.float32)
@@ -135,7 +135,7 @@ def test_int64_that_an_i32_does_not_hold_is_refused():
     with pytest.raises(TracingError, match="from 0 to 2499900001") as told:
         squares.check((1, 1, 50000, 50000), (), lambda _: None)
     assert "q * k" in told.value.where
-    # Documents of small numbers are multiplied as they are.
+    # Small document ids are multiplied without conversion.
     ids[1] = 8
     product = ScoreMod(lambda s, b, h, q, k: s + array(ids)[q] * array(ids)[k])
     check(product, wanted=lambda s, b, h, q, k: s + ids[q] * ids[k])
@@ -151,7 +151,7 @@ def test_what_is_known_of_one_value_is_not_taken_for_another_of_its_text():
 
     cut = lambda q, k: math.trunc((q - k) / 4)  # noqa: E731
     check(mod, wanted=lambda s, b, h, q, k: s + (q - k) // 4 * 10 + cut(q, k) % 3 + cut(q, k) // 2 * 100)
-    # A product of int32 wraps, and is no longer known to be positive.
+    # A product of int32 wraps, so it is no longer known to be positive.
     wraps = lambda s, b, h, q, k: s + ((q.int() + 1) * 1000000007 * (k.int() + 2)) % 5  # noqa: E731
     check(wraps, wanted=lambda s, b, h, q, k: s + (((q + 1) * 1000000007 * (k + 2) + 2**31) % 2**32 - 2**31) % 5)
 
@@ -182,7 +182,7 @@ def test_constants_are_rounded_once():
 
 
 def kept(mask, extents=(2, 3, 11, 13)):
-    """Which keys a mask keeps: queries of 0, and a value for each key that is 1 in a column of its own."""
+    """Returns the keys that a mask allows: queries are 0, and the value of each key is 1 in a column of its own."""
     query = np.zeros((*extents[:3], 1), np.float32)
     key = np.zeros((extents[0], extents[1], extents[3], 1), np.float32)
     value = np.broadcast_to(np.eye(extents[3], dtype=np.float32), (*extents[:2], extents[3], extents[3]))

@@ -1,5 +1,5 @@
-"""Tiny models of transformers with random weights beside their own eager attention: outputs, gradients, caches. On the CPU in f32; where a GPU is there on
-it too, in bf16, held to eager attention in f32."""
+"""Tiny transformers models with random weights against their own eager attention: outputs, gradients, caches. On the CPU in f32, and on a GPU, if there is one,
+in bf16 against eager attention in f32."""
 
 import copy
 
@@ -44,7 +44,7 @@ def batch(left=False, device="cpu"):
 
 
 def of_each(of, run):
-    """What `run` gives of a model with our attention, with its own, and with its own in f32."""
+    """Returns the results of `run` for a model with our attention, with its own, and with its own in f32."""
     given = []
     for implementation, made in (("rust_attention", of), ("eager", of), ("eager", copy.deepcopy(of).float())):
         made.set_attn_implementation(implementation)
@@ -53,7 +53,7 @@ def of_each(of, run):
 
 
 def near(ours, own, exact, what):
-    """In f32 as eager attention but for 3e-4 of the largest; in 16 bits as near to that in f32 as eager attention in 16 bits is, twice over, and 1 %."""
+    """In f32, the error is at most 3e-4 of the largest element. In 16 bits it is at most twice that of eager attention in 16 bits, plus 1 %."""
     if ours.dtype == torch.float32:
         assert (ours - own).abs().max() <= 3e-4 * exact.abs().max() + 1e-7, what
         return
@@ -63,7 +63,7 @@ def near(ours, own, exact, what):
 
 def train(of, ids, keep):
     of.zero_grad()
-    # What a padded query predicts is nobody's: it attends to nothing here, and to everything alike in eager mode.
+    # The prediction of a padded query is unused: it attends to no key here, and equally to all keys in eager mode.
     known = torch.ones_like(ids) if keep is None else keep * torch.nn.functional.pad(keep, (1, 0))[:, :-1]
     labels = ids.masked_fill(known == 0, -100)
     result = of(input_ids=ids, attention_mask=keep, labels=labels)
@@ -87,7 +87,7 @@ def test_outputs_and_gradients(name, padding, device):
 
 
 class Forced(transformers.LogitsProcessor):
-    """Generates these tokens, whatever a model makes of them."""
+    """Generates these tokens, whatever the model predicts."""
 
     def __init__(self, tokens, behind):
         self.tokens, self.behind = tokens, behind
@@ -101,7 +101,7 @@ CACHES = pytest.mark.parametrize("cache", [None, "static"])
 
 
 def told(cache, n):
-    """How tokens are generated. What is compiled is for a GPU's speed, and another test's business."""
+    """Returns the options of generation. Compilation is tested elsewhere."""
     return {"max_new_tokens": n, "do_sample": False, "use_cache": True, "cache_implementation": cache} | ({} if cache is None else {"disable_compile": True})
 
 
@@ -140,7 +140,7 @@ def test_generation_with_a_cache_gives_the_same_tokens(name, cache):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("left", [False, True])
 def test_a_growing_cache_where_lengths_are_planned(name, left, monkeypatch):
-    """What is done on a GPU, on the CPU: one plan for a room of keys, whatever the length."""
+    """Runs the code path of GPUs on the CPU: one plan per cache range, for any length."""
     of = model(name).eval()
     ids, keep = batch(left=True)
     keep = keep if left else torch.ones_like(keep)
@@ -152,14 +152,14 @@ def test_a_growing_cache_where_lengths_are_planned(name, left, monkeypatch):
     eager._WAYS.clear()
     op._PLANS.clear()
     assert torch.equal(of.generate(ids, attention_mask=keep, **told(None, 20)), wanted)
-    # The prompt, and two rooms, for each kind of layer, at each alignment that memory has.
+    # The prompt and two cache ranges, for each kind of layer and each memory alignment.
     lengths = {(key[0], key[4][1][0]) for key in op._PLANS}
     assert len(lengths) <= 6, lengths
 
 
 @on_devices
 def test_an_offset_is_read_when_a_mask_is_made(device):
-    """Static caches count on in their tensor before a layer attends."""
+    """Static caches increment their tensor before a layer attends."""
     at, (q, k, v) = torch.tensor(3, device=device), operands(device)
     made = sdpa.transformers.mask(2, 1, 9, q_offset=at, device=device)
     at.add_(2)
@@ -190,7 +190,7 @@ def test_masks_as_tensors(dtype, device):
     near(*of_each(model("llama", device).eval(), run), "logits")
 
 
-# Of what is compared with the book in f64.
+# Limits for comparisons with the textbook in f64.
 LIMITS = {"cpu": (2e-5, 1e-4), "cuda": (2e-2, 3e-2)}
 
 
@@ -200,7 +200,7 @@ def operands(device):
 
 @on_devices
 def test_what_other_models_pass(device):
-    """Sinks, biases of positions, a bias that is the same for all heads."""
+    """Sinks, position biases, a bias that is equal for all heads."""
     layer, (q, k, v) = torch.nn.Module(), operands(device)
     sinks = torch.randn(4, device=device, requires_grad=True)
     biases = [torch.randn(shape).to(device, DTYPES[device]).requires_grad_() for shape in ((1, 4, 9, 9), (2, 1, 9, 9))]
@@ -220,11 +220,11 @@ def test_what_other_models_pass(device):
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("mask", [None, "added", "truth"])
 def test_a_cap_comes_before_what_is_added(softcap, mask, device):
-    """As FlexAttention's side of transformers has it: the cap, then a mask of numbers and the bias of positions."""
+    """As in FlexAttention in transformers: the softcap comes before an additive mask and the position bias."""
     q, k, v = operands(device)
     bias, numbers = (torch.randn(shape).to(device, DTYPES[device]) for shape in ((1, 4, 9, 9), (2, 1, 9, 9)))
     truth = ((torch.rand(2, 1, 9, 9) < 0.7) | torch.eye(9, dtype=torch.bool)).to(device)
-    # cuDNN sums the gradient of what is added to the score before anything else is done with it.
+    # cuDNN supports the gradient of a bias only if it is added to the score first.
     bias.requires_grad_(device == "cpu" or softcap is None)
     given = {"added": numbers, "truth": truth}.get(mask)
     o, _ = sdpa.transformers.attention(torch.nn.Module(), q, k, v, given, scaling=0.3, is_causal=False, softcap=softcap, position_bias=bias)
@@ -270,8 +270,8 @@ def test_what_is_not_covered_is_said():
 
 @on_devices
 def test_a_model_with_biases_of_positions(device):
-    """T5: an encoder and a decoder, learned biases, attention from one to the other."""
-    # T5 does not scale its scores: with larger weights gradients in 16 bits have no digit right, in eager attention either.
+    """T5: an encoder and a decoder, learned biases, cross attention."""
+    # T5 does not scale its scores. With larger weights, gradients in 16 bits have no correct digit, in eager attention either.
     factor = 3.0 if device == "cpu" else 1.0
     small = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "initializer_factor": factor}
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Attention by the book, in f64, through PyTorch's own autograd: what everything is compared with."""
+"""Textbook attention in f64 with PyTorch's own autograd, as the reference of the tests."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def attention(q, k, v, score_mod=None, mask_mod=None, scale=None, sink=None):
-    """The output and the logarithm of each row's sum of exponentials. Functions are called on whole tensors of places."""
+    """Returns the output and the log-sum-exp of each row. Functions are called on tensors of all positions."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -23,7 +23,7 @@ def attention(q, k, v, score_mod=None, mask_mod=None, scale=None, sink=None):
 
 
 def close(ours, theirs, what, tolerance=2e-5):
-    """Whether two tensors agree, relative to the largest element."""
+    """Asserts that two tensors agree, relative to the largest element."""
     ours, theirs = ours.detach().double().cpu(), theirs.detach().double().cpu()
     assert ours.shape == theirs.shape, f"{what}: {tuple(ours.shape)} beside {tuple(theirs.shape)}"
     finite = torch.isfinite(theirs)
