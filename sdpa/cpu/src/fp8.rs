@@ -43,7 +43,7 @@ impl Rounder {
         let amax = match self.dtype {
             DType::F8E4M3 => self.each(numbers, F8E4M3::round),
             DType::F8E5M2 => self.each(numbers, F8E5M2::round),
-            // P has an 8-bit type only.
+            // P and dS are only rounded to 8-bit types.
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => self.each(numbers, |x| x),
         };
         self.amax.fetch_max(amax, Ordering::Relaxed);
