@@ -1,4 +1,4 @@
-//! What one call comes to: an address for each slot, and a number for each number.
+//! Binds one call to a schedule: a device address for each slot and a value for each scalar.
 
 use super::plan::Planned;
 use super::raw::{DeviceCall, DeviceParam, DeviceValue};
@@ -14,11 +14,11 @@ use sdpa_core::{Amax, DType};
 use sdpa_core::{Operand, Side, Statistic, TensorSpec, packed, params};
 use smallvec::SmallVec;
 
-/// What a declared parameter takes.
+/// The kind of value that a declared parameter accepts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Takes {
     Scalar,
-    /// So many bytes of this type.
+    /// A tensor of this element type and at least this many bytes.
     Tensor(DType, u64),
 }
 
@@ -41,10 +41,10 @@ impl Takes {
     }
 }
 
-/// A call with nothing wrong about it.
+/// The addresses and values of a call that passed every check.
 pub(super) struct Bound {
     addresses: SmallVec<[u64; 32]>,
-    /// By the place of the parameter among the declared.
+    /// Values by the index of the declared parameter.
     params: SmallVec<[DeviceValue; 8]>,
     scale: f32,
     /// Tokens of queries and of keys that the memory of a packed call holds.
@@ -60,7 +60,7 @@ impl Bound {
         self.addresses[slot.0]
     }
 
-    /// Whether what is spared by promises about all of these parameters is not needed.
+    /// Returns whether the caller promised that all of these parameters are within their extents. The kernel that clamps them is skipped then.
     pub(super) fn spares(&self, params: &[usize]) -> bool {
         !params.is_empty() && params.iter().all(|&at| self.params[at].is_within_extent())
     }
@@ -99,10 +99,10 @@ impl Bound {
 }
 
 impl Planned {
-    /// Fills what is empty, in place: it is too large to be handed on.
+    /// Fills `bound`, which is empty, in place: it is too large to be returned by value.
     ///
     /// # Errors
-    /// Everything that is wrong with the call.
+    /// Every mistake in the call.
     pub(super) fn bind(&self, call: &DeviceCall<'_>, workspace: DeviceSlice, bound: &mut Bound) -> Result<(), Error> {
         self.bind_right(call, workspace, bound).ok_or_else(|| self.mistakes(call, workspace))
     }
@@ -126,7 +126,7 @@ impl Planned {
         call.attn_scale.unwrap_or_else(|| self.job.problem().default_scale())
     }
 
-    /// Parameters are declared once, so as many as declared, each of them found, are all of them and no others.
+    /// Names of declared parameters are unique. If the counts agree and each declared name is found, no other parameter was passed.
     fn bind_right(&self, call: &DeviceCall<'_>, workspace: DeviceSlice, bound: &mut Bound) -> Option<()> {
         let complete = call.params.len() == self.takes.len()
             && call.gradients.len() == self.schedule.gradients().len()
@@ -163,7 +163,7 @@ impl Planned {
         Some(())
     }
 
-    /// Tokens that every operand and row statistic of a packed call have room for, of queries and of keys.
+    /// Returns how many query and key tokens all operands and row statistics of a packed call can hold.
     #[inline(never)]
     fn tokens(&self, call: &DeviceCall<'_>) -> [i64; 2] {
         let problem = self.job.problem();
@@ -184,7 +184,7 @@ impl Planned {
         if packed.cross { tokens } else { [least; 2] }
     }
 
-    /// The caller's memory for a slot, where it is the caller's and there is some.
+    /// Returns the caller's memory for a slot, if the slot belongs to the caller and the call passes memory for it.
     fn of_caller(&self, call: &DeviceCall<'_>, slot: &Slot, param: impl Fn(usize) -> Option<DeviceValue>) -> Option<DeviceSlice> {
         match slot.source {
             Source::Operand(operand) => call.operand(operand),
@@ -206,7 +206,7 @@ impl Planned {
         }
     }
 
-    /// The address of memory that is not the caller's.
+    /// Returns the address of a slot that does not belong to the caller.
     fn own(&self, workspace: DeviceSlice, source: Source) -> Option<u64> {
         match source {
             Source::Table(at) => Some(self.tables.get(at)?.address()),
@@ -238,7 +238,7 @@ impl Planned {
             call.params.iter().find(|p| p.name == name).map(|p| p.value)
         };
         for slot in self.schedule.slots() {
-            // How long parameters are was said in elements.
+            // `wrong_params` reports lengths of parameters, in elements.
             let is_param = matches!(slot.source, Source::Param(_));
             if let Some(slice) = self.of_caller(call, slot, named) {
                 errors.extend(misfits(slot, slice).into_iter().filter(|e| !(is_param && e.field.ends_with("length"))));
@@ -265,7 +265,7 @@ impl Planned {
             }
         });
         let given: Vec<_> = given.collect();
-        // Plans are shared by specifications that differ in defaults: no default is known here.
+        // Specifications with different defaults share a plan, so the plan knows no default.
         let declared: Vec<Declared> = self.job.params().iter().map(|p| Declared { default: None, ..p.clone() }).collect();
         params::check(&declared, self.job.problem().extents(), &given, true).err().map_or_else(Vec::new, |e| e.0)
     }
@@ -275,7 +275,7 @@ fn fits(slot: &Slot, slice: DeviceSlice) -> bool {
     slice.bytes >= slot.bytes && slice.address != 0 && slice.address & (u64::from(slot.alignment) - 1) == 0
 }
 
-/// What is wrong with the caller's memory for a slot.
+/// Returns the mistakes in the caller's memory for a slot.
 fn misfits(slot: &Slot, slice: DeviceSlice) -> Vec<SpecError> {
     let mut errors = Vec::new();
     if slice.bytes < slot.bytes {

@@ -1,4 +1,4 @@
-//! The functional call: plans found by specification, at each call.
+//! The functional call: each call looks its plans up by specification.
 #![allow(unsafe_code)]
 
 use super::raw::{DeviceBackward, DeviceForward};
@@ -14,18 +14,18 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::thread::LocalKey;
 
-/// Specifications that a thread has at hand, with what their validation came to: the same for every executor.
+/// How many validated specifications each thread keeps. Validation does not depend on the executor, so all executors share them.
 const RECENT: usize = 8;
 
 type Recent<S, P> = RefCell<Vec<(S, Rc<P>)>>;
 
 thread_local! {
-    /// The one that was used last comes last.
+    /// The most recently used entry is last.
     static FORWARD: Recent<AttentionSpec, Problem> = const { RefCell::new(Vec::new()) };
     static BACKWARD: Recent<BackwardSpec, BackwardProblem> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a specification validates to, found or made.
+/// Returns the problem of a specification, from the recent ones of this thread or by validation.
 fn validated<S: Clone + PartialEq, P>(
     recent: &'static LocalKey<Recent<S, P>>,
     spec: &S,
@@ -54,11 +54,11 @@ fn validated<S: Clone + PartialEq, P>(
 }
 
 impl CudnnExecutor {
-    /// Attention in one call: finds the plans of a specification in the cache, or makes them, and submits one forward pass to a stream.
-    /// Nothing waits, but for a build on the first call.
+    /// Computes attention in one call. Looks the plans of a specification up in the cache, or builds them, and submits one forward pass to a stream.
+    /// Only the first call waits, for the build.
     ///
-    /// On a hit no lock is taken that another thread wants, and nothing is allocated, with up to eight parameters and addresses that come back (`docs/cache.md`). What the
-    /// specification says of values (defaults of scalars) is not used: `call` has them all.
+    /// A hit takes no lock that another thread wants. It allocates nothing for up to eight parameters and for addresses that recur (`docs/cache.md`).
+    /// Defaults of scalars in the specification are ignored: `call` has all values.
     ///
     /// ```no_run
     /// use sdpa_cudnn::{CudnnExecutor, CudnnOptions, DeviceForward};
@@ -79,23 +79,23 @@ impl CudnnExecutor {
     /// ```
     ///
     /// # Safety
-    /// As [`Planned::forward`](super::Planned::forward), for the device of `stream`.
+    /// As for [`Planned::forward`](super::Planned::forward), on the device of `stream`.
     ///
     /// # Errors
-    /// Every rule that the specification breaks; a stream of another device; [`CudnnExecutor::attention`]'s and
-    /// [`Planned::forward`](super::Planned::forward)'s.
+    /// Returns every rule that the specification breaks, an error if `stream` is of another device, and the errors of [`CudnnExecutor::attention`]
+    /// and [`Planned::forward`](super::Planned::forward).
     pub unsafe fn sdpa(&self, stream: &Stream, spec: &AttentionSpec, call: &DeviceForward<'_>) -> Result<(), Error> {
         self.check_device(stream.device())?;
         let problem = validated(&FORWARD, spec, AttentionSpec::validate)?;
         let handle = self.library.handle(stream)?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `Planned::forward`.
         self.with(&self.forward, &JobQuery::Forward(&problem), |planned| unsafe { planned.forward(&handle, call) })?
     }
 
-    /// The backward pass of [`CudnnExecutor::sdpa`]: finds the plans of a specification, or makes them, and submits one pass.
+    /// Runs the backward pass in one call: looks the plans of a specification up, or builds them, and submits one pass.
     ///
     /// # Safety
-    /// As [`Planned::backward`](super::Planned::backward), for the device of `stream`.
+    /// As for [`Planned::backward`](super::Planned::backward), on the device of `stream`.
     ///
     /// # Errors
     /// As [`CudnnExecutor::sdpa`].
@@ -103,7 +103,7 @@ impl CudnnExecutor {
         self.check_device(stream.device())?;
         let problem = validated(&BACKWARD, spec, BackwardSpec::validate)?;
         let handle = self.library.handle(stream)?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `Planned::backward`.
         self.with(&self.backward, &JobQuery::Backward(&problem), |planned| unsafe { planned.backward(&handle, call) })?
     }
 

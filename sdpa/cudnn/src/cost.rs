@@ -1,4 +1,4 @@
-//! What masks cost, as far as a pass by itself tells: engines leave out the tiles that no band reaches, and compute every tile of any other mask.
+//! Notes on the cost of masks. Engines skip tiles outside a diagonal band and compute every tile of any other mask.
 
 mod documents;
 
@@ -12,15 +12,15 @@ use sdpa_core::problem::Problem;
 
 pub use documents::Documents;
 
-/// Of one query and of one key there is no tile to leave out.
+/// With one query or one key there is no tile to skip.
 const ONE: i64 = 1;
 
-/// What documents that are one run each cost as packed ones.
+/// The note for masks whose documents are contiguous runs of tokens.
 const PACKED: &str = "packed documents (cu_seqlens) cost the pairs that each has by itself: how much less that is depends on the lengths of documents, which \
                       are data of each call; n of one length in a row have about n times fewer pairs, where no window keeps less";
 
-/// Notes, in sentences, on what the masks of a pass cost under this choice of pieces; none where masks are bands and lengths, of which engines compute
-/// only what they keep.
+/// Returns sentences on the cost of a pass's masks, given the choice of pieces. Returns none for bands and lengths: engines compute only the tiles
+/// that these keep.
 pub fn notes(job: &Job, wanted: Pieces) -> Vec<String> {
     let problem = job.problem();
     let whole = problem.kept().rest.is_some() || problem.region().prefix.is_some();
@@ -38,14 +38,14 @@ pub fn notes(job: &Job, wanted: Pieces) -> Vec<String> {
     notes
 }
 
-/// What a mask that is no band reads.
+/// The data that a mask reads besides bands.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rule {
-    /// Whole numbers of queries or keys: which document each is of, where it begins or ends.
+    /// Integers per query or key: a document number, or the bounds of a document.
     Documents,
-    /// Other data of a call over queries or keys.
+    /// Other tensors over queries or keys.
     Data,
-    /// Places alone.
+    /// Positions only.
     Places,
 }
 
@@ -82,7 +82,7 @@ fn in_pieces(job: &Job, parts: &[Part]) -> String {
     )
 }
 
-/// Why a mask that has pieces is computed as a whole.
+/// Returns why a mask that has pieces is computed in one pass.
 fn in_one(job: &Job, wanted: Pieces) -> Option<String> {
     let problem = job.problem();
     let bands = problem.kept().pieces(problem.extents()).filter(|bands| bands.len() > 1)?.len();
@@ -100,7 +100,7 @@ fn in_one(job: &Job, wanted: Pieces) -> Option<String> {
     Some(format!("it is {bands} bands over blocks, and computed in one pass: {why}"))
 }
 
-/// What pieces do not go with.
+/// Returns a feature of the pass that rules pieces out.
 fn beyond(job: &Job) -> Option<&'static str> {
     let problem = job.problem();
     let parameters = match job {
@@ -149,7 +149,7 @@ mod tests {
         for masks in [&[][..], &["causal"], &["window:9,3:bottom-right", "padding"], &["causal-ends", "padding"]] {
             assert_eq!(told(&spec([512, 600], masks), Pieces::Auto), "", "{masks:?}");
         }
-        // Nor of one query.
+        // A single query has no tile to skip.
         assert_eq!(told(&spec([1, 600], &["document"]), Pieces::Auto), "");
     }
 

@@ -1,18 +1,18 @@
-//! Errors, by who must act.
+//! Errors, grouped by who has to act.
 
 use sdpa_core::{ExecutorName, SpecErrors, Unsupported};
 
-/// Anything that can go wrong with attention on cuDNN.
+/// Any error of attention on cuDNN.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The caller: the specification or the call breaks a rule.
+    /// The specification or the call breaks a rule; the caller has to change it.
     #[error(transparent)]
     Spec(#[from] SpecErrors),
-    /// Nobody, or another executor: cuDNN does not run the problem.
+    /// cuDNN does not run the problem; another executor may.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// The environment: a library, a driver, a device, memory.
+    /// A library, the driver, the device or memory failed.
     #[error(transparent)]
     Backend(#[from] cudnn_graph::Error),
     /// A bug of this library: please report it.
@@ -21,7 +21,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// True where another executor may still run the problem.
+    /// Returns whether another executor may still run the problem.
     pub fn is_unsupported(&self) -> bool {
         matches!(self, Error::Unsupported(_))
     }

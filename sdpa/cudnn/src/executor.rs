@@ -1,4 +1,4 @@
-//! The executor: one device, its caches of plans, and how both are set up.
+//! The executor: one device, its plan caches, and their options.
 
 use crate::cost;
 use crate::error::Error;
@@ -19,10 +19,10 @@ use sdpa_nvidia::{Hosted, NvidiaExecutor};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, OnceLock};
 
-/// A cache of plans, by the pass that they are of.
+/// A cache of plans, keyed by pass.
 pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 
-/// How an executor is set up.
+/// Options of an executor.
 ///
 /// ```
 /// use sdpa_cache::Limits;
@@ -37,24 +37,24 @@ pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 pub struct CudnnOptions {
     /// Where to look for cuDNN and the driver.
     pub search: Search,
-    /// The device's number, as the driver counts.
+    /// The driver's ordinal of the device.
     pub ordinal: u32,
-    /// What plans may look like.
+    /// Restrictions on plans.
     pub plan: PlanOptions,
-    /// Bounds of the plans of forward passes that are kept.
+    /// Limits on cached plans of forward passes.
     pub forward: Limits,
-    /// Bounds of the plans of backward passes that are kept.
+    /// Limits on cached plans of backward passes.
     pub backward: Limits,
-    /// Run every configuration that cuDNN offers when plans are built on a device, and keep the fastest: builds take as many times as
-    /// long as there are configurations. A dispatcher times the kernels of `sdpa::cuda` beside the fastest, too. Plans from files are taken as they are; plans that are saved are the fastest. The variable
-    /// `SDPA_AUTOTUNE=off` turns it off.
+    /// Times every configuration that cuDNN offers when a plan is built on a device, and keeps the fastest. Build time grows with the number of
+    /// configurations. A dispatcher also times the kernels of `sdpa::cuda` against the fastest configuration. Plans from files are used unchanged;
+    /// saved plans are the fastest ones. `SDPA_AUTOTUNE=off` turns timing off.
     pub tune: bool,
-    /// Ledgers of one's own, as `cargo sdpa prove cudnn` makes them. The one for the version of cuDNN and the compute capability of the device is used, and
-    /// that of this release where there is none.
+    /// Ledgers of the caller, as `cargo sdpa prove cudnn` writes them. The executor uses the last one that matches its cuDNN version and compute
+    /// capability, else the ledger of this release.
     pub ledgers: Vec<Ledger>,
-    /// Use a ledger if there is one. Without it every problem is unproven, and the order of executors is that of a version without a ledger.
+    /// Whether to use a ledger. Without one every problem is unproven, and executors are tried in the order for versions without a ledger.
     pub use_ledger: bool,
-    /// Make the graph of a pass again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
+    /// Rebuilds the graph of a pass on every hit and refuses a plan of another graph. Hits are slow then; this tests cache keys.
     pub recheck: bool,
 }
 
@@ -66,28 +66,28 @@ impl CudnnOptions {
         self
     }
 
-    /// Sets the number of the device, as the driver counts.
+    /// Sets the driver's ordinal of the device.
     #[must_use]
     pub fn with_ordinal(mut self, ordinal: u32) -> Self {
         self.ordinal = ordinal;
         self
     }
 
-    /// Sets what plans may look like.
+    /// Sets the restrictions on plans.
     #[must_use]
     pub fn with_plan(mut self, plan: PlanOptions) -> Self {
         self.plan = plan;
         self
     }
 
-    /// Sets the bounds of the plans of forward passes that are kept.
+    /// Sets the limits on cached plans of forward passes.
     #[must_use]
     pub fn with_forward(mut self, forward: Limits) -> Self {
         self.forward = forward;
         self
     }
 
-    /// Sets the bounds of the plans of backward passes that are kept.
+    /// Sets the limits on cached plans of backward passes.
     #[must_use]
     pub fn with_backward(mut self, backward: Limits) -> Self {
         self.backward = backward;
@@ -101,21 +101,21 @@ impl CudnnOptions {
         self
     }
 
-    /// Sets the ledgers that come before that of this release.
+    /// Sets the ledgers that take precedence over that of this release.
     #[must_use]
     pub fn with_ledgers(mut self, ledgers: Vec<Ledger>) -> Self {
         self.ledgers = ledgers;
         self
     }
 
-    /// Sets whether a ledger is used, if there is one.
+    /// Sets whether to use a ledger.
     #[must_use]
     pub fn with_use_ledger(mut self, use_ledger: bool) -> Self {
         self.use_ledger = use_ledger;
         self
     }
 
-    /// Sets whether every hit makes the graph again, to test keys.
+    /// Sets whether every hit rebuilds the graph, which tests cache keys.
     #[must_use]
     pub fn with_recheck(mut self, recheck: bool) -> Self {
         self.recheck = recheck;
@@ -140,7 +140,7 @@ impl Default for CudnnOptions {
     }
 }
 
-/// Attention on one NVIDIA GPU through cuDNN: a device, and the plans that were made for it.
+/// Attention through cuDNN on one NVIDIA GPU: a device and its cached plans.
 #[derive(Debug)]
 pub struct CudnnExecutor {
     pub(crate) library: &'static Library,
@@ -149,18 +149,18 @@ pub struct CudnnExecutor {
     pub(crate) forward: Plans,
     pub(crate) backward: Plans,
     pub(crate) files: files::Files,
-    /// What tables are uploaded on; made when it is first needed.
+    /// Uploads tables; created on first use.
     pub(crate) setup_stream: OnceLock<Stream>,
     pub(crate) tune: bool,
     pub(crate) recheck: bool,
     ledger: Option<Ledger>,
-    /// What the ledger does not cover, by pass: a choice asks at every call.
+    /// Results of the ledger by pass, cached because executor selection asks at every call.
     judged: PlanCache<Job, Arc<Judged>, Unsupported>,
-    /// Of every pass, where there is no ledger.
+    /// The result for every pass when there is no ledger.
     untested: Arc<Unproven>,
 }
 
-/// What the ledger does not cover of a pass.
+/// The features of a pass that the ledger does not cover; `None` if it covers all.
 #[derive(Debug)]
 struct Judged(Option<Arc<Unproven>>);
 
@@ -178,7 +178,7 @@ impl CudnnExecutor {
     /// Finds the library, the driver and the device.
     ///
     /// # Errors
-    /// What is missing, with the places searched.
+    /// Names the missing library, driver or device, with the paths searched.
     pub fn new(options: CudnnOptions) -> Result<CudnnExecutor, cudnn_graph::Error> {
         let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
         let library = Library::load(&options.search)?;
@@ -201,7 +201,7 @@ impl CudnnExecutor {
         })
     }
 
-    /// The ledger of what this version of cuDNN computes correctly on this architecture; `None` where nobody has made one.
+    /// Returns the ledger for this cuDNN version and architecture; `None` if there is none.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
@@ -215,7 +215,7 @@ impl CudnnExecutor {
         }
     }
 
-    /// Declines a pass that the ledger refuses.
+    /// Returns an error for a pass that the ledger refuses.
     fn refused(&self, job: &Job) -> Result<(), Unsupported> {
         match self.ledger.as_ref().and_then(|ledger| ledger.refuses(job)) {
             Some(reason) => Err(Unsupported::new(ExecutorName::CUDNN, vec![reason])),
@@ -223,27 +223,27 @@ impl CudnnExecutor {
         }
     }
 
-    /// The cuDNN that was loaded.
+    /// Returns the loaded cuDNN.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// The device that everything runs on.
+    /// Returns the device on which everything runs.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Whether plans are timed when they are built: as [`CudnnOptions::tune`] says, unless the variable `SDPA_AUTOTUNE` turns it off.
+    /// Returns whether plan builds time their configurations: [`CudnnOptions::tune`], unless `SDPA_AUTOTUNE=off` is set.
     pub fn tunes(&self) -> bool {
         self.tune
     }
 
-    /// The cache of plans of forward passes.
+    /// Returns the plan cache of forward passes.
     pub fn forward_cache(&self) -> &Plans {
         &self.forward
     }
 
-    /// The cache of plans of backward passes.
+    /// Returns the plan cache of backward passes.
     pub fn backward_cache(&self) -> &Plans {
         &self.backward
     }
@@ -255,7 +255,8 @@ impl CudnnExecutor {
         }
     }
 
-    /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs; and what its masks cost. Changes nothing.
+    /// Explains whether the plans of a pass are cached and what its masks cost. On a miss, names the nearest key and the fields that differ. Changes
+    /// nothing.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -274,26 +275,26 @@ impl CudnnExecutor {
         explanation
     }
 
-    /// How the two caches have been used: that of forward passes, that of backward ones.
+    /// Returns the counters of both caches: forward, backward.
     pub fn cache_stats(&self) -> [CacheStats; 2] {
         [self.forward.stats(), self.backward.stats()]
     }
 
-    /// Everything that both caches know of themselves: written as JSON, what `cargo sdpa cache report` reads.
+    /// Returns the full record of both caches. As JSON it is the input of `cargo sdpa cache report`.
     pub fn cache_trace(&self) -> CacheTrace {
         let caches = vec![self.forward.snapshot(), self.backward.snapshot()];
         CacheTrace::new(self.library.version().to_string(), self.device.name(), caches)
     }
 
-    /// The plans of a problem, from the cache or made now; the flag says whether they were there.
+    /// Returns the plans of a problem, from the cache or built now. The flag is true on a hit.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with every reason; the environment's.
+    /// [`Error::Unsupported`] with every reason, or a failure of the environment.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<Planned>, bool), Error> {
         self.find(&self.forward, &JobQuery::Forward(problem))
     }
 
-    /// The plans of a backward problem, from the cache or made now; the flag says whether they were there.
+    /// Returns the plans of a backward problem, from the cache or built now. The flag is true on a hit.
     ///
     /// # Errors
     /// As [`CudnnExecutor::attention`].
@@ -301,11 +302,11 @@ impl CudnnExecutor {
         self.find(&self.backward, &JobQuery::Backward(problem))
     }
 
-    /// Makes the plans of passes that will be asked for, or takes them out of files, without running anything; from several threads
-    /// at once they are made side by side. The flags say which were there already.
+    /// Builds the plans of passes, or loads them from attached files, without running anything. Calls from several threads build in parallel. Each
+    /// flag is true if the plan was cached already.
     ///
     /// # Errors
-    /// Of each pass, as [`CudnnExecutor::attention`]; a pass without an engine does not keep the others from being made.
+    /// For each pass, the errors of [`CudnnExecutor::attention`]. A failed pass does not stop the others.
     pub fn prefetch(&self, jobs: &[Job]) -> Vec<Result<bool, Error>> {
         jobs.iter().map(|job| self.plans(job).map(|(_, there)| there)).collect()
     }
@@ -323,7 +324,7 @@ impl CudnnExecutor {
         Ok((planned, there))
     }
 
-    /// Calls `call` with the plans of a pass; nothing is counted up or down for it.
+    /// Calls `call` with the plans of a pass, without touching their reference count.
     pub(crate) fn with<R>(&self, cache: &Plans, query: &JobQuery<'_>, call: impl FnOnce(&Planned) -> R) -> Result<R, Error> {
         cache.with(
             query,
@@ -335,7 +336,7 @@ impl CudnnExecutor {
         )?
     }
 
-    /// A build in the middle of a capture, of this or another thread's stream, does not disturb it.
+    /// Builds plans. Stream capture, of this or another thread, is not disturbed.
     fn build(&self, query: &JobQuery<'_>) -> Result<Arc<Planned>, Error> {
         self.refused(&query.to_key())?;
         self.device.relaxed(|| {
@@ -349,7 +350,7 @@ impl CudnnExecutor {
         if let Some(stream) = self.setup_stream.get() {
             return Ok(stream);
         }
-        // Of two threads that are here at once, one made hers for nothing.
+        // If two threads race here, one drops the stream that it created.
         let made = self.device.stream()?;
         Ok(self.setup_stream.get_or_init(|| made))
     }
@@ -359,7 +360,7 @@ impl CudnnExecutor {
     }
 }
 
-/// An error of the driver's as one of this executor's.
+/// Converts a driver error to one of this executor.
 fn failed(error: cudnn_graph::DriverError) -> sdpa_core::Error {
     Error::from(error).into()
 }
@@ -427,7 +428,7 @@ impl CudnnExecutor {
         Ok(Hosted::new(job, planned, self.device.stream()?, failed))
     }
 
-    /// Whether there is an engine for a pass.
+    /// Returns why no engine runs a pass, if none does.
     fn asked(&self, job: &Job) -> Result<(), Unsupported> {
         self.refused(job)?;
         let failed = |e: String| Unsupported::new(ExecutorName::CUDNN, vec![Reason::Failed(e)]);

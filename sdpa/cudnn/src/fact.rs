@@ -1,4 +1,4 @@
-//! The facts of a problem, as cuDNN's engines support them and as keys of plan files have them.
+//! The facts of a problem: which of them cuDNN's engines support, and which are part of plan-file keys.
 
 use crate::lower::Job;
 use sdpa_core::error::Reason;
@@ -9,9 +9,9 @@ fn limit(field: &str, value: String, limit: &str) -> Reason {
     Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() }
 }
 
-/// Tables among declared parameters.
+/// Returns reasons against declared parameters that are tables.
 fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
-    // Engines read scales of blocks in their order, and no expression reads these.
+    // Engines read block scales in order, and no expression reads them.
     let in_order = |name: &str| job.problem().block_scaled() && BlockScale::ALL.iter().any(|scale| scale.name() == name);
     let tables = params.iter().filter(|declared| declared.kind.extents().len() > 0 && !in_order(&declared.name));
     let reason = |table: &Declared| {
@@ -22,40 +22,40 @@ fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
     tables.map(reason).collect()
 }
 
-/// Returns the reasons against a fact that hold on every version and device. [`unsupported::reasons`](crate::unsupported::reasons) asks for each fact first; an arm
-/// without reasons says which file has the rules of some versions, devices or combinations, and which one lowers it.
+/// Returns the reasons against a fact that hold on every version and device. [`unsupported::reasons`](crate::unsupported::reasons) asks for each fact
+/// first. An arm without reasons names the files that have rules for some versions, devices or combinations, and the file that lowers it.
 ///
-/// There is no wildcard arm, on purpose: a new fact belongs here once `lower` or `schedule` computes it, or with a reason.
+/// There is deliberately no wildcard arm: a new fact needs an arm here once `lower` or `schedule` computes it, or a reason.
 pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
     match fact {
         Fact::Dtype(dtype @ DType::F32) => {
             vec![limit("dtype", dtype.to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats")]
         }
         Fact::Dtype(_) => Vec::new(),
-        // `unsupported/fp8`; lowered by `lower/fp8` and `lower/blocks`.
+        // Rules are in `unsupported/fp8`; `lower/fp8` and `lower/blocks` lower it.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) | Fact::BlockScaled(_) => Vec::new(),
-        // `unsupported`: the backward grid, and offsets of 32 bits.
+        // Rules are in `unsupported`: the backward grid and 32-bit offsets.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) | Fact::SeqQ(_) | Fact::SeqKv(_) => Vec::new(),
-        // `unsupported`: multiples of 8, at most 256.
+        // Rules are in `unsupported`: multiples of 8, at most 256.
         Fact::DimQk(_) | Fact::DimV(_) => Vec::new(),
-        // `lower` copies what engines do not read as it is; `unsupported` has what cannot be copied.
+        // `lower` copies operands that engines cannot read in place; `unsupported` lists those that cannot be copied.
         Fact::Strides(..) | Fact::Alignment(..) => Vec::new(),
-        // `unsupported`; lowered by `lower/packed`.
+        // Rules are in `unsupported`; `lower/packed` lowers it.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => Vec::new(),
-        // `unsupported`; lowered by `lower/paged`.
+        // Rules are in `unsupported`; `lower/paged` lowers it.
         Fact::Pages(_) | Fact::PageSize(_) => Vec::new(),
-        // `unsupported`; in the graph, or `schedule/sink`.
+        // Rules are in `unsupported`; the graph or `schedule/sink` computes it.
         Fact::Sink(_) => Vec::new(),
-        // `unsupported`; lowered by `lower/dropout`.
+        // Rules are in `unsupported`; `lower/dropout` lowers it.
         Fact::Dropout(_) => Vec::new(),
-        // `unsupported/floats`, `unsupported/functions`; lowered by `lower/expr` and `lower/mask`.
+        // Rules are in `unsupported/floats` and `unsupported/functions`; `lower/expr` and `lower/mask` lower it.
         Fact::ScoreMod(_) | Fact::Band(..) | Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => Vec::new(),
         Fact::Parameters(params) => tables(job, params),
-        // `unsupported`, by version.
+        // Rules are in `unsupported`, by version.
         Fact::Statistic(..) | Fact::StatsBase(_) => Vec::new(),
-        // `unsupported/functions`; lowered by `lower/backward`. A parameter of a derivative is one of its score_mod.
+        // Rules are in `unsupported/functions`; `lower/backward` lowers it. A parameter of a derivative is a parameter of its score_mod.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) => Vec::new(),
-        // `unsupported`; engines are chosen by it in `plan`.
+        // Rules are in `unsupported`; `plan` chooses engines by it.
         Fact::Deterministic(_) => Vec::new(),
     }
 }
@@ -64,7 +64,7 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
 /// with it: their digests are in the key.
 pub(crate) fn beside_programs(fact: &Fact<'_>) -> Option<u8> {
     match fact {
-        // It chooses among the engines of one program.
+        // The fact chooses among the engines of one program.
         Fact::Deterministic(is_deterministic) => Some(u8::from(*is_deterministic)),
         Fact::Dtype(_)
         | Fact::OutputDtype(_)

@@ -1,4 +1,4 @@
-//! Plan files of an executor: where it looks before it builds, and where it keeps what it has built.
+//! Plan files of an executor: it looks plans up there before it builds them, and saves built plans there.
 
 use super::portable::{self, PayloadError};
 use super::{CudnnExecutor, Planned};
@@ -13,17 +13,17 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-/// Why a plan file is of no use to an executor.
+/// Why an executor cannot use a plan file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttachError {
     /// The file cannot be read or written.
     #[error(transparent)]
     File(#[from] PlanFileError),
-    /// It was made for something else.
+    /// The file was made for another runtime or device.
     #[error("{0}")]
     Mismatch(Mismatch),
-    /// cuDNN's error, or the environment's.
+    /// cuDNN or the environment failed.
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -34,24 +34,23 @@ impl From<cudnn_graph::Error> for AttachError {
     }
 }
 
-/// Where plans are looked for before they are built.
+/// Files that are searched before a plan is built, and the plans in use.
 #[derive(Debug, Default)]
 pub(super) struct Files {
-    /// In the order in which they came.
+    /// Attached files, in the order of attachment.
     open: RwLock<Vec<Arc<PlanFile>>>,
-    /// Plans that live: another pass may be the same program with other numbers, such as the bounds of a window or a constant of a
-    /// score_mod.
+    /// Plans in use, by key. Passes that differ only in sent numbers, such as window bounds or constants of a score_mod, share a key.
     live: Mutex<HashMap<Digest, Weak<Planned>>>,
 }
 
 impl CudnnExecutor {
-    /// Looks for plans in a file from now on, before they are built. Only its index is read; plans are read one by one when they
-    /// are asked for. A plan that turns out to be damaged or of another release is built as if it were not there, with a warning.
+    /// Attaches a plan file: from now on plans are looked up there before they are built. Only the index is read now; each plan is read when needed.
+    /// A plan that is damaged or of another release is built anew, with a warning. Returns how many plans the file has.
     ///
     /// **A plan contains machine code: load only files that you trust.** See [`crate::planfile`].
     ///
     /// # Errors
-    /// What is wrong with the file; that it was made for another runtime or device.
+    /// The file is not a valid plan file, or was made for another runtime or device.
     pub fn attach(&self, path: impl AsRef<Path>) -> Result<usize, AttachError> {
         let file = PlanFile::open(path)?;
         let here = portable::header(self.library, &DeviceProfile::of_device(self.library, self.device)?);
@@ -63,16 +62,16 @@ impl CudnnExecutor {
         Ok(plans)
     }
 
-    /// How many files are attached.
+    /// Returns how many files are attached.
     pub fn attached(&self) -> usize {
         self.files.open.read().len()
     }
 
-    /// Adds every plan of both caches to a file, which is made where there is none. What is there already stays. Plans of engines
-    /// that were not compiled at run time have no JSON and are left out. Says how many were written.
+    /// Adds every plan of both caches to a file, and creates the file if needed. Plans that are already there stay. Plans of engines that were not
+    /// compiled at run time have no JSON and are skipped. Returns how many plans were written.
     ///
     /// # Errors
-    /// What is wrong with the file or its folder; the environment's.
+    /// The file or its folder cannot be used, or the environment failed.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, AttachError> {
         let (forward, backward) = (self.forward.values(), self.backward.values());
         let plans = forward.into_iter().chain(backward);
@@ -86,21 +85,20 @@ impl CudnnExecutor {
         self.write(path.as_ref(), records)
     }
 
-    /// Adds the plan of one pass to a file, built now if it is not there.
+    /// Adds the plan of one pass to a file. Builds the plan now if it is not cached.
     ///
     /// # Errors
-    /// As [`CudnnExecutor::save`]; that there is no plan for the pass.
+    /// As for [`CudnnExecutor::save`], and an error if the pass has no plan.
     pub fn save_plan(&self, job: &Job, path: impl AsRef<Path>) -> Result<(), AttachError> {
         let (planned, _) = self.plans(job)?;
         let record = self.record(job, &planned)?;
         self.write(path.as_ref(), vec![record]).map(|_| ())
     }
 
-    /// Why each of the attached files is of no use for a pass, in their order: that it has no plan for it, or what is wrong with the
-    /// one that it has; `None` of one that has a plan of use.
+    /// Returns, for each attached file in order, why it has no usable plan for a pass; `None` if it has one.
     ///
     /// # Errors
-    /// The environment's; that nothing runs the pass.
+    /// The environment failed, or nothing runs the pass.
     pub fn without_plan(&self, job: &Job) -> Result<Vec<Option<String>>, Error> {
         let handle = self.library.handle(self.setup_stream()?)?;
         let target = Target::Handle(&handle);
@@ -114,10 +112,9 @@ impl CudnnExecutor {
         Ok(files.iter().map(against).collect())
     }
 
-    /// Plans from the bytes of a plan of this process, or of an attached file.
+    /// Loads plans from the bytes of a record in this process or in an attached file.
     fn loaded(&self, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
-        // SAFETY: nobody but this user and root could write an attached file, whose code is trusted as that of the libraries in the same
-        // hands.
+        // SAFETY: only this user and root could write an attached file. Its code is trusted like shared libraries that the same users can write.
         #[allow(unsafe_code, reason = "machine code from files, as a loader of libraries has it")]
         unsafe {
             Planned::from_bytes(self.library, target, job, bytes)
@@ -137,14 +134,14 @@ impl CudnnExecutor {
         Ok(Record { key, label: sdpa_cache::CacheKey::label(job), payload: planned.to_bytes()? })
     }
 
-    /// The plans of a pass: those of the same program that live already, out of the first file that has them, or built.
+    /// Returns the plans of a pass: plans in use with the same key, else plans from the first file that has the key, else built ones.
     pub(super) fn make(
         &self,
         target: &Target<'_>,
         job: &Job,
         finish: impl Fn(&mut Planned) -> Result<(), Error>,
     ) -> Result<Arc<Planned>, Error> {
-        // Where there is no key there is no plan either, and the build says why.
+        // A pass without a key has no plan either; the build reports why.
         let key = portable::key(self.library, target, job, &self.options).ok();
         let mut planned = match key.as_ref().and_then(|key| self.load(target, job, key)) {
             Some(planned) => planned,
@@ -158,7 +155,7 @@ impl CudnnExecutor {
         Ok(planned)
     }
 
-    /// The same plans with the fastest configuration of the attention, where the device is there and the options ask for that.
+    /// Returns the plans with the fastest configuration, if the options ask for timing and the target is a device.
     fn tuned(&self, target: &Target<'_>, job: &Job, built: Planned) -> Result<Planned, Error> {
         if !self.tune || matches!(target, Target::Profile(_)) {
             return Ok(built);
@@ -167,12 +164,12 @@ impl CudnnExecutor {
         let mut planned = match tune::fastest(self.library, self.device, &self.options, job, &built) {
             Ok(Some(mut fastest)) => {
                 fastest.time = built.time;
-                // Whoever asked for the plans uploads them to where it wants them.
+                // The caller uploads the tables where it needs them.
                 fastest.tables.clear();
                 fastest
             }
             Ok(None) => built,
-            // There is a plan, and memory for all operands at once may be what there is not.
+            // The plan is usable all the same. Timing needs memory for all operands at once, which may be missing.
             Err(error) => {
                 tracing::warn!(%error, key = sdpa_cache::CacheKey::label(job), "not timed");
                 built

@@ -1,13 +1,12 @@
 #![doc = include_str!("../README.md")]
 //!
-//! # Two doors
+//! # Two entry points
 //!
-//! [`Executor::prepare`](sdpa_core::Executor::prepare) takes host memory and is what the command line and
-//! the tests use; [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own, and `sdpa_nvidia::cudarc` takes
-//! cudarc's streams and slices.
+//! [`Executor::prepare`](sdpa_core::Executor::prepare) takes host memory; the command line and the tests use it. [`CudnnExecutor::attention`] returns
+//! plans to callers with device memory of their own, and `sdpa_nvidia::cudarc` takes cudarc's streams and slices.
 //!
-//! Modules that the documentation leaves out (`lower`, `schedule`, …) are how a problem becomes cuDNN graphs and plans. The command line and the tests of the
-//! workspace look at them; they may change in any release.
+//! Modules that the documentation hides (`lower`, `schedule`, …) turn a problem into cuDNN graphs and plans. The command line and the tests of the
+//! workspace use them; they may change in any release.
 
 mod bind;
 mod call;
@@ -44,7 +43,7 @@ mod tune;
 pub mod unsupported;
 mod used;
 
-// What the device tier takes and gives, so that a caller needs no other crate.
+// Types in the API of the device tier, re-exported so that a caller needs no other crate.
 pub use cudnn_graph::{Buffer, Device, DeviceSlice, Error as BackendError, Handle, Library, Search, Stream};
 pub use error::Error;
 pub use executor::{CudnnExecutor, CudnnOptions, Plans};

@@ -1,4 +1,4 @@
-//! Documents that a mask has, beside packed ones: how they lie, where their numbers are at hand, and how much less packed ones compute.
+//! Documents of a mask: whether they are contiguous, and how much less work packed sequences would be.
 
 use crate::lower::Job;
 use crate::model::Model;
@@ -8,15 +8,15 @@ use sdpa_core::problem::Problem;
 use sdpa_core::{Mask, library};
 use std::collections::HashSet;
 
-/// Queries and keys of a tile, of which engines compute all or nothing.
+/// Tile edge in queries and keys. Engines compute a tile fully or skip it.
 const TILE: i64 = 128;
 
-/// What a mask of documents reads of each token.
+/// The tensors by which a mask tells documents apart.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rule {
-    /// Its document, of queries and of keys.
+    /// Document numbers of queries and of keys.
     Numbers,
-    /// Where the document of a query begins and ends.
+    /// First and last key of each query's document.
     Ends,
 }
 
@@ -30,15 +30,15 @@ impl Rule {
         }
     }
 
-    /// What the rest of a mask is, beside bands and lengths.
+    /// Recognises the part of a mask that is not a band or a length.
     fn of(rest: &Trace, extents: [i64; 4]) -> Option<Rule> {
         let is = |rule: &Rule| Kept::of(&[rule.mask()], extents).is_ok_and(|kept| kept.rest.as_deref() == Some(rest));
         Rule::ALL.into_iter().find(is)
     }
 }
 
-/// Whether packed documents may stand for those of the mask of this problem: one that asks for nothing but the same document, beside bands and lengths,
-/// of as many keys as queries.
+/// Returns whether packed sequences can replace the mask: besides bands and lengths it requires only the same document, and there are as many keys as
+/// queries.
 pub(super) fn may_be_packed(problem: &Problem) -> bool {
     rule(problem).is_some()
 }
@@ -52,7 +52,7 @@ fn rule(problem: &Problem) -> Option<Rule> {
     Rule::of(kept.rest.as_deref()?, problem.extents())
 }
 
-/// How documents of a mask lie in their rows.
+/// Arrangement of a mask's documents within each batch entry.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -68,9 +68,9 @@ fn rule(problem: &Problem) -> Option<Rule> {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Documents {
-    /// One behind the other: the lengths of those of each row.
+    /// Every document is a contiguous run. Lengths of the runs by batch entry.
     Runs(Vec<Vec<i64>>),
-    /// Not so: this token of this row is of a document that another one parts, or of one as a query and of another one as a key.
+    /// Some document is not contiguous, or a token belongs to different documents as a query and as a key. This is the first such token.
     Apart {
         /// The batch entry.
         row: i64,
@@ -80,8 +80,8 @@ pub enum Documents {
 }
 
 impl Documents {
-    /// Those of a problem whose mask asks for nothing but the same document, beside bands and lengths; `None` of any other. `number` is the value
-    /// of a declared parameter for a row and a token of it.
+    /// Returns the documents of a mask that requires only the same document, besides bands and lengths; `None` for any other mask. `number(name, row,
+    /// token)` returns the value of a declared parameter.
     pub fn of(problem: &Problem, number: impl Fn(&str, i64, i64) -> Option<i64>) -> Option<Documents> {
         let rule = rule(problem)?;
         let mut rows = Vec::new();
@@ -107,12 +107,12 @@ impl Documents {
         Some(Documents::Runs(rows))
     }
 
-    /// How many there are; 0 where they are not one behind the other.
+    /// Returns the number of documents; 0 if they are not contiguous.
     pub fn count(&self) -> usize {
         self.rows().iter().map(Vec::len).sum()
     }
 
-    /// How many times as many pairs of a query and a key the bands of the mask leave in whole rows as in packed documents.
+    /// Returns the ratio of query-key pairs that the mask's bands keep: whole rows over packed documents.
     pub fn fewer_pairs(&self, problem: &Problem) -> f64 {
         let pairs = |tokens: i64| (0..tokens).map(|q| problem.kept().key_range(q, [tokens; 2]).count() as f64).sum::<f64>();
         let of = |tokens: &[i64]| tokens.iter().map(|&tokens| pairs(tokens)).sum::<f64>();
@@ -120,7 +120,7 @@ impl Documents {
         whole / self.rows().iter().map(|row| of(row)).sum::<f64>().max(1.0)
     }
 
-    /// How many times as fast packed documents are by a model of an H200's times, of the tiles that bands leave in whole rows and in documents.
+    /// Returns the predicted speedup of packed documents over whole rows. The model has times of an H200 and counts the tiles that the bands keep.
     pub fn gain(&self, job: &Job) -> f64 {
         let (problem, model) = (job.problem(), Model::of(job));
         let time = |all: &mut dyn Iterator<Item = i64>| {
@@ -141,7 +141,7 @@ impl Documents {
     }
 }
 
-/// Tiles of so many queries and keys in which a band keeps something.
+/// Counts the tiles in which the bands keep a pair, for a square of `tokens` queries and keys.
 fn tiles_kept(problem: &Problem, tokens: i64) -> i64 {
     let range = |q: i64| problem.kept().key_range(q, [tokens; 2]);
     let of_tile = |first: i64| {
@@ -151,7 +151,7 @@ fn tiles_kept(problem: &Problem, tokens: i64) -> i64 {
     (0..tokens).step_by(TILE as usize).map(of_tile).sum()
 }
 
-/// The lengths of runs of one number each, or the token at which that is not so.
+/// Returns the lengths of runs of equal numbers, or the first token that is in no contiguous run.
 fn by_number(of_queries: &[i64], of_keys: &[i64]) -> Result<Vec<i64>, usize> {
     if let Some(token) = of_queries.iter().zip(of_keys).position(|(q, k)| q != k) {
         return Err(token);
@@ -169,7 +169,7 @@ fn by_number(of_queries: &[i64], of_keys: &[i64]) -> Result<Vec<i64>, usize> {
     Ok(lengths)
 }
 
-/// The same of the bounds of each query's document.
+/// Returns the lengths of documents from the bounds of each query's document, or the first token that contradicts its run.
 fn by_ends(starts: &[i64], ends: &[i64]) -> Result<Vec<i64>, usize> {
     let mut token = 0;
     let mut lengths = Vec::new();
@@ -220,14 +220,14 @@ mod tests {
                 assert_eq!(Documents::of(&problem(1, 12, &masks), equal(6)), Some(Documents::Runs(vec![vec![6; 2]])), "{masks:?}");
             }
         }
-        // One that comes again; a token that is of another document as a key; bounds that leave out a token.
+        // A number that recurs; a token with another document as a key than as a query; bounds that leave a token out.
         let again = |name: &str, _: i64, token: i64| name.starts_with("doc_").then_some(token / 4 % 2);
         assert_eq!(Documents::of(&problem(2, 12, &["document"]), again), Some(Documents::Apart { row: 0, token: 8 }));
         let other = |name: &str, row: i64, token: i64| Some(if name == "doc_k" && (row, token) == (1, 5) { 9 } else { token / 6 });
         assert_eq!(Documents::of(&problem(2, 12, &["document"]), other), Some(Documents::Apart { row: 1, token: 5 }));
         let short = |name: &str, row: i64, token: i64| Some(equal(4)(name, row, token)? - i64::from(name == "doc_end" && token == 7));
         assert_eq!(Documents::of(&problem(1, 12, &["document-runs"]), short), Some(Documents::Apart { row: 0, token: 4 }));
-        // What is past the lengths is of no document.
+        // Tokens past the sequence length belong to no document.
         let padded =
             |name: &str, row: i64, token: i64| if name.starts_with("seq_len") { Some(6 + row) } else { equal(4)(name, row, token) };
         let runs = Documents::Runs(vec![vec![4, 2], vec![4, 3]]);
@@ -239,14 +239,14 @@ mod tests {
         for masks in [&["shared-prefix:4"][..], &["document", "prefix-lm:4"], &["document", "dilated:2"], &["causal"], &["array:qk"]] {
             assert_eq!(Documents::of(&problem(1, 12, masks), equal(4)), None, "{masks:?}");
         }
-        // Numbers that are not at hand.
+        // The numbers are not known.
         assert_eq!(Documents::of(&problem(1, 12, &["document"]), |_, _, _| None), None);
     }
 
     #[test]
     fn pairs_are_those_that_bands_leave() {
         let runs = Documents::Runs(vec![vec![2, 2], vec![3, 1]]);
-        // 16 and 16 of 4 + 4 and 9 + 1; causal 10 and 10 of 3 + 3 and 6 + 1; by a window of two keys 7 and 7 of 3 + 3 and 5 + 1.
+        // Pairs: 16 and 16 over 4 + 4 and 9 + 1; causal 10 and 10 over 3 + 3 and 6 + 1; window of two keys 7 and 7 over 3 + 3 and 5 + 1.
         for (masks, fewer) in
             [(&["document"][..], 32.0 / 18.0), (&["document", "causal"], 20.0 / 13.0), (&["document", "window:2,0"], 14.0 / 12.0)]
         {
@@ -255,8 +255,8 @@ mod tests {
         assert_eq!((runs.count(), Documents::Apart { row: 0, token: 1 }.count()), (4, 0));
     }
 
-    /// Beside what was measured (`docs/benchmarks.md`): 1.11 and 2.97 ms of 8 documents of 512 in each of four rows, causal, and 0.216 and 0.792 of packed
-    /// ones; 0.173 ms of documents of 64 in rows of four and 0.287 of packed ones, forward.
+    /// Measured forward times (`docs/benchmarks.md`): eight causal documents of 512 in each of four rows, 1.11 and 2.97 ms by mask, 0.216 and 0.792
+    /// ms packed. Documents of 64 in rows of four, 0.173 ms by mask and 0.287 ms packed.
     #[test]
     fn gains_are_near_what_was_measured() {
         let near = |gain: f64, measured: f64| assert!((gain / measured - 1.0).abs() < 0.15, "{gain:.2} beside {measured:.2}");

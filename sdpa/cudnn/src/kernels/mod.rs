@@ -1,5 +1,5 @@
-//! Kernels of this crate that run around cuDNN's graphs: in PTX, made of the `.cu` beside it, so that no compiler is needed where they run.
-//! A test compiles the `.cu` again and compares the result with the PTX.
+//! Kernels of this crate that run around cuDNN's graphs. They are stored as PTX made from the `.cu` files next to it, so running them needs no
+//! compiler. A test compiles the `.cu` files again and compares the results with the PTX.
 
 use cudnn_graph::{Device, Kernel};
 use parking_lot::Mutex;
@@ -14,36 +14,36 @@ const SUMS: &str = concat!(include_str!("sums.ptx"), "\0");
 
 /// How many tensors of offsets one launch of [`Own::Documents`] can compute.
 pub const OFFSETS: usize = 9;
-/// Parameters of [`Own::Documents`] in front of those for the offsets.
+/// Parameters of [`Own::Documents`] before those for the offsets.
 pub const BEFORE_OFFSETS: usize = 10;
 
 /// A kernel of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
-    /// Computes the lengths of packed documents, and where they begin in each tensor, from their boundaries.
+    /// Computes lengths of packed sequences, and their offsets in each tensor, from `cu_seqlens`.
     Documents,
-    /// Fills the rows of documents that have nothing on the other side.
+    /// Fills the result rows of sequences that have no tokens on the other side.
     Unpaired,
-    /// Adds sinks to the denominators of rows that were computed without.
+    /// Adds sinks to the denominators of rows that were computed without them.
     SinkRows,
-    /// Computes what rows add to the gradients of sinks, summed over parts of the rows.
+    /// Computes partial sums of the gradients of sinks, each over some rows.
     SinkParts,
-    /// Adds up these parts.
+    /// Adds the partial sums up.
     SinkGradient,
-    /// Clamps lengths of batch entries, and the page table, to what engines may be given.
+    /// Clamps per-sequence lengths and the page table to values that engines can handle.
     Entries,
     /// Writes 0 for the sums of exponentials of rows without keys.
     RowSums,
-    /// Merges rows of a piece into those of the pieces before it.
+    /// Merges rows of a piece into rows that earlier pieces wrote.
     MergeRows,
-    /// Copies the statistics of some rows to or from those of all.
+    /// Copies statistics of a piece's rows to or from those of the whole pass.
     StatsRows,
-    /// Adds rows of a piece to those of the pieces before it.
+    /// Adds rows of a piece to rows that earlier pieces wrote.
     AddRows,
 }
 
 impl Own {
-    /// Every kernel, those of a text one behind the other.
+    /// Every kernel; kernels of one PTX file are adjacent.
     pub const ALL: [Own; 10] = [
         Own::Documents,
         Own::Unpaired,
@@ -57,7 +57,7 @@ impl Own {
         Own::AddRows,
     ];
 
-    /// The kernel's name in the PTX.
+    /// Returns the kernel's name in the PTX.
     pub const fn name(self) -> &'static CStr {
         match self {
             Own::Documents => c"documents",
@@ -73,7 +73,7 @@ impl Own {
         }
     }
 
-    /// The PTX text that has the kernel.
+    /// Returns the PTX that contains the kernel.
     pub const fn ptx(self) -> &'static str {
         match self {
             Own::Documents | Own::Unpaired => DOCUMENTS,
@@ -85,18 +85,18 @@ impl Own {
     }
 }
 
-/// Kernels on one device, as far as schedules have asked for them.
+/// Kernels loaded on one device; each is loaded when a schedule first needs it.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     device: u32,
     kernels: [OnceLock<Kernel>; Own::ALL.len()],
 }
 
-/// Those of each device that needed some.
+/// Loaded kernels, one entry per device that needed some.
 static LOADED: Mutex<Vec<&'static Loaded>> = Mutex::new(Vec::new());
 
 impl Loaded {
-    /// Those of a device, with these among them, each loaded once in the life of the process.
+    /// Returns the kernels of a device and makes sure that the `needed` ones are loaded. Each is loaded once per process.
     pub(crate) fn on(device: &'static Device, needed: impl Iterator<Item = Own>) -> Result<&'static Loaded, cudnn_graph::Error> {
         let mut all = LOADED.lock();
         let known = all.iter().find(|loaded| loaded.device == device.ordinal()).copied();

@@ -1,14 +1,14 @@
-//! Results that a ledger is made of.
+//! Results of compared passes, from which a ledger is made.
 
 use super::feature::{Feature, Features};
 use super::{About, Ledger, features};
 use crate::lower::Job;
 use ahash::{AHashMap, AHashSet};
 
-/// Problems of different shapes with right results that prove a pair of features.
+/// A pair of features is proven by this many problems of different shapes with right results.
 pub const ENOUGH: usize = 3;
 
-/// Features that a refused combination has at most, where a smaller one may be the cause of a wrong result.
+/// Features in a refused combination, at most, unless no smaller combination can be the cause of a wrong result.
 const MOST_REFUSED: usize = 3;
 
 /// Batch, query heads, KV heads, `seq_q`, `seq_kv`, `dim_qk`, `dim_v`.
@@ -24,7 +24,7 @@ pub struct Evidence {
 impl Evidence {
     /// Adds a pass whose results were compared with an oracle.
     ///
-    /// A process that ended, or gave no result in time, is a wrong result.
+    /// Add a pass as wrong if its process ended or returned no result in time.
     pub fn add(&mut self, job: &Job, is_right: bool) {
         let problem = job.problem();
         let [batch, heads_q, seq_q, seq_kv] = problem.extents();
@@ -35,7 +35,7 @@ impl Evidence {
         }
     }
 
-    /// The ledger that the results make. The counts of `about` are replaced.
+    /// Makes the ledger of these results. Replaces the counts in `about`.
     pub fn ledger(&self, about: About) -> Ledger {
         let mut shapes: AHashMap<(Feature, Feature), AHashSet<Extents>> = AHashMap::new();
         for (of_pass, extents) in &self.right {
@@ -65,8 +65,8 @@ impl Evidence {
         Ledger { about, proven, refused }
     }
 
-    /// The combinations of features that may be the cause of a wrong result: those of at most [`MOST_REFUSED`] features that no right result has, the
-    /// smallest alone; all features of the pass where a right result has each of these.
+    /// Returns the combinations of features that may cause a wrong result: minimal ones of at most [`MOST_REFUSED`] features that no right result
+    /// has. If right results have all of these, returns all features of the pass.
     fn refused(&self) -> Vec<Features> {
         let mut refused: Vec<Features> = Vec::new();
         for wrong in &self.wrong {

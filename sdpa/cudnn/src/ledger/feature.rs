@@ -36,11 +36,11 @@ pub enum Order {
     Bshd,
     /// (tokens, batch, heads, dim).
     Sbhd,
-    /// Another.
+    /// Any other order.
     Other,
 }
 
-/// Where an expression is.
+/// The expression that has a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Use {
     /// In the score_mods.
@@ -70,7 +70,7 @@ pub enum Part {
     Select,
 }
 
-/// A set of axes: a bit for each, in the order of [`Axis::ALL`].
+/// A set of axes, one bit per axis in the order of [`Axis::ALL`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Spans(u8);
 
@@ -89,7 +89,7 @@ impl fmt::Display for Spans {
 
 macro_rules! features {
     ($($(#[doc = $doc:literal])+ $variant:ident $name:literal;)*) => {
-        /// A feature of a pass. [`features`](super::features) takes those of a pass from its facts.
+        /// A feature of a pass. [`features`](super::features) derives those of a pass from its facts.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Feature {
             $($(#[doc = $doc])+ $variant,)*
@@ -107,7 +107,7 @@ macro_rules! features {
             Layout(Order),
             /// Part of the score_mods or of the mask.
             Has(Use, Part),
-            /// The gradient of a declared parameter over these axes; of a scalar over none.
+            /// The gradient of a declared parameter over these axes; a scalar has no axes.
             GradientOver(Spans),
             /// The element type of the gradient of a declared parameter.
             GradientIn(DType),
@@ -250,7 +250,7 @@ impl fmt::Display for Class {
 }
 
 impl Class {
-    /// The class of a head dim.
+    /// Returns the class of a head dim.
     pub(super) fn of_dim(dim: i64) -> Class {
         match dim {
             ..=64 => Class::To64,
@@ -261,7 +261,7 @@ impl Class {
         }
     }
 
-    /// The class of a number of queries. More of them are more tiles, each computed by itself.
+    /// Returns the class of a number of queries. More queries mean more tiles, which are independent.
     pub(super) fn of_queries(seq_q: i64) -> Class {
         match seq_q {
             ..=1 => Class::One,
@@ -270,7 +270,7 @@ impl Class {
         }
     }
 
-    /// The class of a number of keys. Engines loop over them, and a version of cuDNN was wrong past 1,024.
+    /// Returns the class of a number of keys. Engines loop over keys, and a version of cuDNN was wrong past 1,024.
     pub(super) fn of_keys(seq_kv: i64) -> Class {
         match seq_kv {
             ..=1 => Class::One,
@@ -346,7 +346,7 @@ static ALL: LazyLock<Vec<Feature>> = LazyLock::new(|| {
 });
 
 impl Feature {
-    /// Every feature there is.
+    /// Returns every feature.
     pub fn all() -> &'static [Feature] {
         &ALL
     }
@@ -372,7 +372,7 @@ const BITS: usize = 256;
 pub struct Features([u64; BITS / 64]);
 
 impl Features {
-    /// Whether a feature is in the set.
+    /// Returns whether a feature is in the set.
     pub fn has(&self, feature: Feature) -> bool {
         let at = feature.index();
         self.0[at / 64] & 1 << (at % 64) != 0
@@ -384,19 +384,19 @@ impl Features {
         self.0[at / 64] |= 1 << (at % 64);
     }
 
-    /// Whether every feature of the set is in another.
+    /// Returns whether every feature of the set is in another.
     pub fn is_within(&self, other: &Features) -> bool {
         self.0.iter().zip(other.0).all(|(own, other)| own & !other == 0)
     }
 
-    /// The features of the set that are not in another.
+    /// Returns the features of the set that are not in another.
     pub fn without(&self, other: &Features) -> Features {
         let mut left = *self;
         left.0.iter_mut().zip(other.0).for_each(|(own, other)| *own &= !other);
         left
     }
 
-    /// The features, in the order of [`Feature::all`].
+    /// Iterates over the features, in the order of [`Feature::all`].
     pub fn iter(&self) -> impl Iterator<Item = Feature> {
         let words = self.0;
         let listed = Feature::all().iter().enumerate();

@@ -1,11 +1,11 @@
 //! Ledgers: which features of attention a version of cuDNN computes correctly on an architecture.
 //!
-//! cuDNN's engines compute some graphs wrongly and report success, so results of generated problems were compared with an oracle
-//! (`cargo sdpa prove cudnn`). A *ledger* is what that says. Two features of a pass are **proven** together if at least [`ENOUGH`] problems of different
-//! shapes that have both had right results, and none had a wrong one. A pass is proven if all pairs of its features are. Where a result was wrong, the
-//! combinations of features that may be the cause are **refused**: also where cuDNN is named.
+//! cuDNN's engines compute some graphs wrongly and report success, so results of generated problems were compared with an oracle (`cargo sdpa prove
+//! cudnn`). A *ledger* records the outcome. Two features are **proven** together if at least [`ENOUGH`] problems of different shapes with both had
+//! right results, and none had a wrong one. A pass is proven if all pairs of its features are. Combinations of features that may cause a wrong result
+//! are **refused**, even if the caller asks for cuDNN by name.
 //!
-//! A ledger is of one version and one compute capability. Nothing is inherited: cuDNN has other engines elsewhere.
+//! A ledger covers one version and one compute capability. It says nothing of others, whose engines differ.
 
 mod evidence;
 mod feature;
@@ -22,32 +22,32 @@ use sdpa_nvidia::user::{self, SettingError};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The ledgers of this release: version, compute capability times ten, and the file.
+/// The ledgers of this release: cuDNN version, compute capability times ten, file.
 const RELEASED: [(Version, u32, &str); 2] = [
     (Version::new(9, 19, 0), 90, include_str!("../../ledgers/cudnn-9.19.0-sm90.json")),
     (Version::new(9, 27, 0), 90, include_str!("../../ledgers/cudnn-9.27.0-sm90.json")),
 ];
 
-/// The release that makes and reads ledgers.
+/// The version of this crate, which is stored in ledgers.
 pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
-/// The format of a file.
+/// The version of the file format.
 const FORMAT: u32 = 1;
 
-/// The folder of ledgers among those of a user.
+/// The folder of ledgers within the user's folder.
 const FOLDER: &str = "ledgers";
 
 /// Which features of attention one version of cuDNN computes correctly on one architecture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ledger {
     about: About,
-    /// By feature: those that it is proven with.
+    /// For each feature, the features that it is proven with.
     proven: Vec<(Feature, Features)>,
-    /// Combinations that a wrong result has and no right one.
+    /// Combinations of features that some wrong result has and no right one.
     refused: Vec<Features>,
 }
 
-/// What a ledger is of, and how it was made.
+/// Scope and origin of a ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
     /// The version of cuDNN.
@@ -56,7 +56,7 @@ pub struct About {
     pub sm: u32,
     /// The device's name.
     pub device: String,
-    /// The version of this crate: another may lower problems to other graphs.
+    /// The version of this crate. Another version may lower problems to other graphs.
     pub release: String,
     /// Problems whose results were right.
     pub right: usize,
@@ -64,7 +64,7 @@ pub struct About {
     pub wrong: usize,
 }
 
-/// A file.
+/// Contents of a ledger file.
 #[derive(Serialize, Deserialize)]
 struct File {
     format: u32,
@@ -76,31 +76,31 @@ struct File {
     refused: Vec<Vec<String>>,
 }
 
-/// Why a file is no ledger.
+/// Why a ledger file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
     /// The file cannot be read or written.
     #[error("{path}: {source}")]
     Io {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
     },
-    /// The folder of the user is not known.
+    /// The user's folder is not known.
     #[error(transparent)]
     Setting(#[from] SettingError),
-    /// Its text is no ledger.
+    /// The text is not a valid ledger.
     #[error("{path} is not a ledger: {what}")]
     Text {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The rule that it breaks.
         what: String,
     },
 }
 
-/// Numbers as ranges, such as `0-3 7`.
+/// Writes numbers as ranges, such as `0-3 7`.
 fn ranges(numbers: impl Iterator<Item = usize>) -> String {
     let mut ranges: Vec<[usize; 2]> = Vec::new();
     for number in numbers {
@@ -113,7 +113,7 @@ fn ranges(numbers: impl Iterator<Item = usize>) -> String {
     ranges.iter().map(text).collect::<Vec<_>>().join(" ")
 }
 
-/// The numbers of ranges, each below `end`.
+/// Reads numbers from ranges. Each must be below `end`.
 fn numbers(text: &str, end: usize) -> Result<Vec<usize>, String> {
     let mut all = Vec::new();
     for range in text.split_whitespace() {
@@ -128,33 +128,33 @@ fn numbers(text: &str, end: usize) -> Result<Vec<usize>, String> {
 }
 
 impl Ledger {
-    /// The ledger of this release for a version of cuDNN and a compute capability (times ten).
+    /// Returns this release's ledger for a version of cuDNN and a compute capability (times ten).
     pub fn released(cudnn: Version, sm: u32) -> Option<Ledger> {
         let (.., text) = RELEASED.iter().find(|(version, architecture, _)| (*version, *architecture) == (cudnn, sm))?;
-        // A test reads every one of them.
+        // A test parses every released ledger.
         Ledger::parse(text).inspect_err(|error| tracing::error!(%cudnn, sm, error, "a ledger of this release cannot be read")).ok()
     }
 
-    /// The versions of cuDNN and the compute capabilities that this release has ledgers for.
+    /// Returns the versions of cuDNN and the compute capabilities for which this release has ledgers.
     pub fn all_released() -> impl Iterator<Item = (Version, u32)> {
         RELEASED.iter().map(|(cudnn, sm, _)| (*cudnn, *sm))
     }
 
-    /// What it is of, and how it was made.
+    /// Returns the scope and origin.
     pub fn about(&self) -> &About {
         &self.about
     }
 
-    /// The pairs of features that are proven; a feature by itself is a pair with itself.
+    /// Returns how many pairs of features are proven. A single feature counts as a pair with itself.
     pub fn pairs(&self) -> usize {
         let of = |(at, (_, with)): (usize, &(Feature, Features))| self.proven[..=at].iter().filter(|(other, _)| with.has(*other)).count();
         self.proven.iter().enumerate().map(of).sum()
     }
 
-    /// Reads a ledger.
+    /// Parses a ledger.
     ///
     /// # Errors
-    /// The rule that the text breaks.
+    /// Returns the first rule that the text breaks.
     pub fn parse(text: &str) -> Result<Ledger, String> {
         let File { format, about, proven, refused } = serde_json::from_str(text).map_err(|e| e.to_string())?;
         if format != FORMAT {
@@ -173,7 +173,7 @@ impl Ledger {
         Ok(Ledger { about, proven: names.into_iter().zip(of_each).collect(), refused })
     }
 
-    /// Writes a ledger that [`Ledger::parse`] reads.
+    /// Writes the ledger as text that [`Ledger::parse`] reads.
     pub fn text(&self) -> String {
         let of = |(at, (feature, with)): (usize, &(Feature, Features))| {
             let others = self.proven[..=at].iter().enumerate().filter(|(_, (other, _))| with.has(*other));
@@ -182,7 +182,7 @@ impl Ledger {
         let proven = self.proven.iter().enumerate().map(of).collect::<Vec<_>>();
         let names = |features: &Features| features.iter().map(|feature| feature.to_string()).collect::<Vec<_>>();
         let refused = self.refused.iter().map(names).collect::<Vec<_>>();
-        // A line for each feature, so that changes can be read.
+        // One line per feature keeps diffs readable.
         let line = |value: serde_json::Value| format!("    {value}");
         let lines = |values: Vec<serde_json::Value>| match values.is_empty() {
             true => "[]".to_owned(),
@@ -198,12 +198,12 @@ impl Ledger {
         )
     }
 
-    /// The name of a ledger's file, such as `cudnn-9.19.0-sm90.json`.
+    /// Returns the name of a ledger's file, such as `cudnn-9.19.0-sm90.json`.
     pub fn file_name(cudnn: Version, sm: u32) -> String {
         format!("cudnn-{cudnn}-sm{sm}.json")
     }
 
-    /// The folder for the ledgers of this user: `ledgers` beside the [kernel cache](sdpa_nvidia::user::folder). `None` where the user has no home.
+    /// Returns this user's folder of ledgers: `ledgers` next to the [kernel cache](sdpa_nvidia::user::folder). `None` if the user has no home.
     ///
     /// # Errors
     /// [`LedgerError::Setting`].
@@ -211,7 +211,7 @@ impl Ledger {
         Ok(user::folder(FOLDER)?)
     }
 
-    /// The files of ledgers in a folder, by name; none where there is no folder.
+    /// Returns the ledger files in a folder, sorted by name; none if the folder does not exist.
     ///
     /// # Errors
     /// [`LedgerError::Io`].
@@ -232,10 +232,10 @@ impl Ledger {
         Ok(paths)
     }
 
-    /// The ledgers of this user, for [`CudnnOptions::ledgers`](crate::CudnnOptions::ledgers). Those that another release made are left out.
+    /// Returns this user's ledgers, for [`CudnnOptions::ledgers`](crate::CudnnOptions::ledgers). Ledgers of another release are skipped.
     ///
     /// # Errors
-    /// Of the first file that is no ledger.
+    /// The error of the first file that is not a valid ledger.
     pub fn all_of_user() -> Result<Vec<Ledger>, LedgerError> {
         let Some(folder) = Ledger::user_folder()? else { return Ok(Vec::new()) };
         let mut ledgers = Ledger::files_in(&folder)?.iter().map(|path| Ledger::load(path)).collect::<Result<Vec<_>, _>>()?;
@@ -246,16 +246,16 @@ impl Ledger {
     /// Reads a file.
     ///
     /// # Errors
-    /// The system's, or the rule that the text breaks.
+    /// The system's error, or the rule that the text breaks.
     pub fn load(path: &Path) -> Result<Ledger, LedgerError> {
         let text = std::fs::read_to_string(path).map_err(|source| LedgerError::Io { path: path.to_owned(), source })?;
         Ledger::parse(&text).map_err(|what| LedgerError::Text { path: path.to_owned(), what })
     }
 
-    /// Writes a file, and its folder if need be; another process sees the old file or the new one, never a part.
+    /// Writes a file, and creates its folder if needed. Other processes see the old file or the new one, never a part.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn save(&self, path: &Path) -> Result<(), LedgerError> {
         let part = path.with_extension(format!("{}.part", std::process::id()));
         let folder = path.parent().map_or(Ok(()), std::fs::create_dir_all);
@@ -263,7 +263,7 @@ impl Ledger {
         written.map_err(|source| LedgerError::Io { path: path.to_owned(), source })
     }
 
-    /// The features and pairs of features of a pass that are not proven; none where the pass is.
+    /// Returns the features and pairs of features of a pass that are not proven; none if the pass is proven.
     fn missing(&self, of_pass: &Features) -> Vec<String> {
         let none = Features::default();
         let with = |feature: Feature| self.proven.iter().find(|(other, _)| *other == feature).map_or(&none, |(_, with)| with);
@@ -276,13 +276,13 @@ impl Ledger {
         missing
     }
 
-    /// What is missing for a pass to be proven.
+    /// Returns the unproven features of a pass; `None` if the pass is proven.
     pub fn unproven(&self, job: &Job) -> Option<Unproven> {
         let missing = self.missing(&features(job));
         (!missing.is_empty()).then(|| unproven(self.about.cudnn, self.about.sm, Untested::Features(missing)))
     }
 
-    /// Why a pass is refused: it has a combination of features that a wrong result had, and no right one.
+    /// Returns why the ledger refuses a pass: some combination of its features had a wrong result and no right one.
     pub fn refuses(&self, job: &Job) -> Option<Reason> {
         let of_pass = features(job);
         let cause = self.refused.iter().find(|combination| combination.is_within(&of_pass))?;
@@ -295,7 +295,7 @@ impl Ledger {
     }
 }
 
-/// What is missing on a version of cuDNN and an architecture.
+/// Describes unproven features on a version of cuDNN and an architecture.
 pub(crate) fn unproven(cudnn: Version, sm: u32, what: Untested) -> Unproven {
     Unproven::new(ExecutorName::CUDNN, format!("cuDNN {cudnn}, sm {sm}"), what)
 }

@@ -5,17 +5,17 @@ use crate::lower::Job;
 use sdpa_core::expr::{Axes, Declared, Node, ParamKind, Trace};
 use sdpa_core::{Fact, Operand, SINK, Side, Statistic, StatsBase};
 
-/// Blocks along the second and third dimension of a CUDA grid, at most.
+/// Thread blocks along the second and third dimension of a CUDA grid, at most.
 const GRID: i64 = 65_535;
 
-/// Orders of dimensions that have a name.
+/// Orders of dimensions that have names.
 const ORDERS: [(Order, [usize; 4]); 3] = [(Order::Bhsd, [0, 1, 2, 3]), (Order::Bshd, [0, 2, 1, 3]), (Order::Sbhd, [2, 0, 1, 3])];
 
-/// What features are taken from: the facts that belong together.
+/// Facts that together decide a feature, gathered from a pass.
 #[derive(Default)]
 struct Seen {
     features: Features,
-    /// For each operand, which of [`ORDERS`] describe it: a dimension of one element fits any of them.
+    /// For each operand, which of [`ORDERS`] describe it. A dimension of one element fits any order.
     orders: Vec<[bool; 3]>,
     heads: [i64; 2],
     is_packed: bool,
@@ -35,9 +35,9 @@ impl Seen {
         self.add(when, feature);
     }
 
-    /// The order and the gaps of an operand with these extents.
+    /// Records the order and the gaps of an operand with these extents.
     fn strides(&mut self, extents: [i64; 4], strides: [i64; 4]) {
-        // A dimension of one element has no place in an order.
+        // A dimension of one element has no position in an order.
         let mut real: Vec<usize> = (0..4).filter(|&d| extents[d] > 1).collect();
         real.sort_by_key(|&d| std::cmp::Reverse(strides[d]));
         let is_in = |order: [usize; 4]| order.into_iter().filter(|d| real.contains(d)).eq(real.iter().copied());
@@ -71,7 +71,7 @@ impl Seen {
                 Node::Unary(function, _) => has(Part::Unary(function)),
                 Node::Binary(function, ..) => has(Part::Binary(function)),
                 Node::Select(..) => has(Part::Select),
-                // A table is a declared tensor over no axis, which no ledger lists: cuDNN's engines read none.
+                // A table is a declared tensor over no axis. Ledgers list none: cuDNN's engines read no tables.
                 Node::Score | Node::Upstream | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Read(..) => {}
             }
         }
@@ -89,9 +89,9 @@ impl Seen {
         }
     }
 
-    /// Adds what a fact says.
+    /// Records a fact.
     ///
-    /// There is no wildcard arm, on purpose: a new fact belongs here with a feature, or with the reason why results do not depend on it.
+    /// There is deliberately no wildcard arm: a new fact needs a feature here, or the reason why results do not depend on it.
     fn fact(&mut self, job: &Job, fact: &Fact<'_>) {
         let dtype = job.problem().dtype();
         match *fact {
@@ -133,7 +133,7 @@ impl Seen {
             Fact::MostTokens(_, bound) => self.add(bound.is_some(), Feature::TokenBound),
             Fact::Sink(has_sink) => self.add(has_sink, Feature::Sink),
             Fact::Dropout(dropout) => self.add(dropout.is_some(), Feature::Dropout),
-            // How many pages there are decides how far the pool reaches, not what is computed.
+            // The number of pages decides the size of the pool, not what is computed.
             Fact::Pages(_) | Fact::PageSize(None) => {}
             Fact::PageSize(Some(size)) => {
                 self.in_pages = true;
@@ -196,7 +196,7 @@ impl Seen {
     }
 }
 
-/// The extents of an operand; of keys in pages, those of the pool.
+/// Returns the extents of an operand; for paged keys, those of the pool.
 fn extents(job: &Job, operand: Operand) -> [i64; 4] {
     job.tensor(operand).map_or([1; 4], |tensor| tensor.dims)
 }

@@ -44,14 +44,14 @@ fn features_are_those_of_the_problem() {
         "operands in order bshd",
     ];
     assert_eq!(names(&job), of_dense);
-    // Each option adds and removes these features, and no others.
+    // Each option adds and removes these features and no others.
     let differs = |job: Job, more: &[&str], less: &[&str]| {
         let own = names(&job);
         let new: Vec<&str> = own.iter().map(String::as_str).filter(|name| !of_dense.contains(name)).collect();
         let gone: Vec<&str> = of_dense.into_iter().filter(|name| !own.iter().any(|own| own == name)).collect();
         assert_eq!((&new[..], &gone[..]), (more, less));
     };
-    // One KV head fits every order, so that operands have one order all the same.
+    // With one KV head K fits every order, so the operands share one order.
     let one_kv_head = AttentionSpec::dense(DType::BF16, Shape { heads_kv: 1, ..shape(70) }, Layout::Bshd);
     differs(forward(&one_kv_head), &["one KV head for several query heads"], &[]);
     differs(forward(&dense(70).with_sink()), &["sink"], &[]);
@@ -105,7 +105,7 @@ fn a_pair_is_proven_by_three_shapes() {
     assert_eq!(ledger.unproven(&job), None);
     let unproven = ledger.unproven(&forward(&dense(70).with_sink())).unwrap();
     assert_eq!(unproven.to_string(), "unproven on cuDNN 9.19.0, sm 90: no mask; sink");
-    // Each is proven, but not both together.
+    // Each feature is proven, but the pair is not.
     for seq in [70, 71, 72] {
         evidence.add(&forward(&dense(seq).with_sink()), true);
     }
@@ -131,7 +131,7 @@ fn the_cause_of_a_wrong_result_is_refused() {
     assert_eq!(refused.as_deref(), Some(wanted));
     assert_eq!((ledger.refuses(&masked(70, "causal")), ledger.refuses(&forward(&dense(70).with_sink()))), (None, None));
     assert!(ledger.unproven(&both(70)).is_some() && ledger.unproven(&forward(&dense(70).with_sink())).is_none());
-    // Where each combination of three features has a right result, the pass itself is refused.
+    // Right results cover each combination of three features, so the whole set of features is refused.
     evidence.add(&both(70), true);
     evidence.add(&both(128), true);
     let ledger = evidence.ledger(about());

@@ -1,5 +1,5 @@
-//! The backward pass. The composite form is that of NVIDIA's frontend, op by op: the multiplication by one, the order of the
-//! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
+//! The backward pass. The composite form repeats NVIDIA's frontend op by op, because engines match the pattern: the multiplication by one, the order
+//! of masks and the subtraction of stats, transpositions as reshapes, and the f32 accumulator.
 
 use super::composite::{product, product_into, scores_like};
 use super::dropout::Dropout;
@@ -18,7 +18,7 @@ use sdpa_core::problem::Problem;
 use sdpa_core::{Operand, Side};
 use serde::{Deserialize, Serialize};
 
-/// Operands of both forms, in the same order.
+/// Operand tensors, in the same order in both forms.
 pub(super) struct Ports {
     pub(super) operands: Vec<(Operand, TensorId)>,
     pub(super) stats: TensorId,
@@ -52,27 +52,28 @@ impl Ports {
     }
 }
 
-/// How a backward pass in the composite form computes the gradient of the queries.
+/// How a backward pass in the composite form computes dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueryGradient {
-    /// In an f32 accumulator, part by part.
+    /// In an f32 accumulator, block by block.
     Summed,
-    /// At once, from dS in the workspace, which grows with the product of the lengths.
+    /// In one GEMM, from dS in the workspace. The workspace grows with the product of the lengths.
     AtOnce,
 }
 
-/// How a backward pass is spelled, where the composite form leaves a choice.
+/// The graph pattern of a backward pass in the composite form, where several are possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spelling {
-    /// How the gradient of the queries is computed.
+    /// How dQ is computed.
     pub query_gradient: QueryGradient,
     /// How declared tensors that span queries are read.
     pub vectors: Vectors,
 }
 
 impl Spelling {
-    /// The spelling that is asked for first. Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
+    /// Returns the pattern that is tried first. Engines that sum parameter gradients keep dS in the workspace. So do the deterministic engines,
+    /// except one that must be requested by number.
     /// but for one that has to be asked for by name.
     pub fn usual(b: &BackwardProblem) -> Spelling {
         let at_once = b.deterministic() || b.wrt_scores().next().is_some();
@@ -107,7 +108,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
         Some((gradient, emitter)) => emitter.emit_inside(to, gradient.trace.roots()[0]),
         None => scaled,
     };
-    // Before the masks: stats of −∞ would make what they drop not-a-number.
+    // Subtract before the masks: stats of −∞ would turn masked-out scores into NaN.
     let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
     let inside = if emitter.is_some() || p.seq_q() == 1 {
         // `Quirk::TilesPastTheEnd`, `Quirk::QueriesPastTheOnly`.
@@ -185,12 +186,12 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     })
 }
 
-/// Why padding is refused beside some score_mods.
+/// Why padding is refused with some score_mods.
 const NO_NUMBER: &str = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that \
                                     to score_mods, behind whatever is selected there; the cpu executor runs it, and cuDNN where the \
                                     lengths are a mask array";
 
-/// Whether a score_mod, and its derivative where the trace has it, are numbers for a score of −∞, at the ends of the indices.
+/// Returns whether a score_mod, and its derivative if the trace has it, are not NaN for a score of −∞ at the ends of the indices.
 fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {
     let params = vec![1.0; trace.params().len()];
     (0..16).all(|corner| {
@@ -200,8 +201,8 @@ fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {
     })
 }
 
-/// Whether a score that a mask drops may have a derivative that is no finite number, which 0 times would not undo. Past the lengths
-/// of a batch entry any may: engines put no number there.
+/// Returns whether a masked-out score may have a derivative that is not finite, which a factor of 0 would turn into NaN. Past the lengths of a batch
+/// entry any score_mod may: engines put NaN there.
 fn may_be_infinite(trace: &Trace) -> bool {
     trace.nodes().iter().any(|node| match node {
         Node::Unary(f, _) => matches!(f, Unary::Log | Unary::Sqrt | Unary::Rsqrt | Unary::Exp),
@@ -211,14 +212,14 @@ fn may_be_infinite(trace: &Trace) -> bool {
     })
 }
 
-/// Whether sums in the workspace lie as packed documents do: where that takes less than a place for each query of the longest document. With
-/// 72 elements to a query dq is wrong then (H200, 9.19), as NVIDIA's frontend knows, and where heads are farther apart than tokens.
+/// Returns whether row sums in the workspace are packed, if that takes less memory than a slot for each query of the longest sequence. With 72
+/// elements per query, dQ is wrong then (H200, 9.19), as NVIDIA's frontend knows; so it is if the head stride exceeds the token stride.
 fn sums_are_packed(b: &BackwardProblem) -> bool {
     let (p, [_, head, token, _]) = (b.forward(), b.dq().strides);
     p.packed().is_some() && p.dim_qk() % 16 == 0 && head < token && p.total(Side::Queries) < p.batch() * p.seq_q()
 }
 
-/// Σ o·d_o of each row, times a number, in device memory. Engines tell it from the others by the multiplication, be it by one.
+/// Emits Σ o·d_o of each row, times a factor, in device memory. Engines recognise it by the multiplication, even if the factor is one.
 fn row_sum(to: &mut Draft<'_>, b: &BackwardProblem, ports: &Ports, factor: f32) -> TensorId {
     let p = b.forward();
     let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
@@ -238,12 +239,12 @@ fn row_sum(to: &mut Draft<'_>, b: &BackwardProblem, ports: &Ports, factor: f32) 
     sums
 }
 
-/// Transposes scores, in the type of the operands: a view with swapped extents and strides.
+/// Transposes scores, in the element type of the operands: a view with swapped extents and strides.
 fn turn(g: &mut Graph, p: &Problem, scores: TensorId) -> TensorId {
     turned(g, p, scores, dtype(p.dtype()))
 }
 
-/// The same in another type.
+/// Transposes scores, in element type `dtype`.
 pub(super) fn turned(g: &mut Graph, p: &Problem, scores: TensorId, dtype: DType) -> TensorId {
     let [batch, heads, seq_q, seq_kv] = p.extents();
     let strides = [heads * seq_q * seq_kv, seq_q * seq_kv, 1, seq_kv];
@@ -251,7 +252,7 @@ pub(super) fn turned(g: &mut Graph, p: &Problem, scores: TensorId, dtype: DType)
     g.set_dtype(turned, dtype)
 }
 
-/// A product in f32 that has a head for each key head: summed over the query heads that share one.
+/// Emits a GEMM in f32 with a head for each KV head: the sum over the query heads of a GQA group.
 pub(super) fn fold(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 2], overrides: [Option<TensorId>; 3]) -> TensorId {
     let p = b.forward();
     let dim = to.graph.get(factors[1]).and_then(|t| t.dims.0.last().copied()).unwrap_or(1);
@@ -259,7 +260,7 @@ pub(super) fn fold(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 
     if p.group() == 1 { full } else { to.graph.reduce(ReductionMode::Add, full, [p.batch(), p.heads_kv(), p.seq_kv(), dim]) }
 }
 
-/// A product whose result has a head for each query head, summed over the query heads that share a key head.
+/// Emits a GEMM with a head for each query head, and sums it over GQA groups into `into`.
 fn fold_heads(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 2], into: TensorId, overrides: [Option<TensorId>; 3]) {
     let p = b.forward();
     let g = &mut *to.graph;
@@ -280,9 +281,8 @@ fn fold_heads(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 2], i
     g.push(Op::Reduction(Reduction { mode: ReductionMode::Add, x: full, y: into, compute: DType::F32, deterministic: false }));
 }
 
-/// Strides of a gradient with a head for each query head, and where its documents begin, in units of as many elements more as there are heads
-/// more: where it is given memory that lies as packed documents do. Engines take as much for themselves then, and otherwise keep a place for
-/// each key of the longest document.
+/// Returns strides for a per-query-head gradient, and its offsets in units that are larger by the group size, if it can be packed like the sequences.
+/// Engines then reserve that much workspace; otherwise they reserve a slot for each key of the longest sequence.
 fn heads_in_workspace(g: &Graph, p: &Problem, gradient: TensorId) -> Option<([i64; 4], Option<Ragged>)> {
     let tensor = g.get(gradient)?;
     let [batch, head, token, dim] = tensor.strides.0[..] else { return None };
@@ -292,8 +292,8 @@ fn heads_in_workspace(g: &Graph, p: &Problem, gradient: TensorId) -> Option<([i6
         .then_some(([batch * p.group(), head, token * p.group(), dim], tensor.ragged))
 }
 
-/// Gradients of declared parameters. Engines sum the gradient that is about to be multiplied by the scale, and no other: that of
-/// a tensor which is added to the score before everything else.
+/// Emits gradients of declared parameters. Engines sum only the gradient that is then multiplied by the scale: that of a tensor that is added to the
+/// score first.
 fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Result<(), LowerError> {
     let Some(gradient) = b.gradient() else { return Ok(()) };
     let roots = gradient.trace.roots();
@@ -316,8 +316,8 @@ fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Re
         };
         let extents = b.forward().extents();
         let dims = axes.dims(extents);
-        // Engines sum over batch entries and heads; what they give where they would have to sum over queries or keys is wrong,
-        // or rounded on the way (H200, 9.19 and 9.27, every set of axes).
+        // Engines sum correctly over batch entries and heads. Sums over queries or keys are wrong or rounded on the way (H200, 9.19 and 9.27, every
+        // set of axes).
         let written = [dims[0], dims[1], extents[2], extents[3]];
         let tensor = to.graph.tensor(Tensor::device(format!("d_{name}"), dtype(wanted.dtype), written.to_vec()));
         to.graph.push(Op::Reduction(Reduction {

@@ -1,4 +1,4 @@
-//! Scales of blocks as NVIDIA's frontend spells them: operands are made wide in front of the products, and weights and the output are rounded as they are.
+//! Block scales, in the graph pattern of NVIDIA's frontend: operands are dequantized before the GEMMs; P and the output are rounded as usual.
 
 use super::expr::Draft;
 use super::lowered::Supply;
@@ -9,24 +9,24 @@ use cudnn_graph::{DType, Graph};
 use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, BLOCK, BlockScale};
 
-/// The fewest keys of which a line of scales is shorter, as an axis of blocks is: it has four at least.
+/// Below this many keys the scales along keys, at least four, are as long as the axis; engines need them to be shorter.
 pub(crate) const FEWEST_KEYS: i64 = 5;
 
-/// The scales of a forward pass, and where it tells the largest magnitude of its output.
+/// The block scales of a forward pass, and the tensor for the amax of its output.
 pub(super) struct Blocks {
     scales: [(BlockScale, TensorId); 3],
     amax: TensorId,
 }
 
 impl Blocks {
-    /// Those of a problem; none of one whose blocks have no scales.
+    /// Declares the scale tensors of a problem; `None` if it has no block scales.
     pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Option<Blocks> {
         let mut scales = Vec::new();
         for which in BlockScale::ALL {
             let extents = problem.block_scales(which.operand())?.extents();
             let mut tensor = Tensor::device(which.name(), DType::F8E8M0, extents);
             tensor.reordering = Reordering::F8x128x4;
-            // As keys are in the first product, and values in the second: lines are columns.
+            // K and V are right-hand operands of their GEMMs, so rows of scales are columns there.
             let tensor = match which {
                 BlockScale::Q => tensor,
                 BlockScale::K | BlockScale::V => transposed(tensor),
@@ -40,7 +40,7 @@ impl Blocks {
         Some(Blocks { scales: scales.try_into().ok()?, amax })
     }
 
-    /// An operand as what it stands for, in the order that it lies in.
+    /// Dequantizes an operand to f32, with the strides of the operand.
     pub(super) fn widen(&self, g: &mut Graph, x: TensorId, which: BlockScale) -> TensorId {
         let Some((_, scale)) = self.scales.iter().find(|(own, _)| *own == which) else { return x };
         let Some(Tensor { dims, strides, .. }) = g.get(x).cloned() else { return x };
@@ -51,7 +51,7 @@ impl Blocks {
         y
     }
 
-    /// Tells the largest magnitude of the output.
+    /// Emits the amax of the output.
     pub(super) fn tell(&self, g: &mut Graph, o: TensorId) {
         g.push(Op::Reduction(Reduction { mode: ReductionMode::Amax, x: o, y: self.amax, compute: DType::F32, deterministic: false }));
     }

@@ -1,5 +1,4 @@
-//! The composite form of the forward pass: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines
-//! match.
+//! The composite form of the forward pass: the primitive ops of NVIDIA's frontend, in its order, which engines match.
 
 use super::blocks::Blocks;
 use super::dropout::Dropout;
@@ -24,14 +23,14 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let lengths = Lengths::of(problem);
     let [mut rows, mut keys] = lengths.overrides(to, problem, runtime);
     if let Some(table) = paged::table(to, problem, keys)? {
-        // Engines take no pages where the products are not told of lengths.
+        // Engines support pages only if the GEMMs have lengths.
         rows = rows.or_else(|| Some(paged::all(to, "seq_len_q_all", problem.batch(), problem.seq_q())));
         keys = Some(table.lengths);
         (k, v) = (paged::load(to, problem, table, k, Operand::K), paged::load(to, problem, table, v, Operand::V));
     }
     let blocks = Blocks::of(to, problem);
     let widen = |g: &mut Graph, x, which| blocks.as_ref().map_or(x, |blocks| blocks.widen(g, x, which));
-    // Keys first, as the frontend has it.
+    // K first, as in NVIDIA's frontend.
     let k = widen(to.graph, k, BlockScale::K);
     let q = widen(to.graph, q, BlockScale::Q);
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
@@ -48,7 +47,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         let left = dropout.drop(&mut g, weights);
         dropout.scale(&mut g, left)
     });
-    // The second matrix product reads the weights in the type of the operands.
+    // The second GEMM reads P in the element type of the operands.
     match scales {
         None => {
             g.set_dtype(weights, dtype(problem.dtype()));
@@ -81,13 +80,12 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     })
 }
 
-/// Extents of the scores.
+/// Returns the extents of the scores.
 pub(super) fn scores_like(problem: &Problem) -> Dims {
     Dims::from(problem.extents())
 }
 
-/// A matrix product into a new f32 tensor. `overrides` are the rows, columns and inner elements that count, per batch entry;
-/// `padding` stands where they do not.
+/// Emits a GEMM into a new f32 tensor. `overrides` are the valid rows, columns and inner elements per batch entry; elements past them are `padding`.
 pub(super) fn product(
     g: &mut Graph,
     [a, b]: [TensorId; 2],
@@ -100,32 +98,32 @@ pub(super) fn product(
     c
 }
 
-/// The same into a tensor that is there already.
+/// Emits a GEMM into an existing tensor.
 pub(super) fn product_into(g: &mut Graph, [a, b]: [TensorId; 2], c: TensorId, overrides: [Option<TensorId>; 3], padding: Option<f64>) {
     let [m_override, n_override, k_override] = overrides;
     let padding = padding.filter(|_| overrides.iter().any(Option::is_some));
     g.push(Op::Matmul(Matmul { a, b, c, m_override, n_override, k_override, padding, compute: DType::F32 }));
 }
 
-/// One number for each query head.
+/// Declares the sink tensor: one number per query head.
 fn sink(to: &mut Draft<'_>, problem: &Problem) -> TensorId {
     let tensor = to.graph.tensor(Tensor::device(SINK, DType::F32, [1, problem.heads_q(), 1, 1]));
     to.supplies.push((tensor, Supply::Param(SINK.to_owned())));
     tensor
 }
 
-/// What a softmax has of its rows besides their scores: results, where they are asked for, and what stands beside the keys.
+/// Tensors of a softmax besides the scores: requested row results, and sinks.
 struct Rows {
     stats: Option<TensorId>,
     max: Option<TensorId>,
     sum_exp: Option<TensorId>,
     sink: Option<TensorId>,
-    /// Stats are logarithms to base two, which the op alone knows.
+    /// Stats are base-2 logarithms, which only the softmax op supports.
     log2: bool,
 }
 
 impl Rows {
-    /// The op of runtimes that have one.
+    /// Emits the softmax op, for runtimes that have it.
     fn softmax(self, g: &mut Graph, x: TensorId) -> TensorId {
         let dims = g.get(x).map(|t| t.dims.clone()).unwrap_or(Dims(Vec::new()));
         let y = g.result("softmax", DType::F32, dims);
@@ -134,15 +132,15 @@ impl Rows {
         y
     }
 
-    /// The softmax of runtimes that have no op for it. Engines match the logarithm of the sum even where nobody reads it: NVIDIA's frontend leaves it
-    /// out beside the maximum or the sum, and then 9.19 takes neither sinks nor the sum alone.
+    /// Emits the softmax as primitive ops. Engines match the logarithm of the sum even if nothing reads it. NVIDIA's frontend omits it next to the
+    /// maximum or the sum, and then 9.19 supports neither sinks nor the sum alone.
     fn spelled(self, g: &mut Graph, scores: TensorId) -> TensorId {
         let Rows { stats, max, sum_exp, sink, log2: _ } = self;
         let mut row = g.get(scores).map(|t| t.dims.0.clone()).unwrap_or_default();
         if let Some(last) = row.last_mut() {
             *last = 1;
         }
-        // A result is written by the op that computes it whole, which is the one behind the sink.
+        // The op that completes a result writes it: with a sink that is the op after the sink.
         let keys_alone = |result: Option<TensorId>| result.filter(|_| sink.is_none());
         let of_keys = reduce(g, ReductionMode::Max, scores, &row, keys_alone(max));
         let max = sink.map_or(of_keys, |sink| pointwise(g, Mode::Max, [of_keys, sink], max));
@@ -160,7 +158,7 @@ impl Rows {
     }
 }
 
-/// A fold to `row`, into a tensor that is there already or a new one.
+/// Reduces to the extents `row`, into an existing tensor or a new one.
 fn reduce(g: &mut Graph, mode: ReductionMode, x: TensorId, row: &[i64], into: Option<TensorId>) -> TensorId {
     let Some(y) = into else { return g.reduce(mode, x, row.to_vec()) };
     g.push(Op::Reduction(Reduction { mode, x, y, compute: DType::F32, deterministic: false }));

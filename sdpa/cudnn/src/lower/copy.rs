@@ -1,8 +1,7 @@
-//! Copies on the device as small graphs, for operands that the attention engines cannot read or write in place.
+//! Device copies as small graphs, for operands that attention engines cannot read or write in place.
 //!
-//! cuDNN's pointwise engines take three axes and no more, and an axis of stride 0 only as the first (asked of 9.19 and 9.27
-//! for compute capability 8.0, 9.0 and 10.0). So axes that lie behind one another in memory are merged, and where three
-//! remain besides the last, the copy is made once per index of the outermost.
+//! cuDNN's pointwise engines support at most three axes, and stride 0 only on the first (9.19 and 9.27 on compute capability 8.0, 9.0 and 10.0). So
+//! contiguous axes are merged. If three axes remain besides the last, the copy runs once per index of the outermost.
 
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
@@ -11,7 +10,7 @@ use sdpa_core::spec::{Layout, TensorSpec};
 use sdpa_core::{Operand, packed};
 use sdpa_nvidia::Job;
 
-/// A copy graph, the tensors that a caller binds, and how often to run it.
+/// A copy graph, the tensors that a caller binds, and how often it runs.
 #[derive(Clone, Debug)]
 pub struct CopyGraph {
     /// The graph that copies.
@@ -20,7 +19,7 @@ pub struct CopyGraph {
     pub from: TensorId,
     /// The tensor that is written.
     pub to: TensorId,
-    /// Zeros that are read, as large as what is written: they may be the same memory.
+    /// Zeros that are read, as large as the output. They may share its memory.
     pub zeros: Option<TensorId>,
     /// How often the graph runs in one call.
     pub repeats: u64,
@@ -30,7 +29,7 @@ pub struct CopyGraph {
     pub to_step: u64,
 }
 
-/// An axis of both tensors, with the strides in each.
+/// An axis of both tensors, with its stride in each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Axis {
     extent: i64,
@@ -38,7 +37,7 @@ struct Axis {
     to: i64,
 }
 
-/// The outer axes that remain once those behind one another are merged, outermost first.
+/// Returns the outer axes after contiguous ones are merged, outermost first.
 fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
     let mut axes: Vec<Axis> =
         (0..3).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
@@ -55,25 +54,25 @@ fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
     merged
 }
 
-/// The largest power of two that divides an address and every step from it, in bytes, up to 16.
+/// Returns the largest power of two, up to 16, that divides an address and every step from it, in bytes.
 fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u32 {
     let steps = steps.into_iter().map(|s| (s * element).unsigned_abs()).filter(|&s| s > 0);
     let bits = steps.map(u64::trailing_zeros).chain([base.trailing_zeros()]).min().unwrap_or(0);
     1 << bits.min(4)
 }
 
-/// A graph that copies a tensor to one of the same extents and element type that lies otherwise.
+/// Returns a graph that copies a tensor to one of the same extents and element type with other strides.
 ///
 /// # Errors
-/// What [`Graph::verify`] finds: a bug of the lowering.
+/// An error of [`Graph::verify`] is a bug of the lowering.
 pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<CopyGraph, cudnn_graph::Error> {
     convert([dtype, dtype], from, to)
 }
 
-/// A graph that copies a tensor to one of the same extents, from one element type to another.
+/// Returns a graph that copies a tensor to one of the same extents, from one element type to another.
 ///
 /// # Errors
-/// As [`copy`].
+/// As for [`copy`].
 pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result<CopyGraph, cudnn_graph::Error> {
     let [from_element, to_element] = dtypes.map(|dtype| i64::from(dtype.bits() / 8));
     let [from_dtype, to_dtype] = dtypes;
@@ -91,7 +90,7 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
     let to_alignment = alignment(to.alignment, step(|a| a.to), to_element);
     let to_strides = [axes[0].to, axes[1].to, 1];
     let (x, y, zeros) = if from.strides[3] == 0 {
-        // Engines do not repeat the elements of a row, but they broadcast what is added to a tensor: to zeros.
+        // Engines cannot repeat elements of a row, but they broadcast an addend: the source is added to zeros.
         let one = |a: &Axis| if a.from == 0 { 1 } else { a.extent };
         let x =
             Tensor::device("from", from_dtype, [one(&axes[0]), one(&axes[1]), 1]).strides([axes[0].from.max(1), axes[1].from.max(1), 1]);
@@ -118,23 +117,23 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
     })
 }
 
-/// A dense declared tensor over some axes as one over more of them.
+/// Returns a graph that broadcasts a dense declared tensor to more axes.
 pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result<CopyGraph, cudnn_graph::Error> {
     let dense = Layout::Bhsd.strides(from);
     let strides = std::array::from_fn(|axis| if from[axis] == to[axis] { dense[axis] } else { 0 });
     let alignment = 16;
     let mut from = TensorSpec { dims: to, strides, alignment };
-    // The last axis is dense, or repeats one element.
+    // The last axis is dense or repeats one element.
     if to[3] == 1 {
         from.strides[3] = 1;
     }
     convert(dtypes, &from, &TensorSpec::dense(to, Layout::Bhsd))
 }
 
-/// Bytes that engines read at once: base addresses and strides must be multiples.
+/// Bytes of one vectorised access: base addresses and strides must be multiples of it.
 const VECTOR_BYTES: i64 = 16;
 
-/// Whether the engines can use a tensor where it is.
+/// Returns whether engines can use a tensor in place.
 pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
     let element = i64::from(dtype.bits() / 8);
     let steps = (0..3).filter(|&axis| tensor.dims[axis] > 1).map(|axis| tensor.strides[axis]);
@@ -142,10 +141,10 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
     dense && tensor.alignment >= VECTOR_BYTES as u32 && steps.into_iter().all(|s| s > 0 && s * element % VECTOR_BYTES == 0)
 }
 
-/// The same job with every operand that cannot be used in place made dense, and which those are.
+/// Makes every operand that cannot be used in place dense, and returns which those are.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
     let problem = job.problem();
-    // A document begins at any token of a row, also where it has one token at most.
+    // A sequence may begin at any token of a row, even if it has at most one token.
     let in_memory = |operand: Operand| match (job.in_memory(operand), problem.packs(operand.side())) {
         (Some(tensor), true) => Some(packed::memory(&tensor, problem.total(operand.side()).max(2))),
         (tensor, _) => tensor,
@@ -162,7 +161,7 @@ mod tests {
     fn check(from: TensorSpec) -> CopyGraph {
         let to = from.densely();
         let c = copy(DType::BF16, &from, &to).unwrap();
-        // Walk both tensors as the copy would, and see that every element is met once and lands where it belongs.
+        // Iterate over both tensors as the copy does; each element must be read once and written where it belongs.
         let graph = c.graph.graph();
         let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());
         let mut pairs = Vec::new();
@@ -207,7 +206,7 @@ mod tests {
         check(TensorSpec { dims: [1, 1, 1, 8], strides: [8, 8, 8, 1], alignment: 4 });
     }
 
-    /// Offsets of what is read for each element that is written, in the order of the latter.
+    /// Returns pairs of read and written offsets, in the order of the written elements.
     fn reads(c: &CopyGraph, element: i64) -> Vec<(i64, i64)> {
         let graph = c.graph.graph();
         let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());

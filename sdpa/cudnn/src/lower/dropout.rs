@@ -1,4 +1,4 @@
-//! Dropout as NVIDIA's frontend spells it: random truth values as numbers, and a multiplication that makes up for them.
+//! Dropout in the graph pattern of NVIDIA's frontend: multiply by a random 0/1 tensor, then by the inverse keep probability.
 
 use super::expr::Draft;
 use super::lowered::Supply;
@@ -8,22 +8,22 @@ use cudnn_graph::{DType, Graph};
 use sdpa_core::problem::Problem;
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED};
 
-/// Tensors of a graph that drops weights.
+/// Tensors of a graph with dropout.
 #[derive(Clone, Copy)]
 pub(super) struct Dropout {
-    /// 1 where a weight stays.
+    /// 1 where a probability is kept, else 0.
     stays: TensorId,
     scale: TensorId,
-    /// One divided by that, for what is not scaled yet.
+    /// The keep probability, for sums over values that are not scaled yet.
     unscaled: f32,
 }
 
 impl Dropout {
-    /// Of a problem with dropout.
+    /// Emits the random tensor of a problem; `None` without dropout.
     pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Option<Dropout> {
         let dropout = problem.dropout()?;
         let [seed, offset] = [DROPOUT_SEED, DROPOUT_OFFSET].map(|name| {
-            // Two numbers of one tensor are as good as two tensors.
+            // Seed and offset may be two elements of one tensor; alignment 8 permits that.
             let tensor = to.graph.tensor(Tensor::device(name, DType::I64, [1; 4]).alignment(8));
             to.supplies.push((tensor, Supply::Param(name.to_owned())));
             tensor
@@ -35,17 +35,17 @@ impl Dropout {
         Some(Dropout { stays, scale, unscaled: 1.0 - dropout.p() })
     }
 
-    /// What is dropped of a tensor like the scores is zero.
+    /// Sets dropped elements of a score-shaped tensor to zero.
     pub(super) fn drop(self, g: &mut Graph, scores: TensorId) -> TensorId {
         g.pointwise(Mode::Mul, &[scores, self.stays])
     }
 
-    /// Makes up for what was dropped.
+    /// Multiplies by the inverse keep probability.
     pub(super) fn scale(self, g: &mut Graph, scores: TensorId) -> TensorId {
         g.pointwise(Mode::Mul, &[scores, self.scale])
     }
 
-    /// What sums are multiplied by that meet what is not scaled yet.
+    /// Returns the factor for sums over values that are not scaled yet.
     pub(super) fn unscaled(self) -> f32 {
         self.unscaled
     }

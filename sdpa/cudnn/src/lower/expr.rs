@@ -1,8 +1,8 @@
-//! Traces as pointwise ops.
+//! Lowers traces to pointwise ops.
 //!
-//! What does not depend on the score, an index or a tensor is one number, computed on the host at each call. What depends on the
-//! batch entry and the head alone, and on no parameter, is a table in device memory: engines generate the indices of queries and
-//! keys only. Truth values never leave a comparison: `and`, `or` and `not` are nested selects, as no engine takes a logical *or*.
+//! A value that depends on no score, index or tensor is a scalar, computed on the host at each call. A value that depends only on batch entry and
+//! head, and on no parameter, is a table in device memory: engines generate only the query and key indices. Booleans never leave a comparison: `and`,
+//! `or` and `not` become nested selects, because no engine supports a logical *or*.
 
 use super::lowered::{Supply, Table};
 use super::{dtype, mode};
@@ -16,7 +16,7 @@ use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
 use serde::{Deserialize, Serialize};
 
-/// Emits the values of one trace as ops of a graph; each value once.
+/// Emits the values of one trace as ops of a graph, each value once.
 pub(super) struct Emitter<'a> {
     trace: &'a Trace,
     depends: Vec<Depends>,
@@ -24,7 +24,7 @@ pub(super) struct Emitter<'a> {
     made: Vec<Option<TensorId>>,
     score: TensorId,
     upstream: Option<TensorId>,
-    /// i32 and f32.
+    /// Zero tensors in i32 and f32.
     zeros: [Option<TensorId>; 2],
 }
 
@@ -36,40 +36,40 @@ struct Choice {
     dtype: DType,
 }
 
-/// Whether equal numbers count.
+/// Whether a comparison holds for equal numbers.
 #[derive(Clone, Copy, PartialEq)]
 enum Strictness {
     Strict,
     Weak,
 }
 
-/// What truth values in memory are to the engines, none of which reads bytes: 0 and 1.
+/// The element type of booleans in memory: 0 and 1. No engine reads bytes.
 pub(super) const TRUTH: DType = DType::BF16;
 
-/// What ops are appended to.
+/// The graph under construction, and what is bound to its tensors.
 pub(super) struct Draft<'g> {
     pub(super) graph: &'g mut Graph,
     pub(super) supplies: &'g mut Vec<(TensorId, Supply)>,
 }
 
 impl<'a> Emitter<'a> {
-    /// Emits `trace` as a function of the tensor `score`, which also gives the extents of indices.
+    /// Creates an emitter of `trace` as a function of the tensor `score`, which also gives the extents of indices.
     pub(super) fn new(trace: &'a Trace, reading: Reading, score: TensorId) -> Emitter<'a> {
         let made = vec![None; trace.nodes().len()];
         Emitter { trace, depends: trace.depends(), reading, made, score, upstream: None, zeros: [None; 2] }
     }
 
-    /// From now on there is a gradient from behind.
+    /// Sets the upstream gradient.
     pub(super) fn set_upstream(&mut self, upstream: TensorId) {
         self.upstream = Some(upstream);
     }
 
-    /// A value as a tensor.
+    /// Emits a value as a tensor.
     pub(super) fn emit(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         if let Some(made) = self.made[id.index()] {
             return made;
         }
-        // In topological order, what is needed and not supplied from outside.
+        // Visit nodes in topological order: those that are needed and not supplied from outside.
         let mut needed = vec![false; self.trace.nodes().len()];
         needed[id.index()] = true;
         let ids: Vec<NodeId> = self.trace.ids().take(id.index() + 1).collect();
@@ -91,13 +91,13 @@ impl<'a> Emitter<'a> {
         self.operand(id)
     }
 
-    /// Truth values that are made inside the kernel are nested selects, and no tensors.
+    /// Returns whether a value is a boolean computed in the kernel: it becomes nested selects, not a tensor.
     fn is_choice(&self, id: NodeId) -> bool {
         let made = self.trace.node(id).operands().next().is_some();
         made && self.trace.ty(id) == Type::Bool && !self.is_supplied(id.index())
     }
 
-    /// Whether a value comes from outside of the kernel.
+    /// Returns whether a value is supplied from outside the kernel.
     fn is_supplied(&self, index: usize) -> bool {
         let d = self.depends[index];
         d.is_uniform() || d.is_of_heads()
@@ -115,7 +115,7 @@ impl<'a> Emitter<'a> {
         match self.trace.node(id) {
             Node::Score => self.score,
             Node::Upstream => self.upstream.unwrap_or(self.score),
-            // The engines of one query take the keys in parts, and count within each.
+            // Engines for one query split the keys, and count indices within each part. So the indices come from memory.
             Node::Index(Axis::K) if self.reading.extents[2] == 1 => self.keys(to),
             Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
             Node::Param(p) => self.param(to, p),
@@ -132,17 +132,17 @@ impl<'a> Emitter<'a> {
                 let (x, y) = (self.operand(x), self.operand(y));
                 self.select(to, c, x, y, dtype(ty.dtype()))
             }
-            // Supplied: numbers. What reads tables is declined.
+            // Supplied as scalars. A trace that reads tables is unsupported.
             Node::Extent(_) | Node::Const(_) | Node::Read(..) => self.number(to, id),
         }
     }
 
-    /// A value that was made before: operands come first.
+    /// Returns a value that was emitted before: operands come first.
     fn operand(&self, id: NodeId) -> TensorId {
         self.made[id.index()].unwrap_or_else(|| unreachable!("value {} is not there yet", id.index()))
     }
 
-    /// Zero, as large as the scores.
+    /// Emits zeros of the extents of the scores.
     fn zero(&mut self, to: &mut Draft<'_>, ty: Type) -> TensorId {
         let whole = *self.zeros[0].get_or_insert_with(|| {
             let row = to.graph.gen_index(self.score, Axis::Q.place() as i64);
@@ -154,7 +154,7 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// The same number or tensor as a value inside the kernel.
+    /// Turns a scalar or a tensor in memory into a value inside the kernel.
     fn lift(&mut self, to: &mut Draft<'_>, x: TensorId, ty: Type) -> TensorId {
         if is_inside(to, x) {
             return x;
@@ -173,13 +173,13 @@ impl<'a> Emitter<'a> {
         op(to, mode::unary(f), &[x], ty)
     }
 
-    /// Engines have powers by logarithms, which negative numbers have none of.
+    /// Emits a small integer power as products. Engines compute powers by logarithms, which fail for negative numbers.
     fn small_power(&mut self, to: &mut Draft<'_>, x: TensorId, times: usize) -> TensorId {
         let x = self.lift(to, x, Type::F32);
         (1..times).fold(x, |product, _| op(to, Mode::Mul, &[product, x], Type::F32))
     }
 
-    /// Engines want the first operand to be inside the kernel.
+    /// Emits a binary function. Engines require the first operand to be inside the kernel.
     fn binary(&mut self, to: &mut Draft<'_>, f: Binary, [x, y]: [TensorId; 2], ty: Type) -> TensorId {
         let inside = |x| is_inside(to, x);
         match f {
@@ -188,12 +188,12 @@ impl<'a> Emitter<'a> {
                 let x = self.lift(to, x, ty);
                 op(to, mode::binary(f), &[x, y], ty)
             }
-            // Truth values are nested selects: see `select`.
+            // Booleans are nested selects: see `select`.
             Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => x,
         }
     }
 
-    /// `x` where the condition holds, else `y`.
+    /// Emits `x` where the condition holds, else `y`.
     pub(super) fn select(&mut self, to: &mut Draft<'_>, condition: NodeId, x: TensorId, y: TensorId, dtype: DType) -> TensorId {
         let choice = Choice { x, y, dtype };
         if self.is_supplied(condition.index()) {
@@ -238,7 +238,7 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// Chooses by a comparison of whole numbers.
+    /// Emits a select by an integer comparison.
     fn compare(&mut self, to: &mut Draft<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
         let (mut f, mut a, mut b) = (f, a, b);
         if !is_inside(to, a) && is_inside(to, b) {
@@ -251,7 +251,7 @@ impl<'a> Emitter<'a> {
         }
         let ty = if dtype == DType::I32 { Type::I32 } else { Type::F32 };
         x = self.lift(to, x, ty);
-        // A number may stand there, and a tensor may not.
+        // Engines accept a scalar in this position, but no tensor.
         if to.graph.get(y).is_some_and(Tensor::is_device) {
             y = self.lift(to, y, ty);
         }
@@ -259,9 +259,9 @@ impl<'a> Emitter<'a> {
         to.graph.pointwise_as(Mode::BinarySelect, &[x, y, holds], dtype, dtype, Params::default())
     }
 
-    /// Engines compare whole numbers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`, and `a ≥ b` is `⌊min(max(a − b, −1), 0)⌋ > −1`.
-    /// Of min and max the number wins, so that neither holds of not-a-number. The difference of two infinities of one sign is
-    /// none.
+    /// Emits a select by a float comparison. Engines compare integers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`, and `a ≥ b` is `⌊min(max(a − b,
+    /// −1), 0)⌋ > −1`. Min and max return the operand that is not NaN, so neither comparison holds for NaN. The difference of two infinities of one
+    /// sign is NaN.
     fn compare_floats(&mut self, to: &mut Draft<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
         let Choice { x, y, dtype } = choice;
         match f {
@@ -274,7 +274,7 @@ impl<'a> Emitter<'a> {
                 let not_below = self.above(to, [a, b], Strictness::Weak, Choice { x, y, dtype });
                 self.above(to, [b, a], Strictness::Weak, Choice { x: not_below, y, dtype })
             }
-            // No comparisons.
+            // Not comparisons.
             Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => x,
             Binary::And | Binary::Or => x,
         }
@@ -296,7 +296,7 @@ impl<'a> Emitter<'a> {
         self.compare(to, Binary::Gt, [more, low], choice)
     }
 
-    /// A root as a value inside the kernel, made of the gradient from behind: engines find no kernel for one that is not.
+    /// Emits a root as a value inside the kernel that depends on the upstream gradient. Engines have no kernel for a root that does not.
     pub(super) fn emit_gradient(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         let Some(upstream) = self.upstream.filter(|_| !self.depends[id.index()].score) else { return self.emit_inside(to, id) };
         let zero = to.graph.scalar(Scalar::F32(0.0));
@@ -305,13 +305,13 @@ impl<'a> Emitter<'a> {
         op(to, Mode::Add, &[zero, value], Type::F32)
     }
 
-    /// A root as a value inside the kernel.
+    /// Emits a root as a value inside the kernel.
     pub(super) fn emit_inside(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         let value = self.emit(to, id);
         self.lift(to, value, self.trace.ty(id))
     }
 
-    /// The indices of the keys, in device memory.
+    /// Declares a tensor of key indices in device memory.
     fn keys(&self, to: &mut Draft<'_>) -> TensorId {
         let keys = self.reading.extents[3];
         let name = format!("table{}", to.graph.tensors().len());
@@ -320,7 +320,7 @@ impl<'a> Emitter<'a> {
         tensor
     }
 
-    /// One number from host memory.
+    /// Declares a scalar from host memory.
     fn number(&self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         if let Node::Const(c) = self.trace.node(id) {
             return to.graph.scalar(match c {
@@ -339,7 +339,7 @@ impl<'a> Emitter<'a> {
         tensor
     }
 
-    /// A declared tensor. Truth values become whole numbers inside the kernel once, however often they are read.
+    /// Emits a declared tensor. Booleans are converted to integers inside the kernel once, however often they are read.
     fn param(&mut self, to: &mut Draft<'_>, p: ParamId) -> TensorId {
         let tensor = param(to, self.trace, p, self.reading);
         if to.graph.get(tensor).is_none_or(|t| t.dtype != TRUTH) || self.trace.params()[p.index()].kind.ty() != Type::Bool {
@@ -349,7 +349,7 @@ impl<'a> Emitter<'a> {
         op(to, Mode::Identity, &[inside], Type::I32)
     }
 
-    /// A function of batch entry and head.
+    /// Declares a table for a function of batch entry and head.
     fn table(&self, to: &mut Draft<'_>, id: NodeId, axes: Axes) -> TensorId {
         let trace = part(self.trace, id);
         let extents = self.reading.extents;
@@ -375,7 +375,7 @@ impl<'a> Emitter<'a> {
     }
 }
 
-/// Whether a value exists inside the kernel only.
+/// Returns whether a value exists only inside the kernel.
 fn is_inside(to: &Draft<'_>, x: TensorId) -> bool {
     to.graph.get(x).is_some_and(|t| t.storage == Storage::Virtual)
 }
@@ -384,7 +384,7 @@ fn op(to: &mut Draft<'_>, mode: Mode, inputs: &[TensorId], ty: Type) -> TensorId
     to.graph.pointwise_as(mode, inputs, dtype(ty.dtype()), dtype(ty.dtype()), Params::default())
 }
 
-/// `y f x` for `x f y`.
+/// Returns `g` such that `y g x` is `x f y`.
 fn mirrored(f: Binary) -> Binary {
     match f {
         Binary::Lt => Binary::Gt,
@@ -406,7 +406,7 @@ fn mirrored(f: Binary) -> Binary {
     }
 }
 
-/// Holds where the other does not; of whole numbers.
+/// Returns the negated comparison, for integers.
 fn opposite(f: Binary) -> Binary {
     match f {
         Binary::Lt => Binary::Ge,
@@ -428,15 +428,15 @@ fn opposite(f: Binary) -> Binary {
     }
 }
 
-/// One value of a trace as a trace of its own.
+/// Returns one value of a trace as a trace of its own.
 fn part(trace: &Trace, id: NodeId) -> Trace {
     let mut b = Builder::new();
     let here = b.copy(trace);
-    // The declarations have passed once.
+    // These declarations were accepted before, so this cannot fail.
     b.finish(&[here[id.index()]]).unwrap_or_else(|_| trace.clone())
 }
 
-/// Which pass a graph is of, as far as engines differ in what they read.
+/// The pass of a graph, as far as engines read tensors differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pass {
     Forward,
@@ -447,20 +447,20 @@ pub(super) enum Pass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Vectors {
-    /// As they are. Stats and the row sum are two already; engines made for 8.0 take no more, those for 9.0 two more.
+    /// Unchanged. Stats and the row sums are two already. Engines for compute capability 8.0 support no more, those for 9.0 two more.
     AlongQueries,
-    /// Spread over keys too: any number of them, for memory that grows with the product of the lengths.
+    /// Broadcast over keys: any number of tensors, with memory that grows with the product of the lengths.
     Spread,
 }
 
-/// How the engines of a pass read tensors: a function of the problem alone, the same for every element type.
+/// How the engines of a pass read tensors. It depends on the problem alone and is the same for every element type.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading {
     extents: [i64; 4],
     pass: Pass,
     /// Keys and values are in pages.
     paged: bool,
-    /// The engines of one query read a pair of lengths at the right batch entry.
+    /// The engines for one query read a pair of lengths at the right batch entry.
     lengths_in_place: bool,
 }
 
@@ -470,22 +470,22 @@ impl Reading {
         Reading { extents: problem.extents(), pass, paged: problem.paged().is_some(), lengths_in_place }
     }
 
-    /// Whether a trace of a backward pass has a comparison of tensors whose result is one element (`Quirk::ComparisonsOfOneElement`).
+    /// Returns whether a backward trace compares tensors with a result of one element (`Quirk::ComparisonsOfOneElement`).
     fn compares_one_element(self, trace: &Trace) -> bool {
         let is_one = |on: &Depends| on.tensor && !on.score && on.axes.iter().all(|axis| self.extents[axis.place()] == 1);
         let compares = |node: &Node| matches!(node, Node::Binary(function, ..) if function.kind() == Kind::Compare);
         self.pass != Pass::Forward && trace.nodes().iter().zip(&trace.depends()).any(|(node, on)| compares(node) && is_one(on))
     }
 
-    /// The axes of a tensor, and queries (of one query, keys) if it has one element.
+    /// Returns the axes of a tensor, plus queries (keys, with one query) if it has one element.
     fn of_one_element(self, axes: Axes) -> Axes {
         let has_one = axes.iter().all(|axis| self.extents[axis.place()] == 1);
         let along = if self.extents[Axis::Q.place()] > 1 { Axis::Q } else { Axis::K };
         if has_one { axes.with(along) } else { axes }
     }
 
-    /// The axes that a tensor over `axes` must span in device memory for the engines to read the right element. Measured on an H200
-    /// and an H100 with 9.19 and 9.27; no engine reports that it reads another one.
+    /// Returns the axes that a tensor over `axes` must span in device memory for engines to read the right element. Measured on an H200 and an H100
+    /// with 9.19 and 9.27; no engine reports that it reads a wrong element.
     ///
     /// - A tensor over the batch and neither queries nor keys is read at the index of the head (`Quirk::VectorsOverTheBatch`).
     /// - In the backward pass, a tensor over keys and not queries is read at the index of the query (`Quirk::VectorsOverTheKeys`).
@@ -510,7 +510,7 @@ impl Reading {
     }
 }
 
-/// A declared tensor as the engines read it; the tensor that the graph has already, if that spans the same axes.
+/// Declares a tensor parameter with the axes that engines need. Reuses a tensor of the graph with the same axes.
 fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> TensorId {
     let declared = &trace.params()[p.index()];
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
@@ -551,7 +551,7 @@ fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> Ten
         | sdpa_core::DType::F8E5M2
         | sdpa_core::DType::F8E8M0 => (self::dtype(dtype), self::dtype(dtype)),
     };
-    // The lengths of batch entries may be there as engines recognise them.
+    // The graph may already have the lengths tensors that engines recognise.
     let taken = graph.tensors().iter().any(|t| t.name == name);
     let label = if taken { format!("{name}_spread") } else { name.clone() };
     let tensor = graph.tensor(Tensor::device(label, used, read.to_vec()));

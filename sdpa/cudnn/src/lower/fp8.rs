@@ -1,6 +1,6 @@
-//! 8-bit floats as NVIDIA's frontend spells them: descales behind the products, scales in front of what is narrow, and the largest magnitudes from before.
+//! 8-bit floats in the graph pattern of NVIDIA's frontend: descales after the GEMMs, scales before rounding, and amax of the unscaled values.
 //!
-//! The graphs are those of a composite pass with other ops in between; engines match both, each as a whole.
+//! The graphs are those of a composite pass with other ops in between. Engines match each pattern as a whole.
 
 use super::backward::{Ports, fold, turned};
 use super::composite::{product, scores_like};
@@ -15,14 +15,14 @@ use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::{Amax, Direction, Fp8Scale, Operand, Side};
 
-/// The scales of a pass, and where it tells largest magnitudes.
+/// The scales of a pass, and its amax tensors.
 pub(super) struct Scales {
     scales: Vec<(Fp8Scale, TensorId)>,
     amax: Vec<(Amax, TensorId)>,
 }
 
 impl Scales {
-    /// Those of a pass over operands of this type; none but of 8-bit floats.
+    /// Declares the scales of a pass over operands of this type; `None` unless they are 8-bit floats.
     pub(super) fn of(to: &mut Draft<'_>, operands: sdpa_core::DType, direction: Direction) -> Option<Scales> {
         if !operands.is_fp8() {
             return None;
@@ -38,7 +38,7 @@ impl Scales {
         Some(Scales { scales, amax })
     }
 
-    /// Multiplies by some of them, one after the other.
+    /// Multiplies by these scales in order.
     pub(super) fn multiply<const N: usize>(&self, g: &mut Graph, x: TensorId, by: [Fp8Scale; N]) -> TensorId {
         by.into_iter().filter_map(|by| self.at(by)).fold(x, |x, scale| g.pointwise(Mode::Mul, &[x, scale]))
     }
@@ -47,14 +47,14 @@ impl Scales {
         self.scales.iter().find(|(scale, _)| *scale == which).map(|(_, tensor)| *tensor)
     }
 
-    /// Tells the largest magnitude of a tensor.
+    /// Emits the amax of a tensor.
     pub(super) fn tell(&self, g: &mut Graph, x: TensorId, amax: Amax) {
         if let Some((_, y)) = self.amax.iter().find(|(of, _)| *of == amax) {
             g.push(Op::Reduction(Reduction { mode: ReductionMode::Amax, x, y: *y, compute: DType::F32, deterministic: false }));
         }
     }
 
-    /// Tells it, and multiplies into a result that is there already.
+    /// Emits the amax, and multiplies by the scale into an existing tensor.
     fn narrow_into(&self, g: &mut Graph, x: TensorId, (amax, scale): (Amax, Fp8Scale), into: TensorId) {
         self.tell(g, x, amax);
         if let Some(scale) = self.at(scale) {
@@ -62,27 +62,27 @@ impl Scales {
         }
     }
 
-    /// Weights as the second product of a forward pass reads them.
+    /// Emits the amax of P, and rounds P for the second GEMM of a forward pass.
     pub(super) fn weights(&self, g: &mut Graph, weights: TensorId, like: DType) -> TensorId {
         self.tell(g, weights, Amax::S);
         let narrow = self.multiply(g, weights, [Fp8Scale::ScaleS]);
         g.set_dtype(narrow, like)
     }
 
-    /// What the second product comes to.
+    /// Applies the descales to the result of the second GEMM, and rounds it into `o`.
     pub(super) fn output(&self, g: &mut Graph, product: TensorId, o: TensorId) {
         let real = self.multiply(g, product, [Fp8Scale::DescaleS, Fp8Scale::DescaleV]);
         self.narrow_into(g, real, (Amax::O, Fp8Scale::ScaleO), o);
     }
 }
 
-/// Why a backward pass of 8-bit floats is refused beside these.
+/// Why a backward pass of 8-bit floats is refused with score_mods.
 const NO_SCORE_MODS: &str = "score_mods in a backward pass of 8-bit floats: NVIDIA's frontend has no spelling for them, and engines are not asked for another; \
                              the cpu executor runs it";
 const NO_DROPOUT: &str = "dropout in a backward pass of 8-bit floats: as NVIDIA's frontend spells it, the gradient of weights is not dropped where they are; the \
                           cpu executor runs it";
 
-/// The backward pass. Masks come in front of stats, sums of rows are in no workspace, and `dq` is made at once.
+/// Lowers the backward pass. Masks precede the subtraction of stats, row sums are not in the workspace, and dQ is computed in one GEMM.
 pub(super) fn backward(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
     if b.gradient().is_some() {
         return Err(LowerError::Unsupported(NO_SCORE_MODS.to_owned()));
@@ -134,7 +134,7 @@ pub(super) fn backward(b: &BackwardProblem, runtime: Version, spelling: Spelling
 
     let key = p.k();
     let key = g.reshape(ports.at(Operand::K), key.dims, key.strides, None);
-    // As the frontend has it, of another type than what it is a view of.
+    // As in NVIDIA's frontend, the view has another element type than its source.
     g.set_dtype(key, DType::F32);
     let dq = product(&mut g, [narrow, key], Dims::from([p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]), [rows, None, keys], None);
     let dq = scales.multiply(&mut g, dq, [Fp8Scale::DescaleDP, Fp8Scale::DescaleK]);
