@@ -1,18 +1,18 @@
-//! What a pass takes on an H200, by a model of times that were measured.
+//! A model of the time of a pass on an H200, fitted to measurements.
 
 use crate::lower::Job;
 use sdpa_core::problem::Problem;
 
-/// Picoseconds of a head of 128 elements: of bf16 under 9.19, fitted to 60 problems of each direction with prefixes of 64 to 3,500
-/// of 512 to 8,192 keys, each as a whole and in pieces (`benches/results/2026-11-24-h200-pieces.txt`).
+/// Times in picoseconds for a head of 128 elements in bf16 under 9.19. Fitted to 60 problems of each direction with prefixes of 64 to 3,500 of 512 to
+/// 8,192 keys, each whole and in pieces (`benches/results/2026-11-24-h200-pieces.txt`).
 pub(crate) struct Model {
-    /// A query and a key.
+    /// Time per query-key pair.
     pair: f64,
-    /// A query, whatever its keys.
+    /// Time per query, whatever its keys.
     row: f64,
-    /// A row that is merged.
+    /// Time per merged row.
     merged: f64,
-    /// A kernel, not by head.
+    /// Time per kernel launch, independent of heads.
     launch: f64,
 }
 
@@ -20,7 +20,7 @@ const FORWARD: Model = Model { pair: 0.857, row: 128.0, merged: 180.0, launch: 1
 const BACKWARD: Model = Model { pair: 2.32, row: 861.0, merged: 21.0, launch: 20.9e6 };
 
 impl Model {
-    /// That of a pass of this direction.
+    /// Returns the model for the direction of a pass.
     pub(crate) fn of(job: &Job) -> &'static Model {
         match job {
             Job::Forward(_) => &FORWARD,
@@ -28,18 +28,18 @@ impl Model {
         }
     }
 
-    /// Picoseconds of one attention over so many pairs and queries of each head, of all batch entries together.
+    /// Returns the picoseconds of one attention with this many pairs and queries per head, summed over the batch.
     pub(crate) fn attention(&self, problem: &Problem, pairs: f64, rows: f64) -> f64 {
         heads(problem) * (self.pair * pairs + self.row * rows) + self.launch
     }
 
-    /// Picoseconds of bringing rows of two results together.
+    /// Returns the picoseconds of merging rows of two results.
     pub(crate) fn merge(&self, problem: &Problem, rows: f64) -> f64 {
         heads(problem) * self.merged * rows + self.launch
     }
 }
 
-/// Heads of a batch entry, as so many of 128 elements.
+/// Returns the heads of a batch entry, in units of heads of 128 elements.
 fn heads(problem: &Problem) -> f64 {
     (problem.heads_q() * (problem.dim_qk() + problem.dim_v())) as f64 / 256.0
 }

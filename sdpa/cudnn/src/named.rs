@@ -1,22 +1,20 @@
-//! Backward engines that have to be asked for by number and knobs: heuristics do not offer them, and NVIDIA's frontend asks so.
+//! Backward engines that must be requested by number and knobs: heuristics do not offer them, and NVIDIA's frontend requests them in this way.
 //!
-//! They give the same bits on every run with a workspace that is linear in the lengths, where the engines that are offered keep dS
-//! in the workspace, which grows with the product of the lengths: gigabytes at 16 Ki keys. On compute capability 10.0 one of them
-//! is the only one for dims of 256.
+//! They are deterministic with a workspace that is linear in the lengths. Offered engines keep dS in the workspace, which grows with the product of
+//! the lengths: gigabytes at 16 Ki keys. On compute capability 10.0 one of them is the only engine for head dim 256.
 
 use crate::lower::QueryGradient;
 use cudnn_graph::{KnobType, Pin, Version};
 use sdpa_core::backward::BackwardProblem;
 
-/// One engine: architectures, first runtime, which graph it takes, for which problems besides those that ask for the same bits,
-/// and its stages.
+/// One engine: architectures, first runtime, graph pattern, problems that need it besides deterministic ones, and stages.
 struct Row {
     sm: std::ops::RangeInclusive<u32>,
     since: Version,
     engine: i64,
     tile: [i64; 2],
     query_gradient: QueryGradient,
-    /// Whether it is tried before what is offered, or only where that takes too much workspace.
+    /// Whether it is tried before offered engines, or only if these take too much workspace.
     first: bool,
     only_one: fn(&BackwardProblem) -> bool,
     stages: fn(&BackwardProblem) -> i64,
@@ -26,7 +24,7 @@ fn wide(b: &BackwardProblem) -> bool {
     b.forward().dim_qk() > 128 && b.forward().dim_qk() == b.forward().dim_v()
 }
 
-/// cudnn-frontend 1.32, backward node; both were compiled for a profile of the architecture under 9.27.
+/// From cudnn-frontend 1.32, backward node. Both were compiled under 9.27 for a profile of the architecture.
 const ROWS: [Row; 2] = [
     Row {
         sm: 90..=90,
@@ -50,21 +48,21 @@ const ROWS: [Row; 2] = [
     },
 ];
 
-/// An engine for a problem.
+/// A requested engine for a problem.
 pub(super) struct Named {
     /// The configuration.
     pub(super) pin: Pin,
-    /// The graph that it takes.
+    /// The graph pattern that it matches.
     pub(super) query_gradient: QueryGradient,
-    /// Whether it comes before what is offered.
+    /// Whether it is tried before offered engines.
     pub(super) first: bool,
 }
 
-/// Bytes of workspace past which an engine that has to be named comes in, where the caller sets no limit: on an H200 it takes up to
-/// ten times as long as what is offered (`benches/results/`).
+/// Workspace bytes above which a requested engine replaces offered ones, if the caller sets no limit. On an H200 it takes up to ten times as long
+/// (`benches/results/`).
 pub(super) const LARGE_WORKSPACE: u64 = 4 << 30;
 
-/// The engine for a problem, if there is one.
+/// Returns the engine for a problem, if there is one.
 pub(super) fn engine(problem: &BackwardProblem, runtime: Version, sm: u32) -> Option<Named> {
     let row = ROWS.iter().find(|row| row.sm.contains(&sm) && runtime >= row.since)?;
     if problem.wrt_scores().next().is_some() || !(problem.deterministic() || (row.only_one)(problem)) {

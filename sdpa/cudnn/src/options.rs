@@ -5,20 +5,20 @@ use crate::pieces::{self, Part};
 use cudnn_graph::Policy;
 use serde::{Deserialize, Serialize};
 
-/// Options of plans of attention.
+/// Options of attention plans.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// How attention is put to cuDNN: this form alone; `None`: the better one first, then the other.
+    /// The only form to try; `None` tries the better one first, then the other.
     pub form: Option<Form>,
-    /// Which engines are asked for.
+    /// Which engines to request.
     pub policy: Policy,
     /// Whether masks that are unions of bands are computed band by band.
     pub pieces: Pieces,
 }
 
 impl PlanOptions {
-    /// Sets the form in which attention is given to cuDNN; `None` tries both.
+    /// Sets the only form to try; `None` tries both.
     #[must_use]
     pub fn with_form(mut self, form: impl Into<Option<Form>>) -> Self {
         self.form = form.into();
@@ -45,17 +45,17 @@ impl PlanOptions {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Pieces {
-    /// In pieces only where measurements found that faster.
+    /// In pieces where the model of measured times predicts a speedup.
     #[default]
     Auto,
-    /// Wherever a mask has pieces.
+    /// In pieces whenever a mask has several.
     Always,
-    /// Never: the mask is computed as a whole.
+    /// In one pass always.
     Never,
 }
 
 impl Pieces {
-    /// The pieces of a pass, where it is to be computed in some. The job is dense as engines read it.
+    /// Returns the pieces of a pass, if it is to be computed in pieces. Operands of `job` are dense where engines need that.
     pub(crate) fn of(self, job: &Job) -> Option<Vec<Part>> {
         if job.problem().is_empty() {
             return None;

@@ -1,9 +1,8 @@
-//! Where cuDNN's own order of engines is not the fastest.
+//! Cases where cuDNN's own order of engines is not the fastest.
 //!
-//! Measured on an H200 (compute capability 9.0, 132 multiprocessors) under 9.19.0 and 9.27.0, bf16, 32 query heads, dims 64 and
-//! 128, lengths from 8 to 512 (`benches/results/`): the first offer is a kernel made for 9.0 (64 × 128 tiles, four at a time), the
-//! second one made for 8.0 on tiles of 64 × 64, which wins while a head is one or two such tiles and the device is not full.
-//! Elsewhere the first offer is the fastest of all.
+//! Measured on an H200 (compute capability 9.0, 132 SMs) under 9.19.0 and 9.27.0, bf16, 32 query heads, dims 64 and 128, lengths from 8 to 512
+//! (`benches/results/`). The first offer is a kernel for 9.0 (64 × 128 tiles, four at a time). The second is one for 8.0 with 64 × 64 tiles. It wins
+//! while a head is one or two such tiles and the device is not full; elsewhere the first offer is the fastest of all.
 
 use crate::lower::{Form, Job};
 use cudnn_graph::{Target, Version};
@@ -12,7 +11,7 @@ use sdpa_core::problem::Problem;
 /// Rows of the small tile.
 const TILE: i64 = 64;
 
-/// Tags of the engines to try first.
+/// Returns tags of the engines to try first.
 pub(super) fn prefer(job: &Job, form: Form, runtime: Version, target: &Target<'_>) -> Vec<String> {
     let Job::Forward(problem) = job else { return Vec::new() };
     if small(problem, runtime, target.sm(), i64::from(target.sm_count())) {

@@ -1,5 +1,6 @@
-//! Attention in pieces: a mask that is a union of bands over disjoint keys costs an engine every tile of it, and each band by itself only the tiles that it
-//! has. Forward, results merge by their stats; backward, each piece reads the stats and the output of the whole, and gradients of the same rows add up.
+//! Attention in pieces, for a mask that is a union of bands over disjoint keys. In one pass an engine computes every tile; each band alone costs only
+//! its own tiles. Forward, results are merged by their stats. Backward, each piece reads the stats and output of the whole pass, and gradients of the
+//! same rows are added.
 
 use crate::lower::{self, Job, Operand};
 use crate::model::Model;
@@ -9,20 +10,20 @@ use std::ops::Range;
 /// One piece of a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
-    /// The block of queries and keys, and the band over it.
+    /// The block of queries and keys, and its band.
     pub piece: Piece,
-    /// The pass over the piece alone.
+    /// The pass over this piece.
     pub job: Job,
-    /// Results of rows that another piece has written before: they are written to the workspace, and then merged or added.
+    /// Results in rows that an earlier piece also writes: the piece writes them to the workspace, and a kernel merges or adds them.
     pub beside: Vec<Operand>,
 }
 
-/// Rows that pieces have written.
+/// Row ranges that earlier pieces write.
 #[derive(Default)]
 struct Written(Vec<Range<i64>>);
 
 impl Written {
-    /// Whether these rows have been written before; where to cut them if only some have.
+    /// Returns whether all these rows were written before, or the row at which to split them if only some were.
     fn before(&self, rows: &Range<i64>) -> Result<bool, i64> {
         let ends = self.0.iter().flat_map(|before| [before.start, before.end]);
         match ends.filter(|end| rows.start < *end && *end < rows.end).min() {
@@ -36,7 +37,7 @@ impl Written {
     }
 }
 
-/// Pieces of a pass, at most.
+/// The most pieces of a pass.
 const MOST: usize = 8;
 
 fn rows(piece: &Piece, side: Side) -> &Range<i64> {
@@ -46,7 +47,7 @@ fn rows(piece: &Piece, side: Side) -> &Range<i64> {
     }
 }
 
-/// The two parts of a piece on both sides of a cut.
+/// Splits a piece in two at row `at`.
 fn cut(piece: &Piece, side: Side, at: i64) -> Vec<Piece> {
     let all = || [piece.queries.clone(), piece.keys.clone()];
     let part = |rows: Range<i64>| {
@@ -58,8 +59,8 @@ fn cut(piece: &Piece, side: Side, at: i64) -> Vec<Piece> {
     [part(start..at), part(at..end)].into_iter().flatten().collect()
 }
 
-/// The pieces of a pass, where its mask has several and each can be computed by itself; `None` otherwise. Operands of `job` that engines cannot read in
-/// place are dense already.
+/// Returns the pieces of a pass; `None` if its mask is not several bands or a piece cannot be computed alone. Operands of `job` are dense where
+/// engines need that.
 pub fn parts(job: &Job) -> Option<Vec<Part>> {
     let problem = job.problem();
     let mut pieces = problem.kept().pieces(problem.extents())?;
@@ -69,7 +70,7 @@ pub fn parts(job: &Job) -> Option<Vec<Part>> {
     pieces.reverse();
     let mut written = [Written::default(), Written::default()];
     let mut parts = Vec::with_capacity(pieces.len());
-    // A piece writes rows that nobody has written, or rows that others have written all of.
+    // A piece writes either new rows only, or rows that earlier pieces wrote all of.
     'pieces: while let Some(piece) = pieces.pop() {
         if parts.len() + pieces.len() >= MOST {
             return None;
@@ -96,7 +97,7 @@ pub fn parts(job: &Job) -> Option<Vec<Part>> {
             Job::Backward(problem) => Job::from(problem.piece(&piece)?),
         };
         let job = beside.iter().fold(whole, |job, &operand| job.densely(operand));
-        // What engines would need copies of is not worth it.
+        // Pieces that need copied operands are not worth it.
         if !lower::densify(&job).1.is_empty() {
             return None;
         }
@@ -106,20 +107,20 @@ pub fn parts(job: &Job) -> Option<Vec<Part>> {
     Side::ALL.into_iter().all(complete).then_some(parts)
 }
 
-/// What a pass writes of queries or of keys.
+/// Returns the operands over queries or keys that a pass writes.
 fn results(job: &Job, side: Side) -> impl Iterator<Item = Operand> {
     job.tensors().map(|(operand, _)| operand).filter(move |&operand| job.writes(operand) && operand.side() == side)
 }
 
-/// Pieces are taken where they are faster by this, so that what the model is off by makes nothing slower.
+/// The least predicted speedup for which pieces are used. The margin covers errors of the model.
 const GAIN: f64 = 1.1;
 
-/// The pieces of a pass, where computing them one by one is faster than the whole, by a model of times that were measured; `None` otherwise.
+/// Returns the pieces of a pass if the model predicts that they are faster than one pass; `None` otherwise.
 pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
     parts(job).filter(|parts| gain(job, parts) > GAIN)
 }
 
-/// How many times as fast as the whole pieces are, by the model.
+/// Returns the predicted speedup of the pieces over one pass.
 pub(crate) fn gain(job: &Job, parts: &[Part]) -> f64 {
     let (problem, model) = (job.problem(), Model::of(job));
     let batch = problem.batch() as f64;
@@ -175,7 +176,7 @@ mod tests {
         assert_eq!((&first.queries, &first.keys, &second.queries, &second.keys), (&(0..64), &(0..16), &(16..64), &(16..64)));
         let backward = |mask: &str| parts(&spec([64, 64], mask).backward().validate().unwrap().into()).map(|all| all[1].beside.clone());
         assert_eq!(backward("k < 16 | k <= q"), Some(vec![Operand::DQ]));
-        // Nobody would write the gradients of keys that nobody attends to.
+        // No piece would write the gradients of keys that no query attends to.
         assert_eq!(backward("k < 16 | k <= q & k < 40"), None);
     }
 }

@@ -1,4 +1,4 @@
-//! From a pass to compiled plans: which form, which engine, which operands are copied first.
+//! Builds compiled plans for a pass: chooses the form, the engine, and the operands that are copied first.
 
 use super::bind::Takes;
 use super::named;
@@ -22,38 +22,38 @@ pub use crate::options::{Pieces, PlanOptions};
 /// Compiled plans for a pass.
 #[derive(Debug)]
 pub struct Planned {
-    /// The pass as the attention plan sees it: operands that are copied first are dense.
+    /// The pass of the attention plan: operands that are copied first are dense.
     pub job: Job,
     /// The attention graph, or that of its first piece.
     pub lowered: Arc<Lowered>,
     /// The attention plan, or that of its first piece.
     pub plan: Arc<Plan>,
-    /// The graphs and plans of the other pieces; none of a pass that is computed as a whole.
+    /// The graphs and plans of the other pieces; empty for a pass that is computed in one.
     pub pieces: Vec<Attention>,
-    /// Everything that a call needs and does; the attention plan is one of its steps.
+    /// Everything that a call needs and does. The attention plan is one of its steps.
     pub schedule: Schedule<Arc<Plan>>,
     /// The tag of the attention's engine: `eng2_k24=7` is engine 2 with its knobs.
     pub engine: String,
-    /// Where the time of making the plans went.
+    /// Build time by phase.
     pub time: BuildTime,
-    /// What the schedule's tables hold, in device memory: see [`Planned::upload_tables`].
+    /// The schedule's tables in device memory: see [`Planned::upload_tables`].
     pub tables: Vec<Arc<Buffer>>,
     /// Whether kernels of this crate run.
     pub(super) launches: bool,
-    /// Those, on the device that tables were put on.
+    /// These kernels, on the device of the tables.
     pub(super) kernels: Option<&'static Loaded>,
-    /// What each declared parameter takes.
+    /// The kind of value of each declared parameter.
     pub(super) takes: Vec<Takes>,
-    /// What plans need of the workspace for themselves.
+    /// Workspace bytes that cuDNN's plans need.
     pub(super) base: u64,
     pub(super) used: Used,
 }
 
 impl Planned {
-    /// Plans for every graph of a schedule around the attention's own.
+    /// Builds plans for every graph of a schedule other than the attention's.
     ///
     /// # Errors
-    /// Those of `make`, which is asked for every other plan.
+    /// The errors of `make`, which builds each plan.
     pub(super) fn around<E>(
         job: Job,
         made: Made,
@@ -87,16 +87,15 @@ impl Planned {
         Ok(Planned { job, lowered, plan, pieces, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }
 
-    /// Plans around a plan of the attention graph, for callers that plan that by themselves; the rest is planned as usual. The graph is of
-    /// the pass with every operand as engines take it, dense where it lies otherwise.
+    /// Builds the plans around a caller's plan of the attention graph. The graph is that of the pass with dense operands where engines need that.
     ///
     /// # Errors
-    /// As [`build`].
+    /// As for [`build`].
     pub fn of(library: &'static Library, target: &Target<'_>, job: &Job, attention: Attention) -> Result<Planned, Error> {
         Planned::beside(library, target, job, Made::whole(attention), None)
     }
 
-    /// As [`Planned::of`]; graphs around the attention that another has plans of are not compiled again.
+    /// As [`Planned::of`], but reuses the plans that `other` has of the same graphs.
     pub(super) fn beside(
         library: &'static Library,
         target: &Target<'_>,
@@ -116,17 +115,17 @@ impl Planned {
         })
     }
 
-    /// Every plan, in the order of the steps.
+    /// Returns every plan, in the order of the steps.
     pub(super) fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
         self.schedule.runs().map(|run| &run.plan)
     }
 
-    /// Bytes of device memory that a call needs besides its operands: what plans need for themselves, and room for copied operands.
+    /// Returns the bytes of workspace that a call needs: for plans, copied operands and intermediate results.
     pub fn workspace_bytes(&self) -> u64 {
         self.base + self.schedule.scratch()
     }
 
-    /// Names of the operands that are copied because the engines cannot use them in place.
+    /// Returns the names of operands that are copied because engines cannot use them in place.
     pub fn copied(&self) -> Vec<&'static str> {
         let copied = self.schedule.runs().filter_map(|run| match &run.role {
             Role::Copy(operand) => Some(operand.name()),
@@ -146,13 +145,13 @@ impl Planned {
         copied.collect()
     }
 
-    /// What the attention was made of.
+    /// Returns the attention graphs and plans.
     pub(super) fn made(&self) -> Made {
         Made { first: (self.lowered.clone(), self.plan.clone()), pieces: self.pieces.clone() }
     }
 }
 
-/// The tags of engines, each once.
+/// Joins the distinct tags of engines.
 fn tags<'a>(plans: impl Iterator<Item = &'a Arc<Plan>>) -> String {
     let mut tags: Vec<String> = Vec::new();
     for tag in plans.filter_map(|plan| plan.engine()).map(|engine| engine.tag()) {
@@ -163,7 +162,7 @@ fn tags<'a>(plans: impl Iterator<Item = &'a Arc<Plan>>) -> String {
     tags.join(" + ")
 }
 
-/// The attention of a pass: of all of it, or of its pieces.
+/// The attention plans of a pass: one, or one per piece.
 #[derive(Clone, Debug)]
 pub(super) struct Made {
     pub(super) first: Attention,
@@ -175,7 +174,7 @@ impl Made {
         Made { first, pieces: Vec::new() }
     }
 
-    /// What a pass needs and does around it.
+    /// Returns the schedule of a pass around these plans.
     fn schedule(&self, job: &Job, dense: &Job) -> Result<Schedule<()>, Error> {
         if self.pieces.is_empty() {
             return outline(job, dense, &self.first.0);
@@ -185,10 +184,10 @@ impl Made {
     }
 }
 
-/// What a pass in pieces needs and does.
+/// Returns the schedule of a pass in pieces.
 ///
 /// # Errors
-/// A pass that has not so many pieces: a bug.
+/// The pass does not have this many pieces: a bug.
 pub(super) fn in_pieces(dense: &Job, lowered: &[&Lowered]) -> Result<Schedule<()>, Error> {
     let parts = pieces::parts(dense).unwrap_or_default();
     if parts.len() != lowered.len() {
@@ -213,23 +212,23 @@ impl CacheValue for Planned {
     }
 }
 
-/// Host memory of a plan's descriptors, about.
+/// Approximate host memory of a plan's descriptors.
 const DESCRIPTORS: u64 = 256 << 10;
 
 fn unsupported(reasons: Vec<Reason>) -> Error {
     Error::Unsupported(Unsupported::new(ExecutorName::CUDNN, reasons))
 }
 
-/// Why one form was passed over.
+/// Why a form was not used.
 pub(super) enum Refusal {
-    /// The form has no spelling for it.
+    /// The form cannot express the pass.
     NoSpelling(String),
-    /// The library's, or the environment's.
+    /// cuDNN or the environment failed.
     Other(Error),
 }
 
 impl Refusal {
-    /// In words, where it is no error.
+    /// Returns the reason as text if the pass is unsupported, else the error.
     pub(super) fn text(self) -> Result<String, Error> {
         match self {
             Refusal::NoSpelling(text) => Ok(text),
@@ -250,10 +249,10 @@ impl From<cudnn_graph::Error> for Refusal {
     }
 }
 
-/// Asks cuDNN for the engines of a pass, in one form. Nothing is compiled.
+/// Asks cuDNN for the engines of a pass in one form. Compiles nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with cuDNN's own words, or for what the form cannot express; the environment's.
+/// [`Error::Unsupported`] with cuDNN's own text or with the reason why the form cannot express the pass; a failure of the environment.
 pub fn ask(
     library: &'static Library,
     target: &Target<'_>,
@@ -271,10 +270,10 @@ fn told(form: Form, refusal: Refusal) -> Error {
     }
 }
 
-/// What a pass needs and does in one form, as it is spelled first, on a runtime of this version. Asks no library.
+/// Returns the schedule of a pass in one form, with the pattern that is tried first. Needs only the runtime's version, not the library.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for what the form cannot express.
+/// [`Error::Unsupported`] if the form cannot express the pass.
 pub fn schedule(job: &Job, form: Form, runtime: Version, pieces: Pieces) -> Result<Schedule<()>, Error> {
     if let Some(empty) = empty::declined(job.problem()) {
         return Err(unsupported(vec![empty]));
@@ -288,8 +287,8 @@ pub fn schedule(job: &Job, form: Form, runtime: Version, pieces: Pieces) -> Resu
     outline(job, &dense, &*lower(&dense)?)
 }
 
-/// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, as it is usual, and
-/// with fewer vectors along queries.
+/// Returns the graph patterns of a pass in one form, the better one first. They differ in the requested engine and in how vectors along queries are
+/// read.
 pub(super) fn spellings(
     library: &'static Library,
     target: &Target<'_>,
@@ -313,7 +312,7 @@ pub(super) fn spellings(
     let offered = spell(Spelling::usual(problem).query_gradient)?;
     let named = if policy.pin.is_none() { named::engine(problem, runtime, target.sm()) } else { None };
     let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
-    // The notes are those of the engine, not of this configuration of it.
+    // The notes describe the engine, not this configuration of it.
     let pinned = policy.clone().with_pin(named.pin).with_deterministic(false);
     let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
     if !named.first {
@@ -323,7 +322,7 @@ pub(super) fn spellings(
     Ok(if named.first { pinned.chain(usual).collect() } else { usual.chain(pinned).collect() })
 }
 
-/// The first result; else the first failure that says nothing about what is supported, or the last refusal.
+/// Returns the first success; else the first failure that does not mean unsupported, or else the last refusal.
 fn first<T>(
     spellings: Vec<(Arc<Lowered>, Policy)>,
     mut make: impl FnMut(&Arc<Lowered>, &Policy) -> Result<T, cudnn_graph::Error>,
@@ -405,7 +404,7 @@ fn first_form<T>(
                 tracing::debug!(%form, reason = %e, "refused");
                 reasons.push(refused(e.to_string()));
             }
-            // Another form may do, but nothing is known to be unsupported.
+            // Another form may succeed; this failure does not mean unsupported.
             Err(Refusal::Other(Error::Backend(e))) if !e.is_fatal() => {
                 tracing::warn!(%form, error = %e, key = sdpa_cache::CacheKey::label(job), "failed");
                 failed = failed.or(Some(e));
@@ -424,10 +423,10 @@ fn first_form<T>(
     Err(unsupported(reasons))
 }
 
-/// Whether cuDNN has an engine for a pass on a device, and in which form. Nothing is compiled or submitted.
+/// Returns the form in which cuDNN has an engine for a pass on a device. Compiles and submits nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with every reason; the environment's.
+/// [`Error::Unsupported`] with every reason; a failure of the environment.
 pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
     if let Some(parts) = options.pieces.of(job) {
         let form = |part: &Part| {
@@ -460,10 +459,10 @@ fn refused(form: String, error: Error) -> Error {
     error
 }
 
-/// Makes the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
+/// Builds the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
 ///
 /// # Errors
-/// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
+/// As for [`supports`]. Out of memory and a missing library are failures of the environment, never *unsupported*.
 pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
     let mut time = BuildTime::default();
     if let Some(parts) = options.pieces.of(job) {
@@ -484,7 +483,7 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
     Ok(planned)
 }
 
-/// Pieces without an engine leave the whole, which may have one.
+/// Accepts that pieces have no engine: the pass may have one as a whole. Other errors are returned.
 fn passed_over(job: &Job, why: Error) -> Result<(), Error> {
     match why {
         Error::Unsupported(why) => {
@@ -520,10 +519,10 @@ fn build_pieces(
 /// The graph of the attention itself, and a plan of it.
 pub type Attention = (Arc<Lowered>, Arc<Plan>);
 
-/// Every configuration that cuDNN offers and compiles for a pass, in every form and spelling that the options allow.
+/// Returns every configuration that cuDNN offers and compiles for a pass, in every form and pattern that the options allow.
 ///
 /// # Errors
-/// The environment's.
+/// A failure of the environment.
 pub(super) fn offered(
     library: &'static Library,
     target: &Target<'_>,

@@ -1,8 +1,8 @@
-//! Plans that outlive a process: their key among equal devices, and their bytes.
+//! Serialised plans: their key, which equal devices share, and their bytes.
 //!
-//! The key is a digest of everything that decides what is built: the programs of every spelling that would be asked for, what is
-//! bound to them, strides that need copies, options, the runtime. The bytes are cuDNN's own JSON of each plan of a [`Planned`],
-//! behind a line that says what they are of. A plan is taken only for the very graph that it was made of.
+//! The key is a digest of everything that decides the build: the programs of every pattern that would be tried, their bindings, strides that need
+//! copies, options, and the runtime. The bytes are cuDNN's own JSON of each plan of a [`Planned`], after a header line that identifies them. A plan
+//! is used only for exactly the graph from which it was made.
 
 use super::fact;
 use super::pieces;
@@ -19,17 +19,17 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Of the bytes. Rules of lowering show in the digest of what is lowered.
+/// The version of the byte format. Changes of the lowering appear in the digests instead.
 const VERSION: u32 = 5;
 
-/// Why bytes are no plan for a pass.
+/// Why bytes cannot be used as plans for a pass.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PayloadError {
-    /// The first line cannot be read.
+    /// The header line cannot be parsed.
     #[error("the first line cannot be read: {0}")]
     Head(String),
-    /// Made by a newer or older release.
+    /// A newer or older release made the bytes.
     #[error("version {found}, this reads {known}")]
     Version {
         /// The version that the bytes name.
@@ -37,16 +37,16 @@ pub enum PayloadError {
         /// The version that this release reads.
         known: u32,
     },
-    /// The pass is lowered to another graph than one of its plans was made of.
+    /// The lowering now makes another graph than the one of a plan in the bytes.
     #[error("{name} was made of another graph: of another release, or for another pass")]
     Graph {
-        /// What that plan is for, in words.
+        /// The role of that plan.
         name: String,
     },
-    /// Not as many plans, or not as long, as the first line says.
+    /// The number or lengths of plans differ from the header line.
     #[error("{0}")]
     Plans(String),
-    /// cuDNN's error, or one of making the graphs.
+    /// cuDNN failed, or a graph could not be made.
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -63,18 +63,18 @@ impl From<LowerError> for PayloadError {
     }
 }
 
-/// The first line.
+/// The header line.
 #[derive(Serialize, Deserialize)]
 struct Head {
     version: u32,
-    /// Of the attention, or of each of its pieces.
+    /// The pattern of the attention, or of each of its pieces.
     spelled: Vec<Spelled>,
     engine: String,
-    /// The plan of every graph of the schedule, in its order.
+    /// The plan of every graph of the schedule, in order.
     plans: Vec<Part>,
 }
 
-/// How a graph of attention is spelled.
+/// Form and pattern of an attention graph.
 #[derive(Serialize, Deserialize)]
 struct Spelled {
     form: Form,
@@ -86,7 +86,7 @@ impl Spelled {
         Spelled { form: lowered.form, spelling: lowered.spelling }
     }
 
-    /// A pass, spelled so.
+    /// Lowers a pass with this pattern.
     fn lower(&self, job: &Job, runtime: Version) -> Result<Lowered, LowerError> {
         match (job, self.spelling) {
             (Job::Backward(problem), Some(spelling)) => lower::lower_backward(problem, runtime, spelling),
@@ -95,7 +95,7 @@ impl Spelled {
     }
 }
 
-/// The graphs of a pass that is spelled so, or of its pieces, and what it needs and does around them.
+/// Returns the graphs of a pass, or of its pieces, with these patterns, and the schedule around them.
 fn spelled(job: &Job, dense: &Job, spelled: &[Spelled], runtime: Version) -> Result<(Vec<Arc<Lowered>>, Schedule<()>), PayloadError> {
     if let [one] = spelled {
         let lowered = one.lower(dense, runtime)?;
@@ -112,31 +112,31 @@ fn spelled(job: &Job, dense: &Job, spelled: &[Spelled], runtime: Version) -> Res
     Ok((lowered, schedule))
 }
 
-/// A plan among the bytes.
+/// Header entry of one plan.
 #[derive(Serialize, Deserialize)]
 struct Part {
-    /// What it is for.
+    /// The role of the graph.
     name: String,
-    /// Of the graph that it is of, and of what is bound to it.
+    /// Digest of the graph and its bindings.
     graph: Digest,
-    /// Its length.
+    /// Length of the plan in bytes.
     bytes: u64,
 }
 
-/// The header of plan files that are of use with this cuDNN and this kind of device.
+/// Returns the header of plan files for this cuDNN and this kind of device.
 pub fn header(library: &Library, profile: &DeviceProfile) -> Header {
     Header { cudnn: library.version().to_string(), profile: profile.to_string(), lowering: VERSION }
 }
 
-/// The key of the plans of a pass in a plan file, the same on all devices with the same kernels.
+/// Returns the plan-file key of a pass. All devices with the same kernels share it.
 ///
 /// # Errors
-/// A bug of the lowering, the environment's.
+/// A bug of the lowering, or a failure of the environment.
 pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Digest, Error> {
     let runtime = library.version();
     let (dense, _) = lower::densify(job);
     let text = serde_json::to_string(options).map_err(|e| bug(&e.to_string()))?;
-    // A forward pass has the byte of a pass that need not give the same bits.
+    // A forward pass has the byte of a pass that is not deterministic.
     let beside = job.facts().find_map(|fact| fact::beside_programs(&fact)).unwrap_or_default();
     let mut parts = Digest::parts().part(runtime.to_string().as_bytes()).part(text.as_bytes()).part(&[beside]);
     for (n, part) in options.pieces.of(job).into_iter().flatten().enumerate() {
@@ -146,7 +146,7 @@ pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &
     Ok(candidates(library, target, (job, &dense), options, parts)?.finish())
 }
 
-/// Adds every spelling of a pass that would be asked for.
+/// Adds every pattern of a pass that would be tried.
 fn candidates(
     library: &'static Library,
     target: &Target<'_>,
@@ -176,10 +176,10 @@ fn bug(text: &str) -> Error {
 }
 
 impl Planned {
-    /// Every plan as bytes, compiled kernels included: what [`Planned::from_bytes`] reads.
+    /// Serialises every plan with its compiled kernels, for [`Planned::from_bytes`].
     ///
     /// # Errors
-    /// cuDNN's own: engines that were not compiled at run time have no JSON.
+    /// cuDNN's own: plans of engines that were not compiled at run time have no JSON.
     pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
         let (mut plans, mut texts) = (Vec::new(), Vec::new());
         for (run, graph) in self.schedule.digests(self.plan.library().version())? {
@@ -195,13 +195,13 @@ impl Planned {
         Ok(bytes)
     }
 
-    /// The plans of a pass from their bytes. Tables are not in device memory yet: see [`Planned::upload_tables`].
+    /// Deserialises the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
     ///
     /// # Safety
-    /// The bytes are what [`Planned::to_bytes`] gave, unchanged: they contain machine code, which the device runs.
+    /// The bytes must be unchanged output of [`Planned::to_bytes`]: they contain machine code, which the device runs.
     ///
     /// # Errors
-    /// What makes the bytes no plans of this pass; cuDNN's own.
+    /// The bytes are not plans of this pass, or cuDNN fails.
     #[allow(unsafe_code, reason = "machine code from bytes: where they come from is the caller's to know")]
     pub unsafe fn from_bytes(library: &'static Library, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
         let start = Instant::now();
@@ -223,7 +223,7 @@ impl Planned {
         let mut plans = Vec::with_capacity(made_of.len());
         for (run, (name, digest)) in schedule.runs().zip(&made_of) {
             let text = texts.take(name, *digest)?;
-            // SAFETY: the text is what was written for a plan of this graph: the caller answers for the bytes, and the digests are equal.
+            // SAFETY: the text was written for a plan of this graph: the caller vouches for the bytes, and the digests are equal.
             #[allow(unsafe_code, reason = "machine code from bytes: the caller's contract")]
             let plan = unsafe { Plan::from_json(library, text, &run.graph, target) }?;
             plans.push((run.role.clone(), Arc::new(plan)));
@@ -245,10 +245,10 @@ impl Planned {
 }
 
 impl Planned {
-    /// Makes the graphs of a pass again, and compares them with those that these plans are of: whether the plans may be called for it.
+    /// Lowers a pass again and compares its graphs with those of these plans, to check that the plans may be called for it.
     ///
     /// # Errors
-    /// [`Error::Bug`], where they are of another graph.
+    /// [`Error::Bug`] if a graph differs.
     pub fn recheck(&self, job: &Job, runtime: Version) -> Result<(), Error> {
         let (dense, _) = lower::densify(job);
         let wrong = |what: &str| Err(Error::Bug(format!("the plans for {} are of another {what}", sdpa_cache::CacheKey::label(job))));
@@ -265,14 +265,14 @@ impl Planned {
     }
 }
 
-/// Texts one after the other.
+/// Splits concatenated texts.
 struct Texts<'a> {
     rest: &'a [u8],
     parts: std::slice::Iter<'a, Part>,
 }
 
 impl<'a> Texts<'a> {
-    /// The next, which is of this name and graph.
+    /// Returns the next text, and checks that its name and graph are these.
     fn take(&mut self, name: &str, graph: Digest) -> Result<&'a str, PayloadError> {
         let wrong = |text: &str| PayloadError::Plans(text.to_owned());
         let part = self.parts.next().ok_or_else(|| wrong("there are too few plans"))?;

@@ -1,38 +1,38 @@
-//! Quirks: what cuDNN's engines get wrong without a word, and what is done about it. There is a row for each, asked by its name.
+//! Quirks: known wrong results of cuDNN's engines, and the workaround for each. Each has a row in the table and a name.
 //!
-//! NVIDIA's frontend refuses some of the same regions: its refusals mark wrong answers, not only missing kernels. A row is added when a source
-//! says so or a test has seen it, and names both. `docs/lowering.md` has the table, made from this one.
+//! NVIDIA's frontend refuses some of the same cases: its refusals mark wrong answers, not only missing kernels. A row is added once a source or a
+//! test shows the error, and names both. `docs/lowering.md` has the generated table.
 
 use cudnn_graph::Version;
 use std::ops::RangeInclusive;
 
-/// Which passes of an attention.
+/// The passes that a quirk affects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passes {
-    /// Forward passes alone.
+    /// Forward passes only.
     Forward,
-    /// Backward passes alone.
+    /// Backward passes only.
     Backward,
-    /// Passes of either direction.
+    /// Forward and backward passes.
     Both,
 }
 
-/// One row of the table: what some versions of cuDNN get wrong.
+/// One row of the table: a known error of some cuDNN versions.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// First and last version of cuDNN that has the quirk.
+    /// First and last affected version of cuDNN.
     pub versions: (Version, Version),
-    /// Compute capabilities that have it, times ten: 90 is 9.0.
+    /// Affected compute capabilities, times ten: 90 is 9.0.
     pub sm: RangeInclusive<u32>,
-    /// Which passes it concerns.
+    /// Affected passes.
     pub passes: Passes,
-    /// What goes wrong.
+    /// The error.
     pub what: &'static str,
-    /// What is done about it.
+    /// The workaround.
     pub so: &'static str,
-    /// Where it is written down, or was seen.
+    /// The source that describes the error, or the run that showed it.
     pub source: &'static str,
-    /// What would find it: a test, a case of `sdpa/conformance/cases`, or a part of the benchmark `device`.
+    /// A test, a case of `sdpa/conformance/cases`, or a part of the benchmark `device` that detects the error.
     pub test: &'static str,
 }
 
@@ -49,7 +49,7 @@ const fn to(minor: u32, patch: u32) -> (Version, Version) {
 
 macro_rules! quirks {
     ($($name:ident { what: $what:literal, so: $so:literal, versions: $versions:expr, sm: $sm:expr, passes: $passes:ident, source: $source:literal, test: $test:literal, })*) => {
-        /// What some engines get wrong.
+        /// Known errors of cuDNN's engines.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Quirk { $(#[doc = $what] $name,)* }
 
@@ -57,7 +57,7 @@ macro_rules! quirks {
             /// Every row of the table.
             pub const ALL: &'static [Quirk] = &[$(Quirk::$name),*];
 
-            /// What is known of the quirk: its row of the table.
+            /// Returns the quirk's row of the table.
             pub const fn row(self) -> Row {
                 match self {
                     $(Quirk::$name => Row {
@@ -331,18 +331,18 @@ quirks! {
 }
 
 impl Quirk {
-    /// Whether a version of cuDNN has it.
+    /// Returns whether a version of cuDNN has the quirk.
     pub fn holds(self, runtime: Version) -> bool {
         let (first, last) = self.row().versions;
         (first..=last).contains(&runtime)
     }
 
-    /// Whether it holds on a runtime and an architecture: compute capability 9.0 is 90.
+    /// Returns whether a runtime and an architecture have it: compute capability 9.0 is 90.
     pub fn holds_on(self, runtime: Version, sm: u32) -> bool {
         self.holds(runtime) && self.row().sm.contains(&sm)
     }
 
-    /// The versions that have it, in words.
+    /// Returns the affected versions as text.
     pub fn versions(self) -> String {
         let (first, last) = self.row().versions;
         match (first == EVERY.0, last == EVERY.1) {
@@ -354,7 +354,7 @@ impl Quirk {
         }
     }
 
-    /// Every row as a table in Markdown.
+    /// Returns all rows as a table in Markdown.
     pub fn table() -> String {
         let mut text = "| quirk | cuDNN | compute capability | passes | engines do this without a word | so | source | test |\n|---|---|---|---|---|---|---|---|\n".to_owned();
         for quirk in Quirk::ALL {

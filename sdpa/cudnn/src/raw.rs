@@ -1,4 +1,4 @@
-//! Calls over raw device memory, addresses with lengths, that the caller answers for.
+//! Calls over raw device memory: the caller vouches for addresses and lengths.
 //!
 //! The types are those of [`sdpa_core::device`], with [`DeviceSlice`] for memory.
 #![allow(unsafe_code)]
@@ -19,20 +19,21 @@ use std::sync::Arc;
 pub type DeviceParam<'a> = device::DeviceParam<'a, DeviceSlice>;
 /// The value of a parameter.
 pub type DeviceValue = device::DeviceValue<DeviceSlice>;
-/// Where the gradient of a declared parameter goes.
+/// Device memory for the gradient of a declared parameter.
 pub type DeviceGradient<'a> = device::DeviceGradient<'a, DeviceSlice>;
-/// Device memory and numbers of one forward call.
+/// Device memory and scalars of one forward call.
 pub type DeviceForward<'a> = device::DeviceForward<'a, DeviceSlice>;
-/// Device memory and numbers of one backward call.
+/// Device memory and scalars of one backward call.
 pub type DeviceBackward<'a> = device::DeviceBackward<'a, DeviceSlice>;
 /// A call of either pass.
 pub type DeviceCall<'a> = device::DeviceCall<'a, DeviceSlice>;
 
 impl Planned {
-    /// Puts the tables that graphs read into device memory, loads the kernels that run around them, and waits for that. Calls need it first.
+    /// Copies the tables of graphs to device memory and loads the kernels that run around them. Waits until both are done. Must precede the first
+    /// call.
     ///
     /// # Errors
-    /// The environment's.
+    /// A failure of the environment.
     pub fn upload_tables(&mut self, stream: &Stream) -> Result<(), Error> {
         for contents in self.schedule.tables() {
             self.tables.push(Arc::new(uploaded(contents, stream)?));
@@ -44,38 +45,39 @@ impl Planned {
         Ok(())
     }
 
-    /// Submits one forward pass to the handle's stream. Nothing waits.
+    /// Submits one forward pass to the handle's stream, without waiting.
     ///
     /// # Safety
-    /// As [`Planned::submit`].
+    /// As for [`Planned::submit`].
     ///
     /// # Errors
-    /// As [`Planned::submit`].
+    /// As for [`Planned::submit`].
     pub unsafe fn forward(&self, handle: &Handle<'_>, call: &DeviceForward<'_>) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(handle, &call.into()) }
     }
 
-    /// Submits one backward pass to the handle's stream. Nothing waits.
+    /// Submits one backward pass to the handle's stream, without waiting.
     ///
     /// # Safety
-    /// As [`Planned::submit`].
+    /// As for [`Planned::submit`].
     ///
     /// # Errors
-    /// As [`Planned::submit`].
+    /// As for [`Planned::submit`].
     pub unsafe fn backward(&self, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(handle, &call.into()) }
     }
 
-    /// Submits one pass to the handle's stream. Nothing waits.
+    /// Submits one pass to the handle's stream, without waiting.
     ///
     /// # Safety
-    /// As [`DevicePrepared::submit`]: every slice is device memory of the handle's device.
+    /// As for [`DevicePrepared::submit`]: every slice is device memory of the handle's device.
     ///
     /// # Errors
-    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that is not positive, row statistics missing or
-    /// too many, parameters and gradients missing, unknown, doubled or of another type, slices that are too short or misaligned; cuDNN's own.
+    /// Every mistake in the call, before anything runs: operands of the other pass, a scale that is not positive, row statistics missing or
+    /// superfluous, parameters and gradients missing, unknown, repeated or of another type, slices that are too short or misaligned. Also cuDNN's own
+    /// errors.
     pub unsafe fn submit(&self, handle: &Handle<'_>, call: &DeviceCall<'_>) -> Result<(), Error> {
         self.plan.check_device(handle.device())?;
         let submission = &handle.begin()?;
@@ -84,7 +86,8 @@ impl Planned {
         self.bind(call, workspace, bound)?;
         self.noting_use(submission, || {
             for step in self.schedule.steps() {
-                // SAFETY: the caller's; memory has been seen to hold what steps reach of it, and pieces of the workspace do not overlap.
+                // SAFETY: the caller upholds the contract. `bind` checked that memory is as large as the steps need, and workspace slots do not
+                // overlap.
                 unsafe { self.step(submission, step, bound, workspace) }?;
             }
             Ok(())
@@ -92,55 +95,56 @@ impl Planned {
     }
 
     /// # Safety
-    /// As [`Planned::submit`].
+    /// As for [`Planned::submit`].
     unsafe fn step(&self, submission: &Submission<'_>, step: &Step<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
         match step {
-            // SAFETY: the caller's.
+            // SAFETY: the caller upholds the contract of `submit`.
             Step::Run(run) => unsafe { execute(submission, run, bound, workspace) },
             Step::Launch(launch) if bound.spares(&launch.spared_by) => Ok(()),
-            // SAFETY: the caller's.
+            // SAFETY: the caller upholds the contract of `submit`.
             Step::Launch(launch) => unsafe { self.launch(submission, launch, bound) },
             Step::Zero(to) => {
                 let to = DeviceSlice { address: bound.address(*to), bytes: self.schedule.slot(*to).bytes };
-                // SAFETY: the caller's.
+                // SAFETY: the caller upholds the contract of `submit`.
                 Ok(unsafe { submission.zero(to) }?)
             }
             Step::Move(from, to) => {
                 let bytes = self.schedule.slot(*from).bytes;
                 let [from, to] = [from, to].map(|&slot| DeviceSlice { address: bound.address(slot), bytes });
-                // SAFETY: the caller's.
+                // SAFETY: the caller upholds the contract of `submit`.
                 Ok(unsafe { submission.copy(from, to) }?)
             }
         }
     }
 
-    /// Apart, so that steps without it keep a small frame.
+    /// A separate function, so that steps without a launch keep a small stack frame.
     ///
     /// # Safety
-    /// As [`Planned::submit`].
+    /// As for [`Planned::submit`].
     #[inline(never)]
     unsafe fn launch(&self, submission: &Submission<'_>, launch: &Launch, bound: &Bound) -> Result<(), Error> {
         let arguments: SmallVec<[u64; 32]> = launch.arguments.iter().map(|argument| bound.argument(*argument)).collect();
         let kernel = self.kernels.and_then(|kernels| kernels.get(launch.kernel));
         let kernel = kernel.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
-        // SAFETY: the caller's; a kernel reaches what slots hold, and of packed documents what the memory of the call has tokens for.
+        // SAFETY: the caller upholds the contract. A kernel accesses only its slots, and for packed sequences only the tokens that the call's memory
+        // holds.
         Ok(unsafe { submission.launch(kernel, launch.grid, &arguments) }?)
     }
 
-    /// The caller's workspace, or that of the calls of this thread on the handle's stream.
+    /// Returns the caller's workspace, or that of this thread's calls on the handle's stream.
     fn workspace(&self, submission: &Submission<'_>, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
         given.map_or_else(|| Ok(submission.workspace(self.workspace_bytes())?), Ok)
     }
 }
 
 /// # Safety
-/// As [`Planned::submit`].
+/// As for [`Planned::submit`].
 unsafe fn execute(submission: &Submission<'_>, run: &Run<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
-    // Inline: a call that hits allocates nothing.
+    // Inline storage: a call that hits allocates nothing.
     let numbers: SmallVec<[_; 24]> = run.numbers.iter().map(|(_, number)| bound.number(number)).collect();
     for n in 0..run.repeats {
         let addresses: SmallVec<[u64; 32]> = run.ports.iter().map(|port| bound.address(port.slot) + n * port.step).collect();
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `submit`.
         unsafe { run.plan.execute_in_order(submission, &addresses, &numbers, workspace) }?;
     }
     Ok(())
@@ -165,7 +169,7 @@ impl DevicePrepared for Planned {
     unsafe fn submit(&self, stream: &Stream, call: &DeviceCall<'_>) -> Result<(), sdpa_core::Error> {
         let submit = || {
             let handle = self.plan.library().handle(stream)?;
-            // SAFETY: the caller's.
+            // SAFETY: the caller upholds the contract of `submit`.
             unsafe { Planned::submit(self, &handle, call) }
         };
         Ok(submit()?)
@@ -181,7 +185,7 @@ fn uploaded(contents: &Contents, stream: &Stream) -> Result<Buffer, Error> {
     match contents {
         Contents::Numbers(Table::F32(x)) => buffer.upload(stream, 0, x)?,
         Contents::Numbers(Table::I32(x)) => buffer.upload(stream, 0, x)?,
-        // Terms are of these three types: see `lower::sum`.
+        // Terms have one of these three types: see `lower::sum`.
         Contents::Ones(cudnn_graph::DType::F16, count) => buffer.upload(stream, 0, &vec![f16::ONE; *count as usize])?,
         Contents::Ones(cudnn_graph::DType::BF16, count) => buffer.upload(stream, 0, &vec![bf16::ONE; *count as usize])?,
         Contents::Ones(_, count) => buffer.upload(stream, 0, &vec![1f32; *count as usize])?,

@@ -1,4 +1,4 @@
-//! A call that is captured into a CUDA graph and launched again and again, at the cost of one launch.
+//! A call captured into a CUDA graph, and launched repeatedly at the cost of one launch.
 #![allow(unsafe_code)]
 
 use super::plan::Planned;
@@ -8,35 +8,34 @@ use cudnn_graph::{Buffer, Captured, DeviceSlice, Stream};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// A pass on one stream that is captured into a CUDA graph and launched again and again, at the cost of one launch.
+/// A pass on one stream, captured into a CUDA graph and launched repeatedly at the cost of one launch.
 ///
-/// It is captured when it is first called, and again whenever an address or a number has changed: a graph has both
-/// baked in, the numbers that cuDNN reads from host memory too.
+/// The first call captures, and so does every call with a changed address or number. A graph contains both, including numbers that cuDNN reads from
+/// host memory.
 ///
-/// Launches of a captured call follow one another on its stream; what it needs (plans, workspace) lives as long as they do, also where
-/// this value is dropped first.
+/// Launches of a captured call are ordered on its stream. Plans and workspace live until the launches finish, even if this value is dropped first.
 #[derive(Debug)]
 pub struct Replay {
     planned: Arc<Planned>,
     stream: Arc<Stream>,
-    /// Where calls are captured: the caller's stream may be one that cannot be.
+    /// The stream for captures: the caller's stream may not allow capture.
     capture_stream: Stream,
-    /// Empty only while it is dropped.
+    /// `None` only during drop.
     workspace: Option<Buffer>,
     captured: Option<Captured>,
-    /// What the captured call was made with.
+    /// Addresses and numbers of the captured call.
     baked: Baked,
     captures: u64,
 }
 
-/// Everything of a call that a graph has baked in.
+/// All addresses and numbers that a graph contains.
 type Baked = SmallVec<[u64; 32]>;
 
 impl Replay {
-    /// A replay of plans from [`CudnnExecutor::attention`](crate::CudnnExecutor::attention), for calls on `stream`. Nothing is captured yet.
+    /// Creates a replay of plans from [`CudnnExecutor::attention`](crate::CudnnExecutor::attention), for calls on `stream`. Captures nothing yet.
     ///
     /// # Errors
-    /// The driver's own, out of memory for the workspace above all.
+    /// A driver error, typically out of memory for the workspace.
     pub fn new(planned: Arc<Planned>, stream: Arc<Stream>) -> Result<Replay, Error> {
         let device = stream.device();
         let bytes = usize::try_from(planned.workspace_bytes()).unwrap_or(usize::MAX);
@@ -44,51 +43,51 @@ impl Replay {
         Ok(Replay { planned, stream, capture_stream, workspace, captured: None, baked: Baked::new(), captures: 0 })
     }
 
-    /// The plans that calls run.
+    /// Returns the plans that calls run.
     pub fn planned(&self) -> &Arc<Planned> {
         &self.planned
     }
 
-    /// How often a call was captured: once, and once more for each that differed from the one before it.
+    /// Returns how often a call was captured: once, and again for each call that differed from the one before.
     pub fn captures(&self) -> u64 {
         self.captures
     }
 
-    /// How many kernels, copies and other nodes the captured call has; `None` before the first call.
+    /// Returns how many kernels, copies and other nodes the captured call has; `None` before the first call.
     pub fn captured_nodes(&self) -> Option<usize> {
         self.captured.as_ref().map(Captured::nodes)
     }
 
-    /// Submits one forward pass. `call.workspace` is the replay's own if it is `None`.
+    /// Submits one forward pass. If `call.workspace` is `None`, the replay uses its own.
     ///
     /// # Safety
-    /// As [`Planned::forward`], on the stream of this replay.
+    /// As for [`Planned::forward`], on the stream of this replay.
     ///
     /// # Errors
-    /// As [`Planned::forward`]; the driver's own.
+    /// As for [`Planned::forward`], and driver errors.
     pub unsafe fn forward(&mut self, call: &DeviceForward<'_>) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(call.into()) }
     }
 
     /// Submits one backward pass; see [`Replay::forward`].
     ///
     /// # Safety
-    /// As [`Planned::backward`], on the stream of this replay.
+    /// As for [`Planned::backward`], on the stream of this replay.
     ///
     /// # Errors
-    /// As [`Planned::backward`]; the driver's own.
+    /// As for [`Planned::backward`], and driver errors.
     pub unsafe fn backward(&mut self, call: &DeviceBackward<'_>) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(call.into()) }
     }
 
     /// # Safety
-    /// As [`Planned::submit`], on the stream of this replay.
+    /// As for [`Planned::submit`], on the stream of this replay.
     unsafe fn submit(&mut self, call: DeviceCall<'_>) -> Result<(), Error> {
         let baked = baked(&call);
         let call = DeviceCall { workspace: self.room(call.workspace), ..call };
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `submit`.
         self.replay(baked, |planned, handle| unsafe { planned.submit(handle, &call) })
     }
 
@@ -107,7 +106,7 @@ impl Replay {
                 self.captured.insert(captured)
             }
         };
-        // SAFETY: the call that was captured is the call that is asked for, and the caller answers for that.
+        // SAFETY: the captured call equals the requested call, for which the caller vouches.
         Ok(unsafe { captured.launch(&self.stream) }?)
     }
 }
@@ -120,7 +119,7 @@ impl Drop for Replay {
     }
 }
 
-/// Bits that tell calls apart.
+/// Returns bits that differ for different calls.
 fn baked(call: &DeviceCall<'_>) -> Baked {
     let DeviceCall { operands, stats, row_max, sum_exp, amax, attn_scale, params, gradients, workspace } = call;
     let mut all = Baked::new();
@@ -153,7 +152,7 @@ fn baked(call: &DeviceCall<'_>) -> Baked {
     all
 }
 
-/// A name in full: two names must never be taken for one another.
+/// Appends the whole name: different names must give different bits.
 fn name(all: &mut Baked, name: &str) {
     all.push(name.len() as u64);
     all.extend(name.as_bytes().chunks(8).map(|bytes| bytes.iter().fold(0, |word, &b| word << 8 | u64::from(b))));

@@ -1,8 +1,8 @@
-//! Timing: every configuration that cuDNN offers for a pass runs on the device, and the fastest is kept.
+//! Autotuning: runs every configuration that cuDNN offers for a pass on the device, and keeps the fastest.
 //!
-//! Among the offers are engines that compute something else without a word (seen on an H200, 9.19 and 9.27: the engine for equal bits
-//! given the spelling of the other). The first contender is the configuration that is used without timing, which the tests know; one
-//! whose results on random numbers are not close to its results is out.
+//! Some offered engines silently compute something else (H200, 9.19 and 9.27: the deterministic engine with the graph pattern of the other). The
+//! first contender is the configuration that is used without timing, which the tests cover. A contender whose results on random inputs differ from it
+//! is excluded.
 
 use super::plan::{Made, PlanOptions, Planned, offered};
 use crate::error::Error;
@@ -20,15 +20,15 @@ pub(super) enum TuneError {
     Race(#[from] RaceError),
 }
 
-/// The form and the engine of a pass.
+/// Returns the form and the engine of a pass.
 fn name(planned: &Planned) -> String {
     format!("{} {}", planned.lowered.form, planned.engine)
 }
 
-/// The pass around the fastest configuration; `None` where that is the one that is there already.
+/// Returns the plans with the fastest configuration; `None` if `built` has it already.
 ///
 /// # Errors
-/// The environment's: out of memory for the operands above all.
+/// A failure of the environment, typically out of memory for the operands.
 pub(super) fn fastest(
     library: &'static Library,
     device: &'static Device,
@@ -48,7 +48,7 @@ pub(super) fn fastest(
     for (lowered, plan) in offered(library, &target, &built.job, options)? {
         let contender = match around(Made::whole((lowered, Arc::new(plan)))) {
             Ok(contender) => contender,
-            // What this one needs around it is not to be had; the others may do without.
+            // A graph around this contender has no plan; other contenders may not need one.
             Err(Error::Unsupported(_)) => continue,
             Err(other) => return Err(other.into()),
         };

@@ -1,4 +1,4 @@
-//! What is declined before cuDNN is asked: problems that a [quirk](crate::quirks) of the runtime makes wrong, and what its engines do not take at all.
+//! Problems that are refused without asking cuDNN: a [quirk](crate::quirks) of the runtime would give wrong results, or no engine supports them.
 
 mod floats;
 mod fp8;
@@ -17,7 +17,7 @@ use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Side, Statistic, StatsBase, packed};
 
-/// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
+/// Returns whether a window is not causal: it masks keys on the left and keeps keys right of the diagonal.
 fn open_window(job: &Job) -> bool {
     let Region { lower, upper, prefix } = *job.problem().region();
     lower.is_some() && prefix.is_none() && upper.is_none_or(|u| u > 0)
@@ -37,7 +37,7 @@ fn is_backward(job: &Job) -> bool {
     }
 }
 
-/// Elements from the first to behind the last of an operand as the engines see it: dense, where it is copied first.
+/// Returns how many elements an operand spans in the engines' view: dense, if it is copied first.
 fn reach(job: &Job, operand: Operand) -> i64 {
     let (dense, _) = lower::densify(job);
     let problem = job.problem();
@@ -48,18 +48,18 @@ fn reach(job: &Job, operand: Operand) -> i64 {
     dense.tensor(operand).and_then(|tensor| all(tensor).extent()).unwrap_or(0)
 }
 
-/// Lengths of batch entries, of queries and of keys.
+/// Returns whether batch entries have lengths of queries and of keys.
 fn is_padded(job: &Job) -> bool {
     Side::ALL.iter().all(|&side| job.problem().has_lengths(side))
 }
 
-/// Dims of the engine that adds up dq in any order, also where the same bits are asked for.
+/// Returns whether the head dims are those of the engine that sums dQ in arbitrary order even if determinism is requested.
 fn wide_keys(job: &Job) -> bool {
     let dims = [job.problem().dim_qk(), job.problem().dim_v()];
     (129..=192).contains(&dims[0]) && (65..=128).contains(&dims[1]) && dims != [192, 128]
 }
 
-/// Packed queries whose gradient has heads behind one another within a token, and other strides than they have.
+/// Returns whether queries are packed and dQ has heads adjacent within a token, with other strides than Q.
 fn query_gradient_elsewhere(job: &Job) -> bool {
     let Job::Backward(backward) = job else { return false };
     let (problem, [_, head, token, _]) = (job.problem(), backward.tensor(Operand::DQ).strides);
@@ -70,7 +70,7 @@ fn query_gradient_elsewhere(job: &Job) -> bool {
         && problem.q().strides[1..3] != [head, token]
 }
 
-/// How many tensors over the batch and neither queries nor keys a trace reads; functions of the batch entry count as one.
+/// Counts the tensors over the batch, but over neither queries nor keys, that a trace reads. Functions of the batch index count as one.
 fn over_the_batch(job: &Job, trace: &Trace) -> usize {
     let extents = job.problem().extents();
     let spans = |axes: Axes, axis: Axis| axes.has(axis) && extents[axis.place()] > 1;
@@ -81,7 +81,8 @@ fn over_the_batch(job: &Job, trace: &Trace) -> usize {
     tensors.count() + usize::from(extents[0] > 1 && trace.nodes().contains(&Node::Index(Axis::Batch)))
 }
 
-/// Whether a score_mod or mask reads a tensor over queries and not keys, or a mask one over the batch and either, as documents are.
+/// Returns whether a score_mod or mask reads a tensor over queries but not keys, or a mask reads one over the batch and either, such as document
+/// numbers.
 fn reads_rows(job: &Job) -> bool {
     let has_rows = |axes: Axes| axes.has(Axis::Q) && !axes.has(Axis::K);
     let by_entry = |axes: Axes| job.problem().batch() > 1 && axes.has(Axis::Batch) && (axes.has(Axis::Q) || axes.has(Axis::K));
@@ -92,13 +93,13 @@ fn reads_rows(job: &Job) -> bool {
     [score_mod, rest].into_iter().flatten().any(|trace| reads(trace, &has_rows)) || rest.is_some_and(|trace| reads(trace, &by_entry))
 }
 
-/// Keys beyond which engines divide those of one query among blocks.
+/// The most keys of one query that engines do not split among thread blocks.
 const KEYS_IN_ONE_PART: i64 = 256;
 
 /// Thread blocks along the second and third dimension of a CUDA grid, at most.
 const GRID: i64 = 65_535;
 
-/// What is declined, and for which problems.
+/// A quirk, and the problems that are refused because of it.
 type Declined = (Quirk, fn(&Job) -> bool);
 
 const DECLINED: [Declined; 27] = [
@@ -142,7 +143,7 @@ const DECLINED: [Declined; 27] = [
             ParamKind::Tensor { axes, .. } => axes.has(Axis::Head) && !axes.has(Axis::Batch),
             ParamKind::Scalar => false,
         };
-        // The lowering makes a tensor of a function of the head index.
+        // The lowering turns a function of the head index into a tensor.
         let reads_heads = |trace: &Trace| trace.params().iter().any(by_head) || trace.nodes().contains(&Node::Index(Axis::Head));
         let one_pair = problem.paged().is_some() && [problem.seq_q(), problem.seq_kv()] == [1; 2];
         one_pair && [problem.score_mod(), problem.kept().rest.as_ref()].into_iter().flatten().any(|trace| reads_heads(trace))
@@ -150,7 +151,7 @@ const DECLINED: [Declined; 27] = [
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 
-/// Whether the numbers that rows repeat, if they do, lie without gaps: the engines that copy them read no other.
+/// Returns whether the elements that rows repeat, if any, have no gaps: engines that copy operands need this.
 fn packed_numbers(tensor: &TensorSpec) -> bool {
     if tensor.strides[3] != 0 || tensor.dims[3] == 1 {
         return true;
@@ -165,10 +166,10 @@ fn packed_numbers(tensor: &TensorSpec) -> bool {
     })
 }
 
-/// Every known reason against running a pass on a version of cuDNN and a compute capability (`sm`: 90 for 9.0), before cuDNN is asked.
+/// Returns every known reason against a pass on a version of cuDNN and a compute capability (`sm`: 90 for 9.0), without asking cuDNN.
 ///
-/// With `deterministic`, decode is refused: its engines split the keys and combine the parts as they arrive, and although they
-/// do not say so in their notes, other work on the device changes the last bit (docs/threads.md).
+/// With `deterministic`, decode is refused: its engines split the keys and combine the parts in order of arrival. Their notes do not say so, but
+/// other work on the device changes the last bit (docs/threads.md).
 pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
     let problem = job.problem();
     if let Some(empty) = empty::declined(problem) {
@@ -283,11 +284,11 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     reasons
 }
 
-/// Whether cuDNN's engines take a scale. It is a value of the call, so each call checks it.
+/// Checks that cuDNN's engines support a scale. The scale is a value of the call, so each call checks it.
 ///
 /// # Errors
-/// A scale that is not positive: the fused kernels keep the row maximum of unscaled scores, which starts at −∞, and give NaN
-/// (seen with 0 and −0.1 on an H200 under 9.19).
+/// The scale is not positive. The fused kernels keep the row maximum of unscaled scores, which starts at −∞, and return NaN (seen with 0 and −0.1 on
+/// an H200 under 9.19).
 pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
     if attn_scale > 0.0 {
         return Ok(());
@@ -339,12 +340,12 @@ mod tests {
     fn a_backward_pass_over_tensors_past_32_bit_offsets_is_refused() {
         let shape = |batch| Shape { batch, heads_q: 128, heads_kv: 128, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
         let spec = |batch| AttentionSpec::dense(DType::BF16, shape(batch), Layout::Bhsd).backward();
-        // 2²⁰ elements for each entry of the batch.
+        // Each batch entry has 2²⁰ elements.
         let refused = |spec: &sdpa_core::BackwardSpec| !reasons(&spec.validate().unwrap().into(), v(27, 0), 90, false).is_empty();
         assert!(!refused(&spec(2048)) && refused(&spec(2049)));
         let forward: Job = spec(4096).forward.validate().unwrap().into();
         assert!(reasons(&forward, v(27, 0), 90, false).is_empty());
-        // What is read in place counts as it lies; what is copied first, as the copy does.
+        // An operand that is read in place counts with its strides; one that is copied first counts as the dense copy.
         let mut far = spec(2);
         far.d_o.strides[0] = 1 << 31;
         assert!(refused(&far));
@@ -395,14 +396,14 @@ mod tests {
             spec.deterministic = deterministic;
             spec.validate().unwrap().into()
         };
-        // As measured, 16 pairs of dims.
+        // Measured: 16 pairs of head dims.
         for dims in [[136, 80], [136, 128], [144, 128], [152, 104], [176, 72], [184, 128], [192, 72], [192, 120]] {
             assert!(refused(&ordered(dims, true), 19, 0, 90) && !refused(&ordered(dims, false), 19, 0, 90), "{dims:?}");
         }
         for dims in [[192, 128], [128, 120], [136, 64], [184, 64], [136, 136], [160, 144], [200, 128], [208, 120]] {
             assert!(!refused(&ordered(dims, true), 19, 0, 90), "{dims:?}");
         }
-        // As seen among random problems: dq in the layout of q, in another with heads outermost, and of dims that are no multiple of 16.
+        // Seen in random problems: dQ in the layout of Q, in another with heads outermost, and with head dims that are not multiples of 16.
         let elsewhere = |dim: i64, strides: [i64; 2]| {
             let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 40, dim_qk: dim, dim_v: dim };
             let mut spec = AttentionSpec::packed(DType::BF16, shape, sdpa_core::Packed::of(90)).backward();
@@ -416,13 +417,13 @@ mod tests {
             AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_dropout(0.1).validate().unwrap().into()
         };
         assert!(refused(&dropping(1, 257), 19, 0, 90) && !refused(&dropping(1, 256), 19, 0, 90) && !refused(&dropping(2, 257), 19, 0, 90));
-        // Packed stats, documents of a token, and lengths that go wrong without numbers.
+        // Packed stats, sequences of one token, and lengths that go wrong without a tensor.
         let usual = |backward| packed(9, [64, 64], backward);
         assert!(refused(&usual(true), 27, 0, 80) && !refused(&usual(false), 27, 0, 80) && refused(&usual(true), 27, 0, 120));
         assert!(
             refused(&packed(1, [64, 64], false), 27, 0, 90) && refused(&usual(false), 18, 99, 90) && !refused(&usual(true), 19, 0, 100)
         );
-        // A key and a query of each entry in pages, as the covering found it wrong.
+        // One key and one query per batch entry in pages; the covering array found it wrong.
         let in_pages = |seq_kv: i64, text: &str| {
             let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 1, seq_kv, dim_qk: 64, dim_v: 64 };
             let spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged::new(16, 9));
@@ -436,7 +437,7 @@ mod tests {
             assert!(!refused(&in_pages(2, text), 27, 0, 90), "{text}");
         }
         assert!(!refused(&in_pages(1, "softcap:5"), 27, 0, 90));
-        // Documents beside a score_mod that reads a tensor over the batch, or over the head alone.
+        // Documents with a score_mod that reads a tensor over the batch, or over the head alone.
         let beside_documents = |text: &str| {
             let shape = Shape { batch: 3, heads_q: 2, heads_kv: 2, seq_q: 5, seq_kv: 5, dim_qk: 64, dim_v: 64 };
             let spec = AttentionSpec::dense(DType::F16, shape, Layout::Bshd).mask("document".parse().unwrap());
@@ -444,7 +445,7 @@ mod tests {
         };
         assert!(refused(&beside_documents("tensor t[batch]: i32; score * f32(t % 8)"), 19, 0, 90));
         assert!(!refused(&beside_documents("tensor t[head]: i32; score * f32(t % 8)"), 19, 0, 90));
-        // As measured beside masks alone, softcap and factors: (score_mod, masks, whether it is wrong).
+        // Measured with masks alone, softcap and factors: (score_mod, masks, whether it is wrong).
         let by_entry = "tensor t[batch]: i32; k < t";
         for (score_mod, masks, declined) in [
             ("softcap:5", &[by_entry, "document"][..], true),
@@ -470,7 +471,7 @@ mod tests {
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
 
-    /// What is refused of a cache, by field.
+    /// Returns the refused fields of a paged problem.
     fn paged(page_size: i64, change: impl Fn(&mut AttentionSpec)) -> Vec<String> {
         let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 33, seq_kv: 333, dim_qk: 64, dim_v: 64 };
         let mut spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged::new(page_size, 70));
@@ -489,7 +490,7 @@ mod tests {
             let cache = s.paged.unwrap();
             (s.k, s.v) = (cache.dense(s.k.dims, Layout::Bhsd), cache.dense(s.v.dims, Layout::Bhsd));
         };
-        // Tokens of a page are apart, of however few keys.
+        // Tokens of a page are strided, however few keys there are.
         let odd = |s: &mut AttentionSpec| {
             (s.k.dims[2], s.v.dims[2]) = (1, 1);
             s.v.strides = Layout::Bshd.strides([70, 2, 16, 67]);
@@ -499,11 +500,11 @@ mod tests {
             assert!(paged(page_size, |_| ()).is_empty(), "{page_size}");
             let refused = paged(page_size, head_major);
             assert_eq!(refused, ["paged.page_size"][..usize::from([7, 48, 400].contains(&page_size))], "{page_size}");
-            // Of several parts, pages may not be apart either.
+            // Pages that must be divided may not have gaps between them.
             let apart = paged(page_size, |s| s.v.strides[0] += 64);
             assert_eq!(apart.is_empty(), [1, 2, 16].contains(&page_size), "{page_size}");
         }
-        // Containers are not copied.
+        // Page pools are not copied.
         assert_eq!(paged(16, |s| s.k.alignment = 2), ["k.strides"]);
         assert_eq!(paged(16, |s| s.v.strides = Layout::Bshd.strides([70, 2, 16, 64 + 3])), ["v.strides"]);
         assert!(paged(16, |s| s.q.alignment = 2).is_empty());
@@ -527,17 +528,17 @@ mod tests {
                 change(s);
             })
         };
-        // A document begins at any token of its row, also where it has one at most.
+        // A sequence may begin at any token of its row, even if it has at most one token.
         let odd = |s: &mut AttentionSpec| (s.o.strides[1], s.o.strides[2]) = (64, 4 * 64 + 3);
         for seq_q in [1, 33] {
             assert_eq!(packed(seq_q, odd), ["o.strides"], "{seq_q}");
         }
         for seq_q in [1, 33] {
             assert!(packed(seq_q, |_| ()).is_empty() && packed(seq_q, |s| s.masks = vec![Mask::causal_ends()]).is_empty(), "{seq_q}");
-            // Rows get their sinks behind the attention where there is one query for each.
+            // With one query per sequence, a kernel adds the sinks after the attention.
             assert_eq!(packed(seq_q, |s| s.sink = true), ["sink"][..usize::from(seq_q == 1)], "{seq_q}");
         }
-        // Neither queries nor containers are copied.
+        // Neither queries nor page pools are copied.
         assert_eq!(packed(33, |s| s.q.strides[2] += 3), ["q.strides"]);
         assert_eq!(packed(33, |s| s.v.strides[2] += 3), ["v.strides"]);
     }

@@ -5,11 +5,11 @@ use crate::error::Error;
 use cudnn_graph::{Buffer, Device, Plan, Submission};
 use std::sync::{Arc, OnceLock};
 
-/// The device that was given work of some plans.
+/// The device to which work of some plans was submitted.
 #[derive(Debug, Default)]
 pub(super) struct Used(OnceLock<&'static Device>);
 
-/// What a device may still read of plans.
+/// Plan resources that in-flight GPU work may still read.
 struct KeptAlive {
     _plans: Vec<Arc<Plan>>,
     _tables: Vec<Arc<Buffer>>,
@@ -20,7 +20,7 @@ impl Planned {
         Box::new(KeptAlive { _plans: self.plans().cloned().collect(), _tables: self.tables.clone() })
     }
 
-    /// Submits work of these plans: from here on they are dropped behind it. A graph that it is captured into keeps them.
+    /// Submits work of these plans. From then on the plans are freed only after that work; a graph that captures the work keeps them alive.
     pub(super) fn noting_use<R>(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
         self.used.0.get_or_init(|| submission.device());
         if submission.is_capturing() {
@@ -28,7 +28,7 @@ impl Planned {
             return submit();
         }
         let submitted = submit();
-        // Also where a part of it was refused.
+        // Mark the stream even if part of the work was refused.
         submission.mark()?;
         submitted
     }

@@ -11,7 +11,7 @@ use std::collections::HashSet;
 /// Tile edge in queries and keys. Engines compute a tile fully or skip it.
 const TILE: i64 = 128;
 
-/// The tensors by which a mask tells documents apart.
+/// The tensors by which a mask identifies documents.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rule {
     /// Document numbers of queries and of keys.

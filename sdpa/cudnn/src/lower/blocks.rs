@@ -9,7 +9,7 @@ use cudnn_graph::{DType, Graph};
 use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, BLOCK, BlockScale};
 
-/// Below this many keys the scales along keys, at least four, are as long as the axis; engines need them to be shorter.
+/// The fewest keys that outnumber their scales. There are at least four scales along the keys.
 pub(crate) const FEWEST_KEYS: i64 = 5;
 
 /// The block scales of a forward pass, and the tensor for the amax of its output.

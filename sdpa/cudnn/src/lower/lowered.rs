@@ -9,7 +9,7 @@ use sdpa_core::expr::Trace;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::{Amax, Operand, Side, Statistic};
 
-/// Numbers that a graph reads from device memory and that the executor supplies, such as the slopes of ALiBi.
+/// A table of numbers that the executor supplies and a graph reads from device memory, such as ALiBi slopes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Table {
     /// binary32.
@@ -36,17 +36,17 @@ impl Table {
     }
 }
 
-/// What engines are told of packed documents, beside their tensors.
+/// Data of packed sequences that engines read in addition to the tensors, computed from `cu_seqlens`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// The tokens of each document, i32.
+    /// The length of each sequence in tokens, i32.
     Lengths(Side),
-    /// Where each document begins in tensors of so many elements to a token, i64, with one number more for the end of the last.
+    /// Element offsets of each sequence in tensors with this many elements per token, i64, and the offset of the end.
     Offsets(Side, i64),
 }
 
 impl Told {
-    /// Whether it is told of queries or of keys.
+    /// Returns whether the data describes queries or keys.
     pub fn side(self) -> Side {
         match self {
             Told::Lengths(side) | Told::Offsets(side, _) => side,
@@ -54,20 +54,19 @@ impl Told {
     }
 }
 
-/// Lengths of batch entries as engines can take them, whatever the caller's memory holds: engines write as many rows as lengths say, also
-/// past the end of a tensor.
+/// Per-sequence lengths, clamped to what engines can handle. Engines write as many rows as the lengths say, even past the end of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guarded {
     /// Whether these are lengths of queries or of keys.
     pub of: Side,
-    /// The extent: no length is more, and none is negative.
+    /// The extent. Lengths are clamped to 0 and this.
     pub most: i64,
-    /// For engines that go wrong without keys: an entry without keys has one, and no queries.
+    /// For engines that go wrong without keys: a sequence without keys gets one key and no queries.
     pub keyless: bool,
 }
 
 impl Guarded {
-    /// The declared tensor of the lengths.
+    /// Returns the name of the declared tensor of lengths.
     pub fn param(self) -> &'static str {
         match self.of {
             Side::Queries => SEQ_LEN_Q,
@@ -76,14 +75,14 @@ impl Guarded {
     }
 }
 
-/// What is bound to a tensor besides operands.
+/// Where the contents of a tensor that is no operand come from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Supply {
-    /// One number in host memory: a function of declared scalars, computed at each call.
+    /// A scalar in host memory: a function of declared scalars, computed at each call.
     Number(Trace),
     /// A declared tensor, by name.
     Param(String),
-    /// A declared tensor, by name, as engines read it: truth values as numbers, and over more axes than it spans.
+    /// A declared tensor, by name, converted for engines: booleans become numbers, and it is broadcast over more axes.
     Spread {
         /// Its name.
         name: String,
@@ -92,22 +91,22 @@ pub enum Supply {
         /// Its extents there.
         dims: [i64; 4],
     },
-    /// Lengths that lead no engine past the end of a tensor: see [`Guarded`].
+    /// Clamped lengths: see [`Guarded`].
     Guarded(Guarded),
-    /// What engines are told of packed documents, computed on the device from their boundaries.
+    /// Data of packed sequences, computed on the device from `cu_seqlens`.
     Documents(Told),
-    /// The page table of a cache, in pages as engines take them, none of which is outside of the containers.
+    /// The page table in engine pages, with every index inside the pool.
     Pages(Pages),
     /// A table that the executor keeps in device memory.
     Table(Table),
-    /// Device memory of the workspace, whose contents mean nothing to the caller.
+    /// Workspace memory. Its contents are of no use to the caller.
     Scratch,
     /// The gradient of a declared parameter, by name.
     Gradient(String),
-    /// The caller's memory for a largest magnitude.
+    /// The caller's memory for an amax.
     Amax(Amax),
-    /// The terms of the gradient of a declared parameter, in the workspace: they lie over queries and keys, one or both of which the parameter does not
-    /// span, and are summed afterwards. See [`Lowered::sums`].
+    /// The terms of the gradient of a declared parameter, in the workspace. They span queries and keys, and are summed afterwards over those that the
+    /// parameter does not span. See [`Lowered::sums`].
     Terms {
         /// The name of the parameter.
         name: String,
@@ -116,7 +115,7 @@ pub enum Supply {
     },
 }
 
-/// The lengths of a side that are within its extent, where a graph reads such: clamped ones, and those of packed documents.
+/// Returns the tensor of lengths of a side that are within its extent, if the graph has one: clamped lengths, or those of packed sequences.
 pub(crate) fn within(supplies: &[(TensorId, Supply)], side: Side) -> Option<TensorId> {
     let is = |supply: &Supply| match supply {
         Supply::Guarded(which) => which.of == side,
@@ -134,14 +133,14 @@ pub(crate) fn within(supplies: &[(TensorId, Supply)], side: Side) -> Option<Tens
     supplies.iter().find(|(_, supply)| is(supply)).map(|(tensor, _)| *tensor)
 }
 
-/// A pass as a graph, and what is bound to its tensors at a call.
+/// A pass as a graph, and the source of each of its tensors.
 #[derive(Clone, Debug)]
 pub struct Lowered {
     /// The graph of the attention itself.
     pub graph: Verified,
-    /// How it is spelled.
+    /// The form of the graph.
     pub form: Form,
-    /// How a backward pass in the composite form is spelled; `None` of others.
+    /// The pattern of a backward pass in the composite form; `None` for other passes.
     pub spelling: Option<Spelling>,
     /// The tensor of each strided operand.
     pub operands: Vec<(Operand, TensorId)>,
@@ -155,19 +154,19 @@ pub struct Lowered {
     pub sum_exp: Option<TensorId>,
     /// The tensor of the sums of `o · d_o` of each row, in the workspace of a backward pass in the composite form.
     pub row_sum: Option<TensorId>,
-    /// Tokens of queries and of keys that a packed call has at most: what tensors in the workspace have room for.
+    /// The most query and key tokens of a packed call. Workspace tensors have this size.
     pub totals: [i64; 2],
-    /// Every other tensor that has to be bound, and what is bound to it.
+    /// Every other tensor that has to be bound, and its source.
     pub supplies: Vec<(TensorId, Supply)>,
 }
 
 impl Lowered {
-    /// The tensor of an operand.
+    /// Returns the tensor of an operand.
     pub fn operand(&self, operand: Operand) -> Option<TensorId> {
         self.operands.iter().find(|(o, _)| *o == operand).map(|(_, id)| *id)
     }
 
-    /// The tensor of a row statistic.
+    /// Returns the tensor of a row statistic.
     pub fn statistic(&self, statistic: Statistic) -> Option<TensorId> {
         match statistic {
             Statistic::Stats => self.stats,
@@ -176,7 +175,7 @@ impl Lowered {
         }
     }
 
-    /// Which documents' offsets a tensor has.
+    /// Returns the side that a tensor of offsets describes.
     fn side(&self, offsets: TensorId) -> Option<Side> {
         self.supplies.iter().find(|(id, _)| *id == offsets).and_then(|(_, supply)| {
             let Supply::Documents(told) = supply else { return None };
@@ -184,7 +183,7 @@ impl Lowered {
         })
     }
 
-    /// Bytes of device memory that a tensor's elements reach; of packed documents, with all the tokens that a call has at most.
+    /// Returns the bytes of device memory that a tensor's elements span; for packed sequences, with the most tokens of a call.
     pub fn bytes(&self, id: TensorId) -> u64 {
         self.graph.graph().get(id).map_or(0, |t| {
             let mut dims = t.dims.0.clone();

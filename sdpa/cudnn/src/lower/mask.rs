@@ -1,7 +1,7 @@
-//! The keys that are kept, as ops on scores.
+//! Masks, as ops on scores.
 //!
-//! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
-//! gives zeros and stats of −∞ on every engine that was measured.
+//! Each bound sets masked-out scores to −∞ in a select of its own, so no later op undoes a mask. A row without a key gives zeros and stats of −∞ on
+//! every measured engine.
 
 mod ends;
 
@@ -17,20 +17,20 @@ use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, Node
 use sdpa_core::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
 
-/// How the lengths of batch entries reach the kernel.
+/// How per-sequence lengths reach the kernel.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Lengths {
-    /// Those of queries and of keys that are tensors of one number per batch entry, which engines recognise.
+    /// Per side: lengths are a tensor with one number per batch entry, which engines recognise.
     tensors: [bool; 2],
-    /// Those that are rules like any other.
+    /// Per side: lengths are part of the element-wise mask.
     ruled: [bool; 2],
-    /// Which are those of packed documents: they are within their extents, and no rule reads them.
+    /// Per side: lengths of packed sequences. They are within their extents, and no mask reads them.
     packed: [bool; 2],
 }
 
 impl Lengths {
-    /// Those that the masks of a problem read. Engines recognise a pair of lengths and read a single one at the index of the head
-    /// (`Quirk::LengthsOfOneSide`), so a single one is a rule.
+    /// Returns how the lengths of a problem reach the kernel. Engines recognise a pair of lengths but read a single one at the head index
+    /// (`Quirk::LengthsOfOneSide`), so a single one becomes part of the element-wise mask.
     pub(super) fn of(problem: &Problem) -> Lengths {
         let kept = problem.kept();
         let packed = Side::ALL.map(|side| problem.packs(side));
@@ -41,12 +41,12 @@ impl Lengths {
         Lengths { tensors: [0, 1].map(|n| used[n] || packed[n]), ruled: [false; 2], packed }
     }
 
-    /// All of them as rules, but for those of documents, which have nothing behind their ends.
+    /// Moves all lengths to the element-wise mask, except those of packed sequences, which have nothing past their ends.
     pub(super) fn as_rules(self) -> Lengths {
         Lengths { tensors: [false; 2], ruled: [0, 1].map(|n| self.drops(n) && !self.packed[n]), packed: self.packed }
     }
 
-    /// What products of matrices take: of queries and of keys, where there are both as tensors.
+    /// Returns the length overrides of GEMMs for queries and keys, if both are tensors.
     pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
         if self.tensors == [true; 2] { guarded(to, problem, runtime) } else { [None, None] }
     }
@@ -59,7 +59,7 @@ impl Lengths {
         self.drops(0) || self.drops(1)
     }
 
-    /// The tensor of a side that engines recognise; the same wherever it is asked for.
+    /// Returns the lengths tensor of a side that engines recognise. Repeated calls return the same tensor.
     fn tensor(self, to: &mut Draft<'_>, problem: &Problem, side: Side) -> Option<TensorId> {
         if !self.tensors[side as usize] {
             return None;
@@ -84,15 +84,15 @@ impl Lengths {
     }
 }
 
-/// Both lengths as engines take them for rows and columns of products: they are data that nobody has checked, so they are clamped on the
-/// device, those of documents where their offsets are made.
+/// Returns clamped lengths for rows and columns of GEMMs. The caller's lengths are unchecked data, so a kernel clamps them on the device; those of
+/// packed sequences are in range by construction.
 pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
-    // Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
+    // Sequences without queries get zeros. Engines use the lengths of the GEMMs for the selects too.
     let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
     Side::ALL.map(|side| Some(clamped(to, problem, side, keyless)))
 }
 
-/// The lengths of a side that are within its extent.
+/// Returns the lengths of a side, clamped to its extent.
 fn clamped(to: &mut Draft<'_>, problem: &Problem, of: Side, keyless: bool) -> TensorId {
     if problem.packs(of) {
         return packed::lengths(to, problem, of);
@@ -103,25 +103,25 @@ fn clamped(to: &mut Draft<'_>, problem: &Problem, of: Side, keyless: bool) -> Te
     tensor
 }
 
-/// Whether there is something to drop besides the lengths that the op takes by itself.
+/// Returns whether masks drop anything besides the lengths that the op handles.
 pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
     let kept = problem.kept();
     !kept.region.is_full() || !kept.ends.is_full() || kept.rest.is_some() || lengths.drop_anything()
 }
 
-/// Whether something of the masks is neither a band nor a length to engines. Beside a band about the ends no other is: they take both for one
-/// (`Quirk::BandsOfTwoCorners`).
+/// Returns whether part of the masks must be evaluated element by element. A bottom-right aligned band and another band cannot both be bands: engines
+/// take both for one (`Quirk::BandsOfTwoCorners`).
 pub(super) fn has_rules(problem: &Problem) -> bool {
     let kept = problem.kept();
     kept.rest.is_some() || !kept.ends.is_full() && !kept.region.is_full()
 }
 
-/// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
+/// Masks scores. The order is that of NVIDIA's frontend, with element-wise masks first.
 pub(super) fn apply(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version, pass: Pass) -> TensorId {
     fill_dropped(to, scores, problem, lengths, (runtime, masked(runtime)), pass)
 }
 
-/// The same with another number for what is dropped.
+/// Masks scores with `fill` instead of −∞.
 pub(super) fn fill_dropped(
     to: &mut Draft<'_>,
     scores: TensorId,
@@ -135,8 +135,7 @@ pub(super) fn fill_dropped(
         return scores;
     }
     let fill = to.graph.scalar(Scalar::F32(fill));
-    // Engines recognise bands and lengths of one query in plain attention alone, and count keys within the parts that they take
-    // them in.
+    // For one query, engines recognise bands and lengths only in plain attention, and they count keys within each split of the keys.
     if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.drop_anything()) {
         return rule(to, scores, problem, (lengths.as_rules(), kept.region), fill, pass);
     }
@@ -162,7 +161,7 @@ pub(super) fn fill_dropped(
     let Region { lower, upper, prefix } = bands;
     let band_op = runtime >= super::UNIFIED_SINCE;
     out = ends::apply(g, out, fill, problem, ends, band_op);
-    // Right before left: NVIDIA's frontend says that kernels are faster for it.
+    // Right before left: NVIDIA's frontend says that kernels are faster in this order.
     if let Some(upper) = upper {
         out = if band_op { right_band(g, out, fill, upper) } else { right_ops(g, out, fill, upper) };
     }
@@ -176,7 +175,7 @@ pub(super) fn fill_dropped(
     out
 }
 
-/// Bounds that are no band, lengths that are rules, and what is neither.
+/// Applies the element-wise mask: bounds that cannot be bands, lengths that engines do not recognise, and the rest.
 fn rule(
     to: &mut Draft<'_>,
     scores: TensorId,
@@ -201,7 +200,7 @@ fn rule(
         terms.extend(b.inline(rest, Inputs::default()));
     }
     let all = terms.into_iter().reduce(|x, y| b.binary(Binary::And, x, y));
-    // The declarations have passed in the masks.
+    // The masks had these declarations, so this cannot fail.
     let Ok(rule) = b.finish(all.as_slice()) else { return scores };
     match rule.roots() {
         [root] => Emitter::new(&rule, Reading::new(problem, pass), scores).select(to, *root, scores, fill, DType::F32),
@@ -209,7 +208,7 @@ fn rule(
     }
 }
 
-/// A region as terms of a rule, spelled as engines know no band.
+/// Returns the terms of a region, written so that engines do not recognise a band.
 fn bounds(b: &mut Builder, problem: &Problem, Region { lower, upper, prefix }: Region, [query, key]: [NodeId; 2]) -> Vec<NodeId> {
     let past = if problem.seq_q() == 1 { key } else { b.binary(Binary::Sub, key, query) };
     let within = [(lower, Binary::Gt), (upper, Binary::Le)].into_iter().filter_map(|(bound, f)| Some((bound?, f)));
@@ -226,29 +225,29 @@ fn bounds(b: &mut Builder, problem: &Problem, Region { lower, upper, prefix }: R
     terms
 }
 
-/// The length of the batch entry, as a declared parameter.
+/// Declares the length of the batch entry as a parameter.
 fn declared_length(b: &mut Builder, name: &str) -> NodeId {
     let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: sdpa_core::DType::I32 };
     b.param(Declared { name: name.to_owned(), kind, default: None })
 }
 
-/// Queries and keys of a tile.
+/// Tile edge in queries and keys.
 const TILE: i64 = 128;
 
-/// Puts a number where a tile reaches past the last key, unless a mask drops that already.
+/// Fills scores past the last key of a partial tile, unless a mask covers them.
 pub(super) fn fill_past_keys(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
     let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
     let covered = problem.has_lengths(Side::Keys) || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
     if covered { scores } else { fill_past(to, scores, 3, seq_kv, masked(runtime)) }
 }
 
-/// Puts a number where a tile reaches past the last query or the last key.
+/// Fills scores past the last query and the last key of partial tiles.
 pub(super) fn fill_outside(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, fill: f32) -> TensorId {
     let inside = fill_past(to, scores, 2, problem.seq_q(), fill);
     fill_past(to, inside, 3, problem.seq_kv(), fill)
 }
 
-/// What stands for a dropped score.
+/// Returns the score of a masked-out key.
 pub(super) fn dropped(runtime: Version) -> f32 {
     masked(runtime)
 }
@@ -265,15 +264,15 @@ fn fill_past(to: &mut Draft<'_>, scores: TensorId, axis: i64, end: i64, fill: f3
     g.pointwise(Mode::BinarySelect, &[scores, fill, within])
 }
 
-/// f32, in which the band op takes its left bound, has all whole numbers up to this one.
+/// The largest integer below which f32 has all integers. The band op takes its left bound in f32.
 const F32_WHOLE: i64 = 1 << 24;
 
-/// What a dropped score becomes. Runtimes before 9.10 are given the largest finite number, as NVIDIA's frontend does.
+/// Returns the score of a masked-out key: −∞, or before 9.10 the largest negative number, as in NVIDIA's frontend.
 fn masked(runtime: Version) -> f32 {
     if runtime.at_least(9, 10) { f32::NEG_INFINITY } else { f32::MIN }
 }
 
-/// Bounds are clamped to the lengths, which are below 2³¹.
+/// Declares a bound. Bounds are clamped to the lengths, which are below 2³¹.
 fn bound(g: &mut Graph, value: i64) -> TensorId {
     g.scalar(Scalar::I32(value as i32))
 }
@@ -316,7 +315,7 @@ fn left_ops(g: &mut Graph, scores: TensorId, fill: TensorId, lower: i64) -> Tens
     g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
 }
 
-/// `k <= q or k < len` as `max(q, len - 1) >= k`.
+/// Emits `k <= q or k < len` as `max(q, len - 1) >= k`.
 fn prefix_ops(g: &mut Graph, scores: TensorId, fill: TensorId, prefix: i64) -> TensorId {
     let row = index(g, scores, 2);
     let col = index(g, scores, 3);

@@ -1,8 +1,7 @@
 //! Lowering: from a problem to a graph, in either of the two forms that cuDNN knows.
 //!
-//! The *composite* form is some ten primitive ops that engines recognise by pattern (any cuDNN 9). The *unified* form is one
-//! op with the masks attached as an inner graph (from 9.21). Both compute the same; which one is asked first is
-//! [`forms`]' to say.
+//! The *composite* form has about ten primitive ops, which engines recognise by pattern (any cuDNN 9). The *unified* form is one op with the masks as
+//! an inner graph (from 9.21). Both compute the same; [`forms`] decides which one is tried first.
 
 mod backward;
 mod blocks;
@@ -50,18 +49,18 @@ use sdpa_core::spec::TensorSpec;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How a problem is spelled for cuDNN.
+/// The graph pattern of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
-    /// Attention spelled in primitive ops.
+    /// Attention as primitive ops.
     Composite,
     /// Attention as one op, with a score_mod and masks as its subgraph.
     Unified,
 }
 
 impl Form {
-    /// The name used in reports and options.
+    /// Returns the name used in reports and options.
     pub fn name(self) -> &'static str {
         match self {
             Form::Composite => "composite",
@@ -76,7 +75,7 @@ impl fmt::Display for Form {
     }
 }
 
-/// An element type of this crate as cuDNN knows it.
+/// Converts an element type of this crate to cuDNN's.
 pub fn dtype(dtype: sdpa_core::DType) -> DType {
     match dtype {
         sdpa_core::DType::F32 => DType::F32,
@@ -91,7 +90,7 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
     }
 }
 
-/// Whether a graph computes sinks. Otherwise rows get theirs after the attention: before runtimes know them, and of one query, which
+/// Returns whether the graph computes sinks. Otherwise a kernel adds them after the attention: for runtimes without sinks, and for one query, which
 /// NVIDIA's frontend refuses.
 pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
@@ -102,10 +101,11 @@ pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
     problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys)
 }
 
-/// Makes the graph of a pass in one form, for a version of cuDNN.
+/// Builds the graph of a pass in one form, for a version of cuDNN.
 ///
 /// # Errors
-/// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`](cudnn_graph::Graph::verify) finds is a bug of the lowering.
+/// [`LowerError::Unsupported`] if this form cannot express the pass. An error of [`Graph::verify`](cudnn_graph::Graph::verify) is a bug of the
+/// lowering.
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
     if form == Form::Unified && job.problem().dtype().is_fp8() {
         return Err(LowerError::Unsupported(
@@ -129,10 +129,10 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     }
 }
 
-/// Makes the graph of a backward pass in the composite form, spelled in this way.
+/// Builds the graph of a backward pass in the composite form with this pattern.
 ///
 /// # Errors
-/// As [`lower`].
+/// As for [`lower`].
 pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
     backward::composite(problem, runtime, spelling)
 }
@@ -140,7 +140,7 @@ pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spe
 /// Why a pass has no graph.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LowerError {
-    /// The form cannot express the pass, and why.
+    /// The form cannot express the pass, with the reason.
     #[error("{0}")]
     Unsupported(String),
     /// A bug of the lowering.
@@ -158,14 +158,14 @@ fn tensor(operand: Operand, dtype: DType, tensor: &TensorSpec) -> Tensor {
     Tensor::device(operand.name(), dtype, tensor.dims.to_vec()).strides(tensor.strides.to_vec()).alignment(tensor.alignment.max(16))
 }
 
-/// The same with its last two axes swapped: a view of the descriptor, not an op.
+/// Swaps the last two axes of a tensor: a view of the descriptor, not an op.
 fn transposed(mut tensor: Tensor) -> Tensor {
     tensor.dims.0.swap(2, 3);
     tensor.strides.0.swap(2, 3);
     tensor
 }
 
-/// The forward operands, in the same order in both forms, so that ids do not depend on the form.
+/// The forward operands. Their order is the same in both forms, so tensor ids do not depend on the form.
 struct Operands {
     q: TensorId,
     k: TensorId,
@@ -208,7 +208,7 @@ fn statistic(to: &mut expr::Draft<'_>, problem: &Problem, statistic: Statistic) 
     to.graph.tensor(tensor)
 }
 
-/// What the score_mods make of scores.
+/// Applies the score_mods to scores.
 fn modify(to: &mut expr::Draft<'_>, scores: TensorId, problem: &Problem) -> TensorId {
     match problem.score_mod() {
         Some(trace) => {

@@ -1,9 +1,9 @@
-//! The pointwise modes of functions.
+//! Pointwise modes for the functions of traces.
 
 use cudnn_graph::ir::Mode;
 use sdpa_core::expr::{Binary, Unary};
 
-/// What computes a function of one value.
+/// Returns the mode of a function of one value.
 pub(super) fn unary(f: Unary) -> Mode {
     match f {
         Unary::Neg => Mode::Neg,
@@ -23,7 +23,7 @@ pub(super) fn unary(f: Unary) -> Mode {
     }
 }
 
-/// What computes a function of two values.
+/// Returns the mode of a function of two values.
 pub(super) fn binary(f: Binary) -> Mode {
     match f {
         Binary::Add => Mode::Add,
@@ -77,7 +77,7 @@ mod tests {
         crate::lower::dtype(ty.dtype())
     }
 
-    /// Numbers of a type: the rest become the nearest of it.
+    /// Numbers of a type, each rounded to it.
     fn of(ty: Type) -> Vec<f64> {
         NUMBERS.into_iter().map(|x| interp::Precision::F32.convert(x, dtype(ty))).collect()
     }

@@ -1,4 +1,4 @@
-//! Packed documents: tensors whose batch entries begin where offsets say, and are as long as lengths say.
+//! Packed sequences: tensors with ragged offsets and per-sequence lengths.
 
 use super::expr::Draft;
 use super::lowered::{Supply, Told};
@@ -7,8 +7,7 @@ use cudnn_graph::ir::{Ragged, Tensor, TensorId};
 use sdpa_core::Side;
 use sdpa_core::problem::Problem;
 
-/// A tensor of one side of a problem as its documents lie, where it has such. Offsets count elements, in 64 bits: those of 32 end at packs of
-/// 2³¹ elements.
+/// Makes a tensor ragged if its side is packed. Offsets count elements in 64 bits: 32 bits would end at packs of 2³¹ elements.
 pub(super) fn placed(to: &mut Draft<'_>, problem: &Problem, side: Side, tensor: Tensor) -> Tensor {
     match offsets(to, problem, side, &tensor) {
         Some(offsets) => tensor.ragged(Ragged { offsets, multiplier: None }),
@@ -16,7 +15,7 @@ pub(super) fn placed(to: &mut Draft<'_>, problem: &Problem, side: Side, tensor: 
     }
 }
 
-/// Where documents begin in a tensor of these strides.
+/// Returns the offsets tensor for a tensor with these strides; `None` if the side is not packed.
 fn offsets(to: &mut Draft<'_>, problem: &Problem, side: Side, tensor: &Tensor) -> Option<TensorId> {
     if !problem.packs(side) {
         return None;
@@ -29,13 +28,13 @@ fn offsets(to: &mut Draft<'_>, problem: &Problem, side: Side, tensor: &Tensor) -
     Some(told(to, Told::Offsets(side, token), name, DType::I64, problem.batch() + 1))
 }
 
-/// The stride of tokens, which is that of rows: keys are told of as columns.
+/// Returns the token stride, which is the row stride. Keys are described as columns.
 fn tokens_apart(tensor: &Tensor) -> Option<i64> {
     let [.., row, column] = tensor.strides.0[..] else { return None };
     Some(row.max(column))
 }
 
-/// How many tokens each document has; the same tensor wherever it is asked for.
+/// Returns the tensor of sequence lengths. Repeated calls return the same tensor.
 pub(super) fn lengths(to: &mut Draft<'_>, problem: &Problem, side: Side) -> TensorId {
     let name = match side {
         Side::Queries => "seq_len_q",

@@ -1,4 +1,4 @@
-//! A paged cache: containers, and the page table that engines find keys and values by.
+//! Paged KV cache: the page pools, and the page table by which engines find keys and values.
 
 use super::expr::Draft;
 use super::lowered::Supply;
@@ -10,17 +10,17 @@ use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Paged};
 
-/// Pages as cuDNN's engines take them: of a power of two of tokens. A caller's page of another number of tokens is cut into several, one behind the other.
+/// Pages of cuDNN's engines: a power of two of tokens. A caller's page of another size is divided into several contiguous ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
-    /// Tokens of an engine's page.
+    /// Tokens per engine page.
     pub tokens: i64,
-    /// Engine's pages in one of the caller's.
+    /// Engine pages per page of the caller.
     pub parts: i64,
 }
 
 impl Pages {
-    /// The engine's pages of a problem; `None` where the caller's do not lie so that they can be cut.
+    /// Returns the engine pages of a problem; `None` if the caller's pages cannot be divided.
     pub fn of(problem: &Problem) -> Option<Pages> {
         let paged = problem.paged()?;
         let tokens = 1 << paged.page_size.trailing_zeros();
@@ -29,7 +29,7 @@ impl Pages {
         (parts == 1 || even(problem.k()) && even(problem.v())).then_some(Pages { tokens, parts })
     }
 
-    /// How many engine's pages a batch entry has at most.
+    /// Returns the most engine pages of a batch entry.
     pub fn per_entry(self, seq_kv: i64) -> i64 {
         seq_kv.unsigned_abs().div_ceil(self.tokens.unsigned_abs()) as i64
     }
@@ -41,7 +41,7 @@ impl Pages {
     }
 }
 
-/// What reads pages: the table, and the lengths of keys.
+/// Inputs of a paged load: the page table and the lengths of keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Table {
     pub(super) entries: TensorId,
@@ -52,7 +52,7 @@ pub(super) struct Table {
 pub(crate) const UNEVEN: &str =
     "pages whose tokens are no power of two lie one behind the other: (pages, page_size, heads_kv, dim) without gaps";
 
-/// An operand as it lies in its container.
+/// Returns the page pool of an operand as a tensor of engine pages; other operands unchanged.
 pub(super) fn container(problem: &Problem, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
     match (problem.paged(), Pages::of(problem), operand) {
         (Some(paged), Some(pages), Operand::K | Operand::V) => pages.container(paged, tensor),
@@ -60,7 +60,7 @@ pub(super) fn container(problem: &Problem, operand: Operand, tensor: &TensorSpec
     }
 }
 
-/// The page table as engines take it, and the lengths of keys beside it, which are those of the masks if there are some.
+/// Declares the page table, and returns it with the lengths of keys: those of the masks, or the extent for every batch entry.
 pub(super) fn table(to: &mut Draft<'_>, problem: &Problem, lengths: Option<TensorId>) -> Result<Option<Table>, LowerError> {
     if problem.paged().is_none() {
         return Ok(None);
@@ -73,7 +73,7 @@ pub(super) fn table(to: &mut Draft<'_>, problem: &Problem, lengths: Option<Tenso
     Ok(Some(Table { entries, lengths }))
 }
 
-/// As many for each entry of the batch.
+/// Declares a table with the same length for each batch entry.
 pub(super) fn all(to: &mut Draft<'_>, name: &str, batch: i64, length: i64) -> TensorId {
     let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [batch, 1, 1, 1]));
     let length = i32::try_from(length).unwrap_or(i32::MAX);
@@ -81,7 +81,7 @@ pub(super) fn all(to: &mut Draft<'_>, name: &str, batch: i64, length: i64) -> Te
     tensor
 }
 
-/// Keys or values in their order; keys as columns.
+/// Emits a paged load of keys or values; keys as columns.
 pub(super) fn load(to: &mut Draft<'_>, problem: &Problem, table: Table, container: TensorId, operand: Operand) -> TensorId {
     let [batch, heads, seq_kv] = [problem.batch(), problem.heads_kv(), problem.seq_kv()];
     let dim = if operand == Operand::K { problem.dim_qk() } else { problem.dim_v() };

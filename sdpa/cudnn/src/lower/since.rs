@@ -1,17 +1,17 @@
-//! What each form takes, and since which runtime.
+//! Features of each form, and the first runtime that supports them.
 
 use super::{Form, Job};
 use crate::quirks::Passes;
 use cudnn_graph::Version;
 use sdpa_core::{Side, StatsBase};
 
-/// What a form has to know for some problems.
+/// A feature that some problems need from a form.
 struct Row {
     form: Form,
     passes: Passes,
-    /// Which problems need it.
+    /// Returns whether a problem needs the feature.
     needs: fn(&Job) -> bool,
-    /// The first runtime that knows it; none: the form is not asked for it.
+    /// The first runtime that supports it; `None`: the form never does.
     since: Option<Version>,
 }
 
@@ -19,35 +19,35 @@ const fn v(minor: u32, patch: u32) -> Option<Version> {
     Some(Version::new(9, minor, patch))
 }
 
-/// The first runtime whose unified op takes masks, and whose composite form has a softmax and band masks as ops.
+/// The first runtime whose unified op supports masks, and whose composite form has a softmax and band masks as ops.
 pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
 
 /// The first runtime with a unified op at all: no masks.
 pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
 
-/// The first runtime whose heuristics offer the unified backward op: plain attention only.
+/// The first runtime whose heuristics offer the unified backward op, for plain attention only.
 pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
 
-/// The first runtime whose softmax takes a sink.
+/// The first runtime whose softmax supports a sink.
 pub const SINK_SINCE: Version = Version::new(9, 13, 0);
 
-/// The first runtime whose softmax has stats in base two.
+/// The first runtime whose softmax has base-2 stats.
 pub const BASE_TWO_SINCE: Version = Version::new(9, 27, 0);
 
-/// The first runtime whose composite form takes pages.
+/// The first runtime whose composite form supports pages.
 pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
 
-/// The first runtime that takes 8-bit floats.
+/// The first runtime that supports 8-bit floats.
 pub const FP8_SINCE: Version = Version::new(9, 1, 0);
 
-/// The first runtime whose attention takes scales of blocks.
+/// The first runtime whose attention supports block scales.
 pub const BLOCK_SCALES_SINCE: Version = Version::new(9, 21, 0);
 
 const ROWS: [Row; 17] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
-    // They are of its inner softmax, which earlier ones do not have.
+    // They belong to its inner softmax, which earlier runtimes lack.
     Row { form: Form::Unified, passes: Passes::Forward, needs: splits_stats, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().stats_base() == StatsBase::Two, since: None },
     Row {
@@ -56,15 +56,15 @@ const ROWS: [Row; 17] = [
         needs: |j| j.problem().stats_base() == StatsBase::Two,
         since: Some(BASE_TWO_SINCE),
     },
-    // Rows of one query get their sinks behind the attention, in whichever form.
+    // For one query, a kernel adds the sinks after the attention, in either form.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
     // Quirk::ScoreModsOfPagedDecode.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| is_paged_decode(j) && j.problem().score_mod().is_some(), since: None },
-    // From 9.22 on it drops weights, but only where nobody asks for stats: for inference.
+    // From 9.22 on it supports dropout, but only without stats: for inference.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dropout().is_some(), since: None },
-    // Queries beside pages are packed for it too.
+    // Queries with pages count as packed too.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packs(Side::Keys), since: None },
-    // From 9.25 on it knows them; the composite form is asked for, which older runtimes know too.
+    // From 9.25 on it supports them. The composite form is used, which older runtimes support too.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dtype().is_fp8(), since: None },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },
@@ -78,17 +78,17 @@ fn is_modified(job: &Job) -> bool {
     !job.problem().kept().is_full() || job.problem().score_mod().is_some()
 }
 
-/// One query of each entry over pages.
+/// Returns whether the pass has one query per batch entry over pages.
 fn is_paged_decode(job: &Job) -> bool {
     job.problem().paged().is_some() && job.problem().seq_q() == 1
 }
 
-/// Row maxima or sums of exponentials are asked for.
+/// Returns whether the pass returns row maxima or sums of exponentials.
 fn splits_stats(job: &Job) -> bool {
     job.problem().row_max() || job.problem().sum_exp()
 }
 
-/// Gradients of parameters, or the same bits on every run.
+/// Returns whether the pass needs parameter gradients or determinism.
 fn asks_for_more(job: &Job) -> bool {
     match job {
         Job::Forward(_) => false,
@@ -105,10 +105,10 @@ fn takes(job: &Job, form: Form, runtime: Version) -> bool {
     needed.map(|row| row.since).all(|since| since.is_some_and(|since| runtime >= since))
 }
 
-/// The forms worth asking for a pass on a runtime, the better one first.
+/// Returns the forms worth trying for a pass on a runtime, the better one first.
 ///
-/// Composite comes first: measured on an H200 under 9.27 the two are equally fast where the mask is a plain band, and the
-/// unified form skips no blocks of a mask that is spelled as ops. Of one query over pages it is the unified one, which takes lengths by itself where
+/// Usually composite comes first. Measured on an H200 under 9.27, both are equally fast for plain bands, and the unified form skips no blocks of a
+/// mask lowered to ops. For one query over pages, unified comes first: it handles lengths itself, which the composite form has as a mask on scores.
 /// the other has them as a rule on scores.
 pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
     match [Form::Composite, Form::Unified].map(|form| takes(job, form, runtime)) {

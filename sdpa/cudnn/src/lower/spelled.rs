@@ -1,4 +1,4 @@
-//! How traces and passes are spelled: what engines match, which values tell nothing of.
+//! Graph patterns of traces and passes. Engines match patterns, which results do not show.
 
 use super::tests::{NEW, SHAPE, backward, forward, spec};
 use super::{
@@ -91,7 +91,7 @@ fn turned_scores_are_a_view_of_dense_ones() {
         if from.dims.0[2..] != [SHAPE.seq_q, SHAPE.seq_kv] {
             continue;
         }
-        // The dense strides of (batch, heads, seq_q, seq_kv), the last two the other way round.
+        // The dense strides of (batch, heads, seq_q, seq_kv), with the last two swapped.
         let dense = [4 * 130 * 132, 130 * 132, 132, 1];
         assert_eq!(to.dims.0[..], [2, 4, 132, 130]);
         assert_eq!(to.strides.0[..], [dense[0], dense[1], dense[3], dense[2]]);
@@ -137,7 +137,7 @@ fn truth_values_in_memory_are_compared_as_whole_numbers() {
     assert_eq!(whole.len(), 1);
     let compared = pointwise(&lowered, Mode::CmpNeq);
     assert!(compared.len() == 1 && compared[0].x == whole[0].y);
-    // Whole numbers are as they are.
+    // Integers are unchanged.
     let lowered = composite(&forward(SHAPE, &[], &["tensor keep[q, k]: i32; keep != 0"]));
     assert_eq!(pointwise(&lowered, Mode::Identity).len(), 0);
 }
@@ -153,7 +153,7 @@ fn the_first_of_two_is_made_inside_the_kernel_without_an_addition_where_the_othe
     };
     let (outside, inside) = ("tensor from[batch, q]: i32; from < k", "tensor from[batch, q]: i32; k > from");
     assert_eq!([compared(outside, Mode::CmpGt), compared(inside, Mode::CmpGt)], [0, 0]);
-    // Both inside: as it is written.
+    // Both operands are inside the kernel, so the comparison stays as written.
     let lowered = composite(&forward(SHAPE, &[], &["q % 3 < k % 5"]));
     let [op] = pointwise(&lowered, Mode::CmpLt)[..] else { panic!("another comparison") };
     let index = |of: TensorId| pointwise(&lowered, Mode::Mod).into_iter().find(|p| p.y == of).map(|p| p.x);
@@ -162,12 +162,12 @@ fn the_first_of_two_is_made_inside_the_kernel_without_an_addition_where_the_othe
 
 #[test]
 fn a_number_that_is_chosen_comes_second() {
-    // Chosen where the condition holds, and where it does not.
+    // The constant is the first value of the select, which negates the comparison, or the second.
     for (score_mod, mode) in [("select(q > k, 1.5, score)", Mode::CmpLe), ("select(q > k, score, 1.5)", Mode::CmpGt)] {
         let lowered = composite(&forward(SHAPE, &[score_mod], &[]));
         assert_eq!((pointwise(&lowered, mode).len(), pointwise(&lowered, Mode::Add).len()), (1, 0), "{score_mod}");
     }
-    // Neither is a number.
+    // Both values are inside the kernel.
     let lowered = composite(&forward(SHAPE, &["select(q > k, score * 2.0, tanh(score))"], &[]));
     assert_eq!(pointwise(&lowered, Mode::CmpGt).len(), 1);
 }

@@ -1,9 +1,8 @@
-//! Sums over queries and keys on the device as graphs of one op, for gradients that the attention engines do not sum there.
+//! Device sums over queries and keys as one-op graphs, for gradients that the attention engines do not sum.
 //!
-//! A sum is a product with ones: cuDNN has no engine for a reduction that stands alone (asked of 9.19 and 9.27 for compute
-//! capability 8.0, 8.9, 9.0 and 10.0), and takes every product of these types. Terms are in the type of the gradient; sums are
-//! f32 throughout, and rounded by a graph of their own: a product of f32 into a single number of two bytes writes the four of an f32
-//! (9.19 on an H200, under memcheck).
+//! A sum is a GEMM with ones: cuDNN has no engine for a stand-alone reduction (9.19 and 9.27 for compute capability 8.0, 8.9, 9.0 and 10.0), and
+//! supports every GEMM of these types. Terms have the element type of the gradient; sums are f32. A separate graph rounds them: a GEMM of f32 into a
+//! single two-byte number writes the four bytes of an f32 (9.19 on an H200, under memcheck).
 
 use super::copy::{CopyGraph, convert};
 use super::lowered::{Lowered, Supply};
@@ -19,7 +18,7 @@ pub struct Sum {
     pub graph: Verified,
     /// The tensor that is read.
     pub from: TensorId,
-    /// The tensor of ones, as many as terms: the sum is a product with them.
+    /// The tensor of ones, one per term.
     pub ones: TensorId,
     /// How many terms are summed.
     pub terms: i64,
@@ -36,20 +35,20 @@ pub struct Sums {
     pub tensor: TensorId,
     /// The name of the parameter.
     pub name: String,
-    /// One or two sums; each reads what the one before it wrote.
+    /// One or two sums. Each reads the output of the one before it.
     pub steps: Vec<Sum>,
     /// Rounds the last sum from f32 to the type of the gradient.
     pub rounding: CopyGraph,
 }
 
-/// The axis of the last two that a step sums along.
+/// The axis, of the last two, along which a step sums.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Along {
     Queries,
     Keys,
 }
 
-/// `matrices` of `rows` and `columns`, summed along one of the two.
+/// Returns the sum of `matrices` of `rows` and `columns` along one of the two.
 fn step([matrices, rows, columns]: [i64; 3], along: Along, [from, to]: [DType; 2]) -> Result<Sum, cudnn_graph::Error> {
     let mut g = Graph::new();
     let x = g.tensor(Tensor::device("from", from, vec![matrices, rows, columns]));
@@ -64,7 +63,7 @@ fn step([matrices, rows, columns]: [i64; 3], along: Along, [from, to]: [DType; 2
     Ok(Sum { graph: g.verify()?, from: x, ones, terms, dtype: from, to: y })
 }
 
-/// From extents (batch, heads_q, seq_q, seq_kv) to others that differ in the last two.
+/// Returns the sums from extents (batch, heads_q, seq_q, seq_kv) to others that differ in the last two.
 fn steps(dtype: DType, from: [i64; 4], to: [i64; 4]) -> Result<Vec<Sum>, cudnn_graph::Error> {
     let [batch, heads, rows, columns] = from;
     let matrices = batch * heads;
@@ -81,10 +80,10 @@ fn steps(dtype: DType, from: [i64; 4], to: [i64; 4]) -> Result<Vec<Sum>, cudnn_g
 }
 
 impl Lowered {
-    /// What sums the gradients that the graph writes over more axes than were asked for.
+    /// Returns the sums for gradients that the graph writes over more axes than the caller asked for.
     ///
     /// # Errors
-    /// What [`Graph::verify`] finds: a bug of the lowering.
+    /// An error of [`Graph::verify`] is a bug of the lowering.
     pub fn sums(&self) -> Result<Vec<Sums>, cudnn_graph::Error> {
         let mut all = Vec::new();
         for (id, supply) in &self.supplies {

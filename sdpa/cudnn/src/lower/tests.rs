@@ -1,4 +1,4 @@
-//! What graphs have in them: what stands against engines' faults computes nothing, so that no oracle misses it.
+//! Ops in lowered graphs. Workarounds for engine bugs do not change the result, so an oracle would not miss them.
 
 use super::copy::densify;
 use super::{Form, Job, LowerError, Operand, Supply, convert, lower};
@@ -8,9 +8,9 @@ use cudnn_graph::{DType, Version};
 use sdpa_cache::{CacheKey, Difference};
 use sdpa_core::{AttentionSpec, Layout, Shape, TensorSpec};
 
-/// Keys past the last one are counted: `Quirk::KeysPastTheLast`.
+/// A runtime that counts keys past the last one: `Quirk::KeysPastTheLast`.
 const COUNTED: Version = Version::new(9, 19, 0);
-/// And no longer.
+/// A runtime without that quirk.
 pub(super) const NEW: Version = Version::new(9, 27, 0);
 
 pub(super) const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 130, seq_kv: 132, dim_qk: 64, dim_v: 64 };
@@ -30,7 +30,7 @@ pub(super) fn forward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
     spec(shape, mods, masks).validate().unwrap().into()
 }
 
-/// How many selects a graph has.
+/// Counts the selects of a graph.
 fn selects(job: &Job, runtime: Version) -> usize {
     let lowered = lower(job, Form::Composite, runtime).unwrap();
     let select = |op: &&Op| matches!(op, Op::Pointwise(p) if p.mode == Mode::BinarySelect);
@@ -47,25 +47,25 @@ fn refused(job: &Job, form: Form, runtime: Version) -> Option<String> {
 
 #[test]
 fn tiles_past_the_end_are_selected_away_where_they_count() {
-    // Whole tiles have nothing past their end.
+    // Full tiles have nothing past their end.
     let whole = Shape { seq_q: 128, seq_kv: 256, ..SHAPE };
     assert_eq!([selects(&backward(whole, &[], &[]), COUNTED), selects(&backward(SHAPE, &[], &[]), COUNTED)], [0, 1]);
     assert_eq!(selects(&backward(SHAPE, &[], &[]), NEW), 0);
-    // A score_mod: queries and keys after stats, and again after the derivative.
+    // With a score_mod: queries and keys after stats, and again after the derivative.
     assert_eq!([selects(&backward(whole, &["softcap:30"], &[]), NEW), selects(&backward(SHAPE, &["softcap:30"], &[]), NEW)], [0, 4]);
-    // One query: the rest of its tile, and keys.
+    // With one query: the remainder of its tile, and keys.
     let one = Shape { seq_q: 1, ..SHAPE };
     assert_eq!([selects(&backward(one, &[], &[]), NEW), selects(&backward(Shape { seq_kv: 256, ..one }, &[], &[]), NEW)], [2, 1]);
 }
 
 #[test]
 fn a_band_that_ends_before_the_last_key_needs_no_select_for_it() {
-    // What the band itself takes is the same at every length of keys that are no whole tiles.
+    // The band has the same number of selects for every number of keys that ends in a partial tile.
     let of = |seq_q, seq_kv| selects(&backward(Shape { seq_q, seq_kv, ..SHAPE }, &[], &["window:inf,3"]), COUNTED);
-    // The last query, 9, keeps keys up to 12: of 13 the last, of 14 none past the end, and of 12 it would keep one more.
+    // The last query, 9, attends to keys up to 12. With 13 keys that is the last one, with 14 it is before the last, and with 12 it is past the end.
     let [short, exact, long] = [of(10, 12), of(10, 13), of(10, 14)];
     assert_eq!((exact, long), (short - 1, short - 1));
-    // A sum and no product or difference of the two.
+    // The last key is seq_q − 1 plus the upper bound.
     assert_eq!([of(3, 7), of(3, 5)], [exact, short]);
 }
 
@@ -75,7 +75,7 @@ fn what_is_masked_is_selected_a_second_time_where_nought_times_it_is_no_number()
         let lowered = lower(&backward(SHAPE, &[score_mod], masks), Form::Composite, NEW).unwrap();
         lowered.graph.graph().ops().len()
     };
-    // The ops that a mask is, as often as it is applied.
+    // Ops of the mask, times the number of its applications.
     let of = |score_mod: &str, mask: &str| ops(score_mod, &[mask]) - ops(score_mod, &[]);
     for infinite in ["exp(score)", "2.0 / score"] {
         assert_eq!(of(infinite, "causal"), 2 * of("score * 2.0", "causal"), "{infinite}");
@@ -118,7 +118,7 @@ fn each_gradient_of_a_parameter_is_looked_at_by_itself() {
         let spec = names.iter().fold(spec.backward(), |spec, name| spec.wrt(name, sdpa_core::DType::BF16));
         refused(&spec.validate().unwrap().into(), Form::Composite, NEW)
     };
-    // The bias is added first, but to a score that is multiplied later: engines sum neither.
+    // The bias is added first, but a later score_mod multiplies the score, so engines sum neither gradient.
     for names in [&["gain"][..], &["bias", "gain"], &["gain", "bias"]] {
         assert!(asked(names).is_some_and(|why| why.contains("gain") || why.contains("bias")), "{names:?}");
     }
@@ -134,12 +134,12 @@ fn the_unified_form_takes_what_its_engines_compute() {
     for job in [backward(SHAPE, &[], &["causal"]), backward(SHAPE, &["softcap:30"], &[]), backward(SHAPE, &["softcap:30"], &["causal"])] {
         assert!(unified(&job).is_some_and(|why| why.contains("plain attention only")));
     }
-    // Lengths beside a score_mod: where there are both of them, which the op takes by itself.
+    // With a score_mod, the op supports lengths only in pairs.
     assert!(unified(&forward(SHAPE, &["softcap:30"], &["padding"])).is_some_and(|why| why.contains("lengths beside")));
     assert_eq!(unified(&forward(SHAPE, &["softcap:30"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv"])), None);
 }
 
-/// Problems whose masks and score_mods read tensors or functions over the batch, as cuDNN computed them wrongly on an H100 (9.19.0).
+/// Problems whose masks and score_mods read tensors or functions over the batch. cuDNN computed them wrongly on an H100 (9.19.0).
 fn over_the_batch() -> Vec<[Vec<&'static str>; 2]> {
     let masks = [
         "tensor t[batch]: i32; k < t",
@@ -164,14 +164,14 @@ fn over_the_batch() -> Vec<[Vec<&'static str>; 2]> {
     alone.chain(both).chain(masks.iter().map(|mask| [vec![], vec!["padding", mask]])).collect()
 }
 
-/// `Quirk::VectorsOverTheBatch`, `Quirk::LengthsOfOneSide`: engines read such a tensor at the index of the head.
+/// `Quirk::VectorsOverTheBatch`, `Quirk::LengthsOfOneSide`: engines read such a tensor at the head index.
 #[test]
 fn no_op_reads_a_tensor_over_the_batch_alone() {
     let mut read = 0;
     for shape in [SHAPE, Shape { seq_q: 1, ..SHAPE }, Shape { heads_q: 1, heads_kv: 1, ..SHAPE }] {
         for [mods, masks] in over_the_batch() {
             for job in [forward(shape, &mods, &masks), backward(shape, &mods, &masks)] {
-                // One that finds no graph reads nothing.
+                // A pass without a graph reads nothing.
                 let Ok(lowered) = lower(&job, Form::Composite, COUNTED) else { continue };
                 let graph = lowered.graph.graph();
                 let padded = masks.contains(&"padding");
@@ -183,7 +183,7 @@ fn no_op_reads_a_tensor_over_the_batch_alone() {
                         };
                         let Some(tensor) = graph.get(input).filter(|_| lowered.supplies.iter().any(traced)) else { continue };
                         let [batch, _, seq_q, seq_kv] = tensor.dims.0[..] else { continue };
-                        // A pair of lengths is what engines recognise.
+                        // Engines recognise a pair of lengths.
                         let recognised = padded && ["seq_len_q", "seq_len_kv"].contains(&tensor.name.as_str());
                         assert!(
                             batch == 1 || seq_q > 1 || seq_kv > 1 || recognised,
@@ -231,7 +231,7 @@ fn tensors_of_one_element_are_spread_where_they_are_compared() {
     assert_eq!(read(backward(one_query, &["softcap:5"], &[mask])), [[1, 1, 1, seq_kv]]);
     assert_eq!(read(backward(one_entry, &[], &["tensor t[batch]: f32; t < 0.75"])), [[1, 1, seq_q, 1]]);
     assert_eq!(read(backward(SHAPE, &["tensor t[]: f32; select(t < 0.75, score, score * 2.0)"], &[])), [[1, 1, seq_q, 1]]);
-    // Engines take these as they are.
+    // Engines read these in place.
     assert_eq!(read(forward(SHAPE, &["softcap:5"], &[mask])), [[1, 1, 1, 1]]);
     assert_eq!(read(backward(SHAPE, &["tensor t[]: f32; score * t"], &[])), [[1, 1, 1, 1]]);
     assert_eq!(read(backward(SHAPE, &[], &["tensor t[]: f32; f32(k) < t"])), [[1, 1, 1, 1]]);
@@ -246,7 +246,7 @@ fn forms_have_names() {
 fn copies_run_once_where_two_strides_are_enough() {
     let gapped = |dims: [i64; 4], strides: [i64; 4]| TensorSpec { dims, strides, alignment: 16 };
     let repeats = |from: TensorSpec| convert([DType::BF16; 2], &from, &from.densely()).unwrap().repeats;
-    // An axis of one does not count, wherever its stride points.
+    // An axis of one element has no effect, whatever its stride.
     assert_eq!(repeats(gapped([3, 1, 5, 8], [200, 7, 16, 1])), 1);
     assert_eq!(repeats(gapped([3, 4, 5, 8], [1000, 200, 16, 1])), 3);
     assert_eq!(repeats(gapped([3, 4, 5, 8], [640, 160, 16, 1])), 1);
@@ -265,7 +265,7 @@ fn what_engines_read_in_place_is_not_copied() {
     // Not a multiple of 16 bytes, and one element for all heads.
     assert_eq!(copied([4 * 6 * 65, 6 * 65, 65, 1], dims), [Operand::Q]);
     assert_eq!(copied([6 * 64, 0, 64, 1], dims), [Operand::Q]);
-    // A gradient of the output that is one number for a whole row.
+    // `d_o` with one number for a whole row.
     let mut repeated = spec(SHAPE, &[], &[]).backward();
     repeated.d_o.strides[3] = 0;
     assert_eq!(densify(&repeated.validate().unwrap().into()).1, [Operand::DO]);
@@ -275,7 +275,7 @@ fn what_engines_read_in_place_is_not_copied() {
 fn keys_name_layouts_and_say_what_to_do_about_a_miss() {
     let job: Job = {
         let mut one = spec(Shape { seq_q: 1, ..SHAPE }, &[], &["causal"]).backward();
-        // Along an axis of one any stride is as good.
+        // Along an axis of one element any stride will do.
         one.forward.q.strides = [4 * 64, 64, 12_345, 1];
         one.deterministic = true;
         one.validate().unwrap().into()

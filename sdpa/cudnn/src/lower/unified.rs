@@ -1,4 +1,4 @@
-//! The unified form of the forward pass: one op, score_mods and masks in an inner graph on the scaled score.
+//! The unified form of the forward pass: one op, with score_mods and masks in an inner graph on the scaled score.
 
 use super::expr::{Draft, Pass};
 use super::lowered::Lowered;
@@ -39,7 +39,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         let rule = "lengths before cuDNN 9.26.0: entries of a batch without keys get no numbers".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
-    // The op pads by itself where it has both lengths.
+    // The op pads if it has both lengths.
     let [mut seq_len_q, mut seq_len_kv] = if padded { mask::guarded(to, problem, runtime) } else { [None, None] };
     let table = paged::table(to, problem, seq_len_kv)?;
     if let Some(table) = table {
@@ -87,8 +87,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     })
 }
 
-/// The ops of an inner graph with a copy of the score wherever an op reads it as another operand than the first: there the engine of
-/// 9.27 reads memory that is not the kernel's (an H200 under memcheck: `score + score * score`).
+/// Adds a copy of the score for each op that reads it as another operand than the first. For such ops the engine of 9.27 reads memory outside the
+/// kernel's (`score + score * score` on an H200, under memcheck).
 fn read_first(g: &mut Graph, input: TensorId, mut ops: Vec<Op>) -> Vec<Op> {
     let later = |op: &Op| matches!(op, Op::Pointwise(p) if p.b == Some(input) || p.t == Some(input));
     if !ops.iter().any(later) {

@@ -1,11 +1,11 @@
-//! What all plans of a file were compiled by and for.
+//! The header of a plan file: the cuDNN and device for which its plans were compiled.
 
 use cudnn_graph::DeviceProfile;
 use sdpa_nvidia::planfile::{Fault, Head};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// What all plans of a file were compiled by and for.
+/// The cuDNN, device and lowering for which all plans of a file were compiled.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Header {
@@ -13,11 +13,11 @@ pub struct Header {
     pub cudnn: String,
     /// The device, as JSON that [`DeviceProfile::from_json`] reads.
     pub profile: String,
-    /// The version of how problems become graphs.
+    /// The version of the lowering.
     pub lowering: u32,
 }
 
-/// Why plans of a file are no plans here.
+/// Why a file's plans cannot be used here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Mismatch {
@@ -29,17 +29,17 @@ pub enum Mismatch {
         /// The version here.
         here: String,
     },
-    /// Another kind of device.
+    /// The file is for another kind of device.
     #[error("profile, {property}: the file has {file}, here is {here}")]
     Profile {
-        /// The property that differs, or `JSON` where a profile cannot be read.
+        /// The property that differs, or `JSON` if a profile cannot be parsed.
         property: String,
-        /// Its value in the file, and the name of the device.
+        /// Its value in the file, with the device name.
         file: String,
-        /// Its value here, and the name of the device.
+        /// Its value here, with the device name.
         here: String,
     },
-    /// Problems become other graphs.
+    /// The lowering has another version.
     #[error("lowering: the file has {file}, here is {here}")]
     Lowering {
         /// The version in the file.
@@ -50,7 +50,7 @@ pub enum Mismatch {
 }
 
 impl Header {
-    /// Why plans under this header are no plans under the one `here`; `None` when they are.
+    /// Returns why plans with this header cannot be used under the header `here`; `None` if they can.
     pub fn mismatch(&self, here: &Header) -> Option<Mismatch> {
         if self.cudnn != here.cudnn {
             return Some(Mismatch::Cudnn { file: self.cudnn.clone(), here: here.cudnn.clone() });
@@ -75,8 +75,7 @@ impl Head for Header {
         Header::mismatch(self, here)
     }
 
-    /// Everything that the profiles of both say, for a file with plans of both: a property that only one of them has
-    /// then counts for all.
+    /// Merges the profiles of both headers, for a file with plans of both. A property that only one profile has then applies to all.
     fn joined(&self, other: &Header) -> Header {
         let map = |header: &Header| serde_json::from_str::<Map<String, Value>>(&header.profile).unwrap_or_default();
         let (mine, theirs) = (map(self), map(other));

@@ -1,4 +1,4 @@
-//! Files of compiled plans: the container is [`sdpa_nvidia::planfile`], with what holds for it.
+//! Files of compiled plans: [`sdpa_nvidia::planfile`] is the container, with its guarantees.
 //!
 //! **A plan contains machine code. Load only files that you trust.**
 //!

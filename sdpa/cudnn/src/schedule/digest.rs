@@ -1,4 +1,4 @@
-//! What tells one schedule's steps from another's: graphs as they are sent, memory and numbers as they are bound.
+//! Digests of a schedule's steps: graphs as they are sent, memory and numbers as they are bound.
 
 use super::{Argument, Contents, Launch, Number, Run, Schedule, Slot, SlotId, Source, Step};
 use crate::error::Error;
@@ -8,10 +8,10 @@ use cudnn_graph::Version;
 use cudnn_graph::encode::encode;
 
 impl<P> Schedule<P> {
-    /// Every graph that runs, with its digest: of what cuDNN is sent for it, and of what is bound to it.
+    /// Returns every graph that runs with its digest, over the program sent to cuDNN and its bindings.
     ///
     /// # Errors
-    /// A graph that the runtime is too old for.
+    /// The runtime is too old for a graph.
     pub(in super::super) fn digests(&self, runtime: Version) -> Result<Vec<(&Run<P>, Digest)>, Error> {
         self.runs().map(|run| Ok((run, self.digest(run, runtime)?))).collect()
     }
@@ -28,7 +28,7 @@ impl<P> Schedule<P> {
         for (tensor, number) in &run.numbers {
             let number = match number {
                 Number::Scale => "scale".to_owned(),
-                // Bounds of masks and constants of score_mods are sent at each call: passes that differ in them share plans.
+                // Bounds of masks and constants of score_mods are sent at each call, so passes that differ only in them share plans.
                 Number::Fixed(value) => format!("its own {}", value.dtype()),
                 Number::Param(at) => format!("parameter {at}"),
                 // Defaults of scalars are values of a call.
@@ -54,7 +54,7 @@ impl<P> Schedule<P> {
         let mut parts = vec![format!("{name} {source:?} {bytes} {alignment}").into_bytes()];
         if let Source::Table(at) = source {
             parts.push(match &self.tables[*at] {
-                // By their bits: tables may hold NaN.
+                // Compare the bits: tables may hold NaN.
                 Contents::Numbers(Table::F32(x)) => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
                 Contents::Numbers(Table::I32(x)) => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
                 Contents::Ones(dtype, count) => format!("{count} ones of {dtype}").into_bytes(),
@@ -64,10 +64,10 @@ impl<P> Schedule<P> {
     }
 }
 
-/// Of a whole schedule.
+/// Returns the digest of a whole schedule.
 ///
 /// # Errors
-/// As [`Schedule::digests`].
+/// As for [`Schedule::digests`].
 pub(in super::super) fn outline<P>(schedule: &Schedule<P>, runtime: Version) -> Result<Digest, Error> {
     let mut parts = Digest::parts();
     for step in schedule.steps() {

@@ -1,4 +1,4 @@
-//! Steps of packed documents: what engines are told of them before the attention, and what engines leave alone after it.
+//! Steps for packed sequences: lengths and offsets before the attention, and unwritten results after it.
 
 use super::outline::{Outline, bug};
 use super::{Argument, Launch, Role, SlotId, Source, Step};
@@ -11,7 +11,7 @@ use sdpa_core::problem::Problem;
 use sdpa_core::{Packed, TensorSpec};
 
 const THREADS: u32 = 128;
-/// −∞ in f32, which stats of a row without keys are.
+/// −∞ in f32, the stats of a row without keys.
 const NO_KEY: i64 = 0xff80_0000;
 
 fn other(side: Side) -> Side {
@@ -21,7 +21,7 @@ fn other(side: Side) -> Side {
     }
 }
 
-/// What both kernels begin with: boundaries of one side, and of the other, or its lengths where it is not packed.
+/// Returns the first arguments of both kernels: `cu_seqlens` of one side, then `cu_seqlens` of the other, or its lengths if it is not packed.
 fn boundaries(made: &mut Outline<'_>, problem: &Problem, packed: &Packed, side: Side) -> Result<Vec<Argument>, Error> {
     let mut arguments = vec![Argument::Fixed(i64::from(packed.wide))];
     let (batch, bytes) = (problem.batch().unsigned_abs(), if packed.wide { 8 } else { 4 });
@@ -41,7 +41,7 @@ fn boundaries(made: &mut Outline<'_>, problem: &Problem, packed: &Packed, side: 
     Ok(arguments)
 }
 
-/// Computes what engines are told, into slots that the tensors are bound to.
+/// Adds launches that compute lengths and offsets, and returns the slots for the tensors.
 pub(super) fn tell(
     made: &mut Outline<'_>,
     job: &Job,
@@ -50,7 +50,7 @@ pub(super) fn tell(
 ) -> Result<Vec<(TensorId, SlotId)>, Error> {
     let problem = job.problem();
     let Some(packed) = problem.packed() else { return Ok(Vec::new()) };
-    // Where boundaries are the same, one launch does for both sides.
+    // If both sides share `cu_seqlens`, one launch computes both.
     let groups: &[&[Side]] = if packed.cross { &[&[Side::Queries], &[Side::Keys]] } else { &[&Side::ALL] };
     let mut bound = Vec::new();
     for sides in groups.iter().filter(|sides| sides.iter().all(|side| problem.packs(*side))) {
@@ -96,7 +96,7 @@ fn blocks(n: i64) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// Fills what engines leave alone: results of documents that have tokens on one side and none on the other.
+/// Adds launches that fill results that engines leave unwritten: sequences with tokens on one side and none on the other.
 pub(super) fn fill_unpaired(made: &mut Outline<'_>, job: &Job) -> Result<(), Error> {
     let problem = job.problem();
     let Some(packed) = problem.packed().filter(|packed| packed.cross) else { return Ok(()) };

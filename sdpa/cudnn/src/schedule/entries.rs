@@ -1,5 +1,4 @@
-//! The step in front of an attention that is told of batch entries: lengths are brought within extents, and a page table to pages that are there,
-//! in one launch.
+//! One launch before the attention that clamps per-sequence lengths to the extents and page-table entries to existing pages.
 
 use super::outline::Outline;
 use super::{Argument, Launch, Role, SlotId, Source, Step};
@@ -11,15 +10,15 @@ use sdpa_core::problem::Problem;
 
 const THREADS: u32 = 128;
 
-/// What engines are told of batch entries that the caller's memory says unchecked, and where it goes.
+/// Unchecked lengths and page table of the caller, with the slots for the clamped copies.
 #[derive(Default)]
 pub(super) struct Told {
-    /// Lengths of queries, and of keys.
+    /// Lengths of queries and of keys.
     pub(super) lengths: [Option<(Guarded, SlotId)>; 2],
     pub(super) pages: Option<(Pages, SlotId)>,
 }
 
-/// Checks it.
+/// Adds the launch that clamps them.
 pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> Result<(), Error> {
     let Told { lengths, pages } = told;
     if lengths.iter().all(Option::is_none) && pages.is_none() {
@@ -29,7 +28,7 @@ pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> R
     let (mut arguments, mut spared_by, mut names) = (vec![Argument::Fixed(batch)], Vec::new(), Vec::new());
     for side in Side::ALL {
         let Some((which, to)) = lengths[side as usize] else {
-            // Keys that nobody counts are as many as there may be.
+            // Without lengths of keys, every batch entry has all keys.
             arguments.extend([none, Argument::Fixed(problem.seq(side)), none]);
             continue;
         };
@@ -58,7 +57,7 @@ pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> R
         }
         (_, _) => arguments.extend([none; 7]),
     }
-    // No promise spares the check of a table.
+    // A page table is always checked; no promise of the caller skips the launch.
     if pages.is_some() {
         spared_by.clear();
     }

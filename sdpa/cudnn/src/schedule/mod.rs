@@ -1,7 +1,7 @@
-//! Schedules: what a pass is on cuDNN. Slots say where bytes come from, steps say what runs on them.
+//! Schedules: a pass on cuDNN as slots (where bytes come from) and steps (what runs on them).
 //!
-//! A schedule is made once for a pass. Its key, whether it is supported, building, loading, saving, workspace, calls, captures and reports are
-//! loops over it, the same for both passes. `P` is what a step's graph has become: `()`, or a [`Plan`](cudnn_graph::Plan).
+//! Each pass has one schedule. Keys, support checks, builds, loads, saves, workspaces, calls, captures and reports iterate over it, alike for both
+//! directions. `P` is the state of a step's graph: `()`, or a [`Plan`](cudnn_graph::Plan).
 
 mod digest;
 mod documents;
@@ -27,12 +27,12 @@ use sdpa_core::expr::Trace;
 use std::fmt;
 use std::sync::Arc;
 
-/// A slot of one schedule, by its place.
+/// The index of a slot in its schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotId(pub(super) usize);
 
 impl SlotId {
-    /// The slot's place in [`Schedule::slots`].
+    /// Returns the slot's index in [`Schedule::slots`].
     pub fn index(self) -> usize {
         self.0
     }
@@ -43,25 +43,25 @@ impl SlotId {
 pub enum Source {
     /// The caller's memory for an operand, strided as the problem says.
     Operand(Operand),
-    /// The caller's memory for an operand, from so many bytes behind its beginning on: rows of a piece.
+    /// The caller's memory for an operand, from this byte offset on: rows of a piece.
     Rows(Operand, u64),
     /// The caller's memory for a row statistic: f32, (batch, heads_q, seq_q), dense.
     Statistic(Statistic),
-    /// The tensor of a declared parameter, by its place among the declared.
+    /// The tensor of a declared parameter, by its index among the declared.
     Param(usize),
-    /// The caller's memory for the gradient of a parameter, by its place in [`Schedule::gradients`].
+    /// The caller's memory for the gradient of a parameter, by its index in [`Schedule::gradients`].
     Gradient(usize),
-    /// The caller's memory for a largest magnitude: one f32.
+    /// The caller's memory for an amax: one f32.
     Amax(Amax),
-    /// A table in device memory, by its place in [`Schedule::tables`].
+    /// A table in device memory, by its index in [`Schedule::tables`].
     Table(usize),
-    /// The workspace, so many bytes behind what plans need for themselves.
+    /// The workspace, at this byte offset after the workspace of the plans.
     Scratch(u64),
-    /// The workspace, of lengths that have been clamped; or the parameter's own tensor, where the caller promises that it needs no clamping.
+    /// Clamped lengths in the workspace, or the parameter's own tensor if the caller promises that it needs no clamping.
     Lengths {
-        /// Where in the workspace, as in [`Source::Scratch`].
+        /// The workspace offset, as in [`Source::Scratch`].
         offset: u64,
-        /// The declared parameter, as in [`Source::Param`]; `None` where engines need more than clamped lengths.
+        /// The declared parameter, as in [`Source::Param`]; `None` if engines need more than clamped lengths.
         param: Option<usize>,
     },
 }
@@ -73,62 +73,62 @@ pub struct Slot {
     pub name: String,
     /// Where the memory comes from.
     pub source: Source,
-    /// How many bytes of it steps reach.
+    /// Bytes of it that steps access.
     pub bytes: u64,
-    /// Bytes that its address is a multiple of.
+    /// Required alignment of its address, in bytes.
     pub alignment: u32,
 }
 
-/// What a table in device memory holds.
+/// Contents of a table in device memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Contents {
-    /// Numbers of a mask or a score_mod.
+    /// A table of a mask or a score_mod.
     Numbers(Table),
-    /// So many ones, to sum by a product.
+    /// This many ones, for sums by GEMM.
     Ones(DType, u64),
 }
 
-/// A number that a plan reads from host memory at each call.
+/// A scalar that a plan reads from host memory at each call.
 #[derive(Clone, Debug)]
 pub enum Number {
-    /// The scale that scores are multiplied by.
+    /// The scale of the scores, `attn_scale`.
     Scale,
-    /// A number that the graph itself has.
+    /// A constant of the graph.
     Fixed(Scalar),
-    /// The value of a declared scalar, by its place among the declared.
+    /// The value of a declared scalar, by its index among the declared.
     Param(usize),
-    /// A function of declared scalars, each by its place among the declared.
+    /// A function of declared scalars, each by its index among the declared.
     Of(Trace, Vec<usize>),
 }
 
-/// What a graph is for.
+/// The purpose of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The attention itself, or the first piece of it.
+    /// The attention itself, or its first piece.
     Attention,
-    /// Another piece of the attention, by its number: the first one is 0.
+    /// Another piece of the attention, by number; the first one is 0.
     Piece(usize),
-    /// Merges what a piece, by its number, wrote with what those before it wrote.
+    /// Merges the results of a piece, by number, with those of earlier pieces.
     Merge(usize),
     /// Copies an operand that engines cannot read, or write, in place.
     Copy(Operand),
-    /// Makes what engines read of the parameters of these names.
+    /// Converts the parameters of these names for engines.
     Conversion(Vec<String>),
-    /// A sum of what the attention writes for the gradient of the parameter of this name, and its number among such sums.
+    /// Sums terms of the gradient of the parameter of this name; the number counts such sums.
     Sum(String, usize),
-    /// Rounds the last of these sums to the type of the gradient.
+    /// Rounds the last of these sums to the element type of the gradient.
     Rounding(String),
-    /// Computes the lengths and offsets of packed documents that engines read.
+    /// Computes lengths and offsets of packed sequences.
     Documents,
-    /// Brings lengths and the page table of batch entries, by their names, to what engines may be given.
+    /// Clamps lengths and page tables, by name, to values that engines can handle.
     Entries(Vec<String>),
-    /// Adds sinks to rows that were computed without.
+    /// Adds sinks to rows that were computed without them.
     Sink,
     /// Computes the gradient of sinks.
     SinkGradient,
     /// Writes 0 for the sums of exponentials of rows without keys.
     RowSums,
-    /// Fills the rows of a result that belong to documents without tokens on the other side.
+    /// Fills result rows of sequences that have no tokens on the other side.
     Unpaired(String),
 }
 
@@ -157,7 +157,7 @@ impl fmt::Display for Role {
 pub struct Port {
     /// The tensor of the graph.
     pub tensor: TensorId,
-    /// Where its memory is.
+    /// Its slot.
     pub slot: SlotId,
     /// Bytes from one repetition to the next.
     pub step: u64,
@@ -166,60 +166,60 @@ pub struct Port {
 /// A graph that runs.
 #[derive(Clone, Debug)]
 pub struct Run<P> {
-    /// What the graph is for.
+    /// The purpose of the step.
     pub role: Role,
     /// The graph that runs.
     pub graph: Arc<Verified>,
-    /// Memory, in the order in which a plan takes it.
+    /// Memory, in the order of the plan's arguments.
     pub ports: Vec<Port>,
-    /// Numbers, in the order in which a plan takes them.
+    /// Scalars, in the order of the plan's arguments.
     pub numbers: Vec<(TensorId, Number)>,
-    /// How often it runs in one call.
+    /// Number of runs per call.
     pub repeats: u64,
-    /// What the graph has become.
+    /// The state of the graph: `()` or a plan.
     pub plan: P,
 }
 
-/// A number that a kernel of this crate takes, of 64 bits.
+/// A 64-bit argument of a kernel of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Argument {
     /// The address of a slot.
     Slot(SlotId),
     /// Tokens of a side that the memory of the call holds.
     Tokens(Side),
-    /// A number that is the same at each call.
+    /// A constant.
     Fixed(i64),
 }
 
-/// A kernel of this crate that runs.
+/// A launch of a kernel of this crate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// What the launch is for.
+    /// The purpose of the launch.
     pub role: Role,
-    /// The kernel that is launched.
+    /// The kernel.
     pub kernel: Own,
-    /// Blocks of the grid, and threads of each.
+    /// Thread blocks of the grid, and threads per block.
     pub grid: [u32; 2],
-    /// An argument for each parameter of the kernel, in order.
+    /// One argument per kernel parameter, in order.
     pub arguments: Vec<Argument>,
-    /// The launch is left out where the caller promises that these parameters, by their places among the declared, need no clamping; of none, never.
+    /// Skip the launch if the caller promises that these parameters, by index among the declared, need no clamping. If empty, never skip.
     pub spared_by: Vec<usize>,
 }
 
-/// What is done on a stream, one after the other.
+/// One operation on the stream; steps run in order.
 #[derive(Clone, Debug)]
 pub enum Step<P> {
-    /// A plan of a graph is executed.
+    /// Executes the plan of a graph.
     Run(Box<Run<P>>),
-    /// A kernel of this crate is launched.
+    /// Launches a kernel of this crate.
     Launch(Launch),
-    /// A slot is filled with zeros.
+    /// Fills a slot with zeros.
     Zero(SlotId),
-    /// The bytes of a slot are copied to the beginning of another.
+    /// Copies the bytes of a slot to the beginning of another.
     Move(SlotId, SlotId),
 }
 
-/// A pass on cuDNN: the memory that it needs, and what it does, step by step.
+/// A pass on cuDNN: the memory that it needs, and its steps.
 #[derive(Clone, Debug)]
 pub struct Schedule<P> {
     slots: Vec<Slot>,
@@ -230,37 +230,37 @@ pub struct Schedule<P> {
 }
 
 impl<P> Schedule<P> {
-    /// Every slot of the pass.
+    /// Returns every slot of the pass.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// The slot of an id.
+    /// Returns the slot of an id.
     pub fn slot(&self, id: SlotId) -> &Slot {
         &self.slots[id.0]
     }
 
-    /// Every step, in order.
+    /// Returns every step, in order.
     pub fn steps(&self) -> &[Step<P>] {
         &self.steps
     }
 
-    /// The tables that have to be in device memory before the first call.
+    /// Returns the tables that must be in device memory before the first call.
     pub fn tables(&self) -> &[Contents] {
         &self.tables
     }
 
-    /// The parameters whose gradients the caller has memory for.
+    /// Returns the parameters whose gradients the caller passes memory for.
     pub fn gradients(&self) -> &[String] {
         &self.gradients
     }
 
-    /// Bytes of the workspace that slots take, behind what plans need for themselves.
+    /// Returns the workspace bytes of slots, without those of the plans.
     pub fn scratch(&self) -> u64 {
         self.scratch
     }
 
-    /// Every graph that runs, in order.
+    /// Returns every graph that runs, in order.
     pub fn runs(&self) -> impl Iterator<Item = &Run<P>> {
         self.steps.iter().filter_map(|step| match step {
             Step::Run(run) => Some(&**run),
@@ -268,7 +268,7 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// The kernels of this crate that run, in order.
+    /// Returns the kernels of this crate that run, in order.
     pub fn kernels(&self) -> impl Iterator<Item = Own> {
         self.steps.iter().filter_map(|step| match step {
             Step::Launch(launch) => Some(launch.kernel),
@@ -276,10 +276,10 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// The schedule with what `make` makes of each graph in its place: a plan, for one.
+    /// Replaces the state of each graph by the result of `make`, such as a plan.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub fn try_map<Q, E>(self, mut make: impl FnMut(&Run<P>) -> Result<Q, E>) -> Result<Schedule<Q>, E> {
         let Schedule { slots, steps, tables, gradients, scratch } = self;
         let mut mapped = Vec::with_capacity(steps.len());

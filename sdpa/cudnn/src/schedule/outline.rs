@@ -1,4 +1,4 @@
-//! From a lowered pass to its schedule: the attention, and what has to happen around it.
+//! Builds the schedule of a lowered pass: the attention, and the steps around it.
 
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
 use super::{documents, entries, sink, sums};
@@ -10,13 +10,13 @@ use cudnn_graph::{DType, Verified};
 use sdpa_core::expr::{Declared, Node, Trace, Type};
 use std::sync::Arc;
 
-/// Pieces of the workspace begin at multiples of this.
+/// Alignment of workspace slots, in bytes.
 pub(in super::super) const PIECE: u64 = 256;
 
-/// The schedule of a pass whose operands lie as `job` says, around a graph of `dense`, the same pass with every operand as engines take it.
+/// Returns the schedule of the pass `job` around the graph of `dense`, which is the same pass with dense operands where engines need that.
 ///
 /// # Errors
-/// What cannot be lowered after all: a bug of the lowering.
+/// Any error is a bug of the lowering.
 pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>, Error> {
     let mut made = Outline::new(job);
     // The slot of each tensor of the attention graph.
@@ -107,7 +107,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
     Ok(made.finish())
 }
 
-/// A schedule in the making.
+/// A schedule under construction.
 pub(super) struct Outline<'a> {
     declared: &'a [Declared],
     all: Schedule<()>,
@@ -127,7 +127,7 @@ impl<'a> Outline<'a> {
         self.all
     }
 
-    /// The slot of this source, which is made where it is not there.
+    /// Returns the slot of this source, and adds it if it is missing.
     pub(super) fn slot(&mut self, name: String, source: Source) -> SlotId {
         if let Some(at) = self.all.slots.iter().position(|slot| slot.source == source) {
             return SlotId(at);
@@ -136,12 +136,12 @@ impl<'a> Outline<'a> {
         SlotId(self.all.slots.len() - 1)
     }
 
-    /// The slot of this source, where there is one.
+    /// Returns the slot of this source, if there is one.
     pub(super) fn known(&self, source: Source) -> Option<SlotId> {
         self.all.slots.iter().position(|slot| slot.source == source).map(SlotId)
     }
 
-    /// Makes sure that so much of a slot is there.
+    /// Raises the size and alignment of a slot to at least these.
     pub(super) fn holds(&mut self, slot: SlotId, bytes: u64, alignment: u32) {
         let held = &mut self.all.slots[slot.0];
         (held.bytes, held.alignment) = (held.bytes.max(bytes), held.alignment.max(alignment));
@@ -211,7 +211,7 @@ impl<'a> Outline<'a> {
         })
     }
 
-    /// The type and the extents of a tensor of the attention graph.
+    /// Returns the element type and extents of a tensor of the attention graph.
     fn tensor(&self, lowered: &Lowered, id: TensorId) -> Result<(DType, [i64; 4]), Error> {
         let tensor = lowered.graph.graph().get(id).ok_or_else(|| bug(format!("{id} is no tensor of the graph")))?;
         let dims = tensor.dims.0[..].try_into().map_err(|_| bug(format!("{id} has other axes than (batch, heads, seq_q, seq_kv)")))?;
@@ -222,7 +222,7 @@ impl<'a> Outline<'a> {
         let CopyGraph { graph, from: first, to: written, zeros, repeats, from_step, to_step } = copy;
         let mut bound = vec![(written, to, to_step), (first, from, from_step)];
         if let Some(zeros) = zeros {
-            // What is written here is written once more by the copy.
+            // The zeros share the output's memory: the copy reads them and overwrites them.
             bound.push((zeros, to, to_step));
             self.all.steps.push(Step::Zero(to));
         }

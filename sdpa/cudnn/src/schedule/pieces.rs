@@ -1,4 +1,4 @@
-//! The schedule of a pass in pieces: those of the pieces, over rows of the caller's operands, and what brings their results together.
+//! The schedule of a pass in pieces: schedules of the pieces, over rows of the caller's operands, and the kernels that combine their results.
 
 use super::outline::{Outline, bug, outline};
 use super::sink::{THREADS, blocks, number};
@@ -9,10 +9,10 @@ use crate::lower::{Job, Lowered, Operand, Statistic};
 use crate::pieces::Part;
 use sdpa_core::Direction;
 
-/// The schedule of a pass in pieces, each with its graph.
+/// Returns the schedule of a pass in pieces, each with its graph.
 ///
 /// # Errors
-/// What cannot be lowered after all: a bug of the lowering.
+/// Any error is a bug of the lowering.
 pub(in super::super) fn pieces<'a>(job: &Job, parts: impl Iterator<Item = (&'a Part, &'a Lowered)>) -> Result<Schedule<()>, Error> {
     let problem = job.problem();
     let mut made = Outline::new(job);
@@ -29,12 +29,12 @@ pub(in super::super) fn pieces<'a>(job: &Job, parts: impl Iterator<Item = (&'a P
     Ok(made.finish())
 }
 
-/// A piece that becomes a part of the whole.
+/// A piece whose schedule becomes part of the whole.
 struct Absorbed<'a> {
     job: &'a Job,
     part: &'a Part,
     n: usize,
-    /// Of the whole.
+    /// The stats of the whole pass.
     stats: SlotId,
 }
 
@@ -63,7 +63,7 @@ impl Absorbed<'_> {
         Ok(())
     }
 
-    /// The place in the whole of what a piece's own schedule calls a slot.
+    /// Returns the slot in the whole schedule for a slot of the piece's own schedule.
     fn slot(&self, made: &mut Outline<'_>, slot: &Slot, own: &Schedule<()>) -> Result<SlotId, Error> {
         let beside = |made: &mut Outline<'_>| made.scratch(format!("{}, piece {}", slot.name, self.n), slot.bytes);
         let id = match slot.source {
@@ -81,7 +81,7 @@ impl Absorbed<'_> {
         Ok(id)
     }
 
-    /// The rows of the caller's operand that the piece has.
+    /// Returns the slot of the piece's rows in the caller's operand.
     fn rows(&self, made: &mut Outline<'_>, operand: Operand) -> Result<SlotId, Error> {
         let tensor = self.job.tensor(operand).ok_or_else(|| bug(format!("the {} pass has no {operand}", self.job.name())))?;
         let bytes = self.part.piece.offset(operand, tensor) * i64::from(self.job.problem().dtype().bits() / 8);
@@ -117,7 +117,7 @@ impl Absorbed<'_> {
         }
     }
 
-    /// Statistics of the piece's rows, of the whole (`back`) or to the whole.
+    /// Adds a copy of statistics: from the whole to the piece (`back`), or from the piece to the whole.
     fn move_stats(&self, made: &mut Outline<'_>, own: SlotId, back: bool) {
         let problem = self.job.problem();
         let rows = self.part.job.problem().seq_q();
@@ -147,7 +147,7 @@ impl Absorbed<'_> {
         Ok(())
     }
 
-    /// What both kernels are told of rows that the piece wrote beside the whole's.
+    /// Returns the common arguments of the merging and the adding kernel, for rows that the piece wrote to the workspace.
     fn shared(&self, made: &mut Outline<'_>, operand: Operand, own: &Schedule<()>, slots: &[SlotId]) -> Result<Rows, Error> {
         let none = || bug(format!("the {} pass has no {operand}", self.job.name()));
         let (whole, part) = (self.job.tensor(operand).ok_or_else(none)?, self.part.job.tensor(operand).ok_or_else(none)?);
@@ -174,12 +174,12 @@ impl Absorbed<'_> {
     }
 }
 
-/// Rows of two tensors, as kernels are told of them.
+/// Rows of two tensors, as arguments of a kernel.
 struct Rows {
     heads: i64,
     rows: i64,
     count: i64,
-    /// The address and the strides of each.
+    /// The address and the strides of each tensor.
     place: Vec<Argument>,
     width: i64,
     lanes: i64,

@@ -1,4 +1,4 @@
-//! Steps of sinks where engines do not know them: rows computed without get theirs, and the gradient is summed of what the backward pass leaves.
+//! Steps for sinks that engines do not compute: one kernel adds sinks to the forward rows, others sum the sink's gradient from backward results.
 
 use super::outline::{Outline, bug};
 use super::{Argument, Launch, Role, SlotId, Source, Step};
@@ -12,10 +12,10 @@ use sdpa_core::{BackwardProblem, DType, Dropout, SINK};
 pub(super) const THREADS: u32 = 256;
 const WARP: i64 = 32;
 
-/// Elements as the kernels know them.
+/// Returns the kernels' code for an element type.
 pub(super) fn number(dtype: DType) -> i64 {
     match dtype {
-        // No kernel of this crate is given 8-bit floats.
+        // The kernels of this crate do not support 8-bit floats.
         DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 0,
         DType::F16 => 1,
         DType::BF16 => 2,
@@ -36,7 +36,7 @@ fn sinks(made: &mut Outline<'_>, problem: &Problem) -> Result<Argument, Error> {
     Ok(Argument::Slot(sink))
 }
 
-/// Adds sinks to rows whose graph knows nothing of them. `dense` is the problem as the graph is told it.
+/// Adds a launch that adds sinks to rows, unless the graph computes them. `dense` is the problem of the graph.
 pub(super) fn add(made: &mut Outline<'_>, dense: &Job, lowered: &Lowered, bound: &[(TensorId, SlotId)]) -> Result<(), Error> {
     let Job::Forward(problem) = dense else { return Ok(()) };
     let known = lowered.supplies.iter().any(|(_, supply)| *supply == Supply::Param(SINK.to_owned()));
@@ -58,7 +58,7 @@ pub(super) fn add(made: &mut Outline<'_>, dense: &Job, lowered: &Lowered, bound:
     Ok(())
 }
 
-/// Sums the gradient of sinks, of stats and the row sums that the backward pass leaves in the workspace.
+/// Adds launches that sum the gradient of sinks, from stats and the row sums in the workspace.
 pub(super) fn differentiate(
     made: &mut Outline<'_>,
     problem: &BackwardProblem,
@@ -92,7 +92,7 @@ pub(super) fn differentiate(
 
     let gradient = made.gradient(SINK);
     made.holds(gradient, u64::from(dtype.bits() / 8) * heads.unsigned_abs(), dtype.bits() / 8);
-    // What dropout leaves of sums of rows.
+    // Row sums are not scaled for dropout; this factor scales them.
     let factor = forward.dropout().map_or(1.0, Dropout::scale).to_bits();
     let arguments = vec![
         Argument::Fixed(heads),
@@ -112,7 +112,7 @@ pub(super) fn differentiate(
     Ok(())
 }
 
-/// The slot that a row statistic is written to or read from: the caller's, or of the workspace where nobody asked for stats.
+/// Returns the slot of a row statistic: the caller's, or workspace if the caller did not ask for it.
 pub(super) fn statistic(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, (statistic, tensor): (Statistic, TensorId)) -> SlotId {
     match job {
         Job::Forward(problem) if !problem.computes(statistic) => made.scratch(statistic.name().to_owned(), lowered.bytes(tensor)),

@@ -1,4 +1,4 @@
-//! A step behind the attention for the sums of rows without keys.
+//! A step after the attention for `sum_exp` of rows without keys.
 
 use super::outline::Outline;
 use super::sink::{THREADS, blocks, slot_of};
@@ -10,11 +10,11 @@ use crate::schedule::SlotId;
 use cudnn_graph::ir::TensorId;
 use sdpa_core::Side;
 
-/// Makes 0 of the sums of rows that batch entries do not have ([`Quirk::SumsOfNoKeys`](crate::Quirk::SumsOfNoKeys)).
+/// Adds a launch that sets `sum_exp` to 0 in rows past the sequence lengths ([`Quirk::SumsOfNoKeys`](crate::Quirk::SumsOfNoKeys)).
 pub(super) fn mend(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, bound: &[(TensorId, SlotId)]) -> Result<(), Error> {
     let Job::Forward(problem) = job else { return Ok(()) };
     let Some(sums) = lowered.statistic(Statistic::SumExp) else { return Ok(()) };
-    // Packed documents have no such rows.
+    // Packed sequences have no such rows.
     if problem.packed().is_some() || !Side::ALL.into_iter().any(|side| problem.has_lengths(side)) {
         return Ok(());
     }

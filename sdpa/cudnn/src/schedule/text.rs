@@ -1,4 +1,4 @@
-//! A schedule in words: every slot, and every step with the slots that it uses.
+//! Reports of a schedule: every slot, and every step with its slots.
 
 use super::{Argument, Contents, Launch, Number, Run, Schedule, Slot, SlotId, Source, Step};
 use crate::lower::Side;
@@ -7,49 +7,49 @@ use sdpa_core::expr::Declared;
 use serde::Serialize;
 use std::fmt;
 
-/// A schedule in words and numbers, for people and programs.
+/// A schedule as text and numbers, for people and programs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ScheduleReport {
-    /// The slots, by their places.
+    /// The slots, by index.
     pub slots: Vec<SlotReport>,
-    /// The steps, in the order in which they run.
+    /// The steps, in order.
     pub steps: Vec<StepReport>,
-    /// Bytes of the workspace that slots take, behind what plans need for themselves.
+    /// Workspace bytes of slots, without those of the plans.
     pub scratch: u64,
 }
 
-/// What is told of a slot.
+/// Report of a slot.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SlotReport {
     /// The slot's name.
     pub name: String,
     /// Where its bytes come from.
     pub source: String,
-    /// How many bytes of it steps reach.
+    /// Bytes of it that steps access.
     pub bytes: u64,
-    /// Bytes that its address is a multiple of.
+    /// Required alignment of its address, in bytes.
     pub alignment: u32,
 }
 
-/// What is told of a step.
+/// Report of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepReport {
-    /// What the step does.
+    /// Description of the step.
     pub what: String,
-    /// Ops of its graph; 0 where it has none.
+    /// Ops of its graph; 0 if it has none.
     pub ops: usize,
-    /// How often the step runs in one call.
+    /// Number of runs per call.
     pub repeats: u64,
-    /// The step is left out where the caller promises of all these parameters that they lie within their extents; of none, never.
+    /// The step is skipped if the caller promises that all these parameters are within their extents; never, if empty.
     pub spared_by: Vec<String>,
-    /// Tensors, or `from` and `to`, with the slot of each and the bytes from one repetition to the next.
+    /// Tensors, or `from` and `to`, with the slot of each and the bytes between repetitions.
     pub memory: Vec<(String, usize, u64)>,
-    /// Tensors that take a number from host memory, with what that is.
+    /// Tensors of host scalars, with a description of each.
     pub numbers: Vec<(String, String)>,
 }
 
 impl<P> Schedule<P> {
-    /// The schedule in words and numbers. `declared` are the parameters of the pass.
+    /// Returns a report of the schedule. `declared` are the parameters of the pass.
     pub fn told(&self, declared: &[Declared]) -> ScheduleReport {
         let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
         let steps = self.steps.iter().map(|step| match step {

@@ -1,6 +1,7 @@
-//! Rules that floats decide, and whole numbers that engines compute as floats. Engines are compiled with fast mathematics: their machine code joins a product with the sum or the comparison behind it, has
-//! approximate inverses, roots and functions, divides whole numbers by a float's inverse, and has their rests, minima and maxima in f32. So a jump lies elsewhere than where the rule has it. What is exact all the
-//! same, whichever way it is computed, is taken; so is what hangs on the score, which is rounded anyhow.
+//! Masks and score_mods with discontinuities decided by floats, and integers that engines compute as floats. Engines are compiled with fast math.
+//! Their machine code contracts a product with the following sum or comparison and approximates inverses, roots and functions. It divides integers by
+//! a float inverse, and computes remainders, minima and maxima in f32. So a discontinuity may move. Values that are exact under every evaluation are
+//! supported, and so are values that depend on the score, which is rounded anyway.
 
 use crate::lower::Job;
 use sdpa_core::error::Reason;
@@ -11,7 +12,7 @@ const RULE: &str = "where a rule compares it, makes it whole or takes a rest, cu
 const WHOLE_RULE: &str = "cuDNN's engines divide whole numbers by multiplying with an approximate inverse, and have rests, minima and maxima of them in f32: divisors that are powers of \
                           two, and numbers up to 2^24, are exact";
 
-/// Multiples of a power of two, up to a magnitude.
+/// The multiples of 2^`step` with magnitude at most `most`.
 #[derive(Clone, Copy)]
 struct Grid {
     step: i32,
@@ -19,7 +20,7 @@ struct Grid {
 }
 
 const WHOLE: Grid = Grid { step: 0, most: 2_147_483_648.0 };
-/// Of whole numbers in tensors nothing is known before a call: they are taken for places and numbers of documents.
+/// Values of integer tensors are unknown before a call. They are assumed to be positions and document numbers.
 const GIVEN: Grid = Grid { step: 0, most: 8_388_608.0 };
 const TRUTH: Grid = Grid { step: 0, most: 1.0 };
 
@@ -35,7 +36,7 @@ impl Grid {
         Some(Grid { step, most: x.abs() })
     }
 
-    /// If f32 has all of them.
+    /// Returns the grid if f32 represents all of its numbers.
     fn fitting(self) -> Option<Grid> {
         (self.most <= 2f64.powi(24 + self.step) && self.most < f64::from(f32::MAX)).then_some(self)
     }
@@ -53,7 +54,7 @@ impl Grid {
     }
 }
 
-/// What each value is a multiple of, and how large; `None` where that is not known.
+/// Returns the grid of each value; `None` if it is unknown.
 fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
     let mut all: Vec<Option<Grid>> = Vec::with_capacity(trace.nodes().len());
     for id in trace.ids() {
@@ -91,7 +92,7 @@ fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
         };
         all.push(match trace.ty(id) {
             Type::F32 => grid.and_then(Grid::fitting),
-            // They wrap around.
+            // Integers wrap around.
             Type::I32 => Some(grid.filter(|grid| grid.most < WHOLE.most).unwrap_or(WHOLE)),
             Type::Bool => Some(TRUTH),
         });
@@ -99,7 +100,7 @@ fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
     all
 }
 
-/// The exponent of a constant that is a power of two, of either sign.
+/// Returns the exponent of a constant that is a power of two, of either sign.
 fn power(trace: &Trace, id: NodeId) -> Option<i32> {
     let Node::Const(c @ (Const::F32(_) | Const::I32(_))) = trace.node(id) else { return None };
     let x = c.to_f64().abs();
@@ -107,14 +108,14 @@ fn power(trace: &Trace, id: NodeId) -> Option<i32> {
     (x.is_normal() && exponent.fract() == 0.0 && 2f64.powi(exponent as i32) == x).then_some(exponent as i32)
 }
 
-/// The first value on which a jump hangs, or that is one, and that engines compute less exactly.
+/// Returns the first value that decides a discontinuity, or has one, and that engines compute inexactly.
 fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
     let (decisive, depends, grids) = (trace.decisive(), trace.depends(), grids(trace, extents));
-    // As floats.
+    // As f32.
     let fits = |x: NodeId| grids[x.index()].and_then(Grid::fitting).is_some();
     trace.ids().find(|&id| {
         let d = depends[id.index()];
-        // Numbers and tables of entries and heads are made on the host.
+        // Scalars and tables over batch and heads are computed on the host.
         let is_given = d.is_uniform() || d.is_of_heads();
         if d.score || is_given {
             return false;
@@ -139,7 +140,7 @@ fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
                 Binary::Mul => grids[id.index()].is_none() && power(trace, x).is_none() && power(trace, y).is_none(),
                 Binary::Div => power(trace, y).is_none(),
                 Binary::Pow => true,
-                // Of a rest the machine code has every correction.
+                // The machine code corrects remainders fully.
                 Binary::Mod | Binary::Add | Binary::Sub | Binary::Min | Binary::Max | Binary::And | Binary::Or => false,
                 Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge => false,
             },
@@ -149,7 +150,7 @@ fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
     })
 }
 
-/// The text of a value.
+/// Returns the text of a value.
 pub(super) fn text(trace: &Trace, id: NodeId) -> String {
     let mut b = Builder::new();
     let here = b.copy(trace);
@@ -188,7 +189,7 @@ mod tests {
             ("(q * 3000 + k) * 3000 % 7 < 3", "(q * 3000 + k) * 3000 % 7"),
             ("max(q * 3000 * 3000, k) < 9", "max(q * 3000 * 3000, k)"),
             ("score + floor(f32(k) * 0.1)", "f32(k) * 0.1"),
-            // Not each product of two places has a float of its own.
+            // f32 cannot represent every product of two indices.
             ("f32(q * 1000) * f32(k) < 7.0", "f32(q * 1000) * f32(k)"),
         ] {
             assert_eq!(found(rule).as_deref(), Some(value), "{rule}");

@@ -1,4 +1,4 @@
-//! What cuDNN takes of attention over 8-bit floats: less than of others, and by other rules.
+//! Limits of cuDNN's attention over 8-bit floats. They are narrower than for other types.
 
 use super::row::{Case, Row, when};
 use crate::lower::{self, Job, Operand};
@@ -7,7 +7,7 @@ use sdpa_core::error::Reason;
 use sdpa_core::expr::{Axis, Node, ParamKind, Place, Precision};
 use sdpa_core::{DType, Problem};
 
-/// Whether a row may have no key by a rule: one that reads what a call brings, the batch entry or the head, or one that leaves a row none at these extents.
+/// Returns whether a row may have no key: the mask reads call data, the batch entry or the head, or it leaves some row no key at these extents.
 pub(super) fn rule_may_leave_no_key(problem: &Problem) -> bool {
     let Some(rule) = problem.kept().rest.as_deref() else { return false };
     let reads_more = |node: &Node| matches!(node, Node::Param(_) | Node::Read(..) | Node::Index(Axis::Batch | Axis::Head));
@@ -19,7 +19,7 @@ pub(super) fn rule_may_leave_no_key(problem: &Problem) -> bool {
         let place = Place { score: 0.0, upstream: 0.0, index: [0, 0, q, k], extents, params: &[] };
         problem.region().keeps(q, k) && rule.eval_first(&place, Precision::F32) != 0.0
     };
-    // Most rules keep a key near the query.
+    // Most masks keep a key near the query.
     let nearest = |q: i64| {
         let about = q.min(seq_kv - 1);
         (0..seq_kv).flat_map(move |distance| [about - distance, about + distance]).filter(move |k| (0..seq_kv).contains(k))
@@ -31,7 +31,7 @@ fn is_short(dtype: DType) -> bool {
     dtype == DType::F16 || dtype == DType::BF16
 }
 
-/// Limits on everything but operands.
+/// Limits on everything except operands.
 const ROWS: [Row; 23] = [
     Row {
         field: "block_scaled",
@@ -181,7 +181,7 @@ const ROWS: [Row; 23] = [
     },
 ];
 
-/// Every limit that a job over 8-bit floats breaks.
+/// Returns every limit that a job over 8-bit floats breaks.
 pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> Vec<Reason> {
     let case = Case { job, runtime, sm };
     let mut all: Vec<Reason> = ROWS.iter().filter_map(|row| row.reason(&case)).collect();
@@ -208,7 +208,7 @@ mod tests {
         AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd)
     }
 
-    /// The fields that are refused, of a forward pass.
+    /// Returns the refused fields of a forward pass.
     fn forward(spec: AttentionSpec, runtime: Version, sm: u32) -> Vec<String> {
         fields(&spec.validate().unwrap().into(), runtime, sm)
     }
@@ -252,7 +252,7 @@ mod tests {
             let few = AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd).with_block_scales();
             assert_eq!(forward(few, NEW, 100), [refused]);
         }
-        // A table of a score_mod is no scale.
+        // A table of a score_mod is no block scale.
         let table = "table block_scale_q[4]: f32; score + block_scale_q[head]";
         let refused = forward(spec([64, 64]).score_mod(table.parse().unwrap()), NEW, 100);
         assert!(refused.contains(&"parameter block_scale_q".to_owned()), "{refused:?}");
@@ -298,7 +298,7 @@ mod tests {
         }
         assert_eq!(forward(masked("padding"), NEW, 90), [Quirk::LengthsOf8Bits.row().what]);
         assert!(forward(masked("padding"), NEW, 100).is_empty());
-        // Rules under which every row has a key, those that leave a row none, and those that what a call brings decides.
+        // Masks that leave every row a key, masks that leave some row none, and masks that depend on call data.
         for text in ["dilated:3", "(q - k) % 3 != 1 & k <= q"] {
             assert!(forward(masked(text), NEW, 90).is_empty(), "{text}");
         }

@@ -1,21 +1,21 @@
-//! Functions that engines have as the hardware's units have them: near what is written for a part of what they may be asked for.
+//! Functions that engines compute with hardware approximations, accurate only on part of their domain.
 //!
-//! A sine is that of an angle which is off by 1.2e-7 of itself, and a power is `exp2(y · log2(x))`: no number of a negative base, nor of 0 to the power 0. What is
-//! made on the host, and small whole powers, which are lowered to products, are right.
+//! The angle of a sine is off by 1.2e-7 of itself. A power is `exp2(y · log2(x))`: NaN for a negative base, and for 0 to the power 0. Values computed
+//! on the host are right, and so are small integer powers, which are lowered to products.
 
 use super::floats::text;
 use crate::lower::Job;
 use sdpa_core::error::Reason;
 use sdpa_core::expr::{Binary, Const, Node, NodeId, Trace, Type, Unary};
 
-/// An angle of this size is off by half of f16's last digit next to 16; most that places come to are exact in f32.
+/// At this angle the error is half of f16's last digit next to 16. Most angles computed from positions are exact in f32.
 const MOST: f64 = 65_536.0;
 
 const WAVE: &str =
     "cuDNN's engines are off by 1.2e-7 of a sine's or cosine's argument: one that does not hang on the score is known to be at most 65,536";
 const POWER: &str = "cuDNN's engines have powers by logarithms, no number of a negative base: the base is known to be positive, or the exponent is one of 0, 1, 2, 3 and 4";
 
-/// What each value is at least, where it is a number at all.
+/// Returns a lower bound of each value, where it is not NaN.
 fn least(trace: &Trace, ranges: &[Option<[f64; 2]>]) -> Vec<Option<f64>> {
     let mut all: Vec<Option<f64>> = Vec::with_capacity(ranges.len());
     for (id, range) in trace.ids().zip(ranges) {
@@ -48,13 +48,13 @@ fn least(trace: &Trace, ranges: &[Option<[f64; 2]>]) -> Vec<Option<f64>> {
     all
 }
 
-/// The first value that engines may have wrong, and what they take.
+/// Returns the first value that engines may compute wrongly, with the supported range.
 fn wrong(trace: &Trace, extents: [i64; 4]) -> Option<(NodeId, &'static str)> {
     let ranges = trace.ranges(extents.map(|extent| [0, (extent - 1).max(0)]), extents);
     let (depends, least) = (trace.depends(), least(trace, &ranges));
     let is_within = |x: NodeId| ranges[x.index()].is_some_and(|range| range.into_iter().all(|end| end.abs() <= MOST));
     let is_nonzero = |y: NodeId| matches!(trace.node(y), Node::Const(Const::F32(bits)) if f32::from_bits(bits) != 0.0);
-    // Numbers and tables of entries and heads are made on the host.
+    // Scalars and tables over batch and heads are computed on the host.
     let is_given = |id: &NodeId| depends[id.index()].is_uniform() || depends[id.index()].is_of_heads();
     trace.ids().filter(|id| !is_given(id)).find_map(|id| match trace.node(id) {
         Node::Unary(Unary::Sin | Unary::Cos, x) => (!depends[x.index()].score && !is_within(x)).then_some((id, WAVE)),

@@ -1,17 +1,17 @@
-//! A limit of a field, and what it is asked of.
+//! A limit on a field, and the case that it is checked against.
 
 use crate::lower::Job;
 use cudnn_graph::Version;
 use sdpa_core::error::Reason;
 
-/// A limit of a field: whether a job, on a runtime and a device, breaks it, with what the field holds.
+/// A limit on a field. `breaks` returns the field's value if a case breaks the limit.
 pub(super) struct Row {
     pub(super) field: &'static str,
     pub(super) limit: &'static str,
     pub(super) breaks: fn(&Case<'_>) -> Option<String>,
 }
 
-/// A job, on a runtime and a device.
+/// A job on a runtime and a device.
 pub(super) struct Case<'a> {
     pub(super) job: &'a Job,
     pub(super) runtime: Version,
@@ -23,7 +23,7 @@ impl Case<'_> {
         super::is_backward(self.job)
     }
 
-    /// Whether the device's compute capability is of this major version.
+    /// Returns whether the device's compute capability has this major version.
     pub(super) fn major(&self, major: u32) -> bool {
         self.sm / 10 == major
     }
@@ -43,7 +43,7 @@ pub(super) fn when<T: ToString>(breaks: bool, value: T) -> Option<String> {
 }
 
 impl Row {
-    /// What a case breaks of the row.
+    /// Returns why a case breaks the limit, if it does.
     pub(super) fn reason(&self, case: &Case<'_>) -> Option<Reason> {
         (self.breaks)(case).map(|value| Reason::Limit { field: self.field.to_owned(), value, limit: self.limit.to_owned() })
     }

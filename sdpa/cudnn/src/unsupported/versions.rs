@@ -1,5 +1,5 @@
-//! What engines of earlier versions, or of some architectures, do not take: rules of NVIDIA's frontend that a newer version, or another device, lifts. Where
-//! such a version could be asked on a machine without a GPU (9.9.0), it declines the same.
+//! Limits of earlier versions or of some architectures, from NVIDIA's frontend; a newer version or another device lifts them. Version 9.9.0, which
+//! could be asked on a machine without a GPU, refuses the same problems.
 
 use super::row::{Case, Row, when};
 use super::{open_window, wide_keys};
@@ -8,7 +8,7 @@ use cudnn_graph::Version;
 use sdpa_core::SINK;
 use sdpa_core::error::Reason;
 
-/// Dims that every version takes on every device that it takes.
+/// The largest head dim that every version supports on all of its devices.
 const NARROW: i64 = 128;
 
 fn wide(case: &Case<'_>) -> Option<String> {
@@ -88,7 +88,7 @@ const ROWS: [Row; 11] = [
     },
 ];
 
-/// The first parameter whose gradient the engine has to keep: that of a sink is a kernel of ours.
+/// Returns the first parameter whose gradient an engine has to sum. A native kernel computes the gradient of a sink.
 fn summed(case: &Case<'_>) -> Option<String> {
     match case.job {
         Job::Forward(_) => None,
@@ -96,7 +96,7 @@ fn summed(case: &Case<'_>) -> Option<String> {
     }
 }
 
-/// Every rule that a job breaks.
+/// Returns every limit that a job breaks.
 pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> impl Iterator<Item = Reason> {
     let case = Case { job, runtime, sm };
     ROWS.iter().filter_map(move |row| row.reason(&case))

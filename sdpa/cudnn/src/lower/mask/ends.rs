@@ -1,5 +1,4 @@
-//! Bands about the last query and the last key of each batch entry, spelled as NVIDIA's frontend does: the place of a query is moved by the difference
-//! of the lengths.
+//! Bands aligned to the bottom right of each batch entry, in the pattern of NVIDIA's frontend: the difference of the lengths shifts the query index.
 
 use super::super::expr::Draft;
 use super::super::lowered::within;
@@ -12,7 +11,7 @@ use sdpa_core::expr::{Binary, Builder, Const, NodeId};
 use sdpa_core::mask::{Ends, SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
 
-/// Lengths that are within the extents, of those that masks read; none where no band reads any.
+/// Returns the lengths that a bottom-right aligned band reads, clamped to the extents. Without such a band returns `masked`.
 pub(super) fn lengths(to: &mut Draft<'_>, problem: &Problem, masked: [Option<TensorId>; 2]) -> [Option<TensorId>; 2] {
     if problem.kept().ends.is_full() {
         return masked;
@@ -23,7 +22,7 @@ pub(super) fn lengths(to: &mut Draft<'_>, problem: &Problem, masked: [Option<Ten
     })
 }
 
-/// Drops what such a band drops. Lengths are those of queries and of keys, where they are tensors; else they are extents.
+/// Applies a bottom-right aligned band. Missing lengths are the extents.
 pub(super) fn apply(
     g: &mut Graph,
     scores: TensorId,
@@ -57,7 +56,7 @@ pub(super) fn apply(
         } else {
             let col = index(g, out, 3);
             let col = shifted(g, col, -lower);
-            // In this order: the other one is read as a band about the first query and the first key.
+            // Engines read the opposite order as a band aligned to the top left.
             let col = moved(g, col, [Mode::Sub, Mode::Add], [kv, q]);
             let row = index(g, out, 2);
             let keep = g.pointwise(Mode::CmpGt, &[col, row]);
@@ -67,20 +66,20 @@ pub(super) fn apply(
     out
 }
 
-/// A place, further by one length and back by another.
+/// Shifts an index forward by one length and back by the other.
 fn moved(g: &mut Graph, place: TensorId, modes: [Mode; 2], lengths: [TensorId; 2]) -> TensorId {
     let step = |place: TensorId, (mode, length)| g.pointwise_as(mode, &[place, length], DType::I32, DType::I32, Params::default());
     modes.into_iter().zip(lengths).fold(place, step)
 }
 
-/// The same of the only query, as terms of a rule.
+/// Returns the terms of the band for a single query.
 pub(super) fn terms(b: &mut Builder, problem: &Problem, key: NodeId) -> Vec<NodeId> {
     let kept = problem.kept();
     let Ends { lower, upper } = kept.ends;
     if lower.is_none() && upper.is_none() {
         return Vec::new();
     }
-    // Lengths are data that nobody has checked: the corner is where the extents end, if they lead past it.
+    // Lengths are unchecked data; clamp them to the extents.
     let mut length = |there: bool, name: &str, extent: i64| {
         let extent = b.konst(Const::I32(extent as i32));
         if !there {
@@ -120,7 +119,7 @@ mod tests {
         lower(job, Form::Composite, runtime).unwrap()
     }
 
-    /// The mode and the other operand's name of each op on the way back from a comparison to an index.
+    /// Returns the mode and the other operand's name of each op, going back from a comparison to an index.
     fn steps(lowered: &Lowered, from: TensorId) -> Vec<(Mode, String)> {
         let graph = lowered.graph.graph();
         let made = |id| graph.ops().iter().find_map(|op| if let Op::Pointwise(p) = op { (p.y == id).then_some(p) } else { None });

@@ -1,10 +1,10 @@
-//! Files that no writer makes, with checksums that hold: typed errors, no panic, and no memory for what is not there.
+//! Invalid files with valid checksums, which no writer makes. Reading them returns typed errors, never panics, and does not allocate for absent data.
 
 use super::*;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
-/// The parts of a file, to be put together again with checksums that hold.
+/// The parts of a file, which a test reassembles with valid checksums.
 #[derive(Clone, Debug)]
 struct Pieces {
     version: u32,
@@ -17,7 +17,7 @@ struct Pieces {
 }
 
 impl Pieces {
-    /// Of a good file with three records.
+    /// Returns the parts of a valid file with three records.
     fn good() -> Pieces {
         let bytes = image(records(3));
         let number = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
@@ -55,17 +55,17 @@ impl Pieces {
         self.header_length = text.len() as u32;
     }
 
-    /// Where in the index the label of the first record begins, and where it ends.
+    /// Returns the start and end of the first record's label in the index.
     fn label(&self) -> (usize, usize) {
         let length = u32::from_le_bytes(self.index[32..36].try_into().unwrap());
         (36, 36 + length as usize)
     }
 }
 
-/// What makes a good file a bad one.
+/// A change that makes a valid file invalid.
 type Change = fn(&mut Pieces);
 
-/// What opening and reading everything says; nothing is returned whose checksum does not hold.
+/// Opens a file and reads everything. Checks that no returned record has a wrong checksum.
 fn fate(path: &Path, bytes: &[u8]) -> Result<(), PlanFileError> {
     put(path, bytes);
     let file = PlanFile::open(path)?;
@@ -137,7 +137,7 @@ fn keys_ascend() {
     let mut pieces = Pieces::good();
     let (_, end) = pieces.label();
     let first: Vec<u8> = pieces.index[..32].to_vec();
-    // The second record takes the key of the first.
+    // The second record gets the key of the first.
     pieces.index[end + 48..end + 80].copy_from_slice(&first);
     assert!(matches!(fate(&path, &pieces.bytes()), Err(PlanFileError::Corrupt { what, .. }) if what == "key of record 1"));
 }
@@ -157,7 +157,7 @@ fn what_a_file_only_claims_to_have_is_cut_off() {
     assert!(matches!(fate(&path, &pieces.bytes()), Err(PlanFileError::Truncated { what, .. }) if what == "payloads"));
 }
 
-/// Where and to what a byte is changed.
+/// Generates byte edits: position and value.
 fn edits() -> impl Strategy<Value = Vec<(prop::sample::Index, u8)>> {
     proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)
 }

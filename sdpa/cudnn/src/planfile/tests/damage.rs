@@ -1,8 +1,8 @@
-//! Files that were cut off or changed: errors, never other bytes.
+//! Truncated and changed files: reading returns errors, never wrong bytes.
 
 use super::*;
 
-/// Reads every record of a file that may be damaged, and checks that only right bytes are returned. Errors are handed back.
+/// Reads every record of a file that may be damaged, and checks that only right bytes are returned. Returns the errors.
 fn never_wrong(path: &Path, good: &[Record]) -> Vec<PlanFileError> {
     let file = match PlanFile::open(path) {
         Ok(file) => file,
@@ -110,7 +110,7 @@ fn of_a_file_with_a_damaged_payload_the_others_stay() {
     let intact: Vec<Record> = sorted(records(5)).into_iter().filter(|r| *r != last).collect();
     add(&path, &header(), []).unwrap();
     assert_eq!(all(&path), intact);
-    // And the same record once more mends it.
+    // Writing the record again repairs it.
     put(&path, &bytes);
     add(&path, &header(), [last]).unwrap();
     assert_eq!(all(&path), sorted(records(5)));

@@ -1,4 +1,4 @@
-//! What holds for every file; beside it, files that were damaged, shared, made by hand, and places that are none for files.
+//! Properties of every plan file. Submodules test damaged, shared and crafted files, and paths that cannot be plan files.
 
 mod crafted;
 mod damage;
@@ -9,7 +9,7 @@ use super::*;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// A folder of one test, for its owner alone whatever the umask, and a path in it.
+/// Returns a folder that only its owner can access, whatever the umask, and a path in it.
 fn place() -> (TempDir, PathBuf) {
     let mut builder = tempfile::Builder::new();
     builder.prefix("sdpa-");
@@ -25,7 +25,7 @@ fn header() -> Header {
     Header { cudnn: "9.19.0".to_owned(), profile: profile.to_owned(), lowering: 1 }
 }
 
-/// Records that differ in everything; the first payload is empty.
+/// Returns a record that differs in everything for each `n`. The first payload is empty.
 fn record(n: u8) -> Record {
     let payload = (0..usize::from(n) * 7).map(|i| (i * 31 + usize::from(n)) as u8).collect();
     Record { key: Digest::of(&[n]), label: format!("record {n} – \"x\"\n"), payload }
@@ -35,21 +35,21 @@ fn records(n: u8) -> Vec<Record> {
     (0..n).map(record).collect()
 }
 
-/// The bytes of a file with these records.
+/// Returns the bytes of a file with these records.
 fn image(records: Vec<Record>) -> Vec<u8> {
     let (_folder, path) = place();
     write(&path, &header(), records).unwrap();
     std::fs::read(path).unwrap()
 }
 
-/// A file with these bytes, changed in place and with a mode that is read whatever the umask.
+/// Writes a file in place with these bytes and with a readable mode, whatever the umask.
 fn put(path: &Path, bytes: &[u8]) {
     std::fs::write(path, bytes).unwrap();
     #[cfg(unix)]
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
 }
 
-/// Everything in a file that is good.
+/// Reads every record of a valid file.
 fn all(path: &Path) -> Vec<Record> {
     let file = PlanFile::open(path).unwrap();
     file.entries()
@@ -63,7 +63,7 @@ fn sorted(mut records: Vec<Record>) -> Vec<Record> {
     records
 }
 
-/// Names in a folder, but for locks.
+/// Returns the file names in a folder, except locks.
 fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -147,7 +147,7 @@ fn another_card_of_the_same_kind_adds_to_the_file() {
     assert_eq!(all(&path).len(), 4);
     let file = PlanFile::open(&path).unwrap();
     assert_eq!((file.header().mismatch(&other), file.header().mismatch(&header())), (None, None));
-    // One of the records was made for another warp size than this.
+    // One record was made for another warp size.
     assert!(file.header().mismatch(&with(r#","warpSize":64}"#)).is_some());
 }
 

@@ -1,4 +1,4 @@
-//! Places that are none for files of plans.
+//! Paths that cannot be plan files.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn a_folder_that_is_not_there() {
     assert!(matches!(PlanFile::open(folder.path().join("plans")), Err(PlanFileError::Io { .. })));
 }
 
-/// Neither read nor replaced, and nothing is left beside it.
+/// Checks that a path can be neither read nor replaced, and that no other file is left next to it.
 fn is_no_file(path: &Path) {
     let folder = path.parent().unwrap();
     let (before, kind) = (names(folder), std::fs::symlink_metadata(path).unwrap().file_type());
@@ -121,7 +121,7 @@ mod unix {
             for result in [PlanFile::open(&link).map(drop), write(&link, &header(), []), add(&link, &header(), [])] {
                 assert!(matches!(result, Err(PlanFileError::Permissions { mode: 0o777, .. })), "{result:?}");
             }
-            // The sticky bit keeps files for their owners.
+            // The sticky bit protects files from users other than their owners.
             set_mode(open, 0o1777);
             assert_eq!(all(&link), records(1));
             set_mode(open, 0o700);

@@ -1,4 +1,4 @@
-//! Several readers and writers of one file.
+//! Concurrent readers and writers of one file.
 
 use super::*;
 use std::process::{Child, Command, Stdio};
@@ -45,7 +45,7 @@ fn threads_that_add_at_once_lose_nothing_and_readers_see_whole_files() {
     assert_eq!(names(folder.path()), ["plans"]);
 }
 
-/// Where a process that is started by the tests below adds, and its number.
+/// The path to which a child process of the tests below adds records, and the child's number.
 const PATH: &str = "SDPA_TEST_PLANFILE";
 const NUMBER: &str = "SDPA_TEST_PLANFILE_NUMBER";
 
@@ -59,7 +59,7 @@ fn one_process() {
     }
 }
 
-/// Starts the test above.
+/// Starts the test above in a child process.
 fn start(path: &Path, number: u8) -> Child {
     let test = format!("{}::one_process", module_path!().split_once("::").unwrap().1);
     let mut command = Command::new(std::env::current_exe().unwrap());
