@@ -1,4 +1,4 @@
-//! The gradient of an attention problem: what is asked for, and what has passed every rule.
+//! The backward pass of an attention problem: its specification, and the validated problem.
 
 use crate::check::Check;
 use crate::dtype::DType;
@@ -15,10 +15,9 @@ use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// One backward problem: from `q`, `k`, `v`, `o`, `stats` and `d_o`, the gradients `dq`, `dk` and `dv`, and those of declared parameters.
+/// One backward problem: computes `dq`, `dk`, `dv` and gradients of declared parameters from `q`, `k`, `v`, `o`, `stats` and `d_o`.
 ///
-/// `o` and `stats` are those of the forward pass of the same specification. A pass that is recomputed (activation checkpointing)
-/// serves as well as the first one.
+/// `o` and `stats` come from a forward pass of the same specification. A recomputed pass (activation checkpointing) serves as well as the first one.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -31,10 +30,9 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BackwardSpec {
-    /// The attention whose gradient is asked for. Which row statistics it asks for does not matter here: stats are always read, the others never.
+    /// The forward attention. Its choice of row statistics has no effect: the backward pass always reads `stats` and no other statistic.
     pub forward: AttentionSpec,
-    /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0, the last one too: the gradient of a sum is
-    /// one number.
+    /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0, even the last one: the gradient of a sum is one number.
     pub d_o: TensorSpec,
     /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk).
     pub dq: TensorSpec,
@@ -42,20 +40,22 @@ pub struct BackwardSpec {
     pub dk: TensorSpec,
     /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
-    /// Declared parameters of the score_mods whose gradients are asked for too.
+    /// Declared parameters of score_mods, and the sink, whose gradients are computed too.
     #[serde(default)]
     pub wrt: Vec<GradientSpec>,
     /// Whether every run must give the same bits.
     pub deterministic: bool,
-    /// Element type of `d_o` where it is not that of `q`: of a pass of 8-bit floats alone, the other 8-bit float. Gradients of scores are rounded to it.
+    /// Element type of `d_o` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float. dS is rounded to this
+    /// type.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub d_o_dtype: Option<DType>,
-    /// Element type of `dq`, `dk` and `dv` where it is not that of `q`: of a pass of 8-bit floats alone, the other 8-bit float, f16 or bf16.
+    /// Element type of `dq`, `dk` and `dv` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float, f16 or
+    /// bf16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_dtype: Option<DType>,
 }
 
-/// A declared parameter whose gradient is asked for: a dense tensor over the axes of the parameter, one element for a scalar.
+/// A declared parameter whose gradient is computed: a dense tensor over the axes of the parameter, or one element for a scalar.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GradientSpec {
@@ -66,7 +66,7 @@ pub struct GradientSpec {
 }
 
 impl AttentionSpec {
-    /// The gradient of this attention, each gradient laid out as its operand and `d_o` as `o`.
+    /// Returns the backward specification of this attention. Each gradient has the layout of its operand, and `d_o` that of `o`.
     pub fn backward(&self) -> BackwardSpec {
         BackwardSpec {
             forward: self.clone(),
@@ -81,12 +81,12 @@ impl AttentionSpec {
         }
     }
 
-    /// Keys or values, or a dense tensor where those lie in pages.
+    /// Returns a tensor of K or V unchanged, or a dense one if the cache is paged.
     fn of_entries(&self, tensor: TensorSpec) -> TensorSpec {
         self.paged.map_or(tensor, |_| TensorSpec::dense(tensor.dims, Layout::Bshd))
     }
 
-    /// The same tensor, or a dense one where elements share memory: a gradient has an element for each.
+    /// Returns the tensor unchanged, or a dense one if elements share memory: a gradient needs memory for each element.
     fn own_elements(&self, tensor: TensorSpec) -> TensorSpec {
         let packed = self.packed.is_some();
         let several = [!packed && tensor.dims[0] > 1, tensor.dims[1] > 1, packed || tensor.dims[2] > 1];
@@ -97,7 +97,7 @@ impl AttentionSpec {
 }
 
 impl BackwardSpec {
-    /// Asks for the same bits on every run.
+    /// Requires bitwise equal results on every run.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -140,21 +140,21 @@ impl BackwardSpec {
         self
     }
 
-    /// Takes `d_o` of this type, one of the two 8-bit floats: for a pass of 8-bit floats, whose gradients often need the range of `f8e5m2`.
+    /// Sets the element type of `d_o` to one of the two 8-bit floats. Passes of 8-bit floats often need the range of `f8e5m2` here.
     #[must_use]
     pub fn with_upstream_in(mut self, dtype: DType) -> Self {
         self.d_o_dtype = Some(dtype);
         self
     }
 
-    /// Asks for `dq`, `dk` and `dv` of this type, an 8-bit float, f16 or bf16: for a pass of 8-bit floats.
+    /// Sets the element type of `dq`, `dk` and `dv` to an 8-bit float, f16 or bf16, for a pass of 8-bit floats.
     #[must_use]
     pub fn with_gradients_in(mut self, dtype: DType) -> Self {
         self.gradient_dtype = Some(dtype);
         self
     }
 
-    /// Asks for the gradient of the declared parameter `name` too, of this element type.
+    /// Adds the gradient of the declared parameter `name`, in this element type.
     ///
     /// ```
     /// use sdpa_core::expr::{Axis, F32};
@@ -172,15 +172,15 @@ impl BackwardSpec {
         self
     }
 
-    /// Normalises the specification, or says everything that is wrong with it.
+    /// Normalises the specification, or returns every mistake in it.
     ///
     /// # Errors
     /// Every rule that a field breaks, each with the field, its value and the rule.
     pub fn validate(&self) -> Result<BackwardProblem, SpecErrors> {
-        // Without `..`, on purpose: a new field of the specification has to be read here.
+        // Deliberately without `..`: a new field of the specification must be read here.
         let BackwardSpec { forward: asked, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype } = self;
         let mut forward = asked.clone();
-        // A backward pass reads stats and no other statistic.
+        // A backward pass reads `stats` and no other statistic.
         (forward.stats, forward.row_max, forward.sum_exp) = (true, false, false);
         let mut check = Check::default();
         let problem = match Problem::new(&forward) {
@@ -224,7 +224,7 @@ impl BackwardSpec {
         let names: Vec<String> = of_scores(wrt, asked.sink).map(|g| g.name.clone()).collect();
         let gradient = match score_mod::gradient(&asked.score_mods, extents, &names) {
             Ok(gradient) => Some(gradient),
-            // Said already.
+            // Reported already.
             Err(NoGradient::Expr(_)) if problem.is_none() => None,
             Err(e) => {
                 check.fail("forward.score_mods", "without a gradient", e.to_string());
@@ -236,7 +236,7 @@ impl BackwardSpec {
             check.params("forward.score_mods", gradient.trace.params(), &mut params);
         }
         if dtype.is_fp8() && !forward.block_scaled {
-            // The output is read, not made.
+            // The backward pass reads the output and does not round it again.
             params.retain(|p| p.name != Fp8Scale::ScaleO.name());
             let more = Fp8Scale::of(Direction::Backward).iter().filter(|scale| !Fp8Scale::of(Direction::Forward).contains(scale));
             more.for_each(|scale| check.own(scale.declared(), &mut params));
@@ -288,7 +288,7 @@ fn of_scores(wrt: &[GradientSpec], sink: bool) -> impl Iterator<Item = &Gradient
     wrt.iter().filter(move |g| !(sink && g.name == SINK))
 }
 
-/// A backward problem that has passed every rule; only [`BackwardSpec::validate`] makes one.
+/// A valid backward problem. Only [`BackwardSpec::validate`] makes one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BackwardProblem {
     pub(crate) forward: Problem,
@@ -309,7 +309,7 @@ pub struct BackwardProblem {
 
 impl Hash for BackwardProblem {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        // Without `..`, on purpose; the traces and options declare the parameters.
+        // Deliberately without `..`. The traces and options declare the parameters.
         let BackwardProblem { forward, d_o, dq, dk, dv, gradient, wrt, params: _, deterministic, d_o_dtype, gradient_dtype } = self;
         (forward, [d_o, dq, dk, dv], gradient, wrt, deterministic).hash(state);
         (d_o_dtype, gradient_dtype).hash(state);
@@ -317,32 +317,32 @@ impl Hash for BackwardProblem {
 }
 
 impl BackwardProblem {
-    /// The attention whose gradient this is, with `stats`.
+    /// Returns the forward attention, with `stats`.
     #[inline]
     pub fn forward(&self) -> &Problem {
         &self.forward
     }
-    /// Gradient of the output, (batch, heads_q, seq_q, dim_v): extents, strides, alignment. Any stride may be 0.
+    /// Returns the gradient of the output, (batch, heads_q, seq_q, dim_v): extents, strides, alignment. Any stride may be 0.
     #[inline]
     pub fn d_o(&self) -> &TensorSpec {
         &self.d_o
     }
-    /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk): extents, strides, alignment.
+    /// Returns the gradient of the queries, (batch, heads_q, seq_q, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn dq(&self) -> &TensorSpec {
         &self.dq
     }
-    /// Gradient of the keys, (batch, heads_kv, seq_kv, dim_qk): extents, strides, alignment.
+    /// Returns the gradient of the keys, (batch, heads_kv, seq_kv, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn dk(&self) -> &TensorSpec {
         &self.dk
     }
-    /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v): extents, strides, alignment.
+    /// Returns the gradient of the values, (batch, heads_kv, seq_kv, dim_v): extents, strides, alignment.
     #[inline]
     pub fn dv(&self) -> &TensorSpec {
         &self.dv
     }
-    /// An operand of the pass: extents, strides, alignment.
+    /// Returns an operand of the pass: extents, strides, alignment.
     pub fn tensor(&self, operand: Operand) -> &TensorSpec {
         match operand {
             Operand::Q => self.forward.q(),
@@ -355,7 +355,7 @@ impl BackwardProblem {
             Operand::DV => &self.dv,
         }
     }
-    /// Element type of an operand of the pass.
+    /// Returns the element type of an operand of the pass.
     pub fn dtype_of(&self, operand: Operand) -> DType {
         let own = match operand {
             Operand::Q | Operand::K | Operand::V | Operand::O => None,
@@ -364,25 +364,27 @@ impl BackwardProblem {
         };
         own.unwrap_or_else(|| self.forward.dtype_of(operand))
     }
-    /// The score_mods with their gradients; `None` where there is no score_mod.
+    /// Returns the score_mods with their gradients; `None` without score_mods.
     #[inline]
     pub fn gradient(&self) -> Option<&Arc<Gradient>> {
         self.gradient.as_ref()
     }
-    /// The parameters whose gradients are asked for, the sink last.
+    /// Returns the parameters whose gradients are computed, the sink last.
     #[inline]
     pub fn wrt(&self) -> &[GradientSpec] {
         &self.wrt
     }
-    /// The parameters of score_mods whose gradients are asked for, in the order of [`Gradient::wrt`]: all of [`BackwardProblem::wrt`] but the sink.
+    /// Iterates over the score_mods' parameters whose gradients are computed, in the order of [`Gradient::wrt`]: all of [`BackwardProblem::wrt`] but
+    /// the sink.
     pub fn wrt_scores(&self) -> impl Iterator<Item = &GradientSpec> + Clone {
         of_scores(&self.wrt, self.forward.sink())
     }
-    /// The element type of the sink's gradient, where that is asked for.
+    /// Returns the element type of the sink's gradient, if it is computed.
     pub fn sink_gradient(&self) -> Option<DType> {
         self.wrt.iter().find(|g| self.forward.sink() && g.name == SINK).map(|g| g.dtype)
     }
-    /// Every declared parameter: those of the forward pass, then those that gradients written by hand declare, and the scales of a backward pass of 8-bit floats.
+    /// Returns every declared parameter: those of the forward pass, those of gradients written by hand, and the scales of a backward pass of 8-bit
+    /// floats.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params
@@ -392,7 +394,7 @@ impl BackwardProblem {
         let declared = self.params.iter().find(|p| p.name == name);
         declared.map_or(0, |p| crate::params::elements(p, self.forward.extents()))
     }
-    /// Whether every run must give the same bits.
+    /// Returns whether every run must give the same bits.
     #[inline]
     pub fn deterministic(&self) -> bool {
         self.deterministic
@@ -412,7 +414,7 @@ impl BackwardProblem {
         self
     }
 
-    /// Multiplications and additions of the five matrix products, over the pairs of a query and a key that [`Problem::flops`] counts: for rates.
+    /// Counts the multiplications and additions of the five GEMMs over the query-key pairs that [`Problem::flops`] counts, for throughput.
     pub fn flops(&self) -> f64 {
         let p = &self.forward;
         let (qk, v) = (p.dim_qk() as f64, p.dim_v() as f64);

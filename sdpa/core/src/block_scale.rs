@@ -1,8 +1,8 @@
-//! Scales of blocks of 8-bit floats (MXFP8 of OCP's microscaling formats): one power of two for each 32 elements along the axis that a product sums over.
+//! Block scales of 8-bit floats (MXFP8 of OCP's microscaling formats): one power of two for each 32 elements along the axis that a GEMM sums over.
 //!
-//! An element of `q`, `k` or `v` stands for itself times the scale of its block. Blocks of `q` and `k` lie along `dim_qk`, those of `v` along `seq_kv`;
-//! the last one of `v` may have fewer elements. Scales are declared parameters, one byte each ([`F8E8M0`]), in the order that tensor cores read:
-//! [`BlockScales::place`].
+//! An element of `q`, `k` or `v` represents its value times the scale of its block. Blocks of `q` and `k` run along `dim_qk`, those of `v` along
+//! `seq_kv`; the last block of `v` may have fewer elements. Scales are declared parameters, one byte each ([`F8E8M0`]), in the order that tensor
+//! cores read: [`BlockScales::place`].
 
 use crate::check::Check;
 use crate::dtype::DType;
@@ -16,7 +16,7 @@ use crate::tensor::ParamValue;
 
 /// Elements that share a scale.
 pub const BLOCK: i64 = 32;
-/// Lines of a tile of scales, and scales of a line in it: what memory is padded to.
+/// Lines and blocks of a tile of scales. Memory is padded to whole tiles.
 const TILE: [i64; 2] = [128, 4];
 
 /// A declared parameter that holds the scales of an operand's blocks.
@@ -31,10 +31,10 @@ pub enum BlockScale {
 }
 
 impl BlockScale {
-    /// Every one, in the order in which a problem declares them.
+    /// Every block scale, in the order in which a problem declares them.
     pub const ALL: [BlockScale; 3] = [BlockScale::Q, BlockScale::K, BlockScale::V];
 
-    /// The name of the parameter.
+    /// Returns the name of the parameter.
     pub const fn name(self) -> &'static str {
         match self {
             BlockScale::Q => "block_scale_q",
@@ -43,7 +43,7 @@ impl BlockScale {
         }
     }
 
-    /// The operand whose elements it scales.
+    /// Returns the operand whose elements it scales.
     pub const fn operand(self) -> Operand {
         match self {
             BlockScale::Q => Operand::Q,
@@ -52,12 +52,12 @@ impl BlockScale {
         }
     }
 
-    /// The one that scales an operand; `None` of an operand that has no blocks.
+    /// Returns the block scale of an operand; `None` if the operand has no blocks.
     pub fn of(operand: Operand) -> Option<BlockScale> {
         BlockScale::ALL.into_iter().find(|scale| scale.operand() == operand)
     }
 
-    /// The axes of the operand that lines and blocks lie along.
+    /// Returns the operand's axes of lines and of blocks.
     const fn axes(self) -> [usize; 2] {
         match self {
             BlockScale::Q | BlockScale::K => [2, 3],
@@ -66,11 +66,11 @@ impl BlockScale {
     }
 }
 
-/// The scales of an operand's blocks, and where they lie.
+/// The block scales of an operand, and their layout.
 ///
-/// A *line* is a query, a key, or, of `v`, one of `dim_v`; its blocks follow one another along the other axis. In memory a head of a batch entry has
-/// its tiles of 128 lines by 4 blocks one behind the other, those of the same lines first, and within a tile 32 times 4 by 4 scales: cuDNN's `F8_128x4`.
-/// Padding may hold the scale of anything but not-a-number; zeroed memory does.
+/// A *line* is a query, a key or, for `v`, an index of `dim_v`; its blocks follow one another along the other axis. In memory each head of a batch
+/// entry has tiles of 128 lines by 4 blocks, tiles of the same lines adjacent. Within a tile, scales have the order 32 × 4 × 4: cuDNN's `F8_128x4`.
+/// Padding may hold any scale but NaN; zeroed memory does.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Operand, Shape};
@@ -94,13 +94,13 @@ impl BlockScales {
         BlockScales { which, tensor }
     }
 
-    /// Lines and blocks of a line that have elements.
+    /// Returns the number of lines, and of blocks per line, that have elements.
     fn used(&self) -> [i64; 2] {
         let [lines, along] = self.which.axes().map(|axis| self.tensor.dims[axis]);
         [lines, (along.max(1) - 1) / BLOCK + 1]
     }
 
-    /// Extents of the parameter: (batch, heads, lines, blocks), lines padded to a multiple of 128 and blocks to one of 4.
+    /// Returns the extents of the parameter: (batch, heads, lines, blocks), with lines padded to a multiple of 128 and blocks to one of 4.
     pub fn extents(&self) -> [i64; 4] {
         let [lines, blocks] = self.used();
         let padded = |n: i64, tile: i64| (n.max(1) - 1) / tile * tile + tile;
@@ -122,7 +122,7 @@ impl BlockScales {
         (head + tile * TILE[0] * TILE[1] + line % 32 * 16 + line / 32 % 4 * 4 + block % TILE[1]).unsigned_abs() as usize
     }
 
-    /// For each element, where it is in memory and where its scale is.
+    /// Iterates over the elements: the offset of each in memory, and the index of its scale.
     pub fn places(&self) -> impl Iterator<Item = [usize; 2]> {
         let ([batch, heads, seq, dim], scales) = (self.tensor.dims, *self);
         let rows = (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..seq).map(move |s| [b, h, s])));
@@ -132,11 +132,11 @@ impl BlockScales {
         })
     }
 
-    /// The scale of each block of numbers that lie in memory as the operand does, by OCP's rule: `2^(⌊log₂ amax⌋ − e)`, where `amax` is the largest finite
-    /// magnitude of the block and `e` the exponent of the largest number of `dtype`. Blocks of zeros and padding have the smallest scale, 2⁻¹²⁷.
+    /// Computes block scales from numbers in the operand's memory layout, by OCP's rule: `2^(⌊log₂ amax⌋ − e)`. Here `amax` is the largest finite
+    /// magnitude of the block and `e` the exponent of the largest number of `dtype`. Blocks of zeros, and padding, have the smallest scale, 2⁻¹²⁷.
     ///
     /// # Errors
-    /// Numbers that are fewer than the operand has; a type that is no 8-bit float.
+    /// There are fewer numbers than the operand has elements, or `dtype` is no 8-bit float.
     pub fn of_numbers(&self, numbers: &[f32], dtype: DType) -> Result<Vec<F8E8M0>, SpecErrors> {
         let name = self.which.operand().name();
         let mut errors = Vec::new();
@@ -166,7 +166,7 @@ impl BlockScales {
     }
 }
 
-/// Tells what a specification with block scales breaks, and declares them.
+/// Reports the mistakes of a specification with block scales, and declares the scales.
 pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> {
     if !spec.block_scaled {
         return Vec::new();
@@ -186,7 +186,7 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
     }
     let mut declared = Vec::new();
     for (which, tensor) in BlockScale::ALL.into_iter().zip([spec.q, spec.k, spec.v]) {
-        // Extents that break a rule are told of already.
+        // Extents that break a rule are reported elsewhere.
         let dims = tensor.dims.map(|n| n.clamp(1, i64::from(i32::MAX)));
         match BlockScales::new(which, TensorSpec { dims, ..tensor }).declared() {
             Ok(own) => declared.push(own),
@@ -199,13 +199,13 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
 }
 
 impl Problem {
-    /// The scales of an operand's blocks; `None` of a problem without block scales, and of operands that have none.
+    /// Returns the block scales of an operand; `None` if the problem or the operand has none.
     pub fn block_scales(&self, operand: Operand) -> Option<BlockScales> {
         let which = BlockScale::of(operand).filter(|_| self.block_scaled())?;
         Some(BlockScales::new(which, *self.tensor(operand)?))
     }
 
-    /// The scales of an operand's blocks among the values of the problem's parameters.
+    /// Returns the block scales of an operand among the values of the problem's parameters.
     pub fn block_scale_values<'a>(&self, operand: Operand, values: &[ParamValue<'a>]) -> Option<&'a [F8E8M0]> {
         let which = BlockScale::of(operand).filter(|_| self.block_scaled())?;
         let at = self.params().iter().position(|p| p.name == which.name())?;
@@ -235,7 +235,7 @@ mod tests {
         AttentionSpec::dense(DType::F8E4M3, shape(), Layout::Bshd).with_block_scales()
     }
 
-    /// Tiles as a reshape has them: (lines / 128, 4, 32) by (blocks / 4, 4) to (lines / 128, blocks / 4, 32, 4, 4).
+    /// Reorders tiles as a reshape does: (lines / 128, 4, 32) by (blocks / 4, 4) to (lines / 128, blocks / 4, 32, 4, 4).
     fn reordered(lines: usize, blocks: usize) -> Vec<[usize; 2]> {
         let mut order = Vec::new();
         for of_lines in 0..lines / 128 {
@@ -286,7 +286,7 @@ mod tests {
                 (0..tensor.extent().unwrap()).map(|n| (n as f32 * 0.37).sin() * 2f32.powi((n / 777 % 41 - 20) as i32)).collect();
             let (four, of_four) = F8E4M3::narrow(&numbers, &scales).unwrap();
             let (five, of_five) = F8E5M2::narrow(&numbers, &scales).unwrap();
-            // Each block by itself.
+            // Each block separately.
             let at = |[b, h, s, d]: [i64; 4]| (b * tensor.strides[0] + h * tensor.strides[1] + s * tensor.strides[2] + d) as usize;
             let [_, _, seq, dim] = tensor.dims;
             for (s, d) in (0..seq).step_by(7).flat_map(|s| (0..dim).step_by(5).map(move |d| (s, d))) {
@@ -347,7 +347,7 @@ mod tests {
         assert!(plain.block_scales(Operand::Q).is_none() && problem.block_scales(Operand::O).is_none());
         let text = serde_json::to_string(&spec()).unwrap();
         assert_eq!(serde_json::from_str::<AttentionSpec>(&text).unwrap(), spec());
-        // Scales of tensors are none of this problem's.
+        // This problem declares no scales of whole tensors.
         let told = problem.bind(&[Param::new("descale_q", &[1.0])]).unwrap_err();
         assert_eq!(told.0.len(), 4, "{told}");
     }

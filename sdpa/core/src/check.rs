@@ -1,4 +1,4 @@
-//! The rules of a specification, and what breaks them: every mistake at once.
+//! Checks a specification, and reports every mistake at once.
 
 use crate::dropout::Dropout;
 use crate::dtype::DType;
@@ -31,7 +31,7 @@ const OPERAND_NAMES: [&str; 17] = [
     "amax_dv",
 ];
 
-/// A kind of parameter in words.
+/// Returns a description of a parameter's kind.
 pub(crate) fn kind(kind: ParamKind) -> String {
     match kind {
         ParamKind::Scalar => "a scalar".to_owned(),
@@ -42,7 +42,7 @@ pub(crate) fn kind(kind: ParamKind) -> String {
     }
 }
 
-/// Collects what is wrong.
+/// Collects the mistakes.
 #[derive(Debug, Default)]
 pub(crate) struct Check {
     pub(crate) errors: Vec<SpecError>,
@@ -59,7 +59,7 @@ impl Check {
         }
     }
 
-    /// Checks the extents of a tensor. `whole`: why the problem needs a batch entry, a query and a key; `None` where any of them may be 0.
+    /// Checks the extents of a tensor. `whole` is why the problem needs a batch entry, a query and a key; `None` if each may be 0.
     pub(crate) fn extents(&mut self, name: &str, t: &TensorSpec, whole: Option<&str>) {
         let axes = ["batch", "head", "seq", "dim"];
         let limit = i64::from(i32::MAX);
@@ -77,7 +77,7 @@ impl Check {
         }
     }
 
-    /// A tensor as it lies in memory. With `spread`, the last axis may repeat one element.
+    /// Checks the strides and the alignment of a tensor. With `spread`, the last axis may have stride 0.
     pub(crate) fn memory(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
         for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
             if stride < 0 {
@@ -97,8 +97,8 @@ impl Check {
         }
     }
 
-    /// Two output elements must not share an address; two tokens of packed documents neither, be they of one document or not. `most`: how many tokens
-    /// such have at most.
+    /// Checks that no two output elements share an address. In packed operands no two tokens may, whether of one sequence or of two. `most` is the
+    /// most tokens of a packed operand.
     pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, most: Option<i64>) {
         if o.is_empty() {
             return;
@@ -143,7 +143,7 @@ impl Check {
         }
     }
 
-    /// The element type of a tensor beside operands of another, where it is not the same: an 8-bit float, or one of these.
+    /// Checks an element type that may differ from that of the operands: an 8-bit float, or one of `others`. Returns it if it differs.
     pub(crate) fn narrow(&mut self, field: &str, asked: Option<DType>, dtype: DType, others: &[DType]) -> Option<DType> {
         let asked = asked.filter(|asked| *asked != dtype)?;
         if !dtype.is_fp8() {
@@ -155,14 +155,14 @@ impl Check {
         Some(asked)
     }
 
-    /// A probability.
+    /// Checks the probability.
     pub(crate) fn dropout(&mut self, dropout: Option<Dropout>) {
         if let Some(p) = dropout.map(Dropout::p).filter(|&p| !(p > 0.0 && p < 1.0)) {
             self.fail("dropout", p, "more than 0 and less than 1; left out for none");
         }
     }
 
-    /// A parameter that expressions may not have.
+    /// Adds a parameter whose name expressions may not declare.
     pub(crate) fn own(&mut self, own: Declared, known: &mut Vec<Declared>) {
         match known.iter().any(|p| p.name == own.name) {
             true => self.fail(format!("score_mods, parameter {}", own.name), "declared", "another name: it is the specification's own"),
@@ -221,7 +221,7 @@ impl Check {
         }
     }
 
-    /// Adds parameters to those that are known already.
+    /// Adds parameters to the known ones.
     pub(crate) fn params(&mut self, field: &str, declared: &[Declared], known: &mut Vec<Declared>) {
         for p in declared {
             if OPERAND_NAMES.contains(&p.name.as_str()) {
@@ -240,7 +240,7 @@ impl Check {
                         format!("{}, as it is declared before", kind(k.kind)),
                     );
                 }
-                // Defaults are no identity of a trace, and yet there is one value for both.
+                // Defaults are not part of a trace's identity, but there can be only one default for both.
                 Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
                     let number = |default: Option<f32>| format!("{:?} by default", default.unwrap_or(f32::NAN));
                     self.fail(

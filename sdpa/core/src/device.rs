@@ -1,7 +1,7 @@
-//! Calls over device memory, and the trait of executors that take them.
+//! Calls over device memory, and the trait of executors that run them.
 //!
-//! What a piece of device memory is, and what work is submitted to, is the executor's: an address with a length and a CUDA stream, or a buffer
-//! with an offset and a command queue. Everything else of a call is the same for all, and so are its names.
+//! The executor defines the types of device memory and stream: an address with a length and a CUDA stream, or a buffer with an offset and a command
+//! queue. The rest of a call is common to all executors.
 #![allow(unsafe_code, reason = "the tier's contract is its callers': see DevicePrepared::submit")]
 
 use crate::backward::BackwardProblem;
@@ -27,16 +27,16 @@ pub struct DeviceParam<'a, M> {
     pub value: DeviceValue<M>,
 }
 
-/// The value of a declared parameter: a number, or the memory of a tensor. Exhaustive: executors match every kind of value.
+/// The value of a declared parameter: a number, or the memory of a tensor. Exhaustive, because executors match every kind of value.
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceValue<M> {
     /// The number of a scalar.
     Scalar(f32),
-    /// The memory of a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
+    /// The memory of a tensor: dense, of this element type, 16-byte aligned. A boolean is a byte, 0 or 1.
     Tensor(DType, M),
-    /// As [`DeviceValue::Tensor`], of lengths (`seq_len_q`, `seq_len_kv`), of which the caller promises that each lies between 0 and the extent
-    /// of its axis: executors that would spend something on clamping them spend nothing (cuDNN from 9.26 on). **A length that breaks the
-    /// promise has results written past the end of `stats` and of gradients.**
+    /// As [`DeviceValue::Tensor`], for lengths (`seq_len_q`, `seq_len_kv`). The caller promises that each is between 0 and the extent of its axis, so
+    /// executors need not clamp them (cuDNN from 9.26 on). **If a length breaks the promise, results are written past the end of `stats` and of
+    /// gradients.**
     WithinExtent(DType, M),
 }
 
@@ -48,7 +48,7 @@ impl<'a, M> DeviceParam<'a, M> {
 }
 
 impl<M: Copy> DeviceValue<M> {
-    /// The tensor, if it is one.
+    /// Returns the tensor, if it is one.
     pub fn tensor(&self) -> Option<(DType, M)> {
         match *self {
             DeviceValue::Scalar(_) => None,
@@ -56,7 +56,7 @@ impl<M: Copy> DeviceValue<M> {
         }
     }
 
-    /// Whether the caller promises that lengths lie within their axis.
+    /// Returns whether the caller promises that lengths are within their axis.
     pub fn is_within_extent(&self) -> bool {
         match self {
             DeviceValue::Scalar(_) | DeviceValue::Tensor(..) => false,
@@ -65,10 +65,10 @@ impl<M: Copy> DeviceValue<M> {
     }
 }
 
-/// The parameters of a call: a list that allocates nothing for up to eight of them.
+/// The parameters of a call. The list allocates nothing for up to eight of them.
 pub type DeviceParams<'a, M> = SmallVec<[DeviceParam<'a, M>; 8]>;
 
-/// The parameters of a call, with the defaults of the scalars that it does not name.
+/// Adds the defaults of the scalars that a call does not name.
 pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DeviceParams<'a, M>) -> DeviceParams<'a, M> {
     for p in declared {
         if let Some(default) = p.default.filter(|_| given.iter().all(|g| g.name != p.name)) {
@@ -88,46 +88,47 @@ pub struct DeviceGradient<'a, M> {
     pub slice: M,
 }
 
-/// The destination of the largest magnitude of one tensor, which a call of 8-bit floats writes.
+/// The destination of a tensor's amax, which a call of 8-bit floats writes.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceAmax<M> {
-    /// The tensor whose largest magnitude is written.
+    /// The tensor whose amax is written.
     pub of: Amax,
     /// One f32, 16-byte aligned.
     pub slice: M,
 }
 
-/// Device memory and numbers of one forward call. Memory of a tensor without elements may have the address 0.
+/// Device memory and scalars of one forward call. Memory of a tensor without elements may have the address 0.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceForward<'a, M> {
     /// Queries, strided as the problem says.
     pub q: M,
-    /// Keys, strided as the problem says; of a paged problem, the container of their pages.
+    /// Keys, strided as the problem says; for a paged problem, the page pool.
     pub k: M,
-    /// Values, strided as the problem says; of a paged problem, the container of their pages.
+    /// Values, strided as the problem says; for a paged problem, the page pool.
     pub v: M,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: M,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned; there exactly when the problem asks for stats.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned; required exactly if the problem computes stats.
     pub stats: Option<M>,
-    /// As `stats`, the largest score of each row; there exactly when the problem asks for [`row_max`](crate::AttentionSpec::row_max).
+    /// As `stats`, the largest score of each row; required exactly if the problem computes [`row_max`](crate::AttentionSpec::row_max).
     pub row_max: Option<M>,
-    /// As `stats`, the sum of exponentials of each row; there exactly when the problem asks for [`sum_exp`](crate::AttentionSpec::sum_exp).
+    /// As `stats`, the sum of exponentials of each row; required exactly if the problem computes [`sum_exp`](crate::AttentionSpec::sum_exp).
     pub sum_exp: Option<M>,
-    /// Multiplies the scores; positive on cuDNN. `None`: `1 / √dim_qk`.
+    /// Factor of the scores; positive on cuDNN. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
+    /// Values of all declared parameters. Defaults are not known here, because specifications that differ only in defaults share a plan. See
     /// [`with_defaults`].
     pub params: &'a [DeviceParam<'a, M>],
-    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: &'a [DeviceAmax<M>],
-    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that the executor keeps for calls of this thread on this
+    /// stream.
     pub workspace: Option<M>,
 }
 
-/// Device memory and numbers of one backward call. Memory of a tensor without elements may have the address 0.
+/// Device memory and scalars of one backward call. Memory of a tensor without elements may have the address 0.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceBackward<'a, M> {
@@ -139,7 +140,7 @@ pub struct DeviceBackward<'a, M> {
     pub v: M,
     /// Output of the forward pass, strided as the problem says.
     pub o: M,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: the forward pass's.
+    /// `stats` of the forward pass: f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned.
     pub stats: M,
     /// Gradient of the output, strided as the problem says.
     pub d_o: M,
@@ -149,15 +150,16 @@ pub struct DeviceBackward<'a, M> {
     pub dk: M,
     /// Gradient of the values, strided as the problem says; only elements that belong to the tensor are written.
     pub dv: M,
-    /// Multiplies the scores: the scale of the forward pass. `None`: `1 / √dim_qk`.
+    /// Factor of the scores, as in the forward pass. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, every one, those of the forward pass.
+    /// Values of all declared parameters, as in the forward pass.
     pub params: &'a [DeviceParam<'a, M>],
-    /// Gradients of declared parameters: each that the problem asks for, once.
+    /// Destinations of gradients of declared parameters: each that the problem computes, once.
     pub gradients: &'a [DeviceGradient<'a, M>],
-    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: &'a [DeviceAmax<M>],
-    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that the executor keeps for calls of this thread on this
+    /// stream.
     pub workspace: Option<M>,
 }
 
@@ -169,14 +171,14 @@ impl<'a, M> DeviceGradient<'a, M> {
 }
 
 impl<M> DeviceAmax<M> {
-    /// Writes the largest magnitude of the tensor `of` to `slice`.
+    /// Writes the amax of the tensor `of` to `slice`.
     pub fn new(of: Amax, slice: M) -> DeviceAmax<M> {
         DeviceAmax { of, slice }
     }
 }
 
 impl<'a, M> DeviceForward<'a, M> {
-    /// A call over these operands, with the default scale, no parameters, and nothing written but `o`.
+    /// Creates a call over these operands with the default scale and no parameters, which writes only `o`.
     ///
     /// ```
     /// use sdpa_core::device::DeviceForward;
@@ -216,49 +218,49 @@ impl<'a, M> DeviceForward<'a, M> {
         self
     }
 
-    /// Sets where `stats` are written, for a problem that asks for them.
+    /// Sets the destination of `stats`, for a problem that computes them.
     #[must_use]
     pub fn stats(mut self, stats: impl Into<Option<M>>) -> Self {
         self.stats = stats.into();
         self
     }
 
-    /// Sets where the largest score of each row is written, for a problem that asks for it.
+    /// Sets the destination of the largest score of each row, for a problem that computes it.
     #[must_use]
     pub fn row_max(mut self, row_max: impl Into<Option<M>>) -> Self {
         self.row_max = row_max.into();
         self
     }
 
-    /// Sets where the sum of exponentials of each row is written, for a problem that asks for it.
+    /// Sets the destination of the sum of exponentials of each row, for a problem that computes it.
     #[must_use]
     pub fn sum_exp(mut self, sum_exp: impl Into<Option<M>>) -> Self {
         self.sum_exp = sum_exp.into();
         self
     }
 
-    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores; `None` for `1 / √dim_qk`.
     #[must_use]
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
         self
     }
 
-    /// Sets the values of declared parameters, every one; see [`with_defaults`].
+    /// Sets the values of all declared parameters; see [`with_defaults`].
     #[must_use]
     pub fn params(mut self, params: &'a [DeviceParam<'a, M>]) -> Self {
         self.params = params;
         self
     }
 
-    /// Sets where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    /// Sets the destinations of amax values, for a pass of 8-bit floats.
     #[must_use]
     pub fn amax(mut self, amax: &'a [DeviceAmax<M>]) -> Self {
         self.amax = amax;
         self
     }
 
-    /// Sets the scratch memory; `None` for memory that is kept for calls of this thread on this stream.
+    /// Sets the workspace; `None` for memory that the executor keeps for calls of this thread on this stream.
     #[must_use]
     pub fn workspace(mut self, workspace: impl Into<Option<M>>) -> Self {
         self.workspace = workspace.into();
@@ -267,8 +269,8 @@ impl<'a, M> DeviceForward<'a, M> {
 }
 
 impl<'a, M> DeviceBackward<'a, M> {
-    /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
-    /// `k` and `v`; with the default scale and no parameters.
+    /// Creates a call that reads the forward pass's operands, output and `stats`, and the output's gradient `d_o`. It writes the gradients of `q`,
+    /// `k` and `v`, with the default scale and no parameters.
     ///
     /// ```
     /// use sdpa_core::device::DeviceBackward;
@@ -314,35 +316,35 @@ impl<'a, M> DeviceBackward<'a, M> {
         self
     }
 
-    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores; `None` for `1 / √dim_qk`.
     #[must_use]
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
         self
     }
 
-    /// Sets the values of declared parameters, every one; see [`with_defaults`].
+    /// Sets the values of all declared parameters; see [`with_defaults`].
     #[must_use]
     pub fn params(mut self, params: &'a [DeviceParam<'a, M>]) -> Self {
         self.params = params;
         self
     }
 
-    /// Sets where gradients of declared parameters are written.
+    /// Sets the destinations of gradients of declared parameters.
     #[must_use]
     pub fn gradients(mut self, gradients: &'a [DeviceGradient<'a, M>]) -> Self {
         self.gradients = gradients;
         self
     }
 
-    /// Sets where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    /// Sets the destinations of amax values, for a pass of 8-bit floats.
     #[must_use]
     pub fn amax(mut self, amax: &'a [DeviceAmax<M>]) -> Self {
         self.amax = amax;
         self
     }
 
-    /// Sets the scratch memory; `None` for memory that is kept for calls of this thread on this stream.
+    /// Sets the workspace; `None` for memory that the executor keeps for calls of this thread on this stream.
     #[must_use]
     pub fn workspace(mut self, workspace: impl Into<Option<M>>) -> Self {
         self.workspace = workspace.into();
@@ -350,36 +352,39 @@ impl<'a, M> DeviceBackward<'a, M> {
     }
 }
 
-/// A call of either pass, its operands as a table. [`DeviceForward`] and [`DeviceBackward`] become one. Exhaustive, so that executors can list the fields.
+/// A call of either pass, with its operands in a table. [`DeviceForward`] and [`DeviceBackward`] convert into it. Exhaustive, so that executors can
+/// list the fields.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceCall<'a, M> {
-    /// By [`Operand`], in the order of [`Operand::ALL`]; `None` for those that the pass does not have.
+    /// Memory by [`Operand`], in the order of [`Operand::ALL`]; `None` for operands that the pass does not have.
     pub operands: [Option<M>; Operand::ALL.len()],
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: written by a forward pass that is asked for it, read by the backward pass.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned. A forward pass writes it on request; the backward
+    /// pass reads it.
     pub stats: Option<M>,
-    /// As `stats`, the largest score of each row: written by a forward pass that is asked for it.
+    /// As `stats`, the largest score of each row. A forward pass writes it on request.
     pub row_max: Option<M>,
-    /// As `stats`, the sum of exponentials of each row: written by a forward pass that is asked for it.
+    /// As `stats`, the sum of exponentials of each row. A forward pass writes it on request.
     pub sum_exp: Option<M>,
-    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    /// Factor of the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, every one.
+    /// Values of all declared parameters.
     pub params: &'a [DeviceParam<'a, M>],
-    /// Gradients of declared parameters: each that the problem asks for, once.
+    /// Destinations of gradients of declared parameters: each that the problem computes, once.
     pub gradients: &'a [DeviceGradient<'a, M>],
-    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: &'a [DeviceAmax<M>],
-    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that the executor keeps for calls of this thread on this
+    /// stream.
     pub workspace: Option<M>,
 }
 
 impl<M: Copy> DeviceCall<'_, M> {
-    /// The memory of an operand; `None` where the call has none.
+    /// Returns the memory of an operand; `None` if the call has none.
     pub fn operand(&self, operand: Operand) -> Option<M> {
         self.operands[operand as usize]
     }
 
-    /// The memory of a row statistic; `None` where the call has none.
+    /// Returns the memory of a row statistic; `None` if the call has none.
     pub fn statistic(&self, statistic: Statistic) -> Option<M> {
         match statistic {
             Statistic::Stats => self.stats,
@@ -405,58 +410,61 @@ impl<'a, M: Copy> From<&DeviceBackward<'a, M>> for DeviceCall<'a, M> {
     }
 }
 
-/// A pass made ready, whichever executor made it.
+/// A prepared pass of any executor.
 pub type OnDevice<M, S> = Arc<dyn DevicePrepared<Memory = M, Stream = S>>;
 
-/// An executor whose callers have device memory of their own. Every one computes over host memory too.
+/// An executor for callers with device memory of their own. Each also computes over host memory.
 pub trait DeviceExecutor: Executor {
     /// A piece of device memory, as calls name it.
     type Memory: Copy + Debug;
     /// The stream to which work is submitted.
     type Stream: ?Sized;
 
-    /// Makes, or takes from its cache, what runs the problem.
+    /// Prepares the problem, or takes it from the executor's cache.
     ///
     /// # Errors
-    /// As [`Executor::prepare`].
+    /// As for [`Executor::prepare`].
     fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<Self::Memory, Self::Stream>, Error>;
 
-    /// Makes, or takes from its cache, what runs the backward problem.
+    /// Prepares the backward problem, or takes it from the executor's cache.
     ///
     /// # Errors
-    /// As [`Executor::prepare`].
+    /// As for [`Executor::prepare`].
     fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<Self::Memory, Self::Stream>, Error>;
 }
 
-/// A pass made ready on one executor, for device memory.
+/// A pass prepared on one executor, for device memory.
 pub trait DevicePrepared: Debug + Send + Sync {
     /// A piece of device memory, as calls name it.
     type Memory: Copy + Debug;
     /// The stream to which work is submitted.
     type Stream: ?Sized;
 
-    /// Bytes of scratch memory that a call needs.
+    /// Returns the workspace bytes that a call needs.
     fn workspace_bytes(&self) -> u64;
 
     /// Describes the engine with its knobs, or the kernel with its tile, for reports.
     fn engine(&self) -> String;
 
-    /// Operands that are copied first, as nothing reads them where they are.
+    /// Returns the operands that are copied first, because no kernel can read them in place.
     fn copied(&self) -> Vec<&'static str> {
         Vec::new()
     }
 
-    /// Submits one pass. Nothing waits.
+    /// Submits one pass, without waiting.
     ///
     /// # Safety
-    /// Until the stream has passed this call: every piece of memory is of the stream's device, and really as large as said; lengths are what
-    /// [`DeviceValue::WithinExtent`] says of them; what is written, the workspace with it, is not used by anything else; what is read is not
-    /// written. `self` may go: what the device needs of it stays until it is done, and until a graph that the call was captured into is gone.
+    /// These must hold until the stream has passed this call:
+    /// - Every slice is memory of the stream's device and as large as stated.
+    /// - Lengths are as [`DeviceValue::WithinExtent`] requires.
+    /// - Nothing else uses the written memory or the workspace, and nothing writes the memory that is read.
+    ///
+    /// `self` may be dropped earlier. Resources that the device needs live until the work is done and every graph that captured the call is gone.
     ///
     /// # Errors
-    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that the executor does not take, row statistics
-    /// missing or too many, parameters and gradients missing, unknown, doubled or of another type, memory that is too short or misaligned;
-    /// otherwise the environment's.
+    /// Every mistake in the call, before anything runs: operands of the other pass, a scale that the executor does not support, row statistics
+    /// missing or superfluous, parameters and gradients missing, unknown, repeated or of another type, memory that is too short or misaligned.
+    /// Otherwise a failure of the environment.
     unsafe fn submit(&self, stream: &Self::Stream, call: &DeviceCall<'_, Self::Memory>) -> Result<(), Error>;
 }
 

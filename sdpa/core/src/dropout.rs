@@ -1,4 +1,4 @@
-//! Weights that are dropped at random, and which: one generator, the same on every executor.
+//! Dropout of P by a counter-based generator that is the same on every executor.
 
 use crate::dtype::DType;
 use crate::expr::{Axes, Declared, ParamKind};
@@ -7,18 +7,18 @@ use crate::tensor::ParamValue;
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 
-/// The name of the declared parameter that seeds the random numbers of a call: one i64.
+/// The name of the declared parameter with the seed of a call's random numbers: one i64.
 pub const DROPOUT_SEED: &str = "dropout_seed";
-/// The name of the declared parameter that says where in the sequence of random numbers a call begins: one i64.
+/// The name of the declared parameter with a call's offset in the sequence of random numbers: one i64.
 ///
-/// Two calls with one seed have no number in common where their offsets are [`Problem::dropout_span`] apart.
+/// Two calls with one seed share no number if their offsets are [`Problem::dropout_span`] apart.
 pub const DROPOUT_OFFSET: &str = "dropout_offset";
 
-/// Dropout of attention weights: a weight is dropped with this probability, and those that stay are multiplied by `1 / (1 − p)`.
+/// Dropout of attention probabilities P: each element is dropped with this probability, and the others are multiplied by `1 / (1 − p)`.
 ///
-/// `stats`, `row_max` and `sum_exp` are of the weights before any is dropped. Which weights are dropped is said by two numbers of each call, the declared parameters
-/// [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`], and by the place of the weight, never by the executor, the layout or the masks: a backward pass that
-/// is given the numbers of its forward pass drops the same ones. See [`DropoutMask`] for which.
+/// `stats`, `row_max` and `sum_exp` describe P before dropout. The declared parameters [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`] of a call and the
+/// position of an element decide whether it is dropped. The executor, the layout and the masks have no influence, so a backward pass with the numbers
+/// of its forward pass drops the same elements. [`DropoutMask`] has the formula.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Dropout {
@@ -26,27 +26,28 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Dropout with probability `p`. [`AttentionSpec::validate`](crate::AttentionSpec::validate) says whether `p` is more than 0 and less than 1.
+    /// Creates dropout with probability `p`. [`AttentionSpec::validate`](crate::AttentionSpec::validate) checks that `p` is more than 0 and less than
+    /// 1.
     pub fn new(p: f32) -> Dropout {
         Dropout { p }
     }
 
-    /// The probability that a weight is dropped.
+    /// Returns the probability that an element is dropped.
     pub fn p(self) -> f32 {
         self.p
     }
 
-    /// The probability that a weight stays, `1 − p`.
+    /// Returns the probability that an element is kept, `1 − p`.
     pub fn keep(self) -> f64 {
         1.0 - f64::from(self.p)
     }
 
-    /// Returns the factor of the weights that are kept: `1 / (1 − p)`.
+    /// Returns the factor of kept elements: `1 / (1 − p)`.
     pub fn scale(self) -> f32 {
         (1.0 - self.p).recip()
     }
 
-    /// The largest random number with which a weight stays, `floor((1 − p)·65536)`: numbers are from 0 to 65,535.
+    /// Returns the largest random number for which an element is kept, `floor((1 − p)·65536)`. Random numbers are 0 to 65,535.
     pub fn most(self) -> u32 {
         (self.keep() * 65536.0).floor() as u32
     }
@@ -66,13 +67,13 @@ impl Hash for Dropout {
     }
 }
 
-/// The side of the squares of weights that the generator makes at once: 16 queries by 16 keys.
+/// The edge of the squares that the generator produces at once: 16 queries by 16 keys.
 pub const SQUARE: usize = 16;
 
-/// The weights that a call keeps, from [`Problem::dropout_mask`].
+/// The elements of P that a call keeps, from [`Problem::dropout_mask`].
 ///
-/// The generator is that of cuDNN's engines, read off what they write on an H200: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*,
-/// SC 2011) with seven rounds. For a query `q` and a key `k` of a head `h` of a batch entry `b`:
+/// The generator is that of cuDNN's engines, inferred from their output on an H200: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as
+/// 1, 2, 3*, SC 2011) with seven rounds. For a query `q` and a key `k` of a head `h` of a batch entry `b`:
 ///
 /// ```text
 /// n       = offset + 4·((b·heads_q + h)·8 + k mod 8) + (q mod 8) div 2                 64 bits
@@ -82,8 +83,8 @@ pub const SQUARE: usize = 16;
 /// stays where philox(counter, key)[half] ≤ floor((1 − p)·65536)
 /// ```
 ///
-/// So the probability to stay is `(floor((1 − p)·65536) + 1) / 65536`. With an offset that is a multiple of four, queries `q`, `q + 2`, `q + 4` and
-/// `q + 6` of every eight share their mask: that is cuDNN's doing. With packed documents, `b` is the document, and `q` and `k` are places in it.
+/// So the probability to keep an element is `(floor((1 − p)·65536) + 1) / 65536`. If the offset is a multiple of four, queries `q`, `q + 2`, `q + 4`
+/// and `q + 6` of every eight share their mask, as in cuDNN. For packed sequences, `b` is the sequence, and `q` and `k` are positions in it.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -110,21 +111,21 @@ impl DropoutMask {
         DropoutMask { key: [seed as u32, (seed >> 32) as u32], offset, heads, squares_q, most: dropout.most() }
     }
 
-    /// Whether the weight of (batch, head, query, key) stays.
+    /// Returns whether the element at (batch, head, query, key) is kept.
     pub fn keeps(&self, [batch, head, q, k]: [usize; 4]) -> bool {
         let square = self.square([batch, head, q / SQUARE, k / SQUARE]);
         square[q % SQUARE] >> (k % SQUARE) & 1 == 1
     }
 
-    /// The weights of queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`: a number for each query, in it a bit for each key, 1 where the weight
-    /// stays, the first key the lowest bit.
+    /// Returns the mask of queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`: a number per query with a bit per key, 1 if the element is
+    /// kept. The first key is the lowest bit.
     pub fn square(&self, [batch, head, q, k]: [usize; 4]) -> [u16; SQUARE] {
         let first = self.offset.wrapping_add(32u64.wrapping_mul((batch as u64).wrapping_mul(self.heads).wrapping_add(head as u64)));
         let place = (k as u32).wrapping_mul(self.squares_q).wrapping_add(q as u32);
         let mut kept = [0; SQUARE];
         let mut before = None;
         for pair in 0..4 {
-            // Pairs of rows whose counters are the same have the same numbers.
+            // Pairs of rows with equal counters have equal numbers.
             let counters: [u64; 8] = std::array::from_fn(|k| first.wrapping_add(4 * k as u64 + pair as u64) >> 2);
             let words = match before {
                 Some((same, words)) if same == counters => words,
@@ -148,7 +149,7 @@ const ROUNDS: u32 = 7;
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
 const STEPS: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 
-/// Four words for each of eight counters, which differ in their lower half.
+/// Returns four words for each of eight counters, which differ only in their lower half.
 fn philox(counters: [u64; 8], place: u32, key: [u32; 2]) -> [[u32; 8]; 4] {
     let mut state = [counters.map(|n| n as u32), counters.map(|n| (n >> 32) as u32), [place; 8], [0; 8]];
     for round in 0..ROUNDS {
@@ -174,12 +175,12 @@ pub(crate) fn declared() -> [Declared; 2] {
 }
 
 impl Problem {
-    /// Returns the mask of the weights that a call with this seed and offset keeps; `None` for a problem without dropout.
+    /// Returns the mask of a call with this seed and offset; `None` for a problem without dropout.
     pub fn dropout_mask(&self, seed: i64, offset: i64) -> Option<DropoutMask> {
         self.dropout().map(|dropout| DropoutMask::new(dropout, self.extents(), seed, offset))
     }
 
-    /// Returns the mask of the weights that a call keeps, by the seed and offset among the `values` of the parameters `declared`; `None` without dropout.
+    /// Returns the mask of a call, from the seed and offset among the `values` of the parameters `declared`; `None` without dropout.
     pub fn dropout_of(&self, declared: &[Declared], values: &[ParamValue<'_>]) -> Option<DropoutMask> {
         let number = |name: &str| match values.get(declared.iter().position(|p| p.name == name)?)? {
             ParamValue::I64(numbers) => numbers.first().copied(),
@@ -245,7 +246,7 @@ mod tests {
         assert!(told.contains("a floating point parameter"), "{told}");
     }
 
-    /// Verbatim.
+    /// The formula in the documentation of `DropoutMask`, term by term.
     fn written(mask: &DropoutMask, [b, h, q, k]: [usize; 4]) -> bool {
         let n = mask.offset.wrapping_add(4 * ((b as u64 * mask.heads + h as u64) * 8 + k as u64 % 8) + (q as u64 % 8) / 2);
         let words = philox([n / 4; 8], (k / 16) as u32 * mask.squares_q + (q / 16) as u32, mask.key).map(|word| word[0]);
@@ -277,7 +278,7 @@ mod tests {
             let (one, other) = (bits(1), bits(1 + problem.dropout_span()));
             let kept = one.iter().map(|row| row.count_ones()).sum::<u32>();
             let all = 16.0 * one.len() as f64;
-            // Groups of up to four rows share their numbers, so four times the variance of as many throws.
+            // Up to four rows share their numbers, so the variance is up to four times that of independent draws.
             let deviation = (4.0 * all * f64::from(p) * f64::from(1.0 - p)).sqrt();
             assert!((f64::from(kept) - all * f64::from(1.0 - p)).abs() < 5.0 * deviation, "{p}: {kept} of {all}");
             let agree = one.iter().zip(&other).map(|(one, other)| (!(one ^ other)).count_ones()).sum::<u32>();

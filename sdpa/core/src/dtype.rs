@@ -5,7 +5,7 @@ use std::fmt;
 
 /// The element type of a tensor that attention reads or writes.
 ///
-/// Exhaustive: a new element type must stop executors, which match it, from compiling.
+/// Exhaustive: a new element type must stop executors, which match on it, from compiling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -17,15 +17,15 @@ pub enum DType {
     BF16,
     /// Signed 32-bit integer.
     I32,
-    /// Signed 64-bit integer: boundaries of packed documents, and the numbers of dropout, alone.
+    /// Signed 64-bit integer. Only for `cu_seqlens` and the seed and offset of dropout.
     I64,
-    /// A truth value: a byte, 0 or 1.
+    /// A boolean: a byte, 0 or 1.
     Bool,
     /// 8-bit float, 4 exponent bits, no infinities (OCP E4M3).
     F8E4M3,
     /// 8-bit float, 5 exponent bits (OCP E5M2).
     F8E5M2,
-    /// A power of two in a byte (OCP E8M0): the scales of blocks of 8-bit floats alone.
+    /// A power of two in a byte (OCP E8M0). Only for block scales of 8-bit floats.
     F8E8M0,
 }
 
@@ -34,7 +34,7 @@ impl DType {
     pub const ALL: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool, DType::F8E4M3, DType::F8E5M2, DType::F8E8M0];
 
-    /// The name used in reports, files and options.
+    /// Returns the name used in reports, files and options.
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -49,7 +49,7 @@ impl DType {
         }
     }
 
-    /// Bits of one element in memory.
+    /// Returns the bits of one element in memory.
     pub fn bits(self) -> u32 {
         match self {
             DType::I64 => 64,
@@ -59,12 +59,12 @@ impl DType {
         }
     }
 
-    /// Bytes that so many elements take.
+    /// Returns the bytes of this many elements.
     pub fn bytes(self, elements: u64) -> u64 {
         elements * u64::from(self.bits() / 8)
     }
 
-    /// Whether its elements are floating point numbers, with a sign and a point.
+    /// Returns whether its elements are floating-point numbers with a sign and a mantissa.
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => true,
@@ -72,7 +72,7 @@ impl DType {
         }
     }
 
-    /// Whether its elements are 8-bit floats, which come with [scales](crate::fp8).
+    /// Returns whether its elements are 8-bit floats, which have [scales](crate::fp8).
     pub fn is_fp8(self) -> bool {
         match self {
             DType::F8E4M3 | DType::F8E5M2 => true,
@@ -80,7 +80,7 @@ impl DType {
         }
     }
 
-    /// The largest finite number of a floating point type; 0 of others.
+    /// Returns the largest finite number of a floating-point type; 0 for other types.
     pub fn largest(self) -> f32 {
         match self {
             DType::F32 => f32::MAX,

@@ -1,8 +1,8 @@
-//! Passes over problems without a batch entry, a query or a key: every result is known before anything is computed.
+//! Passes of problems without a batch entry, a query or a key. Their results are known without computing.
 //!
-//! Without batch entries or queries, `o`, row statistics and `dq` have no elements. Without keys, `o` and `dq` are zeros, as PyTorch's
-//! `scaled_dot_product_attention` computes them, `stats` and `row_max` are −∞ and `sum_exp` is 0. A sink is then the only term of the
-//! denominator: `stats` and `row_max` are the sink, and `sum_exp` is 1. All other gradients are zeros, those of declared parameters too.
+//! Without batch entries or queries, `o`, row statistics and `dq` have no elements. Without keys, `o` and `dq` are zeros, as in PyTorch's
+//! `scaled_dot_product_attention`, `stats` and `row_max` are −∞, and `sum_exp` is 0. With a sink, which is then the only term of the denominator,
+//! `stats` and `row_max` are the sink and `sum_exp` is 1. All other gradients are zeros, including those of declared parameters.
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, Reason};
@@ -23,8 +23,8 @@ pub const ENGINE: &str = "fill: no batch entry, query or key";
 #[derive(Debug)]
 struct Empty<P>(P);
 
-/// Returns the pass of a problem without batch entries, queries or keys; `None` of any other. [`Executor::prepare`](crate::Executor::prepare) tries it
-/// first, as no kernel takes an extent of 0.
+/// Returns the pass of a problem without batch entries, queries or keys; `None` for any other. [`Executor::prepare`](crate::Executor::prepare) tries
+/// it first, because no kernel supports an extent of 0.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, empty};
@@ -36,12 +36,13 @@ pub fn forward(problem: &Problem) -> Option<Arc<dyn Prepared>> {
     problem.is_empty().then(|| Arc::new(Empty(problem.clone())) as Arc<dyn Prepared>)
 }
 
-/// Returns the pass of a backward problem without batch entries, queries or keys; `None` of any other: see [`forward`].
+/// Returns the pass of a backward problem without batch entries, queries or keys; `None` for any other: see [`forward`].
 pub fn backward(problem: &BackwardProblem) -> Option<Arc<dyn PreparedBackward>> {
     problem.forward().is_empty().then(|| Arc::new(Empty(problem.clone())) as Arc<dyn PreparedBackward>)
 }
 
-/// Why kernels do not take a problem without batch entries, queries or keys; `None` of any other. For code that compiles or lowers without preparing.
+/// Returns why kernels do not support a problem without batch entries, queries or keys; `None` for any other. For code that compiles or lowers
+/// without preparing.
 pub fn declined(problem: &Problem) -> Option<Reason> {
     let [batch, _, seq_q, seq_kv] = problem.extents();
     problem.is_empty().then(|| Reason::Limit {
@@ -52,9 +53,9 @@ pub fn declined(problem: &Problem) -> Option<Reason> {
     })
 }
 
-/// The value of a row statistic where the row has no keys.
+/// Returns the value of a row statistic in a row without keys.
 pub fn row_statistic(statistic: Statistic, base: StatsBase, sink: Option<f32>) -> f32 {
-    // A sink of −∞ is none. One of +∞ makes the sum NaN, as a score of +∞ does.
+    // A sink of −∞ has no effect. One of +∞ makes the sum NaN, as a score of +∞ does.
     let sink = f64::from(sink.unwrap_or(f32::NEG_INFINITY));
     let sum = match sink {
         f64::NEG_INFINITY => 0.0,
@@ -79,7 +80,7 @@ impl Prepared for Empty<Problem> {
         let Empty(problem) = self;
         call.check(problem)?;
         let started = Instant::now();
-        // Without `..`, on purpose: a new field changes the results of rows without keys, or is named among those that do not.
+        // Deliberately without `..`: a new field either changes the results of rows without keys, or is listed among those that do not.
         let Problem {
             dtype: _,
             o_dtype: _,
@@ -96,11 +97,11 @@ impl Prepared for Empty<Problem> {
             paged: _,
             score_mod: _,
             kept: _,
-            // Read by `sinks`.
+            // `sinks` reads it.
             sink: _,
             dropout: _,
             params,
-            // The check of a call lets memory pass for what is asked for alone.
+            // The check of a call accepts memory only for requested statistics.
             stats: _,
             stats_base,
             row_max: _,
@@ -131,7 +132,7 @@ impl PreparedBackward for Empty<BackwardProblem> {
         let Empty(problem) = self;
         call.check(problem)?;
         let started = Instant::now();
-        // Without `..`, on purpose: as in a forward pass.
+        // Deliberately without `..`, as in the forward pass.
         let BackwardProblem {
             forward: _,
             d_o: _,
@@ -158,7 +159,7 @@ impl PreparedBackward for Empty<BackwardProblem> {
 }
 
 impl ElementsMut<'_> {
-    /// Sets the elements of a tensor to zero and leaves what lies between its rows.
+    /// Sets the elements of a tensor to zero and leaves gaps between its rows unchanged.
     fn zero(&mut self, tensor: &TensorSpec) {
         match self {
             ElementsMut::F32(x) => zero(x, tensor),

@@ -1,14 +1,14 @@
-//! Errors, by who must act.
+//! Errors, grouped by who has to act.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// One rule that a field of the specification or of a call breaks.
+/// A rule that a field of a specification or of a call breaks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{field} is {value}: {rule}")]
 #[non_exhaustive]
 pub struct SpecError {
-    /// The field, as it is spelled in Rust: `k.dims[1] (heads_kv)`.
+    /// The field in Rust notation: `k.dims[1] (heads_kv)`.
     pub field: String,
     /// Its value.
     pub value: String,
@@ -17,13 +17,13 @@ pub struct SpecError {
 }
 
 impl SpecError {
-    /// An error about `field`, which holds `value` and breaks `rule`.
+    /// Creates an error: `field` holds `value`, which breaks `rule`.
     pub fn new(field: impl Into<String>, value: impl fmt::Display, rule: impl Into<String>) -> SpecError {
         SpecError { field: field.into(), value: value.to_string(), rule: rule.into() }
     }
 }
 
-/// Everything that is wrong with a specification or a call, not only the first thing.
+/// Every mistake in a specification or a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpecErrors(pub Vec<SpecError>);
 
@@ -49,19 +49,19 @@ pub struct ExecutorName(&'static str);
 impl ExecutorName {
     /// cuDNN's fused kernels on an NVIDIA GPU.
     pub const CUDNN: ExecutorName = ExecutorName("cudnn");
-    /// This project's own kernels on an NVIDIA GPU, without cuDNN.
+    /// Native CUDA kernels (`sdpa-cuda`) on an NVIDIA GPU, without cuDNN.
     pub const CUDA: ExecutorName = ExecutorName("cuda");
-    /// This project's own kernels on an Apple GPU.
+    /// Native Metal kernels on an Apple GPU.
     pub const METAL: ExecutorName = ExecutorName("metal");
-    /// Every core of this machine, in SIMD.
+    /// SIMD on all CPU cores of this machine.
     pub const CPU: ExecutorName = ExecutorName("cpu");
 
-    /// The name of another executor, in small letters.
+    /// Names another executor, in lower case.
     pub const fn new(name: &'static str) -> ExecutorName {
         ExecutorName(name)
     }
 
-    /// The name used in files and options.
+    /// Returns the name used in files and options.
     pub const fn name(self) -> &'static str {
         self.0
     }
@@ -85,37 +85,38 @@ pub enum Reason {
         field: String,
         /// Its value.
         value: String,
-        /// The limit, with the version or architecture that it belongs to.
+        /// The limit, with the version or architecture to which it applies.
         limit: String,
     },
-    /// A runtime that is known to compute this problem wrongly.
+    /// A runtime that computes this problem wrongly.
     #[error("{runtime} is known to be wrong here: {what} ({source_note})")]
     KnownBad {
         /// Library and version.
         runtime: String,
-        /// The fault, in a sentence.
+        /// The error, in a sentence.
         what: String,
-        /// The source of that statement.
+        /// The source that describes the error.
         source_note: String,
     },
-    /// The library was asked and refused; its own words.
+    /// The library refused the problem.
     #[error("{form} form: {text}")]
     Refused {
-        /// How the problem was put to the library: `composite`, attention in primitive ops, or `unified`, attention as one op.
+        /// The graph pattern: `composite`, attention in primitive ops, or `unified`, attention as one op.
         form: String,
-        /// Every refusal, in the order of asking.
+        /// The library's own text for every refusal, in order.
         text: String,
     },
-    /// The executor is not there at all.
+    /// The executor is not available.
     #[error("{0}")]
     Absent(String),
-    /// It could not be asked: memory ran out, the driver or a compilation failed. Asked again, it may say something else; nothing is known
-    /// to be unsupported, and making the problem ready gives the error itself.
+    /// The executor could not be asked: memory ran out, or the driver or a compilation failed. A later attempt may succeed. Nothing is known to be
+    /// unsupported; preparing the problem returns the error itself.
     #[error("it could not be asked: {0}")]
     Failed(String),
 }
 
-/// An executor's refusal, with every reason; where several were asked and nobody takes the problem, the last one's, and those of the others.
+/// An executor's refusal, with every reason. If several executors were tried and none supports the problem, the refusal of the last one, with those
+/// of the others.
 ///
 /// ```
 /// use sdpa_core::{ExecutorName, Reason, Unsupported};
@@ -129,15 +130,15 @@ pub enum Reason {
 pub struct Unsupported {
     /// The executor that refuses.
     pub executor: ExecutorName,
-    /// Every reason, in the order of asking.
+    /// Every reason, in order.
     pub reasons: Vec<Reason>,
-    /// The refusals of the executors that were asked before it, in that order. Only a choice among several has any.
+    /// Refusals of executors that were tried before, in that order. Only executor selection adds any.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub before: Vec<Unsupported>,
 }
 
 impl Unsupported {
-    /// A refusal of one executor.
+    /// Creates the refusal of one executor.
     pub fn new(executor: ExecutorName, reasons: Vec<Reason>) -> Unsupported {
         Unsupported { executor, reasons, before: Vec::new() }
     }
@@ -149,12 +150,12 @@ impl Unsupported {
         self
     }
 
-    /// Every refusal, in the order of asking.
+    /// Iterates over every refusal, in the order of trying.
     pub fn all(&self) -> impl Iterator<Item = &Unsupported> {
         self.before.iter().chain(std::iter::once(self))
     }
 
-    /// Whether every executor that was asked is not there at all: what is missing is the environment's.
+    /// Returns whether every tried executor is unavailable. The environment then lacks something.
     pub fn is_absence(&self) -> bool {
         self.all().all(|refusal| refusal.reasons.iter().all(|reason| matches!(reason, Reason::Absent(_))))
     }
@@ -174,13 +175,13 @@ impl fmt::Display for Unsupported {
 
 impl std::error::Error for Unsupported {}
 
-/// A failure of what an executor runs on: a library, a driver, a device, memory.
+/// A failure of a library, a driver, a device or memory that an executor uses.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Failure {
     /// The executor that failed.
     pub executor: ExecutorName,
-    /// The executor's own error, of the type that its page names.
+    /// The executor's own error, of the type that its documentation names.
     pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
@@ -196,17 +197,17 @@ impl std::error::Error for Failure {
     }
 }
 
-/// Anything that can go wrong, by who must act.
+/// Any error, grouped by who has to act.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The caller: the specification or the call breaks a rule.
+    /// The specification or the call breaks a rule; the caller has to change it.
     #[error(transparent)]
     Spec(#[from] SpecErrors),
-    /// Nobody, or another executor: this one does not run the problem.
+    /// This executor does not run the problem; another may.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// The environment of an executor: a library, a driver, a device, memory.
+    /// A library, a driver, a device or memory failed.
     #[error(transparent)]
     Failed(#[from] Failure),
     /// A bug of this library: please report it.
@@ -215,17 +216,17 @@ pub enum Error {
 }
 
 impl Error {
-    /// [`Error::Failed`], with the executor's own error.
+    /// Returns [`Error::Failed`] with the executor's own error.
     pub fn failed(executor: ExecutorName, source: impl std::error::Error + Send + Sync + 'static) -> Error {
         Error::Failed(Failure { executor, source: Box::new(source) })
     }
 
-    /// True where another executor may still run the problem.
+    /// Returns whether another executor may still run the problem.
     pub fn is_unsupported(&self) -> bool {
         matches!(self, Error::Unsupported(_))
     }
 
-    /// The executor's own error, where it is one of this type.
+    /// Returns the executor's own error, if it is of this type.
     pub fn failure<E: std::error::Error + 'static>(&self) -> Option<&E> {
         match self {
             Error::Failed(failure) => failure.source.downcast_ref(),

@@ -1,4 +1,4 @@
-//! Executors: what computes attention over host memory. Each is a crate of its own and knows none of the others.
+//! Executors compute attention over host memory. Each is a crate of its own and depends on none of the others.
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Unsupported};
@@ -10,40 +10,40 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Something that computes attention: on one kind of hardware, through one library.
+/// A backend that computes attention on one kind of hardware through one library.
 ///
 /// Problems without a batch entry, a query or a key need no kernel: [`empty::forward`](crate::empty::forward) and
-/// [`empty::backward`](crate::empty::backward) are their passes. A dispatcher hands these out before it asks an executor.
+/// [`empty::backward`](crate::empty::backward) are their passes. A dispatcher returns these before it asks an executor.
 pub trait Executor: Debug + Send + Sync {
-    /// The name that callers ask for it by.
+    /// Returns the name by which callers select it.
     fn name(&self) -> ExecutorName;
 
-    /// Whether it would run the problem; pure, no work is submitted.
+    /// Checks whether it supports the problem. Submits no work.
     ///
     /// # Errors
-    /// Every reason against it.
+    /// Every reason against the problem.
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported>;
 
-    /// Makes, or takes from its cache, what runs the problem.
+    /// Prepares the problem, or takes it from the executor's cache.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where another executor may serve; anything else is the environment's.
+    /// [`Error::Unsupported`] if another executor may run the problem; any other error is a failure of the environment.
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error>;
 
-    /// Whether it would run the backward problem; pure, no work is submitted.
+    /// Checks whether it supports the backward problem. Submits no work.
     ///
     /// # Errors
-    /// Every reason against it.
+    /// Every reason against the problem.
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported>;
 
-    /// Makes, or takes from its cache, what runs the backward problem.
+    /// Prepares the backward problem, or takes it from the executor's cache.
     ///
     /// # Errors
-    /// As [`Executor::prepare`].
+    /// As for [`Executor::prepare`].
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error>;
 
-    /// Features of the problem that the executor's ledger of tested problems does not cover; `None` where it covers all of them, and for an executor that
-    /// keeps no ledger. A dispatcher prefers another executor on the same device to an unproven one.
+    /// Returns the features of the problem that the executor's ledger does not cover; `None` if it covers all, or if the executor has no ledger. A
+    /// dispatcher prefers another executor on the same device to an unproven one.
     fn unproven(&self, _problem: &Problem) -> Option<Arc<Unproven>> {
         None
     }
@@ -54,21 +54,21 @@ pub trait Executor: Debug + Send + Sync {
     }
 }
 
-/// A problem made ready on one executor.
+/// A problem prepared on one executor.
 pub trait Prepared: Debug + Send + Sync {
     /// Computes one forward pass over host memory, and waits for it.
     ///
     /// # Errors
-    /// What [`HostForward::check`] says, before anything runs; otherwise the environment's errors.
+    /// The errors of [`HostForward::check`], before anything runs; otherwise a failure of the environment.
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error>;
 }
 
-/// A backward problem made ready on one executor.
+/// A backward problem prepared on one executor.
 pub trait PreparedBackward: Debug + Send + Sync {
     /// Computes one backward pass over host memory, and waits for it.
     ///
     /// # Errors
-    /// What [`HostBackward::check`] says, before anything runs; otherwise the environment's errors.
+    /// The errors of [`HostBackward::check`], before anything runs; otherwise a failure of the environment.
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error>;
 }
 
@@ -76,18 +76,18 @@ pub trait PreparedBackward: Debug + Send + Sync {
 #[derive(Clone, Debug, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// Time in the kernels alone, without copies between host and device.
+    /// Kernel time, without copies between host and device.
     pub compute: Duration,
-    /// Operands that were copied first because the engines cannot read them in place.
+    /// Operands that were copied first, because the engine cannot read them in place.
     pub copied: Vec<&'static str>,
     /// The engine with its knobs, or the instruction set.
     pub engine: String,
-    /// Bytes of scratch memory that the call used.
+    /// Workspace bytes that the call used.
     pub workspace_bytes: u64,
 }
 
 impl Report {
-    /// A report of `engine`, which ran for `compute`, with nothing copied and no scratch memory.
+    /// Creates a report of `engine`, which ran for `compute`, with no copies and no workspace.
     ///
     /// ```
     /// use sdpa_core::executor::Report;
@@ -106,7 +106,7 @@ impl Report {
         self
     }
 
-    /// Sets the bytes of scratch memory that the call used.
+    /// Sets the workspace bytes that the call used.
     #[must_use]
     pub fn with_workspace_bytes(mut self, bytes: u64) -> Report {
         self.workspace_bytes = bytes;

@@ -1,4 +1,4 @@
-//! Values appended to a trace in the making: equal values are one, and what is made of constants alone is a constant.
+//! Builds traces. Equal values are shared, and functions of constants are folded.
 
 use super::eval;
 use super::node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Type, Unary};
@@ -7,7 +7,7 @@ use super::trace::{ExprError, Trace};
 use crate::dtype::DType;
 use std::collections::HashMap;
 
-/// A trace in the making, value by value: for programs that make traces. Closures are traced by [`Trace::of_score`] and its like.
+/// A trace under construction, for programs that make traces value by value. [`Trace::of_score`] and similar functions trace closures.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     nodes: Vec<Node>,
@@ -17,41 +17,41 @@ pub struct Builder {
     errors: Vec<ExprError>,
 }
 
-/// The values that replace the inputs of a trace when it is copied into another.
+/// Replacements for the inputs of a trace that is copied into another.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Inputs {
     /// Replaces [`Node::Score`]; `None` keeps it.
     pub score: Option<NodeId>,
     /// Replaces [`Node::Upstream`]; `None` keeps it.
     pub upstream: Option<NodeId>,
-    /// What stands for [`Node::Extent`], (batch, heads_q, seq_q, seq_kv); indices along axes of extent 1 become 0. `None`: themselves.
+    /// Constants that replace [`Node::Extent`], (batch, heads_q, seq_q, seq_kv). Indices along axes of extent 1 become 0. `None` keeps both.
     pub extents: Option<[i64; 4]>,
-    /// Added to the indices (batch, head, q, k).
+    /// Offsets of the indices (batch, head, q, k).
     pub origin: [i64; 4],
 }
 
 impl Builder {
-    /// A builder without any value.
+    /// Creates an empty builder.
     pub fn new() -> Builder {
         Builder::default()
     }
 
-    /// The type of a value.
+    /// Returns the type of a value.
     pub fn ty(&self, id: NodeId) -> Type {
         self.types[id.index()]
     }
 
-    /// The value itself.
+    /// Returns the node of a value.
     pub fn node(&self, id: NodeId) -> Node {
         self.nodes[id.index()]
     }
 
-    /// Every value so far.
+    /// Returns every value so far.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The constant that a value is, if it is one.
+    /// Returns the constant of a value, if it is one.
     pub fn constant(&self, id: NodeId) -> Option<Const> {
         match self.node(id) {
             Node::Const(c) => Some(c),
@@ -78,37 +78,37 @@ impl Builder {
         id
     }
 
-    /// The score that is modified, f32.
+    /// Returns the score that is modified, f32.
     pub fn score(&mut self) -> NodeId {
         self.push(Node::Score, Type::F32)
     }
 
-    /// The upstream gradient, f32.
+    /// Returns the upstream gradient, f32.
     pub fn upstream(&mut self) -> NodeId {
         self.push(Node::Upstream, Type::F32)
     }
 
-    /// The index along an axis, i32.
+    /// Returns the index along an axis, i32.
     pub fn index(&mut self, axis: Axis) -> NodeId {
         self.push(Node::Index(axis), Type::I32)
     }
 
-    /// The extent of an axis, i32.
+    /// Returns the extent of an axis, i32.
     pub fn extent(&mut self, axis: Axis) -> NodeId {
         self.push(Node::Extent(axis), Type::I32)
     }
 
-    /// A value that is this constant.
+    /// Returns a constant.
     pub fn konst(&mut self, value: Const) -> NodeId {
         self.push(Node::Const(value), value.ty())
     }
 
-    /// A constant f32.
+    /// Returns an f32 constant.
     pub fn f32(&mut self, value: f32) -> NodeId {
         self.konst(Const::f32(value))
     }
 
-    /// Declares a parameter, or finds the one that is declared alike. A declaration that breaks a rule is kept as an error.
+    /// Declares a parameter and reads it. Reuses an equal declaration. [`Builder::finish`] reports a declaration that breaks a rule.
     pub fn param(&mut self, declared: Declared) -> NodeId {
         let ty = declared.kind.ty();
         let param = self.declare(declared);
@@ -136,7 +136,7 @@ impl Builder {
         ParamId(place as u32)
     }
 
-    /// Declares a table of extents of its own. Extents that break a rule are kept as an error.
+    /// Declares a table with extents of its own. [`Builder::finish`] reports extents that break a rule.
     pub fn table(&mut self, name: &str, extents: &[i64], dtype: DType) -> ParamId {
         let axes = Axes::table(extents).unwrap_or_else(|rule| {
             self.errors.push(ExprError::Extents { name: name.to_owned(), rule: rule.to_owned() });
@@ -145,13 +145,13 @@ impl Builder {
         self.declare(Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes, dtype }, default: None })
     }
 
-    /// The element of a table at a place, i32, as elements lie in memory; outside of it the nearest.
+    /// Returns the element of a table at a position, i32, in memory order. Positions outside the table are clamped to it.
     pub fn read(&mut self, table: ParamId, place: NodeId) -> NodeId {
         let ty = self.params[table.index()].kind.ty();
         self.push(Node::Read(table, place), ty)
     }
 
-    /// Where tables are read so far: which parameter, the place, what is read there.
+    /// Iterates over the reads of tables so far: parameter, position, value.
     pub(crate) fn reads(&self) -> impl Iterator<Item = (usize, NodeId, NodeId)> {
         self.nodes
             .iter()
@@ -159,8 +159,8 @@ impl Builder {
             .filter_map(|(n, node)| if let Node::Read(p, place) = *node { Some((p.index(), place, NodeId(n as u32))) } else { None })
     }
 
-    /// The element of a table at an index, i32, along each of its extents; outside of one the nearest within. Of one index alone it is [`Builder::read`].
-    /// Another number of indices is kept as an error.
+    /// Returns the element of a table at one i32 index per extent. Each index is clamped to its extent. With a single index it equals
+    /// [`Builder::read`]. [`Builder::finish`] reports a wrong number of indices.
     pub fn read_at(&mut self, table: ParamId, indices: &[NodeId]) -> NodeId {
         let Declared { name, kind, .. } = &self.params[table.index()];
         let extents: Vec<i64> = kind.extents().collect();
@@ -185,7 +185,7 @@ impl Builder {
         self.read(table, place.unwrap_or(zero))
     }
 
-    /// A function of one value.
+    /// Returns a function of one value.
     pub fn unary(&mut self, f: Unary, x: NodeId) -> NodeId {
         let ty = match f.kind() {
             Kind::Number | Kind::Real | Kind::Compare | Kind::Logic => self.ty(x),
@@ -198,7 +198,7 @@ impl Builder {
         self.push(Node::Unary(f, x), ty)
     }
 
-    /// A function of two values of one type.
+    /// Returns a function of two values of one type.
     pub fn binary(&mut self, f: Binary, x: NodeId, y: NodeId) -> NodeId {
         let operands = self.ty(x);
         let ty = match f.kind() {
@@ -219,7 +219,7 @@ impl Builder {
         }
     }
 
-    /// `x` where `condition` holds, else `y`.
+    /// Returns `x` where `condition` holds, else `y`.
     pub fn select(&mut self, condition: NodeId, x: NodeId, y: NodeId) -> NodeId {
         match self.constant(condition) {
             Some(c) if c.to_f64() != 0.0 => x,
@@ -229,13 +229,13 @@ impl Builder {
         }
     }
 
-    /// Copies a trace into this one; its roots here. Parameters of the same name must be declared alike.
+    /// Copies a trace into this one and returns its roots here. Parameters of one name must have equal declarations.
     pub fn inline(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
         let here = self.values(trace, inputs);
         trace.roots().iter().map(|root| here[root.index()]).collect()
     }
 
-    /// Copies a trace into this one; each of its values here.
+    /// Copies a trace into this one and returns each of its values here.
     pub fn copy(&mut self, trace: &Trace) -> Vec<NodeId> {
         self.values(trace, Inputs::default())
     }
@@ -248,7 +248,7 @@ impl Builder {
                 Node::Upstream => inputs.upstream.unwrap_or_else(|| self.upstream()),
                 Node::Index(axis) => {
                     let origin = inputs.origin[axis.place()] as i32;
-                    // There is one index along an axis of extent 1.
+                    // An axis of extent 1 has only the index 0.
                     if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) {
                         self.konst(Const::I32(origin))
                     } else {
@@ -280,18 +280,18 @@ impl Builder {
         here
     }
 
-    /// The value of the `n`th declared parameter.
+    /// Returns the value of the `n`th declared parameter.
     pub fn param_at(&mut self, n: usize) -> NodeId {
         let ty = self.params[n].kind.ty();
         self.push(Node::Param(ParamId(n as u32)), ty)
     }
 
-    /// The parameters declared so far.
+    /// Returns the parameters declared so far.
     pub fn params(&self) -> &[Declared] {
         &self.params
     }
 
-    /// The trace of these values: what none of them needs is dropped, and the rest is put in the order in which it is met.
+    /// Finishes the trace with these roots. Drops values that no root needs, and puts the rest in canonical order.
     ///
     /// # Errors
     /// Every declaration that broke a rule.
@@ -301,7 +301,7 @@ impl Builder {
 }
 
 impl Declared {
-    /// A scalar with its default.
+    /// Declares a scalar with its default.
     pub fn scalar(name: &str, default: f32) -> Declared {
         Declared { name: name.to_owned(), kind: ParamKind::Scalar, default: Some(default) }
     }

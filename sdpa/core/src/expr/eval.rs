@@ -1,8 +1,13 @@
-//! What expressions mean, one score at a time.
+//! Reference semantics of expressions, one score at a time.
 //!
-//! Not-a-number in, not-a-number out, but for min and max (the number wins), comparisons (false, but ≠ is true), logic (true: it is not 0),
-//! selects (the choice that is not taken does not matter), and powers (`x⁰ = 1ʸ = 1`, as in C). Functions come from `libm`, so that the same
-//! bits come out on every machine; each is computed in f64 and rounded once.
+//! NaN propagates, with these exceptions:
+//! - `min` and `max` return the operand that is not NaN.
+//! - Comparisons are false, but ≠ is true.
+//! - Logic treats it as true, because it is not 0.
+//! - Selects ignore the branch that is not selected.
+//! - Powers follow C: `x⁰ = 1ʸ = 1`.
+//!
+//! Functions come from `libm`, so every machine gets the same bits; each is computed in f64 and rounded once.
 
 use super::node::{Binary, Kind, Node, ParamId, Type, Unary};
 use super::trace::Trace;
@@ -13,15 +18,15 @@ use smallvec::SmallVec;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// In f64: no float is ever rounded to a narrower type.
+    /// In f64: floats are never rounded to a narrower type.
     F64,
-    /// The result of every function is rounded to its type.
+    /// Rounds the result of every function to its type.
     F32,
 }
 
 impl Precision {
-    /// A number as a value of a type. Whole numbers drop the fraction and saturate, not-a-number becomes 0: that is a conversion and no
-    /// rounding, and the same in either precision.
+    /// Converts a number to a value of a type. Integers drop the fraction and saturate, and NaN becomes 0. This is a conversion, not rounding, and is
+    /// the same in either precision.
     fn value(self, x: f64, ty: Type) -> f64 {
         match (ty, self) {
             (Type::F32, Precision::F32) => f64::from(x as f32),
@@ -31,7 +36,7 @@ impl Precision {
         }
     }
 
-    /// What goes into a function: a truth value is whatever differs from 0.
+    /// Converts an argument of a function. Booleans are true if they differ from 0.
     fn operand(self, x: f64, ty: Type) -> f64 {
         match ty {
             Type::F32 | Type::I32 => self.value(x, ty),
@@ -44,7 +49,7 @@ fn truth(holds: bool) -> f64 {
     f64::from(u8::from(holds))
 }
 
-/// The smaller of two numbers; −0 is smaller than 0, and a number wins over not-a-number.
+/// Returns the smaller of two numbers. −0 is smaller than 0, and NaN loses to a number.
 fn least(x: f64, y: f64) -> f64 {
     if x.is_nan() {
         return y;
@@ -52,7 +57,7 @@ fn least(x: f64, y: f64) -> f64 {
     if x < y || y.is_nan() || (x == y && x.is_sign_negative()) { x } else { y }
 }
 
-/// `f(x)`, where `x` is of type `from` and the result of type `to`.
+/// Returns `f(x)`, where `x` has type `from` and the result type `to`.
 pub fn unary(f: Unary, from: Type, to: Type, x: f64, precision: Precision) -> f64 {
     let ty = match f.kind() {
         Kind::Number | Kind::Real | Kind::Compare | Kind::Logic => from,
@@ -80,7 +85,7 @@ pub fn unary(f: Unary, from: Type, to: Type, x: f64, precision: Precision) -> f6
     precision.value(y, ty)
 }
 
-/// `f(x, y)`, where both are of type `ty`.
+/// Returns `f(x, y)`, where both have type `ty`.
 pub fn binary(f: Binary, ty: Type, x: f64, y: f64, precision: Precision) -> f64 {
     let (x, y) = (precision.operand(x, ty), precision.operand(y, ty));
     if ty == Type::I32
@@ -109,7 +114,7 @@ pub fn binary(f: Binary, ty: Type, x: f64, y: f64, precision: Precision) -> f64 
     precision.value(z, ty)
 }
 
-/// Arithmetic on whole numbers: it wraps, and what is divided by zero is zero. `None` for what is no arithmetic.
+/// Integer arithmetic. It wraps, and division by zero is zero. `None` for functions that are not arithmetic.
 fn whole(f: Binary, x: i32, y: i32) -> Option<i32> {
     match f {
         Binary::Add => Some(x.wrapping_add(y)),
@@ -123,7 +128,7 @@ fn whole(f: Binary, x: i32, y: i32) -> Option<i32> {
     }
 }
 
-/// The position at which a trace is evaluated, and the values of its inputs.
+/// The position at which a trace is evaluated, with the values of its inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     /// The score that is modified.
@@ -134,28 +139,28 @@ pub struct Place<'a> {
     pub index: [i64; 4],
     /// The extents (batches, heads_q, seq_q, seq_kv).
     pub extents: [i64; 4],
-    /// The value of each parameter here, in the order of [`Trace::params`].
+    /// The value of each parameter at this position, in the order of [`Trace::params`].
     pub params: &'a [f64],
 }
 
 impl Trace {
-    /// Evaluates every value at one place, and gives the roots. Truth values are 0 and 1. Missing parameters are not-a-number.
+    /// Evaluates every value at one position, and returns the roots. Booleans are 0 and 1. Missing parameters are NaN.
     ///
-    /// Not-a-number in, not-a-number out, but for `min` and `max` (the number wins), comparisons (false, but ≠ is true), logic (it counts as true),
-    /// selects (the choice that is not taken does not matter), and powers (`x⁰ = 1ʸ = 1`, as in C).
+    /// NaN propagates, except that `min` and `max` return the other operand, comparisons are false (≠ is true), and logic treats it as true. Selects
+    /// ignore the branch that is not selected, and powers follow C (`x⁰ = 1ʸ = 1`).
     ///
-    /// Elements of tables are not-a-number: [`Trace::eval_reading`] has them.
+    /// Elements of tables are NaN; [`Trace::eval_reading`] reads them.
     pub fn eval(&self, at: &Place<'_>, precision: Precision) -> Vec<f64> {
         self.eval_reading(at, precision, |_, _| f64::NAN)
     }
 
-    /// As [`Trace::eval`], with the elements of tables: `read` gives that of a parameter at a place within it, as elements lie in memory.
+    /// As [`Trace::eval`], with elements of tables: `read` returns the element of a parameter at a position within it, in memory order.
     pub fn eval_reading(&self, at: &Place<'_>, precision: Precision, read: impl Fn(ParamId, usize) -> f64) -> Vec<f64> {
         let values = self.values(at, precision, read);
         self.roots().iter().map(|root| values[root.index()]).collect()
     }
 
-    /// Evaluates at one place, and gives the first root alone. Allocates nothing for up to 32 values.
+    /// Evaluates at one position, and returns the first root. Allocates nothing for up to 32 values.
     pub fn eval_first(&self, at: &Place<'_>, precision: Precision) -> f64 {
         let values = self.values(at, precision, |_, _| f64::NAN);
         self.roots().first().map_or(f64::NAN, |root| values[root.index()])

@@ -1,20 +1,20 @@
-//! Reverse mode: one row per function.
+//! Reverse-mode differentiation: one rule per function.
 //!
 //! | at | the derivative is |
 //! |---|---|
 //! | `\|x\|`, x = 0 | 0 |
 //! | `min`, `max`, equal operands | all of it the first operand's |
-//! | `min`, `max`, a number and not-a-number | all of it the number's |
+//! | `min`, `max`, a number and NaN | all of it the number's |
 //! | `floor`, `ceil`, `i32(x)`, comparisons | 0 everywhere |
 //! | `sqrt(0)`, `log(0)`, `rsqrt(0)` | infinite, as the formula says |
 //! | `pow(0, y)` along y ≥ 0 | 0 |
 //! | `pow(x, 0)` along x | 0, also at x = 0 |
-//! | `select` | that of what is taken; 0 for the other, whatever it is |
-//! | an element of a table | 0 along its place |
+//! | `select` | that of the selected branch; 0 for the other, whatever its value |
+//! | an element of a table | 0 along its position |
 //! | `x % y` | 1 along x, −trunc(x / y) along y |
 //!
-//! The derivative of tanh is spelled `g − g·t²`, which every engine takes. In f32 that has no digit left at |x| = 9; who computes it
-//! otherwise finds it by [`tanh_slope`].
+//! The derivative of tanh is `g − g·t²`, which every engine can compute. In f32 it has no digit left at |x| = 9. An executor that computes it in
+//! another way recognises it with [`tanh_slope`].
 
 use super::build::Builder;
 use super::node::{Binary, Const, Node, NodeId, Type, Unary};
@@ -26,13 +26,13 @@ use std::f32::consts::FRAC_2_SQRT_PI;
 struct Adjoints<'b> {
     b: &'b mut Builder,
     of: HashMap<NodeId, NodeId>,
-    /// Values that a wanted gradient flows through.
+    /// Values through which a requested gradient flows.
     active: Vec<bool>,
-    /// Whether some of them is a choice, so that a gradient may be 0 where a slope is infinite.
+    /// Whether one of them is a select, so that a gradient may be 0 where a derivative is infinite.
     chooses: bool,
 }
 
-/// Whether the slope may be no finite number.
+/// Returns whether the derivative may be infinite or NaN.
 fn may_be_infinite(node: Node) -> bool {
     match node {
         Node::Unary(f, _) => matches!(f, Unary::Sqrt | Unary::Rsqrt | Unary::Log | Unary::Exp),
@@ -43,8 +43,8 @@ fn may_be_infinite(node: Node) -> bool {
 }
 
 impl Adjoints<'_> {
-    /// Adds to the gradient of an operand of the value whose own gradient is `g`. Where that is 0, nothing is added, whatever the
-    /// slope is: the other branch of a choice has no gradient.
+    /// Adds to the gradient of operand `to` of value `of`, whose own gradient is `g`. If `g` is 0, adds nothing whatever the derivative: the
+    /// unselected branch has no gradient.
     fn flow(&mut self, of: NodeId, g: NodeId, to: NodeId, make: impl FnOnce(&mut Builder) -> NodeId) {
         let guarded = self.chooses && may_be_infinite(self.b.node(of));
         self.add(to, |b| {
@@ -117,7 +117,7 @@ impl Adjoints<'_> {
                 let slope = b.binary(Binary::Mul, bell, factor);
                 b.binary(Binary::Mul, g, slope)
             }
-            // Never active: `active` stops at steps.
+            // Unreachable: `active` stops at step functions.
             Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32 => b.f32(0.0),
         });
     }
@@ -160,7 +160,7 @@ impl Adjoints<'_> {
                     let power = b.binary(Binary::Pow, x, less);
                     let slope = b.binary(Binary::Mul, y, power);
                     let part = b.binary(Binary::Mul, g, slope);
-                    // 0 · 0⁻¹ is not-a-number.
+                    // 0 · 0⁻¹ is NaN.
                     let zero = b.f32(0.0);
                     let flat = b.binary(Binary::Eq, y, zero);
                     b.select(flat, zero, part)
@@ -178,13 +178,12 @@ impl Adjoints<'_> {
             }
             Binary::Min => self.extreme(Binary::Le, [x, y], r, g),
             Binary::Max => self.extreme(Binary::Ge, [x, y], r, g),
-            // Truth values: nothing flows through them.
+            // Booleans have no gradient.
             Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {}
         }
     }
 
-    /// The first operand is compared with the result, not with the second: where one of the two is not a number, the other is the
-    /// result.
+    /// Compares the first operand with the result, not with the second: if one operand is NaN, the other one is the result.
     fn extreme(&mut self, first_wins: Binary, [x, y]: [NodeId; 2], r: NodeId, g: NodeId) {
         let zero = self.b.f32(0.0);
         let first = self.b.binary(first_wins, x, r);
@@ -193,7 +192,7 @@ impl Adjoints<'_> {
     }
 }
 
-/// A slope of tanh in a trace: `g − g·tanh²(x)`, or `1 − tanh²(x)`, where `g` is an upstream gradient.
+/// A derivative of tanh in a trace: `g − g·tanh²(x)`, or `1 − tanh²(x)`, where `g` is an upstream gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TanhSlope {
     /// `g`, or the constant 1.
@@ -202,8 +201,8 @@ pub struct TanhSlope {
     pub of: NodeId,
 }
 
-/// The slope of tanh that a value of a trace is, if it is one. In f32 the difference `1 − tanh²(x)` has no digit left from `|x|` = 9 on; who knows that
-/// it is a slope can compute `sech²(x)` in its place.
+/// Recognises a derivative of tanh in a trace. In f32 the difference `1 − tanh²(x)` has no digit left from `|x|` = 9 on; an executor can compute
+/// `sech²(x)` instead.
 pub fn tanh_slope(trace: &Trace, id: NodeId) -> Option<TanhSlope> {
     let product = |id: NodeId| if let Node::Binary(Binary::Mul, x, y) = trace.node(id) { Some((x, y)) } else { None };
     let square_of_tanh = |id: NodeId| {
@@ -220,7 +219,7 @@ pub fn tanh_slope(trace: &Trace, id: NodeId) -> Option<TanhSlope> {
     of.map(|of| TanhSlope { upstream, of })
 }
 
-/// Whether a change of an operand of this value changes it in proportion; steps and truth values do not.
+/// Returns whether the value is differentiable in its operands; step functions and booleans are not.
 fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
     b.ty(id) == Type::F32
         && match node {
@@ -243,11 +242,11 @@ fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
 }
 
 impl Builder {
-    /// The gradients of `root`, times `upstream`, along each of `wrt`; `None` where it does not depend on it. What `wrt` is made
-    /// of counts for nothing: paths end there.
+    /// Returns the gradients of `root`, times `upstream`, along each of `wrt`; `None` if it does not depend on that value. Values of `wrt` are
+    /// leaves: paths end there.
     ///
-    /// Where a function has a corner, or no derivative: 0 of `|x|` at 0, of `floor`, `ceil`, `to_i32` and comparisons everywhere; of `min` and `max` of equal
-    /// values all goes to the first. `sqrt`, `rsqrt` and `log` have infinite ones at 0. What a select does not take has 0.
+    /// At points without a derivative: `|x|` has 0 at 0; `floor`, `ceil`, `to_i32` and comparisons have 0 everywhere; `min` and `max` of equal values
+    /// give all to the first operand. `sqrt`, `rsqrt` and `log` are infinite at 0. The unselected branch of a select has 0.
     pub fn gradient(&mut self, root: NodeId, upstream: NodeId, wrt: &[NodeId]) -> Vec<Option<NodeId>> {
         let mut active = vec![false; root.index() + 1];
         for index in 0..=root.index() {

@@ -1,12 +1,12 @@
-//! What an expression may come to where each index lies between two numbers.
+//! Interval arithmetic: the range of an expression over a box of indices.
 //!
-//! Rounding is monotone, so that the ends of an interval may be rounded as the values are. Functions that devices approximate may come to anything.
+//! Rounding is monotone, so rounding the ends of an interval is sound. Functions that devices approximate have an unknown range.
 
 use super::eval::{self, Precision};
 use super::node::{Binary, Node, Type, Unary};
 use super::trace::Trace;
 
-/// A closed interval; of truth values, 0 and 1. Without order: anything, not-a-number included.
+/// A closed interval; booleans are 0 and 1. An unordered interval means any value, including NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Interval {
     low: f64,
@@ -37,22 +37,22 @@ impl Interval {
     }
 }
 
-/// The value of a mask rule over a box, which is a range of each index.
+/// The value of a mask over a box, which is a range of each index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Judged {
-    /// It keeps no pair of the box.
+    /// The mask attends to no pair of the box.
     Never,
-    /// It keeps every pair of the box.
+    /// The mask attends to every pair of the box.
     Always,
-    /// It may keep some pairs and drop others: intervals cannot tell.
+    /// The intervals do not decide it: the mask may attend to some pairs and not to others.
     Unknown,
 }
 
-/// The whole numbers that there are.
+/// All values of i32.
 const WHOLE: Interval = Interval { low: i32::MIN as f64, high: i32::MAX as f64 };
 
 impl Trace {
-    /// What each value may come to.
+    /// Returns the range of each value.
     fn intervals(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Vec<Interval> {
         let mut values: Vec<Interval> = Vec::with_capacity(self.nodes().len());
         for id in self.ids() {
@@ -65,7 +65,7 @@ impl Trace {
                 Node::Binary(f, x, y) => binary(f, self.ty(x), values[x.index()], values[y.index()]),
                 Node::Select(c, x, y) => select(values[c.index()], values[x.index()], values[y.index()]),
             };
-            // A truth value is 0 or 1, and a whole number an i32, whatever it was made of.
+            // A boolean is 0 or 1, and an integer is an i32, whatever its operands are.
             values.push(match self.ty(id) {
                 Type::Bool if !value.is_known() => EITHER,
                 Type::I32 if !value.is_known() => WHOLE,
@@ -75,8 +75,9 @@ impl Trace {
         values
     }
 
-    /// The least and the greatest that each value may come to where each index (batch, head, q, k) lies between two numbers, both included; of truth values 0 and 1.
-    /// Parameters may be anything, and so may floats that hang on them, on the score, or on functions that devices approximate: `None`.
+    /// Returns the least and greatest possible value of each value, for indices (batch, head, q, k) within these inclusive bounds; booleans are 0 and
+    /// 1. Parameters may have any value. Floats that depend on parameters, on the score or on functions that devices approximate have the range
+    /// `None`.
     ///
     /// ```
     /// use sdpa_core::expr::Trace;
@@ -91,7 +92,7 @@ impl Trace {
         values.map(|x| x.is_known().then_some([x.low, x.high])).collect()
     }
 
-    /// Judges the first root, a truth value, where each index (batch, head, q, k) lies between two numbers, both included. Parameters may be anything.
+    /// Evaluates the first root, a boolean, for indices (batch, head, q, k) within these inclusive bounds. Parameters may have any value.
     pub fn judge(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Judged {
         let values = self.intervals(places, extents);
         match self.roots().first().map(|root| values[root.index()]) {
@@ -112,7 +113,7 @@ fn select(condition: Interval, x: Interval, y: Interval) -> Interval {
     }
 }
 
-/// Whole numbers wrap around: past i32 an interval says nothing.
+/// Integers wrap around, so an interval beyond i32 is unknown.
 fn within(ty: Type, x: Interval) -> Interval {
     let fits = ty != Type::I32 || (x.low >= f64::from(i32::MIN) && x.high <= f64::from(i32::MAX));
     if x.is_known() && fits { x } else { ANYTHING }
@@ -135,7 +136,7 @@ fn unary(f: Unary, from: Type, to: Type, x: Interval) -> Interval {
 
 fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
     match f {
-        // Truth values are known as one or both.
+        // Booleans have the range 0, 1 or both.
         Binary::And => return Interval { low: x.low.min(y.low), high: x.high.min(y.high) },
         Binary::Or => return Interval { low: x.low.max(y.low), high: x.high.max(y.high) },
         Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => {}
@@ -156,14 +157,14 @@ fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
         Binary::Ge => Interval::truth(x.high >= y.low, x.low >= y.high),
         Binary::Eq => Interval::truth(x.low <= y.high && y.low <= x.high, x.low == x.high && x == y),
         Binary::Ne => Interval::truth(x.low != x.high || x != y, x.high < y.low || y.high < x.low),
-        // Of whole numbers before they wrap.
+        // Integers, before they wrap.
         Binary::Add if whole => corners(&|x, y| x + y),
         Binary::Sub if whole => corners(&|x, y| x - y),
         Binary::Mul if whole => corners(&|x, y| x * y),
         Binary::Add | Binary::Sub | Binary::Mul | Binary::Min | Binary::Max => corners(&rounded),
-        // By 0 or around it a quotient is anything.
+        // A divisor range that contains 0 gives any quotient.
         Binary::Div if y.low <= 0.0 && y.high >= 0.0 => ANYTHING,
-        // The least by -1 wraps.
+        // The least i32 divided by −1 wraps.
         Binary::Div if whole => corners(&|x, y| (x / y).trunc()),
         Binary::Div => corners(&rounded),
         Binary::Mod => remainder(ty, x, y),
@@ -171,7 +172,7 @@ fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
     }
 }
 
-/// By one number, with the sign of the first; of a range that lies within one period it is a range too.
+/// Remainder by a single number, with the sign of the dividend. A dividend range within one period gives a range.
 fn remainder(ty: Type, x: Interval, y: Interval) -> Interval {
     let by = y.low.abs();
     if ty != Type::I32 || y.low != y.high || by == 0.0 {
@@ -193,7 +194,7 @@ mod tests {
 
     const EXTENTS: [i64; 4] = [2, 3, 40, 50];
 
-    /// Every place of every box, by the rule itself.
+    /// Checks every position of every box against the mask itself.
     #[test]
     fn what_is_said_of_a_box_holds_at_every_place_of_it() {
         let texts = [
@@ -244,7 +245,7 @@ mod tests {
         assert!(decided * 2 > boxes, "{decided} of {boxes} boxes are decided");
     }
 
-    /// The range of the whole number in `score + f32(...)`, and what it comes to at every place.
+    /// Checks the range of the integer in `score + f32(...)` against its value at every position.
     #[test]
     fn ranges_hold_whatever_whole_numbers_come_to() {
         let bounded = [

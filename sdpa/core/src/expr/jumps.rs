@@ -1,9 +1,9 @@
-//! On which values a jump hangs, so that how they are rounded decides.
+//! Finds the values that decide a discontinuity, so that their rounding matters.
 
 use super::node::{Binary, Node, Type, Unary};
 use super::trace::Trace;
 
-/// Whether the result jumps where an operand that is a float passes some number.
+/// Returns whether the result is discontinuous in a float operand.
 fn jumps(node: Node) -> bool {
     match node {
         Node::Unary(f, _) => match f {
@@ -17,14 +17,15 @@ fn jumps(node: Node) -> bool {
             Binary::And | Binary::Or => false,
         },
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
-        // Which of two a condition chooses, and where a table is read, hangs on what these are made of.
+        // The operands of a condition or of a table position decide, not the select or the read.
         Node::Read(..) | Node::Select(..) => false,
     }
 }
 
 impl Trace {
-    /// Of each value, whether it is a float on which a jump hangs: it is compared, made whole or divided with a rest, or becomes something that is. Executors compute these as they are
-    /// written, each function rounded once: a product that is not rounded before a sum, or an inverse in place of a division, moves where a mask ends, or which element of a table is read.
+    /// Returns, for each value, whether it is a float that decides a discontinuity: it is compared, rounded to an integer or the operand of a
+    /// remainder, or it becomes such a value. Executors compute these exactly as written, each function rounded once. A contracted product, or an
+    /// inverse in place of a division, would move the end of a mask or select another element of a table.
     ///
     /// ```
     /// use sdpa_core::expr::{Binary, Node, Trace};
@@ -51,7 +52,7 @@ impl Trace {
 mod tests {
     use super::*;
 
-    /// The floats of a text that are computed, in order, and whether a jump hangs on each.
+    /// Returns, for each computed float of a text in order, whether it decides a discontinuity.
     fn of(text: &str) -> Vec<bool> {
         let trace: Trace = text.parse().unwrap_or_else(|e| panic!("{text}: {e}"));
         let decisive = trace.decisive();
@@ -66,7 +67,7 @@ mod tests {
         for text in ["f32(k) * 0.1 + f32(q) < 3.0", "i32(sqrt(f32(k)) / 3.0) == q", "(f32(k) * 0.3) % 2.0 > 1.0"] {
             assert!(of(text).into_iter().all(|decisive| decisive), "{text}");
         }
-        // What is chosen does not decide; the condition does.
+        // The condition decides, not the selected values.
         assert_eq!(of("select(f32(k) * 0.1 < 2.0, score * 3.0, score)"), [true, true, false]);
         assert_eq!(of("score * floor(f32(k) / 3.0)"), [true, true, false, false]);
     }

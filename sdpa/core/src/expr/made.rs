@@ -1,12 +1,12 @@
-//! Functions that are made of others: closures and texts have them alike, traces have what they are made of.
+//! Functions that are composed of others. Closures and texts can call them; traces contain the functions that they are composed of.
 
 use super::build::Builder;
 use super::node::{Binary, Kind, NodeId, Type, Unary};
 
-/// A function that closures and texts may call, and that a trace holds as the functions it is made of.
+/// A function that closures and texts may call. A trace contains the functions that it is composed of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Made {
-    /// `clamp(x, low, high)`: the value, but not below `low` and not above `high`.
+    /// `clamp(x, low, high)`: the value, limited to `low` and `high`.
     Clamp,
     /// `square(x)`: `x²`.
     Square,
@@ -18,7 +18,7 @@ impl Made {
     /// Every such function, in declaration order.
     pub const ALL: &'static [Made] = &[Made::Clamp, Made::Square, Made::Sigmoid];
 
-    /// The name in texts.
+    /// Returns the name in texts.
     pub fn name(self) -> &'static str {
         match self {
             Made::Clamp => "clamp",
@@ -27,7 +27,7 @@ impl Made {
         }
     }
 
-    /// Describes its result in words.
+    /// Returns a description of its result.
     pub fn about(self) -> &'static str {
         match self {
             Made::Clamp => "The first, but no less than the second and no more than the third.",
@@ -52,7 +52,7 @@ impl Made {
         }
     }
 
-    /// The function of these values, which are as many as [`Made::arguments`] says and of one type; `None` where they are not.
+    /// Applies the function to these values; `None` unless they have one type and the number that [`Made::arguments`] returns.
     pub fn make(self, b: &mut Builder, of: &[NodeId]) -> Option<NodeId> {
         let ty = b.ty(*of.first()?);
         let fits = match self.kind() {

@@ -1,8 +1,7 @@
-//! Functions of one attention score: what a score_mod and a mask are made of.
+//! Functions of one attention score: the basis of score_mods and masks.
 //!
-//! A closure over [`Expr`] is run once; what it did is kept as a [`Trace`], plain data that can be compared, printed, read back,
-//! evaluated, differentiated and turned into the code of an executor. The closure itself is not kept: two closures with equal traces are the same
-//! function.
+//! A closure over [`Expr`] runs once and is recorded as a [`Trace`]: plain data that can be compared, printed, parsed, evaluated, differentiated and
+//! lowered to executor code. The closure itself is not kept. Closures with equal traces are the same function.
 //!
 //! ```
 //! use sdpa_core::expr::{Axis, F32, Trace};
@@ -13,19 +12,19 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
 //! | `node` | functions, values |
-//! | `made` | functions that are made of others |
+//! | `made` | functions that are composed of others |
 //! | `params` | declared parameters |
-//! | `build` | values appended: equal ones are one, constants fold |
-//! | `typed` | what closures see |
-//! | `trace` | the finished thing |
-//! | `eval` | its meaning, one score at a time |
-//! | `interval` | what may come out over a box of places: a range of each index |
-//! | `jumps` | on which values a jump hangs |
+//! | `build` | builder: shares equal values, folds constants |
+//! | `typed` | types that closures see |
+//! | `trace` | the finished trace |
+//! | `eval` | reference semantics, one score at a time |
+//! | `interval` | ranges over a box of indices |
+//! | `jumps` | values that decide a discontinuity |
 //! | `grad` | derivatives, by reverse mode |
-//! | `text`, `parse` | its text form, out and in |
+//! | `text`, `parse` | printing and parsing of the text form |
 
 mod build;
 mod eval;

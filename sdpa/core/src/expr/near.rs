@@ -1,6 +1,6 @@
-//! What somebody may have meant.
+//! Suggestions for misspelled names.
 
-/// Letters that are wrong, missing, too many, or swapped with the next.
+/// Returns the number of letters that are wrong, missing, superfluous or swapped with the next.
 fn distance(a: &[char], b: &[char]) -> usize {
     let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
     for (i, x) in a.iter().enumerate() {
@@ -17,8 +17,8 @@ fn distance(a: &[char], b: &[char]) -> usize {
     rows[a.len()][b.len()]
 }
 
-/// The name that is nearest to a text, if one is near: of three letters one may be wrong, of six two. Of several the first by
-/// the alphabet.
+/// Returns the nearest name, if one is near: one wrong letter per three letters of the text. Of equally near names it returns the alphabetically
+/// first.
 pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let letters: Vec<char> = text.chars().take(64).collect();
     let most = letters.len() / 3;
