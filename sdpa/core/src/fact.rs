@@ -1,8 +1,8 @@
-//! The facts of a problem: one for each thing that a result, a plan or a key depends on.
+//! The facts of a problem: one for each property on which a result, a plan or a key depends.
 //!
-//! [`Problem::facts`] and [`BackwardProblem::facts`] take their problems apart field by field and leave none out. Executors and keys `match` on [`Fact`]
-//! without a wildcard arm. A new option therefore compiles in two steps only: a field without a fact stops this crate, and a fact without an arm stops
-//! every executor and every key.
+//! [`Problem::facts`] and [`BackwardProblem::facts`] destructure their problems and leave no field out. Executors and keys `match` on [`Fact`]
+//! without a wildcard arm. A new option therefore needs two changes to compile: a field without a fact stops this crate, and a fact without an arm
+//! stops every executor and every key.
 
 use crate::backward::{BackwardProblem, GradientSpec};
 use crate::dropout::Dropout;
@@ -18,9 +18,9 @@ use crate::score_mod::Gradient;
 use crate::spec::TensorSpec;
 use crate::statistic::{Statistic, StatsBase};
 
-/// One fact of a problem, whether the option is on or off: problems are equal where all of their facts are.
+/// One property of a problem, present whether the option is on or off. Problems are equal if all of their facts are.
 ///
-/// An executor has one function with one arm for each variant, and returns a [`Reason`] for what it does not compute. In short:
+/// An executor has one function with one arm per variant, and returns a [`Reason`] for each property that it does not support. In short:
 ///
 /// ```
 /// use sdpa_core::fact::{Fact, reasons};
@@ -45,15 +45,15 @@ use crate::statistic::{Statistic, StatsBase};
 /// The enum is deliberately not `#[non_exhaustive]`. That attribute would force a wildcard arm on executors in other crates, and with it an executor
 /// would compute a problem with a new option as if the option were off.
 ///
-/// The scale of the scores, seeds and lengths are values of a call, so they are no facts. [`Amax`](crate::Amax) and [`Fp8Scale`](crate::Fp8Scale) follow
-/// from the element types.
+/// The scale of the scores, seeds and lengths are values of a call, not facts. [`Amax`](crate::Amax) and [`Fp8Scale`](crate::Fp8Scale) follow from
+/// the element types.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fact<'a> {
     /// Element type of `q`, `k` and `v`.
     Dtype(DType),
     /// Element type of `o`.
     OutputDtype(DType),
-    /// Whether blocks of 32 elements of `q`, `k` and `v` have scales of their own.
+    /// Whether blocks of 32 elements of `q`, `k` and `v` have block scales.
     BlockScaled(bool),
     /// Number of batch entries.
     Batch(i64),
@@ -71,37 +71,37 @@ pub enum Fact<'a> {
     DimV(i64),
     /// Strides of an operand, in elements. Extents are facts of their own.
     Strides(Operand, [i64; 4]),
-    /// Bytes that the base address of an operand is a multiple of.
+    /// Alignment of the base address of an operand, in bytes.
     Alignment(Operand, u32),
-    /// Whether batch entries are packed documents: queries always are then, keys unless they are in pages.
+    /// Whether batch entries are packed sequences. Queries then always are, keys unless they are paged.
     Packed(bool),
-    /// Whether keys have boundaries of their own.
+    /// Whether keys have `cu_seqlens` of their own.
     CrossPacked(bool),
-    /// Whether boundaries are i64, not i32.
+    /// Whether `cu_seqlens` are i64, not i32.
     WideBoundaries(bool),
-    /// Tokens of a side of packed documents that a call has at most, where the problem says so.
+    /// The most tokens of one side of packed sequences, if the problem states it.
     MostTokens(Side, Option<i64>),
-    /// Whether each query head has a number in the softmax's denominator that belongs to no key.
+    /// Whether each query head has an attention sink.
     Sink(bool),
-    /// The part of the weights that is dropped at random.
+    /// Dropout of P.
     Dropout(Option<Dropout>),
-    /// Pages of each container, where keys and values are in pages.
+    /// Pages of the page pool, if keys and values are paged.
     Pages(Option<i64>),
-    /// Tokens of a page, where keys and values are in pages.
+    /// Tokens per page, if keys and values are paged.
     PageSize(Option<i64>),
     /// The function that modifies scores.
     ScoreMod(Option<&'a Trace>),
-    /// The bounds `lower < k − q ≤ upper` of the band that masks keep.
+    /// The bounds `lower < k − q ≤ upper` of the mask's band.
     Band(Option<i64>, Option<i64>),
-    /// The keys before which every query attends to all, next to the band.
+    /// The number of first keys to which every query attends, in addition to the band.
     Prefix(Option<i64>),
-    /// The bounds of the band about the ends of batch entries that masks keep.
+    /// The bounds of the mask's bottom-right aligned band.
     Ends(Option<i64>, Option<i64>),
     /// Whether each batch entry has a length on this side.
     Lengths(Side, bool),
-    /// The rule that masks are next to bands and lengths.
+    /// The part of the mask that is neither a band nor a length.
     Keep(Option<&'a Trace>),
-    /// Every declared parameter, tables too: of the score_mods, of masks, and those that options declare.
+    /// Every declared parameter, including tables: of score_mods, masks and options.
     Parameters(&'a [Declared]),
     /// Whether a row statistic is computed.
     Statistic(Statistic, bool),
@@ -113,30 +113,30 @@ pub enum Fact<'a> {
     GradientDtype(DType),
     /// The derivative of the score_mods, of a backward problem.
     Gradient(Option<&'a Gradient>),
-    /// The declared parameters whose gradients are asked for, of a backward problem.
+    /// The declared parameters whose gradients are computed, of a backward problem.
     GradientsOf(&'a [GradientSpec]),
-    /// Every declared parameter of a backward problem: those of the forward pass, and what gradients and scales of this pass declare.
+    /// Every declared parameter of a backward problem: those of the forward pass, and those of gradients and scales of this pass.
     BackwardParameters(&'a [Declared]),
     /// Whether every run must give the same bits, of a backward problem.
     Deterministic(bool),
 }
 
-/// Collects the reasons of an executor against the facts of a problem, in the order of the facts.
+/// Collects an executor's reasons against the facts of a problem, in the order of the facts.
 pub fn reasons<'a>(facts: impl Iterator<Item = Fact<'a>>, supports_fact: impl Fn(&Fact<'a>) -> Result<(), Reason>) -> Vec<Reason> {
     facts.filter_map(|fact| supports_fact(&fact).err()).collect()
 }
 
-/// The facts of one operand.
+/// Returns the facts of one operand.
 fn of_operand<'a>(operand: Operand, tensor: &TensorSpec) -> [Fact<'a>; 2] {
-    // Rules tie extents of operands to the extents of the problem.
+    // Validation ties extents of operands to the extents of the problem.
     let TensorSpec { dims: _, strides, alignment } = *tensor;
     [Fact::Strides(operand, strides), Fact::Alignment(operand, alignment)]
 }
 
 impl Problem {
-    /// Every fact of the problem, each once and always in the same order.
+    /// Iterates over every fact of the problem, each once and always in the same order.
     pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
-        // Without `..`, on purpose: a new field has to become a fact here, or to be said to follow from others.
+        // Deliberately without `..`: a new field must become a fact here, or be shown to follow from others.
         let Problem {
             dtype,
             o_dtype,
@@ -206,9 +206,9 @@ impl Problem {
 }
 
 impl BackwardProblem {
-    /// Every fact of the problem, each once and always in the same order: the facts of the forward problem first.
+    /// Iterates over every fact of the problem, each once and always in the same order: the facts of the forward problem first.
     pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
-        // Without `..`, on purpose: see `Problem::facts`.
+        // Deliberately without `..`: see `Problem::facts`.
         let BackwardProblem { forward, d_o, dq, dk, dv, gradient, wrt, params, deterministic, d_o_dtype, gradient_dtype } = self;
         let operands = [(Operand::DO, d_o), (Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv)];
         let options = [
@@ -327,7 +327,7 @@ mod tests {
     fn each_fact_is_there_once() {
         let problem = dense().backward().validate().unwrap();
         let facts: Vec<Fact<'_>> = problem.facts().collect();
-        // The variant of a fact and its operand, side or statistic, without the value.
+        // Returns the variant of a fact with its operand, side or statistic, but without the value.
         let of = |fact: &Fact<'_>| format!("{fact:?}").split(['[', ',', '{']).next().unwrap_or_default().to_owned();
         for (n, fact) in facts.iter().enumerate() {
             assert!(facts[..n].iter().all(|before| of(before) != of(fact)), "{fact:?}");

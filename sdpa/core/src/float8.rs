@@ -1,13 +1,13 @@
-//! 8-bit floats: E4M3 and E5M2 of OCP's specification, as CUDA's saturating conversions make them; and E8M0, their blocks' scales.
+//! 8-bit floats: E4M3 and E5M2 of OCP's specification with CUDA's saturating conversions, and E8M0, their block scales.
 
 use crate::block_scale::BlockScales;
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 
-/// The bits of a format behind its sign.
+/// Fields of a format after the sign bit.
 #[derive(Clone, Copy)]
 struct Format {
-    /// Bits behind the point.
+    /// Mantissa bits.
     fraction: u32,
     /// Exponent of the smallest normal number.
     least: i32,
@@ -18,23 +18,23 @@ struct Format {
 
 const E4M3: Format = Format { fraction: 3, least: -6, largest: 448.0, top: 0x7e };
 const E5M2: Format = Format { fraction: 2, least: -14, largest: 57344.0, top: 0x7b };
-/// Not-a-number in both formats.
+/// NaN in both formats.
 const NAN: u8 = 0x7f;
 const SIGN: u8 = 0x80;
 
 impl Format {
-    /// Two to the power of the distance between the smallest numbers.
+    /// Exponent of the smallest positive number, which is also the distance between the smallest numbers.
     const fn finest(self) -> i32 {
         self.least - self.fraction as i32
     }
 
-    /// Rounds to the nearest number, ties to the even one, what is too large to the largest one; not-a-number stays.
+    /// Rounds to the nearest number, ties to even. Too large values become the largest number; NaN stays NaN.
     #[inline(always)]
     fn round(self, x: f32) -> f32 {
         let (bits, dropped) = (x.abs().to_bits(), 23 - self.fraction);
         let half = (1 << (dropped - 1)) - 1;
         let normal = f32::from_bits((bits + half + (bits >> dropped & 1)) >> dropped << dropped);
-        // An addend whose last bit is worth the finest step: the addition rounds.
+        // The last bit of the addend equals the distance between the smallest numbers, so the addition rounds.
         let addend = 1.5 * power(23 + self.finest());
         let small = (x.abs() + addend) - addend;
         let rounded = if x.abs() < power(self.least) { small } else { normal };
@@ -42,7 +42,7 @@ impl Format {
         if x.is_nan() { x } else { saturated.copysign(x) }
     }
 
-    /// The bits of a number.
+    /// Returns the bits of a number.
     fn encode(self, x: f32) -> u8 {
         let sign = if x.is_sign_negative() { SIGN } else { 0 };
         let rounded = self.round(x).abs();
@@ -59,7 +59,7 @@ impl Format {
     }
 }
 
-/// Two to a power that a normal f32 has.
+/// Returns two to a power, for the exponents of normal f32 numbers.
 const fn power(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }
@@ -91,28 +91,28 @@ macro_rules! float8 {
         pub struct $name(u8);
 
         impl $name {
-            /// The element type, as data.
+            /// The element type as a value.
             pub const DTYPE: DType = $dtype;
 
             /// The largest finite number of the type.
             pub const MAX: $name = $name($format.top);
 
-            /// The number of these bits.
+            /// Returns the number with these bits.
             pub const fn from_bits(bits: u8) -> $name {
                 $name(bits)
             }
 
-            /// The bits of the number.
+            /// Returns the bits of the number.
             pub const fn to_bits(self) -> u8 {
                 self.0
             }
 
-            /// The nearest number, ties to the even one. What is too large becomes the largest number, infinities too; not-a-number stays.
+            /// Returns the nearest number, ties to even. Too large values, including infinities, become the largest number; NaN stays NaN.
             pub fn from_f32(x: f32) -> $name {
                 $name($format.encode(x))
             }
 
-            /// The number, exactly.
+            /// Returns the number, exactly.
             #[inline]
             pub fn to_f32(self) -> f32 {
                 let $bits = self.0;
@@ -125,12 +125,12 @@ macro_rules! float8 {
                 $format.round(x)
             }
 
-            /// Makes an operand narrow, block by block: its elements, in memory as the numbers are (0 in gaps), and its
-            /// [scales](BlockScales::of_numbers). Each element is the nearest to its number over the scale of its block; what is too large
-            /// becomes the largest number, and loses an eighth of itself at most.
+            /// Quantises an operand with block scales. Returns its elements in the layout of `numbers` (0 in gaps), and its
+            /// [scales](BlockScales::of_numbers). Each element is the nearest to its number divided by the block's scale. Too large values become the
+            /// largest number, which changes them by at most an eighth.
             ///
             /// # Errors
-            /// Numbers that are fewer than the operand has.
+            /// There are fewer numbers than the operand has elements.
             pub fn narrow(numbers: &[f32], scales: &BlockScales) -> Result<(Vec<$name>, Vec<F8E8M0>), SpecErrors> {
                 let of_blocks = scales.of_numbers(numbers, $dtype)?;
                 let mut elements = vec![$name::default(); numbers.len()];
@@ -145,7 +145,7 @@ macro_rules! float8 {
 }
 
 float8!(
-    /// An 8-bit float with 3 mantissa bits (OCP E4M3): up to 448, no infinities. For activations, weights and, in many recipes, everything.
+    /// An 8-bit float with 3 mantissa bits (OCP E4M3): up to 448, no infinities. For activations, P and, in many recipes, all tensors.
     ///
     /// ```
     /// use sdpa_core::F8E4M3;
@@ -165,8 +165,8 @@ float8!(
     F8E5M2, E5M2, DType::F8E5M2, |bits| half::f16::from_bits(u16::from(bits) << 8).to_f32()
 );
 
-/// A power of two in a byte (OCP E8M0): its exponent and 127, from 2⁻¹²⁷ to 2¹²⁷; 255 is not-a-number. The [scale of a block](crate::BlockScales) of
-/// 8-bit floats.
+/// A power of two in a byte (OCP E8M0): its exponent plus 127, from 2⁻¹²⁷ to 2¹²⁷; 255 is NaN. The [scale of a block](crate::BlockScales) of 8-bit
+/// floats.
 ///
 /// ```
 /// use sdpa_core::{DType, F8E8M0};
@@ -178,34 +178,34 @@ float8!(
 pub struct F8E8M0(u8);
 
 impl F8E8M0 {
-    /// The element type, as data.
+    /// The element type as a value.
     pub const DTYPE: DType = DType::F8E8M0;
 
-    /// The number of these bits.
+    /// Returns the number with these bits.
     pub const fn from_bits(bits: u8) -> F8E8M0 {
         F8E8M0(bits)
     }
 
-    /// The bits of the number.
+    /// Returns the bits of the number.
     pub const fn to_bits(self) -> u8 {
         self.0
     }
 
-    /// The number, exactly.
+    /// Returns the number, exactly.
     #[inline]
     pub fn to_f32(self) -> f32 {
         match self.0 {
-            // An f32 has it without the leading one.
+            // 2⁻¹²⁷ is a subnormal f32, without the leading one.
             0 => f32::from_bits(1 << 22),
             u8::MAX => f32::NAN,
             bits => f32::from_bits(u32::from(bits) << 23),
         }
     }
 
-    /// The scale of a block whose largest magnitude is `amax`: `2^(⌊log₂ amax⌋ − e)`, where `e` is the exponent of the largest number of `dtype`, 8 or 15;
-    /// at least 2⁻¹²⁷.
+    /// Returns the scale of a block with this amax: `2^(⌊log₂ amax⌋ − e)`, where `e` is the exponent of the largest number of `dtype`, 8 or 15. At
+    /// least 2⁻¹²⁷.
     pub fn of_block(amax: f32, dtype: DType) -> F8E8M0 {
-        // Exponents of what is no normal number are below every scale.
+        // Exponents of zero and subnormal numbers are below every scale.
         let exponent = |x: f32| (x.to_bits() >> 23 & 0xff) as i32;
         let bits = exponent(amax) - (exponent(dtype.largest()) - 127);
         F8E8M0(bits.clamp(0, 254) as u8)
@@ -235,7 +235,7 @@ mod tests {
         }
     }
 
-    /// All numbers of a format that are not negative, from its fields.
+    /// Returns all non-negative numbers of a format, from its fields.
     fn members(exponent_bits: u32, fraction_bits: i32, bias: i32, most: f64) -> Vec<f64> {
         let of = |e: i32, m: i32| {
             let m = f64::from(m) * 2f64.powi(-fraction_bits);

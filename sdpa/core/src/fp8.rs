@@ -1,8 +1,9 @@
-//! Attention of 8-bit floats: the scales of 8-bit tensors, and the largest magnitudes that the next call's scales are made of.
+//! Attention on 8-bit floats: scales of tensors, and the amax values from which the scales of the next call are computed.
 //!
-//! An 8-bit tensor stands for its elements times one number, its *descale*, or, where [blocks have scales](crate::BlockScale), each element times its block's. What a pass rounds to 8 bits it multiplies by a *scale* first, and it
-//! tells the largest magnitude from before that, the *amax*. Scales and descales are declared parameters of a problem of 8-bit floats, one f32
-//! each, in device memory for a device call; each amax is one f32 that the call has room for.
+//! An 8-bit tensor represents its elements times one number, its *descale*. With [block scales](crate::BlockScale) each element is instead multiplied
+//! by its block's scale. A pass multiplies a result by a *scale* before it rounds it to 8 bits, and returns the *amax*: the largest magnitude before
+//! scaling. Scales and descales are declared parameters of a problem of 8-bit floats, one f32 each, in device memory for a device call. Each amax is
+//! one f32 that the call passes memory for.
 
 use crate::dtype::DType;
 use crate::error::SpecError;
@@ -13,9 +14,9 @@ use crate::tensor::ParamValue;
 use serde::Serialize;
 use std::fmt;
 
-/// A number that a tensor is multiplied by, one f32: a declared parameter of every problem of 8-bit floats that has the tensor.
+/// A factor of a tensor, one f32: a declared parameter of every problem of 8-bit floats that has the tensor.
 ///
-/// A descale multiplies 8-bit elements and gives what they stand for. A scale multiplies a result before it is rounded to 8 bits.
+/// A descale converts 8-bit elements to the values that they represent. A scale multiplies a result before it is rounded to 8 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Fp8Scale {
     /// The descale of `q`.
@@ -24,25 +25,25 @@ pub enum Fp8Scale {
     DescaleK,
     /// The descale of `v`.
     DescaleV,
-    /// The descale of the weights, which are rounded to 8 bits before they are multiplied with `v`: one over [`Fp8Scale::ScaleS`].
+    /// The descale of P, which is rounded to 8 bits before the second GEMM: 1 / [`Fp8Scale::ScaleS`].
     DescaleS,
-    /// The scale of the weights.
+    /// The scale of P.
     ScaleS,
     /// The scale of the output.
     ScaleO,
-    /// The descale of `o`, which the backward pass reads: one over [`Fp8Scale::ScaleO`] of the forward pass.
+    /// The descale of `o`, which the backward pass reads: 1 / [`Fp8Scale::ScaleO`] of the forward pass.
     DescaleO,
     /// The descale of `d_o`.
     DescaleDO,
-    /// The descale of the gradients of scores: one over [`Fp8Scale::ScaleDP`].
+    /// The descale of dS: 1 / [`Fp8Scale::ScaleDP`].
     DescaleDP,
-    /// The scale of the gradients of scores times `attn_scale`.
+    /// The scale of dS times `attn_scale`.
     ScaleDP,
-    /// The scale of the gradient of the queries.
+    /// The scale of dQ.
     ScaleDQ,
-    /// The scale of the gradient of the keys.
+    /// The scale of dK.
     ScaleDK,
-    /// The scale of the gradient of the values.
+    /// The scale of dV.
     ScaleDV,
 }
 
@@ -66,7 +67,7 @@ impl Fp8Scale {
         Fp8Scale::ScaleDV,
     ];
 
-    /// The name of the parameter.
+    /// Returns the name of the parameter.
     pub const fn name(self) -> &'static str {
         match self {
             Fp8Scale::DescaleQ => "descale_q",
@@ -85,7 +86,7 @@ impl Fp8Scale {
         }
     }
 
-    /// The scales and descales that a pass reads, in the order in which its problem declares them.
+    /// Returns the scales and descales of a pass, in the order in which its problem declares them.
     pub const fn of(direction: Direction) -> &'static [Fp8Scale] {
         match direction {
             Direction::Forward => &Fp8Scale::FORWARD,
@@ -93,7 +94,7 @@ impl Fp8Scale {
         }
     }
 
-    /// The scale of an operand that a pass writes, or the descale of one that it reads.
+    /// Returns the scale of an operand that a pass writes, or the descale of one that it reads.
     pub const fn of_operand(operand: Operand, written: bool) -> Fp8Scale {
         match operand {
             Operand::Q => Fp8Scale::DescaleQ,
@@ -108,7 +109,7 @@ impl Fp8Scale {
         }
     }
 
-    /// Checks a value of it. Calls over host memory check theirs; scales in device memory are not read before the pass runs.
+    /// Checks a value. Host calls check their scales; scales in device memory are not read before the pass runs.
     ///
     /// # Errors
     /// A number that is negative, zero, infinite or NaN.
@@ -131,29 +132,28 @@ impl fmt::Display for Fp8Scale {
     }
 }
 
-/// The largest magnitude of a tensor that a pass rounds to 8 bits, from before it is multiplied by its scale: one f32 that a call of 8-bit floats
-/// writes.
+/// The amax of a tensor that a pass rounds to 8 bits: its largest magnitude before scaling, one f32 that a call of 8-bit floats writes.
 ///
-/// The scales of a later call are made of it: [`scale_of`].
+/// [`scale_of`] computes the scale of a later call from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Amax {
-    /// Of the weights, after softmax and dropout.
+    /// Amax of P, after softmax and dropout.
     S,
-    /// Of the output; of what is written of it where blocks have scales.
+    /// Amax of the output; with block scales, of the output as written.
     O,
-    /// Of the gradients of scores, times `attn_scale`.
+    /// Amax of dS times `attn_scale`.
     DP,
-    /// Of the gradient of queries.
+    /// Amax of dQ.
     DQ,
-    /// Of the gradient of keys.
+    /// Amax of dK.
     DK,
-    /// Of the gradient of values.
+    /// Amax of dV.
     DV,
 }
 
 impl Amax {
-    /// The name used in calls, files and errors.
+    /// Returns the name used in calls, files and errors.
     pub const fn name(self) -> &'static str {
         match self {
             Amax::S => "amax_s",
@@ -165,7 +165,7 @@ impl Amax {
         }
     }
 
-    /// The magnitudes that a pass of 8-bit floats writes.
+    /// Returns the amax values that a pass of 8-bit floats writes.
     pub const fn of(direction: Direction) -> &'static [Amax] {
         match direction {
             Direction::Forward => &[Amax::S, Amax::O],
@@ -173,8 +173,8 @@ impl Amax {
         }
     }
 
-    /// The magnitudes that a pass writes: of the forward problem, or of the backward problem over it. None where operands are no 8-bit floats; that of the
-    /// output alone where blocks have scales.
+    /// Returns the amax values that a pass writes: the forward problem, or the backward problem over it. None if operands are no 8-bit floats; only
+    /// that of the output with block scales.
     pub fn told(forward: &Problem, direction: Direction) -> &'static [Amax] {
         match (forward.dtype().is_fp8(), forward.block_scaled()) {
             (false, _) => &[],
@@ -183,7 +183,7 @@ impl Amax {
         }
     }
 
-    /// Returns the mistakes of a call that passes destinations for these magnitudes to a pass in this direction.
+    /// Returns the mistakes of a call that passes destinations for these amax values to a pass in this direction.
     pub fn check(forward: &Problem, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
         let (asked, dtype) = (Amax::told(forward, direction), forward.dtype());
         let mut errors = Vec::new();
@@ -214,7 +214,7 @@ impl fmt::Display for Amax {
 pub struct Fp8Scales([f32; 13]);
 
 impl Fp8Scales {
-    /// The scales and descales among the `values` of the parameters `declared`; 1 for one that the pass does not declare.
+    /// Returns the scales and descales among the `values` of the parameters `declared`; 1 for one that the pass does not declare.
     pub fn new(declared: &[Declared], values: &[ParamValue<'_>]) -> Fp8Scales {
         let mut scales = [1.0; 13];
         for scale in Fp8Scale::FORWARD.into_iter().chain(Fp8Scale::BACKWARD) {
@@ -226,7 +226,7 @@ impl Fp8Scales {
         Fp8Scales(scales)
     }
 
-    /// Every scale and descale of a pass over `problem` that no pass can use.
+    /// Returns a mistake for every invalid scale or descale of a pass over `problem`.
     pub(crate) fn mistakes(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Vec<SpecError> {
         if !problem.dtype().is_fp8() || problem.block_scaled() {
             return Vec::new();
@@ -239,16 +239,16 @@ impl Fp8Scales {
         all.into_iter().filter_map(|scale| scale.check(scales.get(scale)).err()).collect()
     }
 
-    /// One scale or descale.
+    /// Returns one scale or descale.
     pub fn get(&self, scale: Fp8Scale) -> f32 {
         self.0[scale as usize]
     }
 }
 
-/// The scale of a tensor whose largest magnitude is, or is expected to be, `amax`: `largest / amax / 2^margin`, where `largest` is that of the type.
+/// Returns the scale of a tensor with this (expected) amax: `largest / amax / 2^margin`, where `largest` is that of the type.
 ///
-/// With a margin of 0 the largest element becomes the largest number of the type; each one more keeps as many powers of two free for what may be larger
-/// in a later step. Where `amax` is 0, infinite or not a number it tells nothing, and the scale is 1. The descale is one over it.
+/// With a margin of 0 the largest element becomes the largest number of the type. Each unit of margin leaves another power of two for larger elements
+/// in a later step. If `amax` is 0, infinite or NaN, the scale is 1. The descale is its reciprocal.
 ///
 /// ```
 /// use sdpa_core::{DType, fp8};
@@ -258,11 +258,11 @@ impl Fp8Scales {
 /// ```
 pub fn scale_of(amax: f32, dtype: DType, margin: i32) -> f32 {
     let scale = dtype.largest() / amax / 2f32.powi(margin);
-    // A scale whose descale is no number would lose the tensor.
+    // A scale without a normal reciprocal would lose the tensor.
     if amax > 0.0 && scale.is_normal() && scale.recip().is_normal() { scale } else { 1.0 }
 }
 
-/// The largest magnitude of some numbers: 0 of none; not-a-number where one of them is.
+/// Returns the largest magnitude of the numbers: 0 without numbers, NaN if one of them is NaN.
 pub fn amax_of(numbers: &[f32]) -> f32 {
     numbers.iter().fold(0.0, |amax: f32, x| if amax.is_nan() || x.abs() <= amax { amax } else { x.abs() })
 }
@@ -322,7 +322,7 @@ mod tests {
                 }
             }
         }
-        // A tensor of a score_mod is none of them.
+        // A score_mod's tensor of this name is not a scale.
         let own = spec().with_dtype(DType::BF16).score_mod("tensor scale_o[]: f32; score * scale_o".parse().unwrap());
         let own = own.validate().unwrap();
         assert!(Fp8Scales::mistakes(&own, own.params(), &[ParamValue::F32(&[-1.0])]).is_empty());

@@ -1,4 +1,4 @@
-//! Calls over host memory: what one takes, and what is wrong with it.
+//! Calls over host memory, and their checks.
 
 use crate::backward::BackwardProblem;
 use crate::dtype::DType;
@@ -12,7 +12,7 @@ use crate::statistic::Statistic;
 use crate::tensor::{Elements, ElementsMut, Param};
 use crate::{Pages, packed, params};
 
-/// One forward call over host memory: [`HostForward::new`], then what the problem asks for besides.
+/// One forward call over host memory. Start with [`HostForward::new`], then add what else the problem requires.
 ///
 /// ```
 /// use sdpa_core::{Elements, HostForward};
@@ -27,27 +27,27 @@ use crate::{Pages, packed, params};
 pub struct HostForward<'a> {
     /// Queries, strided as the problem says.
     pub q: Elements<'a>,
-    /// Keys, strided as the problem says; of a paged problem, the container of their pages.
+    /// Keys, strided as the problem says; for a paged problem, the page pool.
     pub k: Elements<'a>,
-    /// Values, strided as the problem says; of a paged problem, the container of their pages.
+    /// Values, strided as the problem says; for a paged problem, the page pool.
     pub v: Elements<'a>,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: ElementsMut<'a>,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; there exactly when the problem asks for stats.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; required exactly if the problem computes stats.
     pub stats: Option<&'a mut [f32]>,
-    /// As `stats`, the largest score of each row; there exactly when the problem asks for [`row_max`](crate::AttentionSpec::row_max).
+    /// As `stats`, the largest score of each row; required exactly if the problem computes [`row_max`](crate::AttentionSpec::row_max).
     pub row_max: Option<&'a mut [f32]>,
-    /// As `stats`, the sum of exponentials of each row; there exactly when the problem asks for [`sum_exp`](crate::AttentionSpec::sum_exp).
+    /// As `stats`, the sum of exponentials of each row; required exactly if the problem computes [`sum_exp`](crate::AttentionSpec::sum_exp).
     pub sum_exp: Option<&'a mut [f32]>,
-    /// Multiplies the scores; finite. `None`: `1 / √dim_qk`.
+    /// Factor of the scores; finite. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters; a scalar that is not named here has its default.
+    /// Values of declared parameters. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: Vec<HostAmax<'a>>,
 }
 
-/// One backward call over host memory: [`HostBackward::new`], then what the problem asks for besides.
+/// One backward call over host memory. Start with [`HostBackward::new`], then add what else the problem requires.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct HostBackward<'a> {
@@ -61,7 +61,7 @@ pub struct HostBackward<'a> {
     pub o: Elements<'a>,
     /// Gradient of the output, strided as the problem says.
     pub d_o: Elements<'a>,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense: the forward pass's.
+    /// `stats` of the forward pass: f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
     pub stats: &'a [f32],
     /// Gradient of the queries, strided as the problem says; only elements that belong to the tensor are written.
     pub dq: ElementsMut<'a>,
@@ -69,13 +69,13 @@ pub struct HostBackward<'a> {
     pub dk: ElementsMut<'a>,
     /// Gradient of the values, strided as the problem says; only elements that belong to the tensor are written.
     pub dv: ElementsMut<'a>,
-    /// Multiplies the scores: the scale of the forward pass; finite. `None`: `1 / √dim_qk`.
+    /// Factor of the scores, as in the forward pass; finite. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, those of the forward pass; a scalar that is not named here has its default.
+    /// Values of declared parameters, as in the forward pass. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Gradients of declared parameters: each that the problem asks for, once.
+    /// Destinations of gradients of declared parameters: each that the problem computes, once.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -85,22 +85,22 @@ pub struct HostBackward<'a> {
 pub struct HostGradient<'a> {
     /// The name of the parameter.
     pub name: &'a str,
-    /// Dense, over the axes of the parameter, of the element type that the problem asks for; one element for a scalar.
+    /// Dense, over the axes of the parameter, of the element type in the problem; one element for a scalar.
     pub data: ElementsMut<'a>,
 }
 
-/// The destination of the largest magnitude of one tensor, which a call of 8-bit floats writes.
+/// The destination of a tensor's amax, which a call of 8-bit floats writes.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct HostAmax<'a> {
-    /// The tensor whose largest magnitude is written.
+    /// The tensor whose amax is written.
     pub of: Amax,
     /// The destination.
     pub value: &'a mut f32,
 }
 
 impl<'a> HostForward<'a> {
-    /// A call over these operands, with the default scale, no parameters, and nothing written but `o`.
+    /// Creates a call over these operands with the default scale and no parameters, which writes only `o`.
     pub fn new(
         q: impl Into<Elements<'a>>,
         k: impl Into<Elements<'a>>,
@@ -121,35 +121,35 @@ impl<'a> HostForward<'a> {
         }
     }
 
-    /// Sets where `stats` are written, for a problem that [asks for them](crate::AttentionSpec::with_stats).
+    /// Sets the destination of `stats`, for a problem that [computes them](crate::AttentionSpec::with_stats).
     #[must_use]
     pub fn stats(mut self, stats: &'a mut [f32]) -> Self {
         self.stats = Some(stats);
         self
     }
 
-    /// Sets where the largest score of each row is written, for a problem that [asks for it](crate::AttentionSpec::with_row_max).
+    /// Sets the destination of the largest score of each row, for a problem that [computes it](crate::AttentionSpec::with_row_max).
     #[must_use]
     pub fn row_max(mut self, row_max: &'a mut [f32]) -> Self {
         self.row_max = Some(row_max);
         self
     }
 
-    /// Sets where the sum of exponentials of each row is written, for a problem that [asks for it](crate::AttentionSpec::with_sum_exp).
+    /// Sets the destination of the sum of exponentials of each row, for a problem that [computes it](crate::AttentionSpec::with_sum_exp).
     #[must_use]
     pub fn sum_exp(mut self, sum_exp: &'a mut [f32]) -> Self {
         self.sum_exp = Some(sum_exp);
         self
     }
 
-    /// Sets all row statistics, in the order of [`Statistic::ALL`]: `None` for each that the problem does not ask for.
+    /// Sets all row statistics, in the order of [`Statistic::ALL`]: `None` for each that the problem does not compute.
     #[must_use]
     pub fn statistics(mut self, [stats, row_max, sum_exp]: [Option<&'a mut [f32]>; 3]) -> Self {
         (self.stats, self.row_max, self.sum_exp) = (stats, row_max, sum_exp);
         self
     }
 
-    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores; `None` for `1 / √dim_qk`.
     #[must_use]
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
@@ -163,7 +163,7 @@ impl<'a> HostForward<'a> {
         self
     }
 
-    /// Adds where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    /// Adds destinations of amax values, for a pass of 8-bit floats.
     #[must_use]
     pub fn amax(mut self, amax: impl IntoIterator<Item = HostAmax<'a>>) -> Self {
         self.amax.extend(amax);
@@ -172,8 +172,8 @@ impl<'a> HostForward<'a> {
 }
 
 impl<'a> HostBackward<'a> {
-    /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
-    /// `k` and `v`; with the default scale and no parameters.
+    /// Creates a call that reads the forward pass's operands, output and `stats`, and the output's gradient `d_o`. It writes the gradients of `q`,
+    /// `k` and `v`, with the default scale and no parameters.
     ///
     /// ```
     /// use sdpa_core::HostBackward;
@@ -207,28 +207,28 @@ impl<'a> HostBackward<'a> {
         }
     }
 
-    /// Sets what multiplies the scores, as in the forward pass; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores, as in the forward pass; `None` for `1 / √dim_qk`.
     #[must_use]
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
         self
     }
 
-    /// Sets the values of declared parameters, those of the forward pass.
+    /// Sets the values of declared parameters, as in the forward pass.
     #[must_use]
     pub fn params(mut self, params: &'a [Param<'a>]) -> Self {
         self.params = params;
         self
     }
 
-    /// Adds where gradients of declared parameters are written.
+    /// Adds destinations of gradients of declared parameters.
     #[must_use]
     pub fn gradients(mut self, gradients: impl IntoIterator<Item = HostGradient<'a>>) -> Self {
         self.gradients.extend(gradients);
         self
     }
 
-    /// Adds where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    /// Adds destinations of amax values, for a pass of 8-bit floats.
     #[must_use]
     pub fn amax(mut self, amax: impl IntoIterator<Item = HostAmax<'a>>) -> Self {
         self.amax.extend(amax);
@@ -244,13 +244,13 @@ impl<'a> HostGradient<'a> {
 }
 
 impl<'a> HostAmax<'a> {
-    /// Writes the largest magnitude of the tensor `of` to `value`.
+    /// Writes the amax of the tensor `of` to `value`.
     pub fn new(of: Amax, value: &'a mut f32) -> HostAmax<'a> {
         HostAmax { of, value }
     }
 }
 
-/// Memory of an operand: read or written, as [`Operand::written`] says.
+/// Memory of an operand, read or written according to [`Operand::written`].
 #[derive(Debug)]
 pub enum HostMemory<'a> {
     /// An operand that the pass reads.
@@ -262,16 +262,16 @@ pub enum HostMemory<'a> {
 /// Row statistics of a call.
 #[derive(Debug)]
 pub enum HostStats<'a> {
-    /// A forward pass that is not asked for them.
+    /// A forward pass without stats.
     None,
-    /// A backward pass reads them.
+    /// Stats that a backward pass reads.
     Read(&'a [f32]),
-    /// A forward pass writes them.
+    /// Stats that a forward pass writes.
     Write(&'a mut [f32]),
 }
 
-/// A call of either pass, its operands as a table: for executors that do the same with each. [`HostForward`] and [`HostBackward`]
-/// become one. Exhaustive, so that executors can list the fields.
+/// A call of either pass with its operands in a table, for executors that treat them alike. [`HostForward`] and [`HostBackward`] convert into it.
+/// Exhaustive, so that executors can list the fields.
 #[derive(Debug)]
 pub struct HostCall<'a> {
     /// The operands of the pass, in the order of [`Direction::operands`](crate::operand::Direction::operands).
@@ -282,13 +282,13 @@ pub struct HostCall<'a> {
     pub row_max: Option<&'a mut [f32]>,
     /// Destination of the sum of exponentials of each row, for a forward pass.
     pub sum_exp: Option<&'a mut [f32]>,
-    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    /// Factor of the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters; a scalar that is not named here has its default.
+    /// Values of declared parameters. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Gradients of declared parameters: each that the problem asks for, once; none of a forward pass.
+    /// Destinations of gradients of declared parameters: each that the problem computes, once; empty for a forward pass.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Destinations of the largest magnitudes, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -327,7 +327,7 @@ impl<'a> From<HostBackward<'a>> for HostCall<'a> {
     }
 }
 
-/// Collects what is wrong with a call.
+/// Collects the mistakes of a call.
 struct Check<'p> {
     problem: &'p Problem,
     errors: Vec<SpecError>,
@@ -336,7 +336,7 @@ struct Check<'p> {
 }
 
 impl Check<'_> {
-    /// Packed documents need as much as their boundaries say, which [`Check::memory`] looks at.
+    /// Checks an operand. For packed sequences `cu_seqlens` determine the length, which [`Check::memory`] checks.
     fn operand(&mut self, operand: Operand, (tensor, own): (&TensorSpec, DType), (dtype, len): (DType, usize)) {
         if dtype != own {
             self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("the problem's, {own}")));
@@ -358,7 +358,7 @@ impl Check<'_> {
         }
     }
 
-    /// What parameters are, what packed documents need, and that pages are there.
+    /// Checks values of parameters, memory of packed sequences, and page tables.
     fn values(&mut self, declared: &[Declared], given: &[Param<'_>]) {
         match params::bind(declared, self.problem.extents(), given) {
             Ok(values) => {
@@ -388,11 +388,12 @@ fn written((operand, x): (Operand, &ElementsMut<'_>)) -> (Operand, (DType, usize
 }
 
 impl HostForward<'_> {
-    /// Checks the call against the problem, and gives the scale to use: `attn_scale`, or `1 / √dim_qk`.
+    /// Checks the call against the problem, and returns the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
-    /// Every wrong dtype, every buffer that is too short, row statistics missing or too many, parameters that are missing, unknown, doubled or of another
-    /// type or length, boundaries and pages that are none, scales of 8-bit floats that are not finite and above 0, largest magnitudes without room or with too much of it, a scale that is not finite.
+    /// Every wrong dtype and every buffer that is too short; row statistics or amax destinations missing or superfluous; parameters missing, unknown,
+    /// repeated or of another type or length; invalid `cu_seqlens` and pages; scales of 8-bit floats that are not finite and above 0; a scale that is
+    /// not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
@@ -419,11 +420,11 @@ impl HostForward<'_> {
 }
 
 impl HostBackward<'_> {
-    /// Checks the call against the problem, and gives the scale to use: `attn_scale`, or `1 / √dim_qk`.
+    /// Checks the call against the problem, and returns the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
-    /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,
-    /// unknown, doubled or of another type or length, scales of 8-bit floats that are not finite and above 0.
+    /// Every wrong dtype and every buffer that is too short; a scale that is not finite; parameters and gradients missing, unknown, repeated or of
+    /// another type or length; scales of 8-bit floats that are not finite and above 0.
     pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem: problem.forward(), errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];

@@ -1,10 +1,10 @@
-//! What attention is, without anything that computes it: expressions and score_mods, masks, specifications and what they validate to,
-//! parameters, values of calls, reasons, and the traits of executors.
+//! Problems of attention without any computation: expressions and score_mods, masks, specifications and validated problems, parameters, values of
+//! calls, reasons of refusal, and the traits of executors.
 //!
-//! No device code, no library that is loaded. Executors are crates over this one; the `sdpa` crate has them all, and everything here.
+//! It has no device code and loads no library. Executors are crates that depend on this one; the `sdpa` crate re-exports them and everything here.
 //!
-//! Begin at [`AttentionSpec`], what a caller asks for, and [`Problem`], what an executor is given. An executor implements [`Executor`] and [`Prepared`];
-//! its calls are [`HostForward`] and [`HostBackward`]. Closures on scores are [`ScoreMod`] and [`Mask`].
+//! Begin at [`AttentionSpec`], which the caller writes, and [`Problem`], which an executor receives. An executor implements [`Executor`] and
+//! [`Prepared`]; its calls are [`HostForward`] and [`HostBackward`]. Closures on scores are [`ScoreMod`] and [`Mask`].
 //!
 //! ```
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -45,7 +45,7 @@ mod statistic;
 pub mod tensor;
 mod unproven;
 
-/// The crate of [`f16`](half::f16) and [`bf16`](half::bf16), which [`Elements`] has slices of.
+/// The crate of [`f16`](half::f16) and [`bf16`](half::bf16), for slices in [`Elements`].
 ///
 /// ```
 /// use sdpa_core::Elements;
@@ -55,7 +55,7 @@ mod unproven;
 /// assert_eq!(elements.len(), 4);
 /// ```
 pub use half;
-/// The crate of the lists in [`device::DeviceParams`].
+/// The crate of [`device::DeviceParams`]' lists.
 pub use smallvec;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};

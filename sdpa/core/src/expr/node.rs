@@ -1,4 +1,4 @@
-//! What an expression is made of: one table of functions.
+//! Nodes of expressions, and the table of functions.
 
 use crate::dtype::DType;
 use std::fmt;
@@ -20,7 +20,7 @@ impl Axis {
     /// Every axis, outermost first.
     pub const ALL: [Axis; 4] = [Axis::Batch, Axis::Head, Axis::Q, Axis::K];
 
-    /// The name of the index along the axis, in texts.
+    /// Returns the name of the index along the axis, in texts.
     pub fn name(self) -> &'static str {
         match self {
             Axis::Batch => "batch",
@@ -30,7 +30,7 @@ impl Axis {
         }
     }
 
-    /// The name of the axis's extent, in texts.
+    /// Returns the name of the axis's extent, in texts.
     pub fn extent_name(self) -> &'static str {
         match self {
             Axis::Batch => "batches",
@@ -40,7 +40,7 @@ impl Axis {
         }
     }
 
-    /// Place among the axes (batch, head, q, k): 0 to 3.
+    /// Returns its position among the axes (batch, head, q, k): 0 to 3.
     pub fn place(self) -> usize {
         match self {
             Axis::Batch => 0,
@@ -58,12 +58,12 @@ pub enum Type {
     F32,
     /// 32-bit integer; arithmetic wraps.
     I32,
-    /// A truth value.
+    /// A boolean.
     Bool,
 }
 
 impl Type {
-    /// The element type of such values.
+    /// Returns the element type of such values in memory.
     pub fn dtype(self) -> DType {
         match self {
             Type::F32 => DType::F32,
@@ -79,29 +79,29 @@ impl fmt::Display for Type {
     }
 }
 
-/// The notation of a function in text.
+/// The notation of a function in texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spelling {
     /// `name(x)` or `name(x, y)`.
     Call(&'static str),
-    /// `x name y`, and how tightly it binds.
+    /// `x name y`, with the binding strength.
     Infix(&'static str, u8),
     /// `name x`.
     Prefix(&'static str),
 }
 
-/// The types that a function takes and returns.
+/// The argument and result types of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Takes numbers of one type, yields one of that type.
+    /// Takes numbers of one type and returns one of that type.
     Number,
-    /// Takes f32, yields f32.
+    /// Takes f32 and returns f32.
     Real,
-    /// Takes numbers of one type, yields a truth value.
+    /// Takes numbers of one type and returns a boolean.
     Compare,
-    /// Takes truth values, yields one.
+    /// Takes booleans and returns one.
     Logic,
-    /// Takes a value of the first type, yields one of the second.
+    /// Takes a value of the first type and returns one of the second.
     Cast(Type, Type),
 }
 
@@ -115,17 +115,17 @@ macro_rules! functions {
             /// Every function, in declaration order.
             pub const ALL: &'static [$name] = &[$($name::$variant,)*];
 
-            /// Describes its result in words.
+            /// Returns a description of its result.
             pub fn about(self) -> &'static str {
                 match self { $($name::$variant => $doc.trim_ascii(),)* }
             }
 
-            /// Returns its notation in text.
+            /// Returns its notation in texts.
             pub fn spelling(self) -> Spelling {
                 match self { $($name::$variant => $spelling,)* }
             }
 
-            /// Returns the types that it takes and returns.
+            /// Returns its argument and result types.
             pub fn kind(self) -> Kind {
                 match self { $($name::$variant => $kind,)* }
             }
@@ -207,23 +207,23 @@ functions! {
     }
 }
 
-/// A value of a trace, by its place in it.
+/// A value of a trace, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(pub(super) u32);
 
 impl NodeId {
-    /// Place in [`super::Trace::nodes`].
+    /// Returns the index in [`super::Trace::nodes`].
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A declared parameter of a trace, by its place among them.
+/// A declared parameter of a trace, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ParamId(pub(super) u32);
 
 impl ParamId {
-    /// Place in [`super::Trace::params`].
+    /// Returns the index in [`super::Trace::params`].
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -232,21 +232,21 @@ impl ParamId {
 /// A constant. Floats are compared by their bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Const {
-    /// The bits of a binary32; of the many that are not a number there is one.
+    /// The bits of a binary32. All NaNs have the same bits.
     F32(u32),
-    /// A whole number.
+    /// An integer.
     I32(i32),
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
 }
 
 impl Const {
-    /// A float.
+    /// Creates a float.
     pub fn f32(x: f32) -> Const {
         Const::F32(if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() })
     }
 
-    /// The type of the constant.
+    /// Returns the type of the constant.
     pub fn ty(self) -> Type {
         match self {
             Const::F32(_) => Type::F32,
@@ -255,7 +255,7 @@ impl Const {
         }
     }
 
-    /// The number, widened; a truth value is 0 or 1.
+    /// Returns the number as f64; a boolean is 0 or 1.
     pub fn to_f64(self) -> f64 {
         match self {
             Const::F32(bits) => f64::from(f32::from_bits(bits)),
@@ -278,17 +278,17 @@ impl Const {
 pub enum Node {
     /// The score that is modified, f32.
     Score,
-    /// The upstream gradient: that of the loss by the modified score, f32; only in gradients.
+    /// The upstream gradient, f32: the loss differentiated by the modified score. Only in gradients.
     Upstream,
     /// The index along an axis, i32.
     Index(Axis),
-    /// The extent of an axis, i32; a constant once the problem is known.
+    /// The extent of an axis, i32; a constant in a trace of a validated problem.
     Extent(Axis),
     /// A constant, in the node itself.
     Const(Const),
-    /// A declared parameter: its number, or its element at this place.
+    /// A declared parameter: a scalar, or the element of a tensor at the current position.
     Param(ParamId),
-    /// The element of a declared table at a computed place, i32, as elements lie in memory. Before the first stands the first, behind the last the last.
+    /// The element of a declared table at a computed position, i32, in memory order. Positions outside the table are clamped to it.
     Read(ParamId, NodeId),
     /// A function of one value.
     Unary(Unary, NodeId),
@@ -299,7 +299,7 @@ pub enum Node {
 }
 
 impl Node {
-    /// The values that this one is a function of, in order.
+    /// Iterates over the operands of this node, in order.
     pub fn operands(self) -> impl Iterator<Item = NodeId> {
         let of = match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => [None; 3],
@@ -310,7 +310,7 @@ impl Node {
         of.into_iter().flatten()
     }
 
-    /// This function, of the values that `to` makes of its operands.
+    /// Returns this node with `to` applied to its operands.
     pub fn map(self, mut to: impl FnMut(NodeId) -> NodeId) -> Node {
         match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => self,

@@ -1,17 +1,17 @@
-//! Declared parameters: what is bound at execution, by name.
+//! Declared parameters, whose values each call passes by name.
 
 use super::node::{Axis, Type};
 use crate::dtype::DType;
 use std::fmt;
 
-/// The axes that a declared tensor spans, as a set. Along the others it has one element for all.
+/// The set of axes that a declared tensor spans. Along the other axes one element serves for all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Axes {
-    /// A bit for each axis, and one for the end of boundaries.
+    /// One bit per axis, and one for the extra element of `cu_seqlens`.
     set: u8,
-    /// Keys that share an element: those of a page. 0 where each has its own.
+    /// Keys that share an element: those of a page. 0 if each key has its own.
     page: u32,
-    /// Extents of a table of its own, which spans no axis; behind the last of them 0.
+    /// Extents of a table, which spans no axis; unused ones are 0.
     table: [u32; 4],
 }
 
@@ -19,16 +19,16 @@ impl Axes {
     /// No axis: one element.
     pub const NONE: Axes = Axes { set: 0, page: 0, table: [0; 4] };
 
-    /// Batch entries, with one element more behind the last: where each begins, and where the last one ends (`cu_seqlens`). An expression reads where the
-    /// entry begins.
+    /// Batch entries with one extra element: the offset of each entry and the end of the last (`cu_seqlens`). An expression reads the offset of the
+    /// entry.
     pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, ..Axes::NONE };
 
-    /// Batch entries and pages of so many keys: one element for each page of an entry. No expression reads them.
+    /// Batch entries and pages of this many keys: one element per page of an entry. Expressions cannot read them.
     pub(crate) fn pages(page_size: i64) -> Axes {
         Axes { page: page_size.clamp(1, i64::from(i32::MAX)) as u32, ..Axes::from([Axis::Batch, Axis::K]) }
     }
 
-    /// No axis, but extents of its own: a table, which expressions read at computed places. Up to four, the last one innermost.
+    /// A table: no axis, but extents of its own. Expressions read it at computed positions. Up to four extents, the last one innermost.
     ///
     /// # Errors
     /// The rule that the extents break.
@@ -48,56 +48,56 @@ impl Axes {
         Ok(Axes { table, ..Axes::NONE })
     }
 
-    /// The extents of a table; empty of what spans axes.
+    /// Returns the extents of a table; none for a tensor that spans axes.
     pub fn extents(self) -> impl DoubleEndedIterator<Item = i64> + ExactSizeIterator {
         let rank = self.table.iter().filter(|extent| **extent > 0).count();
         (0..rank).map(move |n| i64::from(self.table[n]))
     }
 
-    /// Whether these are the extents of a table.
+    /// Returns whether this is a table.
     pub fn is_table(self) -> bool {
         self.table[0] > 0
     }
 
-    /// The keys of a page, where there is one element for each page.
+    /// Returns the keys per page, if there is one element per page.
     pub fn page_size(self) -> Option<i64> {
         (self.page > 0).then_some(i64::from(self.page))
     }
 
-    /// Whether there is one element more than batch entries.
+    /// Returns whether there is one element more than batch entries.
     pub fn has_end(self) -> bool {
         self.set & 1 << 4 != 0
     }
 
-    /// Whether an axis is among them.
+    /// Returns whether an axis is in the set.
     pub fn has(self, axis: Axis) -> bool {
         self.set & (1 << axis.place()) != 0
     }
 
-    /// The axes, outermost first.
+    /// Iterates over the axes, outermost first.
     pub fn iter(self) -> impl Iterator<Item = Axis> {
         Axis::ALL.into_iter().filter(move |&a| self.has(a))
     }
 
-    /// With one axis more.
+    /// Returns the set with one more axis.
     #[must_use]
     pub fn with(self, axis: Axis) -> Axes {
         Axes { set: self.set | (1 << axis.place()), ..self }
     }
 
-    /// The axes of both.
+    /// Returns the union of both sets.
     #[must_use]
     pub fn union(self, other: Axes) -> Axes {
         Axes { set: self.set | other.set, page: self.page.max(other.page), table: self.table }
     }
 
-    /// Elements of a dense tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// Returns the number of elements of a dense tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
     pub fn elements(self, extents: [i64; 4]) -> i64 {
         self.dims(extents).iter().product::<i64>() + i64::from(self.has_end())
     }
 
-    /// The extents of what expressions read of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv); along keys
-    /// the number of pages, where there is one element for each.
+    /// Returns the extents that expressions read of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv). With one
+    /// element per page, the extent along keys is the number of pages.
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
         // The last extent of a table is the innermost.
@@ -150,14 +150,14 @@ pub enum ParamKind {
     Tensor {
         /// The axes that it spans.
         axes: Axes,
-        /// f32, f16, bf16, i32 or bool of what expressions read. What they do not read may be i64: boundaries of packed documents, the seed and offset of
-        /// dropout; or f8e8m0: scales of blocks.
+        /// f32, f16, bf16, i32 or bool for tensors that expressions read. Others may be i64 (`cu_seqlens`, the seed and offset of dropout) or f8e8m0
+        /// (block scales).
         dtype: DType,
     },
 }
 
 impl ParamKind {
-    /// The extents of a table; empty of what is none.
+    /// Returns the extents of a table; none for any other parameter.
     pub fn extents(self) -> impl DoubleEndedIterator<Item = i64> + ExactSizeIterator {
         let axes = match self {
             ParamKind::Scalar => Axes::NONE,
@@ -166,13 +166,13 @@ impl ParamKind {
         axes.extents()
     }
 
-    /// The place of a table that is read where a place was computed: itself, or the nearest within.
+    /// Clamps a computed position to a table.
     pub fn within(self, place: i64) -> usize {
         let last = self.extents().product::<i64>() - 1;
         place.clamp(0, last.max(0)).unsigned_abs() as usize
     }
 
-    /// The type of its value in an expression.
+    /// Returns the type of its value in an expression.
     pub fn ty(self) -> Type {
         match self {
             ParamKind::Scalar => Type::F32,
@@ -185,14 +185,14 @@ impl ParamKind {
     }
 }
 
-/// A declared parameter. Equal traces declare equal names and kinds; the default is a value and no part of that.
+/// A declared parameter. Equal traces declare equal names and kinds. The default is a value and not part of a trace's identity.
 #[derive(Clone, Debug)]
 pub struct Declared {
-    /// The name that it is bound by.
+    /// The name by which calls pass its value.
     pub name: String,
     /// Whether it is a scalar or a tensor.
     pub kind: ParamKind,
-    /// The value of a scalar where nothing is bound; `None` of a tensor.
+    /// The value of a scalar that a call does not name; `None` for a tensor.
     pub default: Option<f32>,
 }
 

@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use std::collections::HashMap;
 use std::str::FromStr;
 
-/// How deep parentheses may nest, and how long a text may be.
+/// Limits on the depth of parentheses and on the length of a text.
 const DEPTH: usize = 200;
 const LENGTH: usize = 1 << 20;
 
@@ -36,7 +36,7 @@ impl Token {
     }
 }
 
-/// Longer signs first.
+/// Longer signs first, so that the longest one matches.
 const SIGNS: [&str; 22] =
     ["==", "!=", "<=", ">=", "<", ">", "+", "-", "*", "/", "%", "&", "|", "!", "(", ")", "[", "]", ",", ";", ":", "="];
 
@@ -258,7 +258,7 @@ impl Reader {
         }
     }
 
-    /// An element of a table.
+    /// Parses an element of a table.
     fn element(&mut self, table: ParamId, token: usize) -> Read<NodeId> {
         self.expect("[")?;
         let mut indices = Vec::new();
@@ -310,7 +310,7 @@ impl Reader {
         Ok(true)
     }
 
-    /// Operators that bind at least as tightly as `least`.
+    /// Parses operators that bind at least as tightly as `least`.
     fn expression(&mut self, least: u8) -> Read<NodeId> {
         self.depth += 1;
         if self.depth > DEPTH {
@@ -338,7 +338,7 @@ impl Reader {
         let found = Unary::ALL.iter().find(|f| matches!(f.spelling(), Spelling::Prefix(s) if s == sign));
         let Some(&f) = found else { return self.atom() };
         self.at += 1;
-        // −2147483648 is a number; 2147483648 is none.
+        // −2147483648 is an i32, but 2147483648 is not.
         if let (Unary::Neg, Token::Int(n)) = (f, self.peek().clone()) {
             self.at += 1;
             return Ok(self.builder.konst(Const::I32((-n) as i32)));
@@ -417,7 +417,7 @@ impl Reader {
         self.fail_at(token, format!("there is no function {name:?}{near}"))
     }
 
-    /// A function that is made of others: of values of one type.
+    /// Applies a composed function to values of one type.
     fn made(&mut self, f: Made, mut of: Vec<NodeId>, token: usize) -> Read<NodeId> {
         let name = f.name();
         if of.len() != f.arguments() {
@@ -441,7 +441,7 @@ impl Reader {
         }
     }
 
-    /// A whole number beside an f32 becomes one.
+    /// Converts an integer constant next to an f32 to f32.
     fn alike(&mut self, x: NodeId, y: NodeId) -> (NodeId, NodeId) {
         match (self.builder.ty(x), self.builder.ty(y)) {
             (Type::F32, Type::I32) => (x, self.as_f32(y)),

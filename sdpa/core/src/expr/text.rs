@@ -1,11 +1,11 @@
-//! The text form of a trace: declarations, values that are used more than once, and what it computes.
+//! The text form of a trace: declarations, named values that are used more than once, and roots.
 //!
 //! ```text
 //! scalar cap = 30.0; tensor slopes[head]: f32; let t1 = score / cap; tanh(t1) * cap + slopes * f32(k - q)
 //! ```
 //!
-//! On one line or on several; `#` begins a comment. Whole numbers are i32, numbers with a point or an exponent f32; a whole
-//! number beside an f32 is taken as one. From the loosest to the tightest: `|`, `&`, comparisons, `+ -`, `* / %`, `- !`.
+//! A text has one line or several; `#` begins a comment. Integers are i32, numbers with a point or an exponent f32; an integer constant next to an
+//! f32 becomes f32. Binding strength, from loosest to tightest: `|`, `&`, comparisons, `+ -`, `* / %`, `- !`.
 
 use super::made::Made;
 use super::node::{Axis, Binary, Const, Node, Spelling, Unary};
@@ -13,14 +13,14 @@ use super::params::ParamKind;
 use super::trace::Trace;
 use std::fmt;
 
-/// How tightly a prefix binds, and what never needs parentheses.
+/// Binding strengths of a prefix, and of a text that never needs parentheses.
 pub(super) const PREFIX: u8 = 6;
 const ATOM: u8 = 7;
 
-/// A value within so many others gets a name, so that what is printed is never too deep to be read back.
+/// A value nested this deep gets a name, so that every printed text can be parsed.
 const NESTED: usize = 40;
 
-/// Words that are no names of parameters or values.
+/// Returns whether a word is reserved: no parameter or value may have it as its name.
 pub(super) fn reserved(word: &str) -> bool {
     const WORDS: [&str; 12] = ["score", "upstream", "scalar", "tensor", "table", "let", "true", "false", "inf", "nan", "select", "bool"];
     let called = |spelling| match spelling {
@@ -34,7 +34,7 @@ pub(super) fn reserved(word: &str) -> bool {
         || Made::ALL.iter().any(|f| f.name() == word)
 }
 
-/// A float as it is read back.
+/// Prints a float so that parsing returns the same one.
 fn float(x: f32) -> String {
     if x.is_nan() {
         "nan".to_owned()
@@ -68,13 +68,13 @@ impl fmt::Display for Trace {
         for x in self.nodes().iter().flat_map(|n| n.operands()).chain(self.roots().iter().copied()) {
             uses[x.index()] += 1;
         }
-        // Texts of values, with how tightly each binds.
+        // Texts of values, with their binding strengths.
         let mut texts: Vec<(String, u8)> = Vec::with_capacity(uses.len());
         let mut depths: Vec<usize> = Vec::with_capacity(uses.len());
         let mut lets = 0;
         for id in self.ids() {
             let depth = self.depth(id, &texts, &depths);
-            // A text that stands in one place is moved there: in a row of operators each would hold all before it.
+            // Move a text that is used once: copies would make a chain of operators quadratic.
             let mut within = |x: super::NodeId, least: u8| {
                 let (text, binds) = &mut texts[x.index()];
                 let text = if uses[x.index()] > 1 { text.clone() } else { std::mem::take(text) };
@@ -94,7 +94,7 @@ impl fmt::Display for Trace {
                 }
                 Node::Unary(g, x) => match g.spelling() {
                     Spelling::Call(name) => (format!("{name}({})", within(x, 0)), ATOM),
-                    // A sign in front of a number would be read as part of it.
+                    // The parser would read a sign before a number as part of it.
                     Spelling::Prefix(sign) => (format!("{sign}{}", within(x, ATOM)), PREFIX),
                     Spelling::Infix(sign, binds) => (format!("{sign}{}", within(x, binds)), binds),
                 },
@@ -126,7 +126,7 @@ impl fmt::Display for Trace {
 }
 
 impl Trace {
-    /// How many values a text is within one another; what stands first in a row of operators is not within the others.
+    /// Returns the nesting depth of a text. The first operand in a chain of operators does not add depth.
     fn depth(&self, id: super::NodeId, texts: &[(String, u8)], depths: &[usize]) -> usize {
         let (first, binds) = match self.node(id) {
             Node::Binary(g, x, _) => match g.spelling() {
@@ -147,7 +147,7 @@ impl Trace {
         self.node(id).operands().map(of).max().unwrap_or(0)
     }
 
-    /// A name for the `n`th shared value that no parameter has.
+    /// Returns a name for the `n`th shared value that no parameter has.
     fn fresh(&self, n: usize) -> String {
         let mut name = format!("t{n}");
         while self.find(&name).is_some() {

@@ -1,4 +1,4 @@
-//! A finished trace: plain data, equal exactly when it computes alike from the same parameters.
+//! A finished trace: plain data. Equal traces compute the same from equal parameters.
 
 use super::node::{Axis, Binary, Const, Node, NodeId, ParamId, Type};
 use super::params::{Axes, Declared, ParamKind};
@@ -10,13 +10,13 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExprError {
-    /// One name is declared twice, and not alike: other axes, another element type, another default.
+    /// A name is declared twice with different axes, element types or defaults.
     #[error("parameter {name} is declared twice, and not alike")]
     Redeclared {
         /// The name of the parameter.
         name: String,
     },
-    /// A name breaks the rule: 1 to 64 letters, digits and `_`, no digit first, no word of the language.
+    /// A name is not 1 to 64 letters, digits and `_`, begins with a digit, or is a word of the language.
     #[error("parameter {name:?}: a name is made of letters, digits and _, at most 64, begins with no digit and is no word of the language")]
     Name {
         /// The given text.
@@ -28,7 +28,7 @@ pub enum ExprError {
         /// The parameter.
         name: String,
     },
-    /// Extents of a table that are none.
+    /// Extents of a table are invalid.
     #[error("table {name}: {rule}")]
     Extents {
         /// The table.
@@ -46,27 +46,27 @@ pub enum ExprError {
         /// Number of extents.
         extents: usize,
     },
-    /// A text that cannot be read.
+    /// A text cannot be parsed.
     #[error("at {line}:{column}: {rule}")]
     Syntax {
-        /// Counted from 1.
+        /// The line, counted from 1.
         line: usize,
-        /// Counted from 1.
+        /// The column, counted from 1.
         column: usize,
-        /// The expected token, and the one that is there.
+        /// The expected token, and the token found.
         rule: String,
     },
-    /// A value that has no derivative along the score or a parameter.
+    /// A value has no derivative along the score or a parameter.
     #[error("{function} has no derivative: {rule}")]
     NoDerivative {
         /// The function.
         function: String,
-        /// Why.
+        /// The reason.
         rule: String,
     },
 }
 
-/// Everything that is wrong with an expression.
+/// Every mistake in an expression.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExprErrors(pub Vec<ExprError>);
 
@@ -81,13 +81,13 @@ impl fmt::Display for ExprErrors {
 
 impl std::error::Error for ExprErrors {}
 
-/// The operations of a closure as data: values in topological order, and the parameters that they read. Its results are values, called *roots*.
+/// The operations of a closure as data: values in topological order, and the parameters that they read. The results are called *roots*.
 ///
-/// Equality and hashing are on everything but the defaults of scalars, which are values of a call. `Display` writes its text, `FromStr` reads it back.
+/// Equality and hashing ignore only the defaults of scalars, which are values of a call. `Display` writes the text form, and `FromStr` parses it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Trace {
-    /// Of all that is compared; computed once, as traces are looked up at every call.
+    /// Hash of everything that is compared. Computed once, because every call looks traces up.
     hash: u64,
     nodes: Vec<Node>,
     types: Vec<Type>,
@@ -100,7 +100,7 @@ pub struct Trace {
 pub struct Depends {
     /// Whether it depends on the score or the upstream gradient.
     pub score: bool,
-    /// The axes whose indices it depends on, by themselves or as the place in a tensor.
+    /// The axes whose indices it depends on, directly or as the position in a tensor.
     pub axes: Axes,
     /// Whether it depends on a declared scalar.
     pub scalar: bool,
@@ -118,17 +118,17 @@ impl Depends {
         }
     }
 
-    /// Whether it is one number for the whole call.
+    /// Returns whether it is one number for the whole call.
     pub fn is_uniform(self) -> bool {
         !self.score && !self.tensor && self.axes == Axes::NONE
     }
 
-    /// Whether scores of one head may have another each.
+    /// Returns whether scores of one head may have different values of it.
     pub fn varies(self) -> bool {
         self.score || self.axes.has(Axis::Q) || self.axes.has(Axis::K)
     }
 
-    /// Whether the indices of a batch entry and a head alone say what it is.
+    /// Returns whether it is determined by the indices of batch entry and head.
     pub fn is_of_heads(self) -> bool {
         !self.tensor && !self.scalar && !self.varies()
     }
@@ -150,7 +150,8 @@ impl Hash for Trace {
 }
 
 impl Trace {
-    /// The base of a power whose exponent is 0, 1, 2, 3 or 4, and which: a product, also of what has no logarithm.
+    /// Returns the base and exponent of a power with constant exponent 0, 1, 2, 3 or 4. Executors compute it as a product, which also works for bases
+    /// without a logarithm.
     ///
     /// ```
     /// use sdpa_core::expr::Trace;
@@ -173,7 +174,7 @@ impl Trace {
         self
     }
 
-    /// Drops what no root needs and numbers the rest as a walk from the roots meets it, operands first.
+    /// Drops values that no root needs. Numbers the rest in depth-first order from the roots, operands first.
     pub(super) fn canonical(nodes: &[Node], types: &[Type], params: &[Declared], roots: &[NodeId]) -> Trace {
         let mut trace = Trace { hash: 0, nodes: Vec::new(), types: Vec::new(), params: Vec::new(), roots: Vec::new() };
         let mut new: Vec<Option<NodeId>> = vec![None; nodes.len()];
@@ -219,37 +220,37 @@ impl Trace {
         trace.with_hash()
     }
 
-    /// Every value, operands before what is made of them.
+    /// Returns every value; operands precede the values that use them.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The value behind an id.
+    /// Returns the node of an id.
     pub fn node(&self, id: NodeId) -> Node {
         self.nodes[id.index()]
     }
 
-    /// The type of a value.
+    /// Returns the type of a value.
     pub fn ty(&self, id: NodeId) -> Type {
         self.types[id.index()]
     }
 
-    /// Every declared parameter, in the order in which the values meet them.
+    /// Returns every declared parameter, in the order of first use.
     pub fn params(&self) -> &[Declared] {
         &self.params
     }
 
-    /// The parameter of this name.
+    /// Returns the parameter of this name.
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.params.iter().position(|p| p.name == name).map(|n| ParamId(n as u32))
     }
 
-    /// Returns the results: of a score_mod the modified score, of a mask whether the key is kept.
+    /// Returns the roots: the modified score of a score_mod, or a mask's boolean that is true if the query attends to the key.
     pub fn roots(&self) -> &[NodeId] {
         &self.roots
     }
 
-    /// Ids of all values, in order.
+    /// Iterates over the ids of all values, in order.
     pub fn ids(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.nodes.len() as u32).map(NodeId)
     }
@@ -273,7 +274,7 @@ impl Trace {
         all
     }
 
-    /// The trace with every default of a scalar set to 0: equal traces have equal texts then.
+    /// Returns the trace with all defaults of scalars set to 0. Equal traces then have equal texts.
     #[must_use]
     pub fn without_defaults(&self) -> Trace {
         let mut trace = self.clone();
@@ -281,10 +282,10 @@ impl Trace {
         trace
     }
 
-    /// Gives a parameter another name.
+    /// Renames a parameter.
     ///
     /// # Errors
-    /// A name that is none, or that another parameter has.
+    /// The name is invalid, or another parameter has it.
     pub fn rename(&self, from: &str, to: &str) -> Result<Trace, ExprErrors> {
         let mut renamed = self.clone();
         let clash = self.find(to).is_some() && self.find(from).is_some() && from != to;
@@ -295,7 +296,7 @@ impl Trace {
         if clash { Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }])) } else { Ok(renamed.with_hash()) }
     }
 
-    /// Whether some value is the index along an axis.
+    /// Returns whether some value is the index along an axis.
     pub fn uses_index(&self, axis: Axis) -> bool {
         self.nodes.contains(&Node::Index(axis))
     }

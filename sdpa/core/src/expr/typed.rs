@@ -1,7 +1,6 @@
-//! What closures see: traced values with the types of Rust's own arithmetic.
+//! Types that closures see: traced values with Rust's arithmetic.
 //!
-//! A traced value cannot be branched on, as it is no `bool`, and values of two traces do not mix, as each trace has a lifetime
-//! of its own:
+//! A traced value cannot be branched on, because it is no `bool`. Values of two traces cannot be mixed, because each trace has its own lifetime:
 //!
 //! ```compile_fail,E0277
 //! use sdpa_core::expr::Trace;
@@ -19,7 +18,7 @@
 //! Trace::of_score(|score, at, _| score + at.q);
 //! ```
 //!
-//! What those meant:
+//! The intended versions:
 //!
 //! ```
 //! use sdpa_core::expr::Trace;
@@ -50,7 +49,7 @@ pub struct F32;
 /// 32-bit integers, in expressions and in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct I32;
-/// Truth values, in expressions and in memory.
+/// Booleans, in expressions and in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bool;
 /// binary16 in memory.
@@ -68,10 +67,10 @@ mod sealed {
     impl Sealed for super::F16 {}
     impl Sealed for super::BF16 {}
 
-    /// Explains that comparison operators are not traced. No type that a program can name is an `O`.
+    /// Produces the compiler message that comparison operators are not traced. No type that a program can name is an `O`.
     ///
-    /// Its own type is that of the value, not the traced value: of a bound on the type that an operator is applied to, rustc reports the operator's message. The
-    /// two implementations keep the operand open until rustc knows it; without any, it would only say that there is no such operator.
+    /// The self type is that of the value, not the traced value: rustc reports the operator's message for a bound on the operator's type. Two
+    /// implementations keep the operand undetermined until rustc knows it. Without them rustc would only report a missing operator.
     #[diagnostic::on_unimplemented(
         message = "comparison operators cannot be traced: they return a `bool` of Rust",
         label = "this comparison is not traced",
@@ -86,11 +85,11 @@ mod sealed {
 
 /// The type of a traced value: [`F32`], [`I32`] or [`Bool`].
 pub trait Traced: sealed::Sealed + Copy {
-    /// The number type of Rust.
+    /// The corresponding Rust number type.
     type Number: Copy;
-    /// The type as data.
+    /// The type as a value.
     const TYPE: Type;
-    /// A constant of this type.
+    /// Creates a constant of this type.
     fn constant(value: Self::Number) -> Const;
 }
 
@@ -118,16 +117,16 @@ impl Traced for Bool {
     }
 }
 
-/// The element type of a declared tensor, and what its elements are in an expression.
+/// An element type of declared tensors.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not the element type of a tensor in an expression",
     label = "expected one of the marker types `F32`, `F16`, `BF16`, `I32`, `Bool`",
     note = "pass `sdpa::expr::F32` instead of `DType::F32`: the marker also says which type the elements have in the expression"
 )]
 pub trait Stored: sealed::Sealed + Copy {
-    /// The type of an element in an expression.
+    /// The type of its elements in an expression.
     type Value: Traced;
-    /// The element type as data.
+    /// The element type as a value.
     const DTYPE: DType;
 }
 
@@ -141,12 +140,12 @@ macro_rules! stored {
 }
 stored! { F32 F32; F16 F32; BF16 F32; I32 I32; Bool Bool; }
 
-/// The lifetime of one trace, equal to itself only.
+/// The lifetime of one trace, which equals only itself.
 type Brand<'t> = PhantomData<Cell<&'t ()>>;
 
-/// One value of a trace in the making: what a closure is given, and what arithmetic on it yields.
+/// A value of a trace under construction. Closures receive these, and arithmetic on them returns these.
 ///
-/// It cannot be branched on; choices are [`Expr::select`]: `score.gt(0.0).select(score, -score)`.
+/// It cannot be branched on. Use [`Expr::select`]: `score.gt(0.0).select(score, -score)`.
 pub struct Expr<'t, T> {
     trace: &'t RefCell<Builder>,
     id: NodeId,
@@ -168,7 +167,7 @@ impl<T> fmt::Debug for Expr<'_, T> {
     }
 }
 
-/// What can stand as an operand: a traced value of the type, or a number.
+/// An operand: a traced value of the type, or a number.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not an operand of traced `{T}` arithmetic",
     label = "expected an `Expr` of `{T}`, or a number of that type",
@@ -176,7 +175,7 @@ impl<T> fmt::Debug for Expr<'_, T> {
     note = "`.to_i32()` rounds an `Expr<F32>` toward zero; numbers are written `1.0` beside `F32` and `1` beside `I32`"
 )]
 pub trait Operand<'t, T> {
-    /// The value in the trace of `like`.
+    /// Returns the value in the trace of `like`.
     fn expr<U>(self, like: Expr<'t, U>) -> Expr<'t, T>;
 }
 
@@ -207,7 +206,7 @@ impl<'t, T> Expr<'t, T> {
         self.make(|b| b.unary(f, self.id))
     }
 
-    /// A function of values of this one's type, as many as it takes.
+    /// Applies a composed function to values of this one's type.
     fn made(self, f: Made, of: &[NodeId]) -> Expr<'t, T> {
         self.make(|b| f.make(b, of).unwrap_or(self.id))
     }
@@ -239,7 +238,7 @@ macro_rules! methods {
         }
     };
     (@ $t:ty, $(#[$doc:meta])* $name:ident compare $f:ident) => {
-        // By reference: of a `&Expr`, a method by value would come after that of `PartialOrd`.
+        // By reference: for a `&Expr`, method lookup would find that of `PartialOrd` before a method by value.
         $(#[$doc])*
         #[must_use]
         pub fn $name(&self, other: impl Operand<'t, $t>) -> Expr<'t, Bool> {
@@ -313,26 +312,26 @@ methods! { I32:
 }
 
 impl<'t> Expr<'t, F32> {
-    /// The whole number toward zero; the nearest i32 of what is too large, 0 of what is not a number.
+    /// Rounds toward zero. Too large values become the nearest i32, and NaN becomes 0.
     #[must_use]
     pub fn to_i32(self) -> Expr<'t, I32> {
         self.unary(Unary::ToI32)
     }
 
-    /// The value, but not below `low` and not above `high`.
+    /// Limits the value to `low` and `high`.
     #[must_use]
     pub fn clamp(self, low: impl Operand<'t, F32>, high: impl Operand<'t, F32>) -> Expr<'t, F32> {
         let (low, high) = (low.expr(self), high.expr(self));
         self.made(Made::Clamp, &[self.id, low.id, high.id])
     }
 
-    /// The square, `x²`.
+    /// Returns the square, `x²`.
     #[must_use]
     pub fn square(self) -> Expr<'t, F32> {
         self.made(Made::Square, &[self.id])
     }
 
-    /// `1 / (1 + e⁻ˣ)`.
+    /// Returns `1 / (1 + e⁻ˣ)`.
     #[must_use]
     pub fn sigmoid(self) -> Expr<'t, F32> {
         self.made(Made::Sigmoid, &[self.id])
@@ -340,14 +339,14 @@ impl<'t> Expr<'t, F32> {
 }
 
 impl<'t> Expr<'t, I32> {
-    /// The value, but not below `low` and not above `high`.
+    /// Limits the value to `low` and `high`.
     #[must_use]
     pub fn clamp(self, low: impl Operand<'t, I32>, high: impl Operand<'t, I32>) -> Expr<'t, I32> {
         let (low, high) = (low.expr(self), high.expr(self));
         self.made(Made::Clamp, &[self.id, low.id, high.id])
     }
 
-    /// The square, `x²`.
+    /// Returns the square, `x²`.
     #[must_use]
     pub fn square(self) -> Expr<'t, I32> {
         self.made(Made::Square, &[self.id])
@@ -361,7 +360,7 @@ impl<'t> Expr<'t, I32> {
 }
 
 impl<'t> Expr<'t, Bool> {
-    /// `x` where this holds, else `y`. Numbers need one traced value among them, or [`Params::constant`].
+    /// Returns `x` where this holds, else `y`. One of them must be a traced value, or [`Params::constant`].
     #[must_use]
     pub fn select<T: Traced>(self, x: impl Operand<'t, T>, y: impl Operand<'t, T>) -> Expr<'t, T> {
         let (x, y) = (x.expr(self), y.expr(self));
@@ -394,7 +393,7 @@ operators! {
     Bool bool: BitAnd bitand And, BitOr bitor Or;
 }
 
-// These give no operator a meaning: their bounds hold for no type, so that the compiler explains what to write instead.
+// These make no operator usable: no type satisfies their bounds, so the compiler prints the explanation.
 impl<T: sealed::ComparedByOperator<O>, O> PartialEq<O> for Expr<'_, T> {
     fn eq(&self, _: &O) -> bool {
         false
@@ -428,12 +427,12 @@ impl<'t> ops::Not for Expr<'t, Bool> {
     }
 }
 
-/// The place of a score: the indices of its batch entry, head, query and key, and the extents of these axes. All are i32.
+/// The position of a score: the indices of its batch entry, head, query and key, and the extents of these axes. All are i32.
 #[derive(Clone, Copy, Debug)]
 pub struct At<'t> {
     /// Index of the batch entry.
     pub batch: Expr<'t, I32>,
-    /// Index of the query head, also where several share a key head.
+    /// Index of the query head, also with GQA.
     pub head: Expr<'t, I32>,
     /// Index of the query.
     pub q: Expr<'t, I32>,
@@ -441,7 +440,7 @@ pub struct At<'t> {
     pub k: Expr<'t, I32>,
     /// Number of batch entries.
     pub batches: Expr<'t, I32>,
-    /// How many query heads there are. Extents are constants of a problem: whoever reads one has another kernel for each.
+    /// Number of query heads. Extents are constants of a problem: a closure that reads one needs a new kernel for each value.
     pub heads_q: Expr<'t, I32>,
     /// Number of queries.
     pub seq_q: Expr<'t, I32>,
@@ -449,7 +448,7 @@ pub struct At<'t> {
     pub seq_kv: Expr<'t, I32>,
 }
 
-/// Declares parameters, which are bound at execution by name.
+/// Declares parameters, whose values each call passes by name.
 #[derive(Clone, Copy, Debug)]
 pub struct Params<'t> {
     trace: &'t RefCell<Builder>,
@@ -462,21 +461,21 @@ impl<'t> Params<'t> {
         Expr { trace: self.trace, id, brand: PhantomData, ty: PhantomData }
     }
 
-    /// Declares a scalar: one f32, `default` where nothing is bound. Another value at a later call needs no other kernel.
+    /// Declares a scalar: one f32, with a `default` for calls that do not name it. A new value at a later call needs no new kernel.
     #[must_use]
     pub fn scalar(self, name: &str, default: f32) -> Expr<'t, F32> {
         self.make(|b| b.param(Declared::scalar(name, default)))
     }
 
-    /// Declares a dense tensor, and gives its element at this score: it spans `axes`, and has one element for all along the others. Its
-    /// extents are the problem's, (batch | 1, heads_q | 1, seq_q | 1, seq_kv | 1).
+    /// Declares a dense tensor over `axes`, and returns its element at this score; along other axes one element serves for all. Its extents are the
+    /// problem's, (batch | 1, heads_q | 1, seq_q | 1, seq_kv | 1).
     #[must_use]
     pub fn tensor<S: Stored>(self, name: &str, axes: impl Into<Axes>, _dtype: S) -> Expr<'t, S::Value> {
         let kind = ParamKind::Tensor { axes: axes.into(), dtype: S::DTYPE };
         self.make(|b| b.param(Declared { name: name.to_owned(), kind, default: None }))
     }
 
-    /// Declares a dense table of extents of its own, which is read at computed places: [`Table::at`]. It has one extent to four, the last one
+    /// Declares a dense table with extents of its own, which [`Table::at`] reads at computed positions. It has one to four extents, the last one
     /// innermost, and fewer than 2³¹ elements.
     ///
     /// ```
@@ -497,14 +496,14 @@ impl<'t> Params<'t> {
         Table { trace: self.trace, table, brand: PhantomData, ty: PhantomData }
     }
 
-    /// A number as a traced value.
+    /// Returns a number as a traced value.
     #[must_use]
     pub fn constant(self, value: f32) -> Expr<'t, F32> {
         self.make(|b| b.f32(value))
     }
 }
 
-/// A declared table, which is read at computed places.
+/// A declared table, read at computed positions.
 #[derive(Clone, Copy, Debug)]
 pub struct Table<'t, T> {
     trace: &'t RefCell<Builder>,
@@ -514,8 +513,8 @@ pub struct Table<'t, T> {
 }
 
 impl<'t, T> Table<'t, T> {
-    /// The element at an index along each extent; outside of one stands the nearest within, everywhere alike. One index alone is a place as elements lie
-    /// in memory, of a table of any rank. Places have no gradient; what is read has that of an input.
+    /// Returns the element at one index per extent. Each index is clamped to its extent, on every executor. A single index is a position in memory
+    /// order, for a table of any rank. Positions have no gradient; the element has the gradient of an input.
     #[must_use]
     pub fn at<const N: usize>(self, indices: [Expr<'t, I32>; N]) -> Expr<'t, T> {
         let id = self.trace.borrow_mut().read_at(self.table, &indices.map(|index| index.id));
@@ -523,7 +522,7 @@ impl<'t, T> Table<'t, T> {
     }
 }
 
-/// Runs a closure over a fresh trace.
+/// Runs a closure over a new trace.
 fn trace<T, F>(f: F) -> Result<Trace, Vec<ExprError>>
 where
     F: for<'t> FnOnce([Expr<'t, F32>; 2], At<'t>, Params<'t>) -> Expr<'t, T>,
@@ -549,10 +548,10 @@ where
 }
 
 impl Trace {
-    /// The trace of a function of a score.
+    /// Traces a function of a score.
     ///
     /// # Errors
-    /// Every parameter that is declared against the rules.
+    /// Every invalid declaration of a parameter.
     pub fn of_score<F>(f: F) -> Result<Trace, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -560,7 +559,7 @@ impl Trace {
         trace::<F32, _>(|[score, _], at, p| f(score, at, p)).map_err(ExprErrors)
     }
 
-    /// The trace of a gradient written by hand: a function of the upstream gradient and of the score that was modified, in this order.
+    /// Traces a gradient written by hand: a function of the upstream gradient and of the unmodified score, in this order.
     ///
     /// # Errors
     /// The errors of [`Trace::of_score`].
@@ -571,7 +570,7 @@ impl Trace {
         trace::<F32, _>(|[score, upstream], at, p| f(upstream, score, at, p)).map_err(ExprErrors)
     }
 
-    /// The trace of a rule that keeps or drops a key for a query.
+    /// Traces a mask: `true` where the query attends to the key.
     ///
     /// # Errors
     /// The errors of [`Trace::of_score`].

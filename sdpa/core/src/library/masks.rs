@@ -3,7 +3,7 @@
 use crate::expr::{At, Axes, Axis, Bool, Expr, I32, Params, Trace};
 use crate::mask::{Align, Mask, Rule, SEQ_LEN_KV, SEQ_LEN_Q};
 
-/// A closure of the library declares nothing against the rules, which a test of each sees.
+/// Makes a mask of a library closure. A test runs each closure, so its declarations are valid.
 fn of<F>(name: &str, f: F) -> Mask
 where
     F: for<'t> FnOnce(At<'t>, Params<'t>) -> Expr<'t, Bool>,
@@ -11,7 +11,7 @@ where
     Mask::Traced(Rule::new(name, Trace::of_mask(f).unwrap_or_else(|e| unreachable!("{e}"))))
 }
 
-/// `LEFT,RIGHT`, with `:bottom-right`, `:ends` or nothing behind it.
+/// Parses `LEFT,RIGHT`, optionally followed by `:bottom-right` or `:ends`.
 pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
     let (sides, align) = match text.split_once(':') {
         None => (text, Align::TopLeft),
@@ -27,7 +27,7 @@ pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
     Ok(Mask::window(side(left)?, side(right)?, align))
 }
 
-/// Keeps the last `window` keys up to the query.
+/// Attends to the last `window` keys up to the query.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -37,7 +37,7 @@ pub fn sliding_window(window: i64) -> Mask {
     Mask::window(Some(window), Some(0), Align::TopLeft)
 }
 
-/// Keeps every `n`th key, counted from the query in both directions: those where `n` divides `q − k`.
+/// Attends to every `n`th key, counted from the query in both directions: keys for which `n` divides `q − k`.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -51,8 +51,8 @@ fn same_document<'t>(p: Params<'t>) -> Expr<'t, Bool> {
     p.tensor("doc_q", [Axis::Batch, Axis::Q], I32).eq(p.tensor("doc_k", [Axis::Batch, Axis::K], I32))
 }
 
-/// Keeps the keys of the query's document: where the i32 tensors `doc_q` (batch, seq_q) and `doc_k` (batch, seq_kv) are equal. Every tile is
-/// computed; documents one behind the other cost what they hold as [`Packed`](crate::Packed) ones.
+/// Attends to keys of the query's document: i32 tensors `doc_q` (batch, seq_q) and `doc_k` (batch, seq_kv) are equal. Contiguous documents cost less
+/// as [`Packed`](crate::Packed) sequences.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -62,9 +62,9 @@ pub fn document() -> Mask {
     of("document", |_, p| same_document(p))
 }
 
-/// Keeps the keys from `doc_start` up to, and without, `doc_end` of the query, i32 tensors (batch, seq_q): [`document`] where
-/// documents lie one after the other. cuDNN's backward engines read tensors along queries in place, and tensors along keys only
-/// written out for every pair: this one is three times as fast there. [`Packed`](crate::Packed) documents are faster still.
+/// Attends to keys from `doc_start` up to, but not including, `doc_end` of the query, i32 tensors (batch, seq_q). Equals [`document`] for contiguous
+/// documents. cuDNN's backward engines read tensors along queries in place, but tensors along keys only expanded to every pair: this mask is three
+/// times as fast there. [`Packed`](crate::Packed) sequences are faster still.
 pub fn document_runs() -> Mask {
     of("document-runs", |at, p| {
         let (start, end) = (p.tensor("doc_start", [Axis::Batch, Axis::Q], I32), p.tensor("doc_end", [Axis::Batch, Axis::Q], I32));
@@ -72,7 +72,7 @@ pub fn document_runs() -> Mask {
     })
 }
 
-/// Keeps the first `len` keys for every query, and otherwise as [`document`].
+/// Attends to the first `len` keys from every query, and otherwise as [`document`].
 ///
 /// ```
 /// use sdpa_core::library;
@@ -82,8 +82,8 @@ pub fn shared_prefix(len: i32) -> Mask {
     of(&format!("shared-prefix:{len}"), |at, p| at.k.lt(len) | same_document(p))
 }
 
-/// Keeps queries and keys within the lengths of their batch entry: i32 tensors `seq_len_q` and `seq_len_kv`, (batch). A length of 0 is
-/// a batch entry that is not there: its outputs are 0.
+/// Attends within the lengths of each batch entry: i32 tensors `seq_len_q` and `seq_len_kv`, (batch). A length of 0 makes a batch entry empty: its
+/// outputs are 0.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -96,7 +96,7 @@ pub fn padding() -> Mask {
     })
 }
 
-/// Keeps keys nearer to the query than `window`, the first `globals` keys, and for the first `globals` queries all of them.
+/// Attends to keys closer to the query than `window`, and to the first `globals` keys. The first `globals` queries attend to all keys.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -109,8 +109,8 @@ pub fn global_local(window: i32, globals: i32) -> Mask {
     })
 }
 
-/// Keeps the `size` keys around the query; at both ends of the keys the neighbourhood is moved inwards, so that it always has
-/// `size` keys where there are as many (neighbourhood attention in one dimension). `size` is odd.
+/// Attends to the `size` keys around the query (neighbourhood attention in one dimension). At both ends of the keys the window is moved inwards, so
+/// it has `size` keys if there are as many. `size` is odd.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -123,7 +123,7 @@ pub fn natten(size: i32) -> Mask {
     })
 }
 
-/// Keeps what the declared bool tensor `mask` says, true = attend. It spans these axes and is one value for all along the others.
+/// Attends where the declared bool tensor `mask` is true. It spans these axes, and one element serves for all along the others.
 pub fn array_mask(axes: impl Into<Axes>) -> Mask {
     let axes = axes.into();
     let letters: String = axes.iter().filter_map(|a| a.name().chars().next()).collect();
@@ -131,12 +131,12 @@ pub fn array_mask(axes: impl Into<Axes>) -> Mask {
 }
 
 impl Mask {
-    /// Keeps the keys of the query's document: see [`document`].
+    /// Attends to keys of the query's document: see [`document`].
     pub fn document() -> Mask {
         document()
     }
 
-    /// Keeps what lies within the lengths of a batch entry: see [`padding`].
+    /// Attends within the lengths of each batch entry: see [`padding`].
     pub fn padding() -> Mask {
         padding()
     }

@@ -1,8 +1,7 @@
-//! Score_mods and masks that are used everywhere, by name.
+//! Common score_mods and masks, by name.
 //!
-//! [`SCORE_MODS`] and [`MASKS`] are the tables of them: how each is written, what it is, how it is read and which texts the conformance suites run.
-//! The parser, the help and the pages of the command line and the suites go by the tables, so that a new one is a function in `mods` or `masks` and
-//! a row in `names`.
+//! [`SCORE_MODS`] and [`MASKS`] are their tables: notation, description, parser, and the texts that the conformance suites run. The command line's
+//! parser, help and pages and the suites use these tables. A new entry is a function in `mods` or `masks` and a row in `names`.
 //!
 //! ```
 //! for named in sdpa_core::library::MASKS {
@@ -10,7 +9,7 @@
 //! }
 //! ```
 //!
-//! Relative positions that need a table (T5) are materialised to a bias by [`t5_bias`].
+//! [`t5_bias`] expands relative positions that need a table (T5) to a bias.
 
 mod masks;
 mod mods;
@@ -27,7 +26,7 @@ pub use written::{Named, Written};
 
 use crate::expr::{ExprErrors, Trace, Type};
 
-/// A score_mod or mask that could not be read.
+/// A text that is not a score_mod or mask.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {text:?}: {rule}")]
 #[non_exhaustive]
@@ -46,7 +45,7 @@ impl ParseError {
     }
 }
 
-/// Reads the text of a trace of a given type, with at most so many roots.
+/// Parses a trace of a given type with at most `roots` roots.
 pub(crate) fn trace(text: &str, what: &'static str, ty: Type, roots: usize) -> Result<Trace, ParseError> {
     let word = !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_:,.".contains(c)) && text.parse::<Trace>().is_err();
     if word || text.trim().is_empty() {

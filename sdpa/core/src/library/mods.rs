@@ -5,7 +5,7 @@ use crate::expr::{At, Axes, Axis, Expr, F32, Params, Stored, Trace};
 use crate::score_mod::ScoreMod;
 use std::f32::consts::LN_2;
 
-/// A closure of the library declares nothing against the rules, which a test of each sees.
+/// Makes a score_mod of a library closure. A test runs each closure, so its declarations are valid.
 fn of<F>(name: &str, f: F) -> ScoreMod
 where
     F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -28,24 +28,24 @@ pub fn softcap(cap: f32) -> ScoreMod {
     })
 }
 
-/// Two to the power of `x`.
+/// Returns two to the power of `x`.
 fn exp2(x: Expr<'_, F32>) -> Expr<'_, F32> {
     (x * LN_2).exp()
 }
 
-/// The published slope of a head: `2^(−8(h + 1)/p)` for the first `p` heads, `p` the greatest power of two that is not above
-/// the number of heads, and for the rest every other slope of `2p` heads (Press et al., 2022).
+/// Returns the published slope of a head: `2^(−8(h + 1)/p)` for the first `p` heads, where `p` is the greatest power of two up to the number of
+/// heads. The other heads have every other slope of `2p` heads (Press et al., 2022).
 fn slope<'t>(at: At<'t>) -> Expr<'t, F32> {
     let (head, heads) = (at.head.to_f32(), at.heads_q.to_f32());
     let power = exp2(((heads + 0.5).log() / LN_2).floor());
-    // Whole powers of two, up to rounding in the exponential: put right.
+    // The power of two is exact up to rounding in the exponential; round it.
     let power = (power + 0.5).floor();
     let first = exp2((head + 1.0) * -8.0 / power);
     let rest = exp2(((head - power) * 2.0 + 1.0) * -4.0 / power);
     head.lt(power).select(first, rest)
 }
 
-/// Adds `slope(head) · (k − q)` (ALiBi): the published slopes, for any number of heads. They are [`alibi_slopes`].
+/// Adds `slope(head) · (k − q)` (ALiBi) with the published slopes, for any number of heads. [`alibi_slopes`] returns them.
 ///
 /// ```
 /// use sdpa_core::ScoreMod;
@@ -57,12 +57,12 @@ pub fn alibi() -> ScoreMod {
     of("alibi", |score, at, _| score + slope(at) * (at.k - at.q).to_f32())
 }
 
-/// Adds `slopes[head] · (k − q)`: ALiBi with slopes of the caller's, the declared parameter `slopes`, f32 `[heads_q]`.
+/// Adds `slopes[head] · (k − q)`: ALiBi with the caller's slopes, the declared parameter `slopes`, f32 `[heads_q]`.
 pub fn alibi_with() -> ScoreMod {
     of("alibi-slopes", |score, at, p| score + p.tensor("slopes", [Axis::Head], F32) * (at.k - at.q).to_f32())
 }
 
-/// The slopes that [`alibi`] has, one for each of `heads_q` heads, for [`alibi_with`].
+/// Returns the slopes of [`alibi`], one per head, for [`alibi_with`].
 ///
 /// ```
 /// use sdpa_core::library::alibi_slopes;
@@ -76,8 +76,8 @@ pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
     (0..heads_q).map(|head| slope(head).exp2() as f32).collect()
 }
 
-/// Adds `rel[head, clamp(k − q, −reach, reach) + reach]`: a bias for each head and each distance up to `reach`, keys farther away sharing the last one of
-/// their side. The table `rel`, f32 `[heads, 2·reach + 1]`, is the caller's; heads behind its last have that one's.
+/// Adds `rel[head, clamp(k − q, −reach, reach) + reach]`: a bias per head and distance up to `reach`. Farther keys share the last bias of their side.
+/// The caller passes the table `rel`, f32 `[heads, 2·reach + 1]`; further heads use its last row.
 ///
 /// ```
 /// use sdpa_core::library::relative_bias;
@@ -92,7 +92,7 @@ pub fn relative_bias(heads: i32, reach: i32) -> ScoreMod {
     })
 }
 
-/// Adds the declared tensor `bias`, which spans these axes of the scores and is one number for all along the others.
+/// Adds the declared tensor `bias`. It spans these axes of the scores, and one element serves for all along the others.
 ///
 /// ```
 /// use sdpa_core::expr::{Axis, F32};
@@ -110,7 +110,7 @@ where
     of(&name, |score, _, p| score + p.tensor("bias", axes, dtype))
 }
 
-/// Adds `slope(head) · Σ cos((k − q) / 10000^(i/terms))`: decays with the distance as sinusoidal positions do (Chi et al., 2023).
+/// Adds `slope(head) · Σ cos((k − q) / 10000^(i/terms))`, which decays with distance like sinusoidal positions (Chi et al., 2023).
 pub fn sandwich(terms: i32) -> ScoreMod {
     of(&format!("sandwich:{terms}"), |score, at, p| {
         let distance = (at.k - at.q).to_f32();

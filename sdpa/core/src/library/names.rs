@@ -1,4 +1,4 @@
-//! The tables of the library: every name, a row each.
+//! The tables of the library: one row per name.
 
 use super::ParseError;
 use super::masks::{
@@ -10,7 +10,7 @@ use crate::expr::{BF16, F32};
 use crate::mask::Mask;
 use crate::score_mod::ScoreMod;
 
-/// Every score_mod that has a name: what a score becomes.
+/// Every named score_mod; `about` describes the modified score.
 pub const SCORE_MODS: &[Named<ScoreMod>] = &[
     Named {
         spelling: "softcap:CAP",
@@ -74,7 +74,7 @@ pub const SCORE_MODS: &[Named<ScoreMod>] = &[
     },
 ];
 
-/// Every mask that has a name: the keys that a query keeps.
+/// Every named mask; `about` describes the keys that a query attends to.
 pub const MASKS: &[Named<Mask>] = &[
     Named { spelling: "causal", about: "k <= q", cases: &["causal"], read: |w| w.alone(Mask::causal) },
     Named {
@@ -162,17 +162,17 @@ pub const MASKS: &[Named<Mask>] = &[
     },
 ];
 
-/// The score_mod of this name, or `None` where the library has none.
+/// Returns the score_mod of this name; `None` if the library has none.
 pub(crate) fn score_mod(text: &str) -> Option<Result<ScoreMod, ParseError>> {
     written::read("score_mod", text, SCORE_MODS).map(|made| made.map(|m| m.named(text)))
 }
 
-/// The mask of this name, or `None` where the library has none.
+/// Returns the mask of this name; `None` if the library has none.
 pub(crate) fn mask(text: &str) -> Option<Result<Mask, ParseError>> {
     written::read("mask", text, MASKS)
 }
 
-/// The mask that somebody may have meant by a word, as the end of a sentence.
+/// Returns a suggestion of a mask for a misspelled word, as the end of a sentence.
 pub(crate) fn meant(word: &str) -> String {
     written::near(word, MASKS)
 }
@@ -196,7 +196,7 @@ mod tests {
             for text in named.cases {
                 let mask: Mask = text.parse().unwrap();
                 assert_eq!(of(text), named.name());
-                // A sliding window is a window, and is printed as one.
+                // A sliding window prints as a window.
                 let window = text.strip_prefix("sliding-window:").map(|n| format!("window:{n},0"));
                 assert_eq!(mask.to_string(), window.unwrap_or_else(|| (*text).to_owned()));
             }

@@ -1,17 +1,17 @@
-//! Relative positions in buckets, as T5 has them (Raffel et al., 2020): a table per head, materialised to a bias.
+//! Bucketed relative positions of T5 (Raffel et al., 2020): a table per head, expanded to a bias.
 
-/// The rule by which T5 sorts distances between a query and a key into buckets.
+/// The rule by which T5 assigns query-key distances to buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct T5 {
-    /// Buckets of the table, those of both directions together.
+    /// Number of buckets, both directions together.
     pub buckets: usize,
-    /// Distances from this one on share the last bucket, in keys.
+    /// The distance from which on all keys share the last bucket.
     pub max_distance: usize,
-    /// Whether keys after the query, `k > q`, have buckets of their own (encoders); else they all have the first one.
+    /// Whether keys after the query, `k > q`, have buckets of their own (encoders); otherwise all of them have the first bucket.
     pub bidirectional: bool,
 }
 
-/// The bucket of a distance `k − q`. Half of the buckets of a direction are exact, the others grow with the logarithm.
+/// Returns the bucket of a distance `k − q`. Half of the buckets of a direction hold one distance each; the others grow logarithmically.
 pub fn t5_bucket(distance: i64, t5: T5) -> usize {
     let directions = if t5.bidirectional { 2 } else { 1 };
     let buckets = (t5.buckets / directions).max(1);
@@ -27,7 +27,7 @@ pub fn t5_bucket(distance: i64, t5: T5) -> usize {
     behind + (exact as usize + more).min(buckets - 1)
 }
 
-/// The bias of a table (heads, buckets), row-major: (heads, seq_q, seq_kv), for [`super::bias`] over `[Head, Q, K]`.
+/// Returns the bias of a table (heads, buckets), row-major: (heads, seq_q, seq_kv), for [`super::bias`] over `[Head, Q, K]`.
 pub fn t5_bias(table: &[f32], t5: T5, seq_q: usize, seq_kv: usize) -> Vec<f32> {
     let mut bias = Vec::with_capacity(table.len() / t5.buckets.max(1) * seq_q * seq_kv);
     for row in table.chunks_exact(t5.buckets.max(1)) {
@@ -38,7 +38,7 @@ pub fn t5_bias(table: &[f32], t5: T5, seq_q: usize, seq_kv: usize) -> Vec<f32> {
     bias
 }
 
-/// The gradient of the table (heads, buckets), row-major, from that of the bias (heads, seq_q, seq_kv).
+/// Returns the gradient of the table (heads, buckets), row-major, from that of the bias (heads, seq_q, seq_kv).
 pub fn t5_bias_gradient(d_bias: &[f32], t5: T5, seq_q: usize, seq_kv: usize) -> Vec<f32> {
     let heads = d_bias.len() / (seq_q * seq_kv).max(1);
     let mut table = vec![0f64; heads * t5.buckets];

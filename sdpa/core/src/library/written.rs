@@ -1,54 +1,54 @@
-//! A row of the library, and how a text of it is read.
+//! Rows of the library's tables, and the parser of their texts.
 
 use super::ParseError;
 use crate::expr::{Axes, Axis, nearest};
 
-/// A name of the library, and everything that is said of it.
+/// A named entry of the library.
 #[derive(Debug)]
 pub struct Named<T: 'static> {
-    /// Its notation; capitals stand for numbers and axes.
+    /// Its notation; capitals are placeholders for numbers and axes.
     pub spelling: &'static str,
     /// Its description.
     pub about: &'static str,
-    /// Texts of it that the conformance suites run; the first stands for all.
+    /// Texts that the conformance suites run; the first is representative.
     pub cases: &'static [&'static str],
-    /// Makes it of a text; `None` where the library has nothing of this form.
+    /// Parses a text; `None` if it does not have this form.
     pub read: fn(&Written<'_>) -> Option<Result<T, ParseError>>,
 }
 
 impl<T> Named<T> {
-    /// The name without what follows it.
+    /// Returns the name without arguments.
     pub fn name(&self) -> &'static str {
         self.spelling.split([':', '[']).next().unwrap_or(self.spelling)
     }
 }
 
-/// A text that begins with a name of the library.
+/// A text that begins with a library name.
 #[derive(Clone, Copy, Debug)]
 pub struct Written<'a> {
     what: &'static str,
     text: &'a str,
-    /// What follows the name, without the colon.
+    /// The arguments after the name, without the colon.
     rest: Option<&'a str>,
 }
 
 impl<'a> Written<'a> {
-    /// The name alone.
+    /// Parses a name without arguments.
     pub(super) fn alone<T>(&self, make: fn() -> T) -> Option<Result<T, ParseError>> {
         self.rest.is_none().then(|| Ok(make()))
     }
 
-    /// The name and something behind it.
+    /// Parses a name with arguments.
     pub(super) fn with<T>(&self, read: impl FnOnce(&'a str) -> Result<T, ParseError>) -> Option<Result<T, ParseError>> {
         self.rest.map(read)
     }
 
-    /// A whole number behind the name, at least so large.
+    /// Parses an integer argument of at least `least`.
     pub(super) fn whole<T>(&self, least: i32, make: fn(i32) -> T) -> Option<Result<T, ParseError>> {
         self.with(|number| self.number(number, least).map(make))
     }
 
-    /// Axes behind the name.
+    /// Parses axes as the argument.
     pub(super) fn axes<T>(&self, make: fn(Axes) -> T) -> Option<Result<T, ParseError>> {
         let of = |letter: char| match letter {
             'b' => Some(Axis::Batch),
@@ -75,14 +75,14 @@ impl<'a> Written<'a> {
     }
 }
 
-/// What the library has under a text.
+/// Parses a text as an entry of the library.
 pub(super) fn read<T>(what: &'static str, text: &str, names: &[Named<T>]) -> Option<Result<T, ParseError>> {
     let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
     let row = names.iter().find(|row| row.name() == name)?;
     (row.read)(&Written { what, text, rest })
 }
 
-/// All spellings, and what somebody may have meant.
+/// Returns all notations, and a suggestion for a misspelled name.
 pub(super) fn instead<T>(text: &str, names: &[Named<T>], more: &str) -> String {
     let all: Vec<&str> = names.iter().map(|n| n.spelling).collect();
     format!("one of {}, {more}{}", all.join(", "), near(text, names))
