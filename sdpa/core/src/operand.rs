@@ -1,4 +1,4 @@
-//! The strided operands of a pass: what they are called, who reads them, who writes them.
+//! The strided operands of a pass: names, readers and writers.
 
 use serde::Serialize;
 use std::fmt;
@@ -14,7 +14,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// The name used in reports and errors.
+    /// Returns the name used in reports and errors.
     pub const fn name(self) -> &'static str {
         match self {
             Direction::Forward => "forward",
@@ -22,7 +22,7 @@ impl Direction {
         }
     }
 
-    /// The operands of a pass, in the order of [`Operand::ALL`].
+    /// Returns the operands of a pass, in the order of [`Operand::ALL`].
     pub const fn operands(self) -> &'static [Operand] {
         match self {
             Direction::Forward => &Operand::FORWARD,
@@ -31,7 +31,7 @@ impl Direction {
     }
 }
 
-/// An operand of a pass that is strided as the problem says.
+/// A strided operand of a pass.
 ///
 /// Exhaustive: tables of operands must have an entry for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -45,13 +45,13 @@ pub enum Operand {
     V,
     /// Output, (batch, heads_q, seq_q, dim_v): written by the forward pass, read by the backward pass.
     O,
-    /// Gradient of the output, shaped as it.
+    /// Gradient of the output, with its shape.
     DO,
-    /// Gradient of the queries, shaped as they are.
+    /// Gradient of the queries, with their shape.
     DQ,
-    /// Gradient of the keys, shaped as they are.
+    /// Gradient of the keys, with their shape.
     DK,
-    /// Gradient of the values, shaped as they are.
+    /// Gradient of the values, with their shape.
     DV,
 }
 
@@ -62,7 +62,7 @@ impl Operand {
     /// The operands of the forward pass.
     pub(crate) const FORWARD: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
 
-    /// The name used in reports and errors.
+    /// Returns the name used in reports and errors.
     pub fn name(self) -> &'static str {
         match self {
             Operand::Q => "q",
@@ -76,7 +76,7 @@ impl Operand {
         }
     }
 
-    /// Whether a pass writes it; the others it reads. `None` where the pass has no such operand.
+    /// Returns whether a pass writes the operand (true) or reads it (false); `None` if the pass does not have it.
     pub const fn written(self, direction: Direction) -> Option<bool> {
         match (direction, self) {
             (_, Operand::Q | Operand::K | Operand::V) | (Direction::Backward, Operand::O | Operand::DO) => Some(false),
@@ -85,7 +85,7 @@ impl Operand {
         }
     }
 
-    /// The names of its layout and of its alignment among the fields of a cache's key.
+    /// Returns the names of its layout and of its alignment among the fields of a cache key.
     pub fn fields(self) -> [&'static str; 2] {
         match self {
             Operand::Q => ["layout of q", "alignment of q"],
@@ -100,13 +100,13 @@ impl Operand {
     }
 }
 
-/// One of the two sequences, to which an operand, a length or a `cu_seqlens` boundary belongs.
+/// One of the two sequences, to which an operand, a length or `cu_seqlens` belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {
-    /// That of queries, outputs and their gradients.
+    /// The sequence of queries, outputs and their gradients.
     Queries,
-    /// That of keys, values and their gradients.
+    /// The sequence of keys, values and their gradients.
     Keys,
 }
 
@@ -114,7 +114,7 @@ impl Side {
     /// Both sides.
     pub const ALL: [Side; 2] = [Side::Queries, Side::Keys];
 
-    /// The name of the field of [`Packed`](crate::Packed) that bounds the tokens of this side.
+    /// Returns the name of the field of [`Packed`](crate::Packed) that bounds the tokens of this side.
     pub const fn total(self) -> &'static str {
         match self {
             Side::Queries => "total_q",
@@ -124,7 +124,7 @@ impl Side {
 }
 
 impl Operand {
-    /// The sequence that its rows are of.
+    /// Returns the sequence of its rows.
     pub const fn side(self) -> Side {
         match self {
             Operand::Q | Operand::O | Operand::DO | Operand::DQ => Side::Queries,

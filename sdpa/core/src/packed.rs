@@ -1,4 +1,4 @@
-//! Documents that lie one behind the other in memory, without padding.
+//! Packed sequences (varlen): contiguous in memory, without padding.
 
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Axes, Declared, ParamKind};
@@ -11,72 +11,70 @@ use crate::{DType, params};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// The name of the declared parameter that says where the documents of queries and keys begin and end, where these are the same: i32 or i64
-/// `[batch + 1]`, in tokens.
+/// The name of the declared parameter with the sequence offsets, if queries and keys share them: i32 or i64 `[batch + 1]`, in tokens.
 pub const CU_SEQLENS: &str = "cu_seqlens";
-/// The name of the declared parameter that says where the documents of queries begin and end, where keys have others: i32 or i64 `[batch + 1]`.
+/// The name of the declared parameter with the offsets of queries, if keys have others: i32 or i64 `[batch + 1]`.
 pub const CU_SEQLENS_Q: &str = "cu_seqlens_q";
-/// The name of the declared parameter that says where the documents of keys begin and end, where queries have others: i32 or i64 `[batch + 1]`.
+/// The name of the declared parameter with the offsets of keys, if queries have others: i32 or i64 `[batch + 1]`.
 pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 
-/// Entries of a batch that are documents of their own lengths, one behind the other in `(total, heads, dim)`.
+/// Packed batch entries: sequences of individual lengths, contiguous in `(total, heads, dim)`.
 ///
-/// Extents of a packed specification are `batch`, the number of documents, and `seq_q` and `seq_kv`, the longest there may be; the stride of the
-/// batch axis means nothing. Where documents begin and end is a declared parameter of the problem, [`CU_SEQLENS`], or with [`Packed::cross`]
-/// [`CU_SEQLENS_Q`] and [`CU_SEQLENS_KV`]: i32 or i64 of `batch + 1` tokens that never fall, as FlashAttention's variable length functions take them.
-/// Document `n` has the tokens from the `n`th number to the one after it; a document may be empty, and tokens before the first and behind the last
-/// number belong to none: what is there is left alone. In device memory nobody looks at boundaries: whatever they hold, what is read and written lies
-/// within the memory of the call and the first `total` tokens of it.
+/// In a packed specification the extents are `batch`, the number of sequences, and `seq_q` and `seq_kv`, the most tokens of a sequence. The stride of
+/// the batch axis has no effect. The offsets of sequences are the declared parameter [`CU_SEQLENS`], or [`CU_SEQLENS_Q`] and [`CU_SEQLENS_KV`] with
+/// [`Packed::cross`]: `batch + 1` non-decreasing i32 or i64 numbers of tokens, as in FlashAttention's varlen functions. Sequence `n` has the tokens
+/// from the `n`th offset up to the next. A sequence may be empty. Tokens before the first offset and after the last one belong to no sequence and are
+/// not written. Offsets in device memory are not checked. Whatever they are, only memory of the call and its first `total` tokens are read and
+/// written.
 ///
-/// Masks and score_mods see places within the document, and its number as the batch entry. Where keys have boundaries of their own, windows are aligned
-/// to the first query and key of a document, or to its last ones ([`Align::Ends`](crate::Align::Ends)). `stats` is `(total, heads_q)`.
+/// Masks and score_mods see positions within the sequence, and its number as the batch entry. If keys have `cu_seqlens` of their own, windows are
+/// aligned to the first query and key of a sequence, or to its last ones ([`Align::Ends`](crate::Align::Ends)). `stats` is `(total, heads_q)`.
 ///
-/// Beside [pages](crate::Paged) it is the queries that are packed, and keys have lengths of their own, the declared parameter `seq_len_kv` in place of
+/// With a [paged cache](crate::Paged) only the queries are packed. Keys then have lengths, the declared parameter `seq_len_kv`, instead of
 /// [`CU_SEQLENS_KV`]: see [`AttentionSpec::with_packed_queries`](crate::AttentionSpec::with_packed_queries).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Packed {
-    /// Keys have boundaries of their own.
+    /// Keys have `cu_seqlens` of their own.
     #[serde(default)]
     pub cross: bool,
-    /// Boundaries are i64, not i32. Expressions read boundaries of i32 alone.
+    /// `cu_seqlens` are i64, not i32. Expressions can only read i32 ones.
     #[serde(default)]
     pub wide: bool,
-    /// Tokens of queries that a call has at most, those before the first document too; `None`: `batch · seq_q`. Memory of backward passes grows
-    /// with it.
+    /// The most query tokens of a call, including those before the first sequence; `None`: `batch · seq_q`. Memory of backward passes grows with it.
     #[serde(default)]
     pub total_q: Option<i64>,
-    /// Tokens of keys that a call has at most; `None`: `batch · seq_kv`.
+    /// The most key tokens of a call; `None`: `batch · seq_kv`.
     #[serde(default)]
     pub total_kv: Option<i64>,
 }
 
 impl Packed {
-    /// Queries and keys are of the same documents, with `batch · seq_q` and `batch · seq_kv` tokens at most; boundaries are i32.
+    /// Queries and keys share i32 `cu_seqlens`, with at most `batch · seq_q` and `batch · seq_kv` tokens.
     pub const fn new() -> Packed {
         Packed { cross: false, wide: false, total_q: None, total_kv: None }
     }
 
-    /// Queries and keys are of the same documents, which have at most `total` tokens together in a call; boundaries are i32.
+    /// Queries and keys share i32 `cu_seqlens`, with at most `total` tokens in a call.
     pub const fn of(total: i64) -> Packed {
         Packed::new().with_totals(Some(total), Some(total))
     }
 
-    /// Sets whether keys have boundaries of their own.
+    /// Sets whether keys have `cu_seqlens` of their own.
     #[must_use]
     pub const fn with_cross(mut self, cross: bool) -> Self {
         self.cross = cross;
         self
     }
 
-    /// Sets whether boundaries are i64, not i32.
+    /// Sets whether `cu_seqlens` are i64, not i32.
     #[must_use]
     pub const fn with_wide(mut self, wide: bool) -> Self {
         self.wide = wide;
         self
     }
 
-    /// Sets the most tokens of queries and of keys that a call has; `None`: `batch · seq_q` and `batch · seq_kv`.
+    /// Sets the most query and key tokens of a call; `None`: `batch · seq_q` and `batch · seq_kv`.
     ///
     /// ```
     /// use sdpa_core::{Packed, packed::CU_SEQLENS_KV};
@@ -92,7 +90,7 @@ impl Packed {
         self
     }
 
-    /// The name of the parameter with the boundaries of one side.
+    /// Returns the name of the `cu_seqlens` parameter of one side.
     pub fn boundaries(&self, side: Side) -> &'static str {
         match (self.cross, side) {
             (false, _) => CU_SEQLENS,
@@ -101,7 +99,7 @@ impl Packed {
         }
     }
 
-    /// Returns the parameters that a packed problem declares: the boundaries of its packed sides.
+    /// Returns the parameters that a packed problem declares: `cu_seqlens` of its packed sides.
     pub(crate) fn declared(&self, sides: &[Side]) -> Vec<Declared> {
         let mut names: Vec<&str> = sides.iter().map(|side| self.boundaries(*side)).collect();
         names.dedup();
@@ -110,12 +108,12 @@ impl Packed {
         names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }).collect()
     }
 
-    /// Tokens of a side that a call of so many documents, of this length at most, has at most; at least 1.
+    /// Returns the most tokens of a side in a call of this many sequences of at most `seq` tokens; at least 1.
     pub(crate) fn most(&self, side: Side, documents: i64, seq: i64) -> i64 {
         self.total(side).unwrap_or_else(|| documents.saturating_mul(seq)).max(1)
     }
 
-    /// Tokens of a side that a call has at most, where this is said.
+    /// Returns the most tokens of a side in a call, if set.
     pub fn total(&self, side: Side) -> Option<i64> {
         match side {
             Side::Queries => self.total_q,
@@ -133,12 +131,12 @@ pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     if elements < last_row {
         return 0;
     }
-    // Where heads are farther apart than tokens, one's tokens end where the next one begins.
+    // If heads are farther apart than tokens, the tokens of one head end where those of the next begin.
     let most = if head > token && token > 0 && heads > 1 { head / token } else { i64::MAX };
     (elements - last_row).checked_div(token).map_or(most, |n| (n + 1).min(most))
 }
 
-/// A packed operand as one tensor (1, heads, tokens, dim) over all documents: its extent is the memory that so many tokens take.
+/// Returns a packed operand as one tensor (1, heads, tokens, dim) over all sequences. Its extent is the memory that this many tokens take.
 pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
     let [_, heads, _, dim] = tensor.dims;
     let mut all = TensorSpec { dims: [1, heads, tokens, dim], ..*tensor };
@@ -146,17 +144,18 @@ pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
     all
 }
 
-/// The tokens of each document of a call, of queries and of keys; none of keys in pages.
+/// The token ranges of each sequence of a call, for queries and keys; none for paged keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Documents {
     of: [Vec<Range<usize>>; 2],
 }
 
 impl Documents {
-    /// The documents of a call, by the boundaries among the `values` of the parameters `declared`. `None` for a problem that is not packed.
+    /// Returns the sequences of a call, from the `cu_seqlens` among the `values` of the parameters `declared`. `None` for a problem that is not
+    /// packed.
     ///
     /// # Errors
-    /// Boundaries that are negative or fall, and documents that are longer than the problem says; with the first of each kind.
+    /// Offsets are negative or decrease, or a sequence is longer than the problem states; names the first of each kind.
     pub fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Result<Option<Documents>, SpecErrors> {
         let Some(packed) = problem.packed() else { return Ok(None) };
         let mut errors = Vec::new();
@@ -190,18 +189,18 @@ impl Documents {
         if errors.is_empty() { Ok(Some(Documents { of })) } else { Err(SpecErrors(errors)) }
     }
 
-    /// The tokens of each document of one side, as ranges over all tokens of the call.
+    /// Returns the tokens of each sequence of one side, as ranges over all tokens of the call.
     pub fn of(&self, side: Side) -> &[Range<usize>] {
         &self.of[side as usize]
     }
 
-    /// Tokens up to the end of the last document.
+    /// Returns the end of the last sequence, in tokens.
     pub fn end(&self, side: Side) -> usize {
         self.of(side).last().map_or(0, |document| document.end)
     }
 }
 
-/// Returns the mistakes of buffers that are too small for the boundaries.
+/// Returns the mistakes of buffers that are too small for the sequences.
 pub(crate) fn check_memory(
     problem: &Problem,
     values: (&[Declared], &[ParamValue<'_>]),
@@ -238,18 +237,18 @@ pub(crate) fn check_memory(
 }
 
 impl Problem {
-    /// Whether the tokens of a side lie packed.
+    /// Returns whether a side is packed.
     pub fn packs(&self, side: Side) -> bool {
         self.packed().is_some() && (side == Side::Queries || self.paged().is_none())
     }
 
-    /// The parameters with boundaries that it declares.
+    /// Returns the `cu_seqlens` parameters that it declares.
     pub fn boundaries(&self) -> Vec<Declared> {
         let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| self.packs(*side)).collect();
         self.packed().map_or_else(Vec::new, |packed| packed.declared(&sides))
     }
 
-    /// The documents of a call over host memory; `None` for a problem that is not packed.
+    /// Returns the sequences of a call over host memory; `None` for a problem that is not packed.
     ///
     /// # Errors
     /// The errors of [`Documents::new`] and of [`params::bind`].
@@ -378,7 +377,7 @@ mod tests {
             spec.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
             spec.validate()
         };
-        // One length for both sides.
+        // Both sides have one length.
         for (ends, corner) in [("causal-ends", "causal"), ("window:3,1:ends", "window:3,1"), ("!causal-ends | k < 3", "!causal | k < 3")] {
             assert_eq!(of(false, &[ends]).unwrap(), of(false, &[corner]).unwrap());
         }

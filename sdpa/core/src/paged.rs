@@ -1,4 +1,4 @@
-//! Keys and values that lie in pages, which a table finds: a paged KV cache.
+//! Paged KV cache: keys and values in pages, which a page table locates.
 
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
@@ -12,37 +12,38 @@ use crate::spec::{AttentionSpec, Layout, Shape, TensorSpec};
 use crate::tensor::{Param, ParamValue};
 use serde::{Deserialize, Serialize};
 
-/// The name of the declared parameter that says where the keys of each batch entry are: i32 `[batch, ceil(seq_kv / page_size)]`, numbers of pages.
+/// The name of the declared parameter with the page numbers of each batch entry: i32 `[batch, ceil(seq_kv / page_size)]`.
 pub const PAGE_TABLE: &str = "page_table";
 
-/// Keys and values lie in pages of `page_size` tokens, those of all batch entries in one container each: (pages, page_size, heads_kv, dim).
+/// Keys and values are in pages of `page_size` tokens. Each of `k` and `v` has one page pool for all batch entries: (pages, page_size, heads_kv,
+/// dim).
 ///
-/// `k` and `v` of a paged specification have the extents that they have without pages, `seq_kv` being the most keys that a batch entry may have. Their
-/// strides are those of the containers: from page to page, from head to head, from token to token within a page. Any are legal, so pages may be
-/// head-major too. Which pages an entry has is the declared parameter [`PAGE_TABLE`], the same for `k` and `v`: key `n` of entry `b` is token
-/// `n % page_size` of page `page_table[b][n / page_size]`. Entries may share pages, and pages may be nobody's.
+/// In a paged specification `k` and `v` have the same extents as without pages; `seq_kv` is the most keys of a batch entry. Their strides are those
+/// of the pools: between pages, heads, and tokens within a page. Any strides are legal, so pages may be head-major. The declared parameter
+/// [`PAGE_TABLE`] lists the pages of each entry, for both `k` and `v`: key `n` of entry `b` is token `n % page_size` of page `page_table[b][n /
+/// page_size]`. Entries may share pages, and pages may be unused.
 ///
-/// An entry has as many keys as the mask [`padding`](crate::Mask::padding) says; without it, all `seq_kv`. What the table holds behind them is not
-/// looked at. What it holds before is judged in host memory; in device memory, what is no page of the containers stands for one that is.
-/// On cuDNN, tokens of an entry's last page that are behind its last key must be finite numbers, as padding must be: engines multiply what is there by 0.
-/// A container that begins as zeros is enough. Pages that no entry has may be anything.
+/// The mask [`padding`](crate::Mask::padding) gives the number of keys of an entry; without it, an entry has all `seq_kv`. Table entries after the
+/// last key are ignored. Earlier ones are checked in host memory; in device memory, an invalid page number is replaced by a valid one. On cuDNN,
+/// tokens after the last key in an entry's last page must be finite numbers, as padding must be: engines multiply them by 0. A pool that is
+/// initialised with zeros is enough. Unused pages may hold anything.
 ///
-/// Queries may be packed beside it ([`AttentionSpec::with_packed_queries`]): those of sequences of which some decode and some are chunks of prompts.
+/// Queries may be packed ([`AttentionSpec::with_packed_queries`]): some sequences decode and others process chunks of their prompts.
 ///
-/// Masks and score_mods see places in the sequence, not in the containers; [`Mask::causal_ends`](crate::Mask::causal_ends) beside the lengths is what
-/// decoding and chunked prefill mean by causal. There is no backward pass: a cache is read, not trained.
+/// Masks and score_mods see positions in the sequence, not in the pool. [`Mask::causal_ends`](crate::Mask::causal_ends) with lengths is the causal
+/// mask of decoding and chunked prefill. There is no backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Paged {
-    /// Tokens of a page, at least 1.
+    /// Tokens per page, at least 1.
     pub page_size: i64,
-    /// Pages that each container has, at least 1.
+    /// Pages of each pool, at least 1.
     pub pages: i64,
 }
 
 impl Paged {
-    /// Containers of `pages` pages, each of `page_size` tokens.
+    /// Creates a cache of `pages` pages of `page_size` tokens.
     ///
     /// ```
     /// use sdpa_core::Paged;
@@ -53,37 +54,37 @@ impl Paged {
         Paged { page_size, pages }
     }
 
-    /// The fields, each with its name.
+    /// Returns the fields with their names.
     fn fields(&self) -> [(&'static str, i64); 2] {
         [("page_size", self.page_size), ("pages", self.pages)]
     }
 
-    /// Returns the mistakes that it has by itself.
+    /// Returns the mistakes in its fields.
     pub(crate) fn mistakes(&self) -> Vec<SpecError> {
         let most = i64::from(i32::MAX);
         let wrong = self.fields().into_iter().filter(|(_, n)| !(1..=most).contains(n));
         wrong.map(|(field, n)| SpecError::new(format!("paged.{field}"), n, format!("between 1 and {most}"))).collect()
     }
 
-    /// The same with numbers that break no rule.
+    /// Clamps the fields to valid numbers.
     pub(crate) fn clamped(&self) -> Paged {
         let [page_size, pages] = [self.page_size, self.pages].map(|n| n.clamp(1, i64::from(i32::MAX)));
         Paged { page_size, pages }
     }
 
-    /// Pages that so many keys of one batch entry take.
+    /// Returns the number of pages for this many keys of one batch entry.
     pub fn pages_of(&self, keys: i64) -> i64 {
         keys.max(0).unsigned_abs().div_ceil(self.page_size.max(1).unsigned_abs()) as i64
     }
 
-    /// The container of a paged `k` or `v` as a tensor: (pages, heads_kv, page_size, dim), with the strides that it has.
+    /// Returns the pool of a paged `k` or `v` as a tensor: (pages, heads_kv, page_size, dim), with its strides.
     pub fn container(&self, tensor: &TensorSpec) -> TensorSpec {
         let [_, heads, _, dim] = tensor.dims;
         TensorSpec { dims: [self.pages, heads, self.page_size, dim], ..*tensor }
     }
 
-    /// A paged `k` or `v` of logical extents (batch, heads_kv, seq_kv, dim) in a dense container: `bshd` is (pages, page_size, heads_kv, dim), `bhsd`
-    /// has pages that are head-major.
+    /// Returns a paged `k` or `v` of logical extents (batch, heads_kv, seq_kv, dim) in a dense pool: `bshd` is (pages, page_size, heads_kv, dim), and
+    /// `bhsd` has head-major pages.
     pub fn dense(&self, dims: [i64; 4], layout: Layout) -> TensorSpec {
         let [_, heads, _, dim] = dims;
         TensorSpec { dims, ..TensorSpec::dense([self.pages, heads, self.page_size, dim], layout) }
@@ -95,7 +96,7 @@ impl Paged {
         Declared { name: PAGE_TABLE.to_owned(), kind, default: None }
     }
 
-    /// What it declares besides where queries are packed, whichever masks there are: how many keys each batch entry has.
+    /// Returns the parameter that packed queries need in addition, whichever masks there are: the number of keys of each batch entry.
     pub(crate) fn lengths() -> Declared {
         let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
         Declared { name: SEQ_LEN_KV.to_owned(), kind, default: None }
@@ -103,8 +104,8 @@ impl Paged {
 }
 
 impl AttentionSpec {
-    /// A specification over a paged KV cache: `q` and `o` are dense (batch, seq_q, heads_q, dim), `k` and `v` dense containers
-    /// (pages, page_size, heads_kv, dim); a batch entry has at most `shape.seq_kv` keys.
+    /// Creates a specification over a paged KV cache. `q` and `o` are dense (batch, seq_q, heads_q, dim), and `k` and `v` are dense pools (pages,
+    /// page_size, heads_kv, dim). A batch entry has at most `shape.seq_kv` keys.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Mask, Paged, Shape};
@@ -122,9 +123,9 @@ impl AttentionSpec {
         spec.with_k(k).with_v(v).with_paged(paged)
     }
 
-    /// Packs the queries of a specification over pages: `q` and `o` are (total, heads_q, dim), the queries of sequence `n` are the tokens between two
-    /// boundaries of `cu_seqlens_q`, and it has as many keys as `seq_len_kv` says, i32 `[batch]`; both are declared parameters. `total_q` bounds the
-    /// queries of a call, all sequences together; `seq_q` is the most that one of them has.
+    /// Packs the queries of a paged specification: `q` and `o` become (total, heads_q, dim). The declared parameters `cu_seqlens_q` and `seq_len_kv`,
+    /// i32 `[batch]`, hold the query offsets and the number of keys of each sequence. `total_q` bounds the queries of a call over all sequences;
+    /// `seq_q` bounds those of one sequence.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Mask, Paged, Shape};
@@ -144,20 +145,20 @@ impl AttentionSpec {
     }
 }
 
-/// The pages of each batch entry of a call over host memory. Those that hold keys have been checked to lie within the containers.
+/// The pages of each batch entry of a call over host memory. Pages that hold keys were checked to be in the pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages<'a> {
     table: &'a [i32],
-    /// Entries of the table for each batch entry.
+    /// Table entries per batch entry.
     per_entry: usize,
     page_size: usize,
 }
 
 impl<'a> Pages<'a> {
-    /// The pages of a call, by the page table among the `values` of the parameters `declared`. `None` for a problem that is not paged.
+    /// Returns the pages of a call, from the page table among the `values` of the parameters `declared`. `None` for a problem that is not paged.
     ///
     /// # Errors
-    /// Pages that hold keys of an entry and are none of the containers; the first of each batch entry.
+    /// A page with keys of an entry is not in the pool; names the first of each batch entry.
     pub fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'a>]) -> Result<Option<Pages<'a>>, SpecErrors> {
         let Some((paged, table)) = problem.paged().zip(table(declared, values)) else { return Ok(None) };
         let per_entry = paged.pages_of(problem.seq_kv()) as usize;
@@ -174,24 +175,24 @@ impl<'a> Pages<'a> {
         if errors.is_empty() { Ok(Some(Pages { table, per_entry, page_size: paged.page_size as usize })) } else { Err(SpecErrors(errors)) }
     }
 
-    /// The pages of a batch entry, in the order of its keys; behind the last key they may be anything.
+    /// Returns the pages of a batch entry, in the order of its keys. Those after the last key may have any number.
     pub fn of(&self, batch: usize) -> &'a [i32] {
         self.table.get(batch * self.per_entry..(batch + 1) * self.per_entry).unwrap_or_default()
     }
 
-    /// Tokens of a page.
+    /// Returns the tokens per page.
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// The page of a key, and which token it is there; `None` where the table has no page for it.
+    /// Returns the page of a key, and the token within it; `None` if the table has no page for it.
     pub fn place(&self, batch: usize, key: usize) -> Option<[usize; 2]> {
         let page = usize::try_from(*self.of(batch).get(key / self.page_size)?).ok()?;
         Some([page, key % self.page_size])
     }
 }
 
-/// The page table among the values of what is declared.
+/// Returns the page table among the values of the declared parameters.
 fn table<'a>(declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [i32]> {
     match values.get(declared.iter().position(|p| p.name == PAGE_TABLE)?)? {
         ParamValue::I32(table) => Some(table),
@@ -205,7 +206,7 @@ fn table<'a>(declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [i3
     }
 }
 
-/// Keys that a batch entry has; none where the masks keep no key at all, so that nothing of its pages is read.
+/// Returns the number of keys of a batch entry; 0 if the masks attend to no key at all, because no page is read then.
 fn keys(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], batch: usize) -> i64 {
     if problem.region().is_empty(problem.seq_q(), problem.seq_kv()) {
         return 0;
@@ -216,15 +217,14 @@ fn keys(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], bat
 }
 
 impl Problem {
-    /// An operand as it lies in memory: of a paged problem, `k` and `v` are their [containers](Paged::container); everything else is as
-    /// [`Problem::tensor`] says.
+    /// Returns an operand as it is in memory: for a paged problem, `k` and `v` are their [pools](Paged::container); otherwise as [`Problem::tensor`].
     pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
         let tensor = self.tensor(operand)?;
         let paged = self.paged().filter(|_| operand.side() == Side::Keys);
         Some(paged.map_or(*tensor, |paged| paged.container(tensor)))
     }
 
-    /// The pages of a call over host memory; `None` for a problem that is not paged.
+    /// Returns the pages of a call over host memory; `None` for a problem that is not paged.
     ///
     /// # Errors
     /// The errors of [`Pages::new`] and of [`params::bind`].
@@ -299,7 +299,7 @@ mod tests {
             spec.validate().unwrap()
         };
         assert_eq!(one([16, 8, 1000, 1]), one([16, 8, 0, 1]));
-        // One batch entry has several pages all the same.
+        // One batch entry still has several pages.
         assert_ne!(one([16, 8, 16, 1]), one([32, 8, 16, 1]));
     }
 
@@ -313,7 +313,7 @@ mod tests {
         far.paged = Some(Paged { pages: i64::from(i32::MAX), ..CACHE });
         far.v.strides[0] = 1 << 32;
         assert_eq!(fields(&far), ["v.strides"]);
-        // Memory has pages, not batch entries.
+        // Memory holds pages, not batch entries.
         far.paged = Some(Paged { pages: 1, ..CACHE });
         far.v.strides[0] = 1 << 62;
         assert_eq!(fields(&far), Vec::<String>::new());
@@ -337,11 +337,11 @@ mod tests {
         assert_eq!((problem.kept().seq_len_q, problem.kept().seq_len_kv, problem.stats_elements()), (false, true, 5 * 4));
         assert_eq!(problem.k(), spec().validate().unwrap().k());
         assert_eq!(problem.in_memory(Operand::V).unwrap().extent(), Some(7 * 4 * 2 * 16));
-        // A mask may say what is there anyhow.
+        // A mask may repeat the length that is implied anyway.
         assert_eq!(of(&["tensor seq_len_kv[batch]: i32; k < seq_len_kv"], |_| ()).validate().unwrap().kept(), problem.kept());
         assert_eq!(of(&["causal-ends"], |_| ()).validate().unwrap().ends(), Some(&crate::Ends { lower: None, upper: Some(0) }));
         assert_ne!(of(&[], |spec| spec.packed = None).validate().unwrap(), problem);
-        // Where queries begin is no secret from expressions, and lengths have one type.
+        // Expressions may read the offsets of queries, and lengths have one type.
         assert!(of(&["tensor cu_seqlens_q[batch + 1]: i32; cu_seqlens_q + q > k"], |_| ()).validate().is_ok());
         assert_eq!(fields(&of(&["tensor seq_len_kv[head]: i32; k < seq_len_kv"], |_| ())), ["packed, parameter seq_len_kv"]);
         assert_eq!(fields(&of(&["padding"], |_| ())), ["masks"]);
@@ -385,7 +385,7 @@ mod tests {
                 [[0, 0], [0, 5], [2, 8]].map(|[batch, key]| pages.place(batch, key))
             })
         };
-        // What is behind the length may be anything, and so may all of an entry without keys.
+        // Table entries after the length may hold anything, and so may all of an entry without keys.
         let found = pages(&problem, &[6, 0, -1, i32::MAX, -1, -1, 3, 3, 1], &[8, 0, 100]).unwrap();
         assert_eq!(found, [Some([6, 0]), Some([0, 1]), Some([1, 0])]);
         let told = pages(&problem, &[6, -1, -1, 7, 0, 0, 3, 3, 7], &[5, 1, 8]).unwrap_err();
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].starts_with("parameter page_table[0][1] is -1: between 0 and 6") && told[0].contains("5 keys"), "{told:?}");
         assert!(told[1].starts_with("parameter page_table[1][0] is 7"), "{told:?}");
-        // A mask that keeps no key leaves nothing to read, whether lengths are given with it or not.
+        // A mask that attends to no key reads nothing, with or without lengths.
         for masks in
             [&["padding", "1 > 2"][..], &["1 > 2"], &["causal & k > q"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv & q < q"]]
         {
@@ -404,7 +404,7 @@ mod tests {
             let given = &given[..1 + usize::from(empty.params().iter().any(|p| p.name == SEQ_LEN_KV))];
             assert!(empty.pages(given).unwrap().is_some(), "{masks:?}");
         }
-        // Without lengths all keys are there.
+        // Without lengths every entry has all keys.
         let whole = spec().validate().unwrap();
         let table = [0, 1, 2, 3, 4, 5, 6, 6, 9];
         let told = whole.pages(&[Param::new(PAGE_TABLE, &table)]).unwrap_err().to_string();

@@ -8,7 +8,7 @@ use crate::problem::Problem;
 use crate::tensor::{Param, ParamValue};
 
 impl ParamValue<'_> {
-    /// The element type; `None` of a scalar.
+    /// Returns the element type; `None` for a scalar.
     pub fn dtype(&self) -> Option<DType> {
         match self {
             ParamValue::Scalar(_) => None,
@@ -22,7 +22,7 @@ impl ParamValue<'_> {
         }
     }
 
-    /// Number of elements; 1 of a scalar.
+    /// Returns the number of elements; 1 for a scalar.
     pub fn elements(&self) -> usize {
         match self {
             ParamValue::Scalar(_) => 1,
@@ -36,7 +36,7 @@ impl ParamValue<'_> {
         }
     }
 
-    /// An element, widened; a truth value is 0 or 1.
+    /// Returns an element as f64; a boolean is 0 or 1.
     pub fn get(&self, at: usize) -> f64 {
         match self {
             ParamValue::Scalar(x) => f64::from(*x),
@@ -64,11 +64,11 @@ pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
 pub enum Supplied {
     /// The value of a scalar.
     Scalar(f32),
-    /// A dense tensor, or memory that has room for it.
+    /// A dense tensor, or memory for it.
     Tensor {
         /// Its element type.
         dtype: DType,
-        /// How many elements it has.
+        /// Number of elements.
         elements: u64,
     },
 }
@@ -93,10 +93,10 @@ fn check_one(p: &Declared, given: Supplied, extents: [i64; 4], at_least: bool) -
     }
 }
 
-/// Checks what is given against what is declared. With `at_least`, memory may be longer than the tensor.
+/// Checks the values of a call against the declarations. With `at_least`, memory may be longer than the tensor.
 ///
 /// # Errors
-/// Every name that is unknown, given twice or missing, every wrong type and every wrong length.
+/// Every name that is unknown, repeated or missing, every wrong type and every wrong length.
 pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)], at_least: bool) -> Result<(), SpecErrors> {
     let mut errors = Vec::new();
     for (n, (name, _)) in given.iter().enumerate() {
@@ -118,7 +118,7 @@ pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)
     if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
 }
 
-/// Checks which gradients of parameters a call has room for against those that the problem asks for, by name: what is missing, unknown or given twice.
+/// Compares the parameter gradients that a call has memory for with those of the problem, by name. Returns the missing, unknown and repeated ones.
 pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given: &[&str]) -> Vec<SpecError> {
     let field = |name: &str| format!("gradient of {name}");
     let mut errors = Vec::new();
@@ -134,11 +134,11 @@ pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given:
     errors
 }
 
-/// The value of each declared parameter, in their order, in a problem of extents (batch, heads_q, seq_q, seq_kv); a scalar that is not given has its
-/// default.
+/// Returns the value of each declared parameter in order, in a problem of extents (batch, heads_q, seq_q, seq_kv). A scalar that the call does not
+/// name has its default.
 ///
 /// # Errors
-/// Every name that is unknown, given twice or missing, every wrong type and every wrong length.
+/// Every name that is unknown, repeated or missing, every wrong type and every wrong length.
 pub fn bind<'a>(declared: &[Declared], extents: [i64; 4], given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
     let said: Vec<(&str, Supplied)> = given
         .iter()
@@ -154,7 +154,7 @@ pub fn bind<'a>(declared: &[Declared], extents: [i64; 4], given: &[Param<'a>]) -
 }
 
 impl Problem {
-    /// The value of each of [`Problem::params`], in their order.
+    /// Returns the value of each of [`Problem::params`], in order.
     ///
     /// # Errors
     /// The errors of [`bind`].

@@ -1,4 +1,4 @@
-//! A problem cut down to one piece of what its masks keep.
+//! Restricts a problem to one piece of its mask.
 
 use crate::backward::BackwardProblem;
 use crate::expr::{Axis, Builder, ExprErrors, Inputs, ParamKind, Trace};
@@ -11,7 +11,7 @@ use crate::statistic::StatsBase;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The rows of an operand that a piece has.
+/// Returns the rows of an operand in a piece.
 fn rows(piece: &Piece, operand: Operand) -> &Range<i64> {
     match operand.side() {
         Side::Queries => &piece.queries,
@@ -20,7 +20,7 @@ fn rows(piece: &Piece, operand: Operand) -> &Range<i64> {
 }
 
 impl Piece {
-    /// Elements from the beginning of an operand to the first row that the piece has of it.
+    /// Returns the offset in elements of the piece's first row of an operand.
     pub fn offset(&self, operand: Operand, tensor: &TensorSpec) -> i64 {
         rows(self, operand).start * tensor.strides[2]
     }
@@ -31,7 +31,7 @@ impl Piece {
         normalise(TensorSpec { dims: [batch, heads, rows.end - rows.start, dim], ..*tensor }, None)
     }
 
-    /// The same function of scores, of places in the whole. `None` where it reads a tensor of the caller's over queries or keys.
+    /// Returns the same function of the score with indices of the whole problem. `None` if it reads a tensor over queries or keys.
     fn shifted(&self, trace: &Trace, extents: [i64; 4]) -> Option<Trace> {
         let reads_rows = trace.params().iter().any(|p| match p.kind {
             ParamKind::Scalar => false,
@@ -49,10 +49,10 @@ impl Piece {
 }
 
 impl Problem {
-    /// The problem of one piece of what the masks keep, over the rows of the operands that it has, with stats. `None` where an option looks beyond the piece: sinks, dropout, 8-bit floats, lengths, pages, statistics
-    /// besides stats, tensors over queries or keys.
+    /// Returns the problem of one piece of the mask, over its rows of the operands, with stats. `None` if an option depends on more than the piece:
+    /// sinks, dropout, 8-bit floats, lengths, pages, statistics other than stats, tensors over queries or keys.
     pub fn piece(&self, piece: &Piece) -> Option<Problem> {
-        // Without `..`, on purpose: a new field is named here, with whether a piece may have it.
+        // Deliberately without `..`: a new field must be listed here, with whether a piece may have it.
         let Problem {
             dtype,
             o_dtype: _,
@@ -97,9 +97,9 @@ impl Problem {
 }
 
 impl BackwardProblem {
-    /// Does the same as [`Problem::piece`] for a backward problem; `None` also where it has gradients of declared parameters.
+    /// Returns the backward problem of one piece, as [`Problem::piece`]; `None` also if it has gradients of declared parameters.
     pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
-        // Without `..`, on purpose: as above.
+        // Deliberately without `..`, as above.
         let BackwardProblem {
             forward,
             d_o: _,

@@ -1,4 +1,4 @@
-//! A specification that has passed every rule, in normal form.
+//! Validated attention problems in normal form.
 
 use crate::block_scale;
 use crate::check::Check;
@@ -19,9 +19,9 @@ use serde::Serialize;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// An attention problem that has passed every rule; only [`AttentionSpec::validate`] makes one.
+/// A valid attention problem. Only [`AttentionSpec::validate`] makes one.
 ///
-/// Equal problems are computed by the same plan: strides of axes of extent 1 and masks are in normal form.
+/// Equal problems share a plan: masks, and strides of axes of extent 1, are in normal form.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub(crate) dtype: DType,
@@ -58,12 +58,12 @@ pub struct Problem {
 
 impl Hash for Problem {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        // Without `..`, on purpose: a new field is hashed, or is said to follow from others.
+        // Deliberately without `..`: a new field must be hashed, or be shown to follow from others.
         let Problem {
             dtype,
             o_dtype,
             block_scaled,
-            // The extents are those of the tensors.
+            // The extents follow from the tensors.
             batch: _,
             heads_q: _,
             heads_kv: _,
@@ -92,7 +92,7 @@ impl Hash for Problem {
 
 impl Problem {
     pub(crate) fn new(spec: &AttentionSpec) -> Result<Problem, SpecErrors> {
-        // Without `..`, on purpose: a new field of the specification has to be read here.
+        // Deliberately without `..`: a new field of the specification must be read here.
         let &AttentionSpec {
             dtype,
             o_dtype,
@@ -117,7 +117,7 @@ impl Problem {
             check.fail("dtype", dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
         }
         let o_dtype = check.narrow("o_dtype", o_dtype, dtype, &[DType::F16, DType::BF16]);
-        // Where documents lie, boundaries say.
+        // `cu_seqlens` locate packed sequences.
         let packs = |side: Side| packed.is_some() && (side == Side::Queries || paged.is_none());
         let most = |operand: Operand| packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
         let given = [q, k, v, o];
@@ -155,14 +155,14 @@ impl Problem {
         }
         check.dropout(dropout);
         check.masks(masks, packed.is_some_and(|packed| packed.cross));
-        // Extents that break a rule are told of above; expressions are looked at all the same.
+        // Invalid extents were reported above. Expressions are checked all the same.
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
         let score_mod = check.expression("score_mods", score_mod::compose(score_mods, extents));
         let declared = check.expression("masks", Mask::All(masks.clone()).trace());
         let kept = packed.map_or_else(|| Kept::of(masks, extents), |p| Kept::of_documents(masks, extents, &p));
         let mut kept = check.expression("masks", kept);
         if let Some(kept) = kept.as_mut().filter(|_| packed.is_some() && paged.is_some()) {
-            // Lengths of keys are there whether masks read them or not.
+            // Lengths of keys exist whether masks read them or not.
             kept.seq_len_kv = true;
         }
         let own_lengths = |kept: &Kept| kept.seq_len_q || kept.seq_len_kv && packs(Side::Keys);
@@ -216,102 +216,102 @@ impl Problem {
         })
     }
 
-    /// Element type of `q`, `k`, `v`, and of `o` where nothing else is asked for: f32, f16, bf16 or an 8-bit float.
+    /// Returns the element type of `q`, `k`, `v`, and by default of `o`: f32, f16, bf16 or an 8-bit float.
     #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
-    /// Element type of an operand of the forward pass; of gradients see [`BackwardProblem::dtype_of`](crate::BackwardProblem::dtype_of).
+    /// Returns the element type of an operand of the forward pass. For gradients see [`BackwardProblem::dtype_of`](crate::BackwardProblem::dtype_of).
     #[inline]
     pub fn dtype_of(&self, operand: Operand) -> DType {
         self.o_dtype.filter(|_| operand == Operand::O).unwrap_or(self.dtype)
     }
-    /// Whether blocks of 32 elements of `q`, `k` and `v` have scales of their own ([`BlockScale`](crate::BlockScale)), and tensors have none.
+    /// Returns whether `q`, `k` and `v` have block scales ([`BlockScale`](crate::BlockScale)) instead of scales of whole tensors.
     #[inline]
     pub fn block_scaled(&self) -> bool {
         self.block_scaled
     }
-    /// Number of batch entries.
+    /// Returns the number of batch entries.
     #[inline]
     pub fn batch(&self) -> i64 {
         self.batch
     }
-    /// Number of query heads.
+    /// Returns the number of query heads.
     #[inline]
     pub fn heads_q(&self) -> i64 {
         self.heads_q
     }
-    /// Number of key and value heads.
+    /// Returns the number of key and value heads.
     #[inline]
     pub fn heads_kv(&self) -> i64 {
         self.heads_kv
     }
-    /// Query heads that share a key head.
+    /// Returns the number of query heads per KV head.
     #[inline]
     pub fn group(&self) -> i64 {
         self.heads_q / self.heads_kv
     }
-    /// Queries per head.
+    /// Returns the queries per head.
     #[inline]
     pub fn seq_q(&self) -> i64 {
         self.seq_q
     }
-    /// Keys per head.
+    /// Returns the keys per head.
     #[inline]
     pub fn seq_kv(&self) -> i64 {
         self.seq_kv
     }
-    /// Elements of a query and of a key.
+    /// Returns the elements of a query and of a key.
     #[inline]
     pub fn dim_qk(&self) -> i64 {
         self.dim_qk
     }
-    /// Elements of a value and of an output row.
+    /// Returns the elements of a value and of an output row.
     #[inline]
     pub fn dim_v(&self) -> i64 {
         self.dim_v
     }
-    /// Queries, (batch, heads_q, seq_q, dim_qk): extents, strides, alignment.
+    /// Returns the queries, (batch, heads_q, seq_q, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn q(&self) -> &TensorSpec {
         &self.tensors[0]
     }
-    /// Keys, (batch, heads_kv, seq_kv, dim_qk): extents, strides, alignment.
+    /// Returns the keys, (batch, heads_kv, seq_kv, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn k(&self) -> &TensorSpec {
         &self.tensors[1]
     }
-    /// Values, (batch, heads_kv, seq_kv, dim_v): extents, strides, alignment.
+    /// Returns the values, (batch, heads_kv, seq_kv, dim_v): extents, strides, alignment.
     #[inline]
     pub fn v(&self) -> &TensorSpec {
         &self.tensors[2]
     }
-    /// Output, (batch, heads_q, seq_q, dim_v): extents, strides, alignment.
+    /// Returns the output, (batch, heads_q, seq_q, dim_v): extents, strides, alignment.
     #[inline]
     pub fn o(&self) -> &TensorSpec {
         &self.tensors[3]
     }
-    /// `q`, `k`, `v`, `o`, in the order of [`Direction::operands`].
+    /// Returns `q`, `k`, `v`, `o`, in the order of [`Direction::operands`].
     #[inline]
     pub fn tensors(&self) -> &[TensorSpec; 4] {
         &self.tensors
     }
-    /// An operand: extents, strides, alignment. `None` for gradients, which are [`BackwardProblem`](crate::BackwardProblem)'s.
+    /// Returns an operand: extents, strides, alignment. `None` for gradients, which belong to [`BackwardProblem`](crate::BackwardProblem).
     #[inline]
     pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
         self.tensors.get(operand as usize)
     }
-    /// Returns the layout of packed sequences; `None` where the batch is padded.
+    /// Returns the layout of packed sequences; `None` if the batch is not packed.
     #[inline]
     pub fn packed(&self) -> Option<&Packed> {
         self.packed.as_ref()
     }
-    /// In which pages keys and values lie, where they do.
+    /// Returns the paging of keys and values, if any.
     #[inline]
     pub fn paged(&self) -> Option<&Paged> {
         self.paged.as_ref()
     }
-    /// Queries or keys per head; of a packed batch, of the longest document there may be.
+    /// Returns the queries or keys per head; for a packed batch, those of the longest possible sequence.
     #[inline]
     pub fn seq(&self, side: Side) -> i64 {
         match side {
@@ -319,7 +319,7 @@ impl Problem {
             Side::Keys => self.seq_kv,
         }
     }
-    /// Whether a batch entry may be shorter than the extent: by a mask, or as a packed document.
+    /// Returns whether a batch entry may be shorter than the extent, by a mask or as a packed sequence.
     pub fn has_lengths(&self, side: Side) -> bool {
         let masked = match side {
             Side::Queries => self.kept.seq_len_q,
@@ -327,37 +327,37 @@ impl Problem {
         };
         masked || self.packs(side)
     }
-    /// Tokens of a side that a packed call has at most, all documents together.
+    /// Returns the most tokens of a side in a packed call, over all sequences.
     pub fn total(&self, side: Side) -> i64 {
         let all = || self.batch.saturating_mul(self.seq(side));
         self.packed.and_then(|packed| packed.total(side)).unwrap_or_else(all)
     }
-    /// All score_mods as one trace: its root, f32, is the modified score. Extents are constants in it. `None` where there is no score_mod.
+    /// Returns all score_mods as one trace with the modified score, f32, as its root. Extents are constants in it. `None` without score_mods.
     #[inline]
     pub fn score_mod(&self) -> Option<&Arc<Trace>> {
         self.score_mod.as_ref()
     }
-    /// The keys that all masks keep together.
+    /// Returns the normal form of all masks.
     #[inline]
     pub fn kept(&self) -> &Kept {
         &self.kept
     }
-    /// The band that masks keep; other masks may drop more ([`Problem::kept`]).
+    /// Returns the band of the masks. Other masks may mask out more keys ([`Problem::kept`]).
     #[inline]
     pub fn region(&self) -> &Region {
         &self.kept.region
     }
-    /// The band about the ends of batch entries, where masks ask for one that is not in [`Problem::region`].
+    /// Returns the bottom-right aligned band, if the masks have one that is not in [`Problem::region`].
     #[inline]
     pub fn ends(&self) -> Option<&Ends> {
         Some(&self.kept.ends).filter(|ends| !ends.is_full())
     }
-    /// True where there is no batch entry, no query or no key: results are known without computing, see [`empty`](crate::empty).
+    /// Returns whether there is no batch entry, no query or no key. Results are then known without computing, see [`empty`](crate::empty).
     #[inline]
     pub fn is_empty(&self) -> bool {
         [self.batch, self.seq_q, self.seq_kv].contains(&0)
     }
-    /// Whether each query head has a number in the softmax's denominator: the parameter [`SINK`](crate::SINK).
+    /// Returns whether each query head has an attention sink: the parameter [`SINK`](crate::SINK).
     #[inline]
     pub fn sink(&self) -> bool {
         self.sink
@@ -367,30 +367,30 @@ impl Problem {
     pub fn dropout(&self) -> Option<Dropout> {
         self.dropout
     }
-    /// The extents (batch, heads_q, seq_q, seq_kv), over which parameters span.
+    /// Returns the extents (batch, heads_q, seq_q, seq_kv), which parameters span.
     #[inline]
     pub fn extents(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
     }
-    /// Every declared parameter: of the score_mods, of the masks, boundaries, the page table, the sink, the numbers of dropout, and the
-    /// scales of 8-bit floats, of their tensors or of their blocks.
+    /// Returns every declared parameter: of score_mods and masks, `cu_seqlens`, the page table, the sink, seed and offset of dropout, and the scales
+    /// of 8-bit floats.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params
     }
-    /// The scale of a call that names none: `1 / √dim_qk`.
+    /// Returns the scale of a call that sets none: `1 / √dim_qk`.
     #[inline]
     pub fn default_scale(&self) -> f32 {
         (1.0 / (self.dim_qk as f64).sqrt()) as f32
     }
-    /// Multiplications and additions of the two matrix products over the pairs that the bands of the masks keep, for rates; batch entries count as if
-    /// each had all queries and keys.
+    /// Counts the multiplications and additions of the two GEMMs over the pairs in the masks' bands, for throughput. Each batch entry counts with all
+    /// queries and keys.
     pub fn flops(&self) -> f64 {
         let pairs: u64 = (0..self.seq_q).map(|q| self.kept.key_range(q, [self.seq_q, self.seq_kv]).count() as u64).sum();
         2.0 * pairs as f64 * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
     }
 
-    /// Tokens of a side that packed documents have at most; `None` of one that does not lie packed.
+    /// Returns the most tokens of a packed side; `None` if the side is not packed.
     pub(crate) fn most(&self, side: Side) -> Option<i64> {
         self.packed.filter(|_| self.packs(side)).map(|packed| packed.most(side, self.batch, self.seq(side)))
     }
@@ -406,19 +406,19 @@ impl Problem {
     }
 }
 
-/// An operand as it lies in memory.
+/// Returns an operand as it is in memory.
 fn lies(operand: Operand, tensor: TensorSpec, paged: Option<Paged>) -> TensorSpec {
     paged.filter(|_| operand.side() == Side::Keys).map_or(tensor, |paged| paged.container(&tensor))
 }
 
-/// A tensor of packed documents as if each were of the longest: what its rules and its key are made of.
+/// Sets the batch stride of a packed tensor as if each sequence were the longest. Rules and keys use this form.
 pub(crate) fn unplaced(mut tensor: TensorSpec) -> TensorSpec {
     let reach = |axis: usize| tensor.strides[axis].saturating_mul(tensor.dims[axis]);
     tensor.strides[0] = reach(1).max(reach(2)).max(tensor.dims[3]);
     tensor
 }
 
-/// Extents of which the third is more than 1 where an operand has several tokens: one of packed documents has `most` at most, however short these are.
+/// Returns extents with at least two tokens if a packed operand may have several (`most`), however short its sequences are.
 pub(crate) fn tokens_apart(mut dims: [i64; 4], most: Option<i64>) -> [i64; 4] {
     if let Some(most) = most {
         dims[2] = dims[2].max(2).min(most);
@@ -426,9 +426,8 @@ pub(crate) fn tokens_apart(mut dims: [i64; 4], most: Option<i64>) -> [i64; 4] {
     dims
 }
 
-/// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
-/// tensors which differ only there are equal. Packed tokens are stepped along however long the longest document is, if there may be more than one:
-/// `most` of them. A tensor without elements is dense.
+/// Normalises strides. An axis of extent 1 gets the extent of the axes inside it as its stride, so tensors that differ only there are equal. The
+/// token axis of packed sequences counts as longer if there may be more than one token (`most`). A tensor without elements becomes dense.
 pub(crate) fn normalise(mut tensor: TensorSpec, most: Option<i64>) -> TensorSpec {
     if tensor.is_empty() {
         return TensorSpec::dense(tensor.dims, Layout::Bhsd);

@@ -1,7 +1,7 @@
-//! Functions that modify a score before the softmax.
+//! Score_mods: functions that modify a score before the softmax.
 //!
-//! A closure is run once, when the [`ScoreMod`] is made; what it did is the score_mod. It is differentiated from that, runs on
-//! every executor, and combines with every mask and with others:
+//! A closure runs once, when the [`ScoreMod`] is made, and is recorded as a trace. Executors differentiate the trace and run it. A score_mod combines
+//! with every mask and with other score_mods:
 //!
 //! ```
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, ScoreMod, Shape};
@@ -23,8 +23,7 @@
 //!
 //! # The order
 //!
-//! `q·kᵀ` → `attn_scale` → score_mods in the order in which they were given → masks → softmax. A mask is applied last, as −∞:
-//! no score_mod can undo one.
+//! `q·kᵀ` → `attn_scale` → score_mods in the given order → masks → softmax. Masks are applied last, as −∞, so no score_mod can undo one.
 
 use crate::expr::{At, Builder, Expr, ExprError, ExprErrors, F32, Inputs, NodeId, Params, Trace, Type};
 use crate::library::{self, ParseError};
@@ -33,13 +32,13 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// A function that modifies a score before the softmax, or several of them one after the other.
+/// A function that modifies a score before the softmax, or several applied in order.
 ///
-/// Two are equal when they compute alike: the name is for people, and values of scalars are values of a call.
+/// Two are equal if they compute the same. The name is for people, and values of scalars are values of a call.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ScoreMod {
     name: String,
-    /// One root each, the score; or two, with the gradient written by hand.
+    /// Each stage has one root, the score, or two, with the gradient written by hand.
     stages: Vec<Arc<Trace>>,
 }
 
@@ -58,10 +57,10 @@ impl std::hash::Hash for ScoreMod {
 }
 
 impl ScoreMod {
-    /// The function that a closure writes down: of the scaled score, of where it stands, and of declared parameters.
+    /// Traces a closure into a score_mod. The closure receives the scaled score and its position, and declares parameters.
     ///
     /// # Errors
-    /// Every parameter that is declared against the rules.
+    /// Every invalid declaration of a parameter.
     ///
     /// # Examples
     ///
@@ -87,9 +86,8 @@ impl ScoreMod {
         ScoreMod { name: name.to_owned(), stages: vec![Arc::new(trace)] }
     }
 
-    /// With a gradient written by hand in place of the derived one: a function of the upstream gradient (of the loss by the modified score), and
-    /// of the score that went in. It may declare parameters of its own. The CPU executor compares it with the derived one in
-    /// debug builds.
+    /// Sets a gradient written by hand, which replaces the derived one. It is a function of the upstream gradient (of the loss by the modified score)
+    /// and of the unmodified score, and may declare parameters. The CPU executor compares it with the derived gradient in debug builds.
     ///
     /// ```
     /// use sdpa_core::ScoreMod;
@@ -98,7 +96,7 @@ impl ScoreMod {
     /// ```
     ///
     /// # Errors
-    /// Every parameter that is declared against the rules, or otherwise than the function does.
+    /// Every invalid declaration of a parameter, or one that differs from the function's.
     pub fn with_bprop<F>(self, f: F) -> Result<ScoreMod, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -112,7 +110,7 @@ impl ScoreMod {
         Ok(ScoreMod { name: self.name, stages: vec![Arc::new(b.finish(&[value, gradient]).map_err(ExprErrors)?)] })
     }
 
-    /// This one, and then the other on what it yields.
+    /// Applies this score_mod and then `other` to its result.
     ///
     /// ```
     /// use sdpa_core::library::{alibi, softcap};
@@ -126,10 +124,10 @@ impl ScoreMod {
         self
     }
 
-    /// Gives a parameter another name, so that one function can be used twice with different values.
+    /// Renames a parameter, so that one function can be used twice with different values.
     ///
     /// # Errors
-    /// A name that is none, or that another parameter has.
+    /// The name is invalid, or another parameter has it.
     ///
     /// # Examples
     ///
@@ -153,19 +151,19 @@ impl ScoreMod {
         self
     }
 
-    /// The name that it was given.
+    /// Returns the name that the caller gave.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The traces, in the order in which they are applied. One with two roots has its gradient written by hand.
+    /// Returns the traces, in order of application. A trace with two roots has a gradient written by hand.
     pub fn stages(&self) -> &[Arc<Trace>] {
         &self.stages
     }
 }
 
 impl fmt::Display for ScoreMod {
-    /// The spelling that is read back: a name of the library, or the text of each stage, with a line `then` between them.
+    /// Writes a notation that parses: a library name, or the text of each stage, with a line `then` between them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if library::score_mod(&self.name).is_some_and(|known| known.is_ok_and(|known| known.same_defaults(self))) {
             return f.write_str(&self.name);
@@ -178,7 +176,7 @@ impl fmt::Display for ScoreMod {
 }
 
 impl ScoreMod {
-    /// Equal, down to the values of scalars.
+    /// Compares including the defaults of scalars.
     fn same_defaults(&self, other: &ScoreMod) -> bool {
         let defaults = |m: &ScoreMod| m.stages.iter().flat_map(|s| s.params()).map(|p| p.default.map(f32::to_bits)).collect::<Vec<_>>();
         self == other && defaults(self) == defaults(other)
@@ -188,8 +186,7 @@ impl ScoreMod {
 impl FromStr for ScoreMod {
     type Err = ParseError;
 
-    /// A name of the library ([`crate::library`]), or the text of a trace: one root, or two for a gradient by hand. A line
-    /// `then` stands between those that are applied one after the other.
+    /// Parses a library name ([`crate::library`]), or the text of a trace: one root, or two for a gradient by hand. A line `then` separates stages.
     fn from_str(text: &str) -> Result<ScoreMod, ParseError> {
         let mut stages: Vec<String> = vec![String::new()];
         for line in text.split_inclusive('\n') {
@@ -208,10 +205,10 @@ impl FromStr for ScoreMod {
     }
 }
 
-/// What the score_mods of a problem come to: one function of the scaled score.
+/// Composes the score_mods of a problem into one function of the scaled score.
 ///
 /// # Errors
-/// Parameters that are declared under one name, and not alike.
+/// Score_mods declare a parameter of the same name differently.
 pub(crate) fn compose(mods: &[ScoreMod], extents: [i64; 4]) -> Result<Trace, ExprErrors> {
     let mut b = Builder::new();
     let values = forward(&mut b, mods, extents);
@@ -219,7 +216,7 @@ pub(crate) fn compose(mods: &[ScoreMod], extents: [i64; 4]) -> Result<Trace, Exp
     b.finish(&[last]).map_err(ExprErrors)
 }
 
-/// What goes into each stage, and what comes out of the last.
+/// Returns the input of each stage, and the output of the last.
 fn forward(b: &mut Builder, mods: &[ScoreMod], extents: [i64; 4]) -> Vec<NodeId> {
     let mut values = vec![b.score()];
     for stage in mods.iter().flat_map(|m| &m.stages) {
@@ -229,30 +226,30 @@ fn forward(b: &mut Builder, mods: &[ScoreMod], extents: [i64; 4]) -> Vec<NodeId>
     values
 }
 
-/// The gradient of all score_mods of a problem, as one trace.
+/// The gradients of all score_mods of a problem, as one trace.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Gradient {
-    /// Functions of the scaled score and of the upstream gradient. Its roots: the modified score; the gradient along the scaled score; one gradient for
+    /// Functions of the scaled score and of the upstream gradient. Roots: the modified score; the gradient along the scaled score; one gradient for
     /// each of `wrt`.
     pub trace: Trace,
-    /// Names of the parameters whose gradients are asked for.
+    /// Names of the parameters whose gradients are computed.
     pub wrt: Vec<String>,
-    /// The reads of tables among them, whose own roots are 0.
+    /// Reads of tables among them. The roots of such tables are 0.
     pub reads: Vec<TableRead>,
 }
 
-/// One place at which a table is read whose gradient is asked for: its element there has this gradient more.
+/// A read of a table whose gradient is computed: the element at `place` gets the gradient `value` added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct TableRead {
     /// Index into [`Gradient::wrt`].
     pub wrt: usize,
-    /// The root that is the gradient.
+    /// The root with the gradient.
     pub value: usize,
-    /// The root that is the place, i32, as elements lie in memory; outside of the table the nearest ([`ParamKind::within`](crate::expr::ParamKind::within)).
+    /// The root with the position, i32, in memory order, clamped to the table ([`ParamKind::within`](crate::expr::ParamKind::within)).
     pub place: usize,
 }
 
-/// Why a gradient cannot be had.
+/// Why a gradient cannot be derived.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoGradient {
     #[error(transparent)]
@@ -261,7 +258,7 @@ pub(crate) enum NoGradient {
     ByHand(String),
 }
 
-/// Derives the gradient, along the score and along `wrt`, which are declared floating point parameters.
+/// Derives the gradient along the score and along `wrt`, which are declared floating-point parameters.
 pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> Result<Gradient, NoGradient> {
     let mut b = Builder::new();
     let values = forward(&mut b, mods, extents);
@@ -272,7 +269,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
         wrt.iter().map(|name| place(&b, name).map(|n| b.param_at(n))).collect()
     };
     let mut sums: Vec<Option<NodeId>> = vec![None; wrt.len()];
-    // What is read of tables: which of `wrt`, the place, the value.
+    // Reads of tables: index in `wrt`, position, value.
     let tables: Vec<(usize, NodeId, NodeId)> =
         b.reads().filter_map(|(p, place, value)| Some((wrt.iter().position(|n| *n == names[p])?, place, value))).collect();
     let mut of_reads: Vec<Option<NodeId>> = vec![None; tables.len()];
@@ -296,7 +293,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
         let along_score = found.next().flatten();
         for (sum, param) in sums.iter_mut().zip(&params) {
             let Some(param) = param else { continue };
-            // What goes into this stage may be a parameter itself: the stages before have that part.
+            // The input of this stage may be a parameter itself; the earlier stages contribute that part.
             let own = found.next().flatten().filter(|_| *param != before);
             *sum = both(&mut b, *sum, own);
         }
@@ -319,7 +316,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
     Ok(Gradient { trace: b.finish(&roots).map_err(ExprErrors)?, wrt: wrt.to_vec(), reads })
 }
 
-/// The sum of what is there.
+/// Returns the sum of the present terms.
 fn both(b: &mut Builder, sum: Option<NodeId>, more: Option<NodeId>) -> Option<NodeId> {
     match (sum, more) {
         (Some(sum), Some(more)) => Some(b.binary(crate::expr::Binary::Add, sum, more)),

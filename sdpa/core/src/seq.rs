@@ -1,7 +1,7 @@
-//! Growing sequences without new plans: lengths are rounded up to buckets, and go to the kernel as data.
+//! Growing sequences without new plans: lengths are rounded up to buckets, and the kernel receives the true lengths as data.
 //!
-//! A specification of some lengths becomes one of the bucket's lengths, over the same buffers, with the true lengths as padding. All
-//! lengths of a bucket are one plan.
+//! A specification becomes one with the lengths of its bucket, over the same buffers, with the true lengths as padding. All lengths of a bucket share
+//! a plan.
 //!
 //! ```
 //! use sdpa_core::seq::{Buckets, SeqPolicy};
@@ -23,16 +23,14 @@
 //! # Ok::<(), sdpa_core::SpecErrors>(())
 //! ```
 //!
-//! # What the caller has to see to
+//! # Requirements
 //!
-//! - **Strides do not depend on the length**: rows of a batch entry lie at the same distances whatever the length is, as in a buffer of
-//!   fixed capacity, or in batch-seq-head-dim with one batch entry. [`SeqPolicy::bucket`] refuses strides over which rows of the bucket
-//!   would lie on one another.
-//! - **Buffers reach to the bucket's length**, also those of `o` and stats: rows past the length are written, zeros and −∞. A call
-//!   over buffers that are too short is refused before anything runs.
-//! - **Keys and values past the length are finite** within the last tile of 128: 0 times not-a-number is not-a-number. Nobody checks
-//!   that.
-//! - Stats are of the bucket's length; the backward pass takes the same bucket.
+//! - **Strides do not depend on the length**: rows of a batch entry have the same strides for every length, as in a buffer of fixed capacity, or in
+//!   batch-seq-head-dim with one batch entry. [`SeqPolicy::bucket`] refuses strides for which rows of the bucket would overlap.
+//! - **Buffers have the bucket's length**, also those of `o` and stats: rows past the length are written, with zeros and −∞. A call with shorter
+//!   buffers is refused before anything runs.
+//! - **Keys and values past the length are finite** within the last tile of 128: 0 times NaN is NaN. This is not checked.
+//! - Stats have the bucket's length; the backward pass uses the same bucket.
 
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Axis, Node, Trace};
@@ -41,7 +39,7 @@ use crate::spec::{AttentionSpec, TensorSpec};
 use crate::tensor::Param;
 use serde::{Deserialize, Serialize};
 
-/// The scalar by which a mask that is aligned to the lower right corner is moved.
+/// The scalar by which a bottom-right aligned mask is shifted.
 pub const SEQ_SHIFT: &str = "seq_shift";
 
 /// Lengths to round up to.
@@ -49,10 +47,10 @@ pub const SEQ_SHIFT: &str = "seq_shift";
 pub struct Buckets(Vec<i64>);
 
 impl Buckets {
-    /// Buckets of these lengths.
+    /// Creates buckets of these lengths.
     ///
     /// # Errors
-    /// None at all, one below 1, or one that is no longer than the one before.
+    /// There is no length, one is below 1, or one is not longer than the one before.
     ///
     /// # Examples
     ///
@@ -71,10 +69,10 @@ impl Buckets {
         Ok(Buckets(lengths))
     }
 
-    /// `first`, twice that, and so on, and `last`: a plan costs at most twice the rows.
+    /// Creates buckets of `first`, twice that, and so on, and `last`. A plan costs at most twice the rows.
     ///
     /// # Errors
-    /// As [`Buckets::new`].
+    /// As for [`Buckets::new`].
     ///
     /// # Examples
     ///
@@ -89,10 +87,10 @@ impl Buckets {
         Buckets::new(if first < 1 { vec![first] } else { lengths })
     }
 
-    /// Multiples of `step` up to `last`, and `last`.
+    /// Creates buckets at multiples of `step` up to `last`, and at `last`.
     ///
     /// # Errors
-    /// As [`Buckets::new`].
+    /// As for [`Buckets::new`].
     ///
     /// # Examples
     ///
@@ -110,46 +108,46 @@ impl Buckets {
         Buckets::new(lengths)
     }
 
-    /// The lengths that problems are rounded up to, ascending.
+    /// Returns the lengths of the buckets, ascending.
     pub fn lengths(&self) -> &[i64] {
         &self.0
     }
 
-    /// The bucket of a length; `None` past the last.
+    /// Returns the bucket of a length; `None` past the last.
     pub fn up(&self, length: i64) -> Option<i64> {
         self.0.get(self.0.partition_point(|&bucket| bucket < length)).copied()
     }
 }
 
-/// Sequence lengths that are rounded up, so that several share a plan. By default none is.
+/// Sequence lengths that are rounded up, so that several lengths share a plan. By default none is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SeqPolicy {
-    /// Buckets of `seq_q`; `None` leaves it as it is.
+    /// Buckets of `seq_q`; `None` keeps it.
     pub q: Option<Buckets>,
-    /// Buckets of `seq_kv`; `None` leaves it as it is.
+    /// Buckets of `seq_kv`; `None` keeps it.
     pub kv: Option<Buckets>,
 }
 
-/// A specification whose lengths are those of buckets.
+/// A specification with bucket lengths.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Bucketed {
-    /// To be validated and prepared in place of the exact one.
+    /// Validate and prepare this in place of the exact specification.
     pub spec: AttentionSpec,
-    /// Pairs of the bucket over pairs of the exact lengths: how much more a kernel may cost that skips nothing. That lengths are data
-    /// costs something too, whatever they are: 3 to 10 µs a pass on an H200 under cuDNN 9.27, 14 under 9.19.
+    /// Pairs of the bucket over pairs of the exact lengths: an upper bound of the extra cost of a kernel that skips nothing. Lengths as data cost a
+    /// little too: 3 to 10 µs a pass on an H200 under cuDNN 9.27, 14 under 9.19.
     pub cost: f64,
     seq_len_q: Vec<i32>,
     seq_len_kv: Vec<i32>,
-    /// Whether lengths are parameters of the specification: the caller's own are not here.
+    /// Whether the specification's lengths are parameters from here, not the caller's own.
     padded: bool,
     shift: Option<f32>,
 }
 
 impl Bucketed {
-    /// What is bound beside the caller's own parameters: lengths by batch entry, and the shift of masks. Device memory for
-    /// the lengths is the caller's to fill: i32, one for each batch entry.
+    /// Returns the parameters to bind in addition to the caller's own: lengths by batch entry, and the shift of masks. For device calls the caller
+    /// fills device memory with the lengths: i32, one per batch entry.
     pub fn params(&self) -> Vec<Param<'_>> {
         let lengths = [(SEQ_LEN_Q, &self.seq_len_q), (SEQ_LEN_KV, &self.seq_len_kv)];
         let lengths = lengths.into_iter().filter(|_| self.padded).map(|(name, values)| Param::new(name, values));
@@ -158,7 +156,7 @@ impl Bucketed {
 }
 
 impl SeqPolicy {
-    /// A policy that rounds `seq_q` and `seq_kv` up to these buckets; `None` leaves a length as it is.
+    /// Creates a policy that rounds `seq_q` and `seq_kv` up to these buckets; `None` keeps a length.
     ///
     /// ```
     /// use sdpa_core::seq::{Buckets, SeqPolicy};
@@ -170,11 +168,11 @@ impl SeqPolicy {
         SeqPolicy { q: q.into(), kv: kv.into() }
     }
 
-    /// The specification of the bucket that the lengths of this one are in.
+    /// Returns the specification with the bucket lengths of `spec`.
     ///
     /// # Errors
-    /// A length past the last bucket; strides over which rows of the bucket lie on one another; a mask or score_mod that reads the
-    /// lengths as extents. All of them at once.
+    /// Every length past the last bucket, strides for which rows of the bucket overlap, and every mask or score_mod that reads the lengths as
+    /// extents.
     pub fn bucket(&self, spec: &AttentionSpec) -> Result<Bucketed, SpecErrors> {
         let mut errors = Vec::new();
         let [batch, _, seq_q, _] = spec.q.dims;
@@ -189,7 +187,7 @@ impl SeqPolicy {
         };
         let (q, kv) = (up(&self.q, "seq_q", seq_q), up(&self.kv, "seq_kv", seq_kv));
         let own_lengths = spec.masks.iter().any(reads_lengths);
-        // Exactly a bucket is in it too: one plan, whether lengths are needed or not.
+        // An exact bucket length also gets lengths, so that it shares the bucket's plan.
         let padded = (self.q.is_some() || self.kv.is_some()) && !own_lengths;
         let mut out = spec.clone();
         for (name, tensor, length) in [("q", &mut out.q, q), ("k", &mut out.k, kv), ("v", &mut out.v, kv), ("o", &mut out.o, q)] {
@@ -238,7 +236,7 @@ impl SeqPolicy {
 
 const EXTENTS: &str = "it reads the number of queries or keys, which is the bucket's and not the true one";
 
-/// Gives a tensor more rows over the same strides.
+/// Extends a tensor to more rows with the same strides.
 fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
     let exact = tensor.dims[2];
     tensor.dims[2] = length;
@@ -251,7 +249,7 @@ fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
     let reach = tensor.strides[2].saturating_mul(length);
     for (axis, name) in [(0, "batch entries"), (1, "heads")] {
         let stride = tensor.strides[axis];
-        // Outside of the rows, and not far enough.
+        // The axis is outside the rows, and its stride is too small.
         if tensor.dims[axis] > 1 && stride > tensor.strides[2] && stride < reach {
             return Err(format!("{name} {reach} apart at least, so that {length} rows fit between: a buffer of fixed capacity"));
         }
@@ -269,7 +267,7 @@ fn reads_lengths(mask: &Mask) -> bool {
     }
 }
 
-/// Whether every entry ends where its lengths say, whatever the extents are.
+/// Returns whether lengths bound every batch entry on both sides, whatever the extents.
 fn has_both_lengths(spec: &AttentionSpec) -> bool {
     let [batch, heads_q, seq_q, _] = spec.q.dims;
     Kept::of(&spec.masks, [batch, heads_q, seq_q, spec.k.dims[2]]).is_ok_and(|kept| kept.seq_len_q && kept.seq_len_kv)
@@ -279,12 +277,12 @@ fn reads_extents(trace: &Trace) -> bool {
     trace.nodes().iter().any(|node| matches!(node, Node::Extent(Axis::Q | Axis::K)))
 }
 
-/// The same mask with the lower right corner where the true lengths have it. The ends are where lengths say as they are.
+/// Returns the mask with its bottom-right corner at the true lengths. Windows aligned to the ends are unchanged: they use the lengths.
 fn moved(mask: &Mask, one_query: bool, shifts: &mut bool) -> Result<Mask, String> {
     let all =
         |masks: &[Mask], shifts: &mut bool| masks.iter().map(|mask| moved(mask, one_query, shifts)).collect::<Result<Vec<Mask>, String>>();
     Ok(match mask {
-        // The only query sees up to the last key, and lengths end there.
+        // The only query attends up to the last key, and lengths bound the keys.
         Mask::Window { left: None, right: Some(_), align: Align::BottomRight } if one_query => Mask::All(Vec::new()),
         Mask::Window { left, right, align: Align::BottomRight } => {
             *shifts = true;

@@ -1,12 +1,12 @@
-//! Numbers in the softmax's denominator that belong to no key.
+//! Attention sinks: terms of the softmax's denominator that belong to no key.
 
 use crate::dtype::DType;
 use crate::expr::{Axes, Axis, Declared, ParamKind};
 use crate::problem::Problem;
 use crate::tensor::ParamValue;
 
-/// The name of the declared parameter that holds the sinks: f32 `[heads_q]`, one number for each query head in the softmax's denominator, on the
-/// scale of scores that have been scaled and modified. −∞ is no sink.
+/// The name of the declared parameter with the sinks: f32 `[heads_q]`, one term per query head in the softmax's denominator, on the scale of scaled
+/// and modified scores. −∞ disables the sink.
 pub const SINK: &str = "sink";
 
 /// Returns the parameter that a problem with a sink declares.
@@ -16,7 +16,7 @@ pub(crate) fn declared() -> Declared {
 }
 
 impl Problem {
-    /// The sinks of a call, one for each query head, among the values of what is declared; `None` for a problem without.
+    /// Returns the sinks of a call, one per query head, among the values of the declared parameters; `None` for a problem without sinks.
     pub fn sinks<'a>(&self, declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [f32]> {
         let at = declared.iter().position(|p| self.sink() && p.name == SINK)?;
         match values.get(at)? {

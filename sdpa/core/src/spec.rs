@@ -1,4 +1,4 @@
-//! What the caller asks for: plain data, `Eq + Hash`, no pointers.
+//! Specifications of attention: plain data, `Eq + Hash`, no pointers.
 
 use crate::dropout::Dropout;
 use crate::dtype::DType;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 /// Order of the axes in memory, outermost first. Logical extents are always (batch, head, seq, dim).
 ///
-/// Exhaustive: a new order of axes must stop whatever reads memory from compiling.
+/// Exhaustive: a new order of axes must stop code that reads memory from compiling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Layout {
@@ -30,7 +30,7 @@ impl Layout {
     /// Every order.
     pub const ALL: [Layout; 3] = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd];
 
-    /// The name used in files and options.
+    /// Returns the name used in files and options.
     pub fn name(self) -> &'static str {
         match self {
             Layout::Bhsd => "bhsd",
@@ -39,8 +39,8 @@ impl Layout {
         }
     }
 
-    /// Dense strides, in elements, of a tensor of logical extents (batch, head, seq, dim) kept in this order.
-    /// Saturates where a product does not fit; [`AttentionSpec::validate`] reports that.
+    /// Returns dense strides, in elements, for a tensor of logical extents (batch, head, seq, dim) in this order. Saturates if a product does not
+    /// fit; [`AttentionSpec::validate`] reports that.
     pub fn strides(self, dims: [i64; 4]) -> [i64; 4] {
         let order = match self {
             Layout::Bhsd => [0, 1, 2, 3],
@@ -59,20 +59,20 @@ impl Layout {
 
 /// Logical extents and memory strides of one operand.
 ///
-/// A plain value: extents, strides and alignment are all that a strided tensor has, so it is written as a literal.
+/// A plain value: extents, strides and alignment describe a strided tensor completely, so it is written as a literal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorSpec {
     /// (batch, head, seq, dim), in elements.
     pub dims: [i64; 4],
     /// Distance between neighbours along each axis, in elements. The last must be 1.
     pub strides: [i64; 4],
-    /// Bytes that the base address is a multiple of; a power of two. 16 where nothing else is known:
-    /// that is what every allocator gives and what the fused kernels read in place.
+    /// Alignment of the base address in bytes; a power of two. 16 is a safe default: every allocator gives that, and the fused kernels read such
+    /// operands in place.
     pub alignment: u32,
 }
 
 impl TensorSpec {
-    /// A dense tensor in the given order, its base 16-byte aligned.
+    /// Creates a dense tensor in the given order with a 16-byte aligned base.
     ///
     /// ```
     /// use sdpa_core::{Layout, TensorSpec};
@@ -82,11 +82,11 @@ impl TensorSpec {
         TensorSpec { dims, strides: layout.strides(dims), alignment: 16 }
     }
 
-    /// A dense tensor of the same extents, its base 16-byte aligned, its axes in the same order in memory.
+    /// Returns a dense tensor of the same extents with a 16-byte aligned base. The axes keep their order in memory.
     #[must_use]
     pub fn densely(&self) -> TensorSpec {
         let mut order = [0usize, 1, 2];
-        // Axes that repeat one element go outwards, where they merge with one another.
+        // Axes of stride 0 become outermost, where they merge with one another.
         order.sort_by_key(|&a| std::cmp::Reverse(if self.strides[a] == 0 { i64::MAX } else { self.strides[a] }));
         let mut strides = [1i64; 4];
         let mut next = self.dims[3];
@@ -97,12 +97,12 @@ impl TensorSpec {
         TensorSpec { dims: self.dims, strides, alignment: 16 }
     }
 
-    /// Strides of batch entries, heads and rows, in elements.
+    /// Returns the strides of batch entries, heads and rows, in elements.
     pub fn outer(&self) -> [i64; 3] {
         [self.strides[0], self.strides[1], self.strides[2]]
     }
 
-    /// True where an extent is 0: there are no elements, and no address is read or written.
+    /// Returns whether an extent is 0: there are no elements, and no address is read or written.
     pub fn is_empty(&self) -> bool {
         self.dims.contains(&0)
     }
@@ -118,7 +118,7 @@ impl TensorSpec {
 
 /// The extents of an attention problem, for [`AttentionSpec::dense`].
 ///
-/// A plain value with a name for each extent, written as a literal: seven numbers in a row would be confused.
+/// A plain value, written as a literal with a name for each extent: seven positional numbers would be easy to confuse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Shape {
     /// Number of batch entries; may be 0.
@@ -139,9 +139,9 @@ pub struct Shape {
 
 /// One attention problem: `o = softmax(mask(score_mods(q·kᵀ · attn_scale))) · v`.
 ///
-/// The scale is a value of the call, not of the specification: changing it rebuilds nothing.
+/// The scale is a value of the call, not of the specification: a new value needs no new plan.
 ///
-/// `batch`, `seq_q` and `seq_kv` may be 0, with the results that PyTorch's `scaled_dot_product_attention` has: see [`empty`](crate::empty). Problems that
+/// `batch`, `seq_q` and `seq_kv` may be 0, with the results of PyTorch's `scaled_dot_product_attention`: see [`empty`](crate::empty). Problems that
 /// are packed, paged or block-scaled need at least 1 of each.
 ///
 /// ```
@@ -159,11 +159,12 @@ pub struct Shape {
 pub struct AttentionSpec {
     /// Element type of `q`, `k`, `v` and `o`: f16, bf16, f32, or an 8-bit float ([`fp8`](crate::fp8)). Scores and stats are always f32.
     pub dtype: DType,
-    /// Element type of `o` where it is not that of `q`, `k` and `v`: of a pass of 8-bit floats alone, the other 8-bit float, f16 or bf16.
+    /// Element type of `o` if it differs from that of `q`, `k` and `v`. Only passes of 8-bit floats may set it, to the other 8-bit float, f16 or
+    /// bf16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub o_dtype: Option<DType>,
-    /// Whether each 32 elements of `q`, `k` and `v` have a scale of their own, the declared parameters [`BlockScale`](crate::BlockScale), and no tensor has
-    /// one: of a pass of 8-bit floats alone.
+    /// Whether each 32 elements of `q`, `k` and `v` have a block scale, the declared parameters [`BlockScale`](crate::BlockScale), instead of a scale
+    /// per tensor. Only for passes of 8-bit floats.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub block_scaled: bool,
     /// Queries, (batch, heads_q, seq_q, dim_qk).
@@ -174,43 +175,41 @@ pub struct AttentionSpec {
     pub v: TensorSpec,
     /// Output, (batch, heads_q, seq_q, dim_v).
     pub o: TensorSpec,
-    /// Applied to the scaled scores, one after the other, before the masks.
+    /// Functions of the scaled scores, applied in order before the masks.
     #[serde(default)]
     pub score_mods: Vec<ScoreMod>,
-    /// Batch entries are documents that lie one behind the other, without padding.
+    /// Batch entries are packed sequences: contiguous, without padding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
-    /// Keys and values lie in pages of containers: strides of `k` and `v` are those of containers.
+    /// Keys and values are paged: strides of `k` and `v` are those of the page pools.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paged: Option<Paged>,
-    /// A key is kept where every mask keeps it; none keeps all.
+    /// A query attends to a key if every mask agrees. Without masks it attends to all.
     pub masks: Vec<Mask>,
-    /// Whether each query head has a number in the softmax's denominator that belongs to no key: the declared parameter
-    /// [`SINK`](crate::SINK).
+    /// Whether each query head has an attention sink: the declared parameter [`SINK`](crate::SINK).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sink: bool,
-    /// Which part of the weights is dropped at random, by the declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and
-    /// [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET).
+    /// Dropout of P, by the declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropout: Option<Dropout>,
-    /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch: the natural logarithm of each
-    /// row's sum of exponentials; −inf where a row has no key. Beside a sink that is the sink or −inf.
+    /// Whether to compute `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) for a packed batch. −inf if
+    /// a row has no key; with a sink, then the sink or −inf.
     pub stats: bool,
-    /// The base of `stats`, where they are wanted. Backward passes read natural ones.
+    /// The base of `stats`. Backward passes read natural ones.
     #[serde(default, skip_serializing_if = "StatsBase::is_natural")]
     pub stats_base: StatsBase,
-    /// Whether `row_max` is wanted, laid out as stats: the largest kept score of each row, scaled and modified, in natural units; −inf where a row has no
-    /// key. Beside a sink, the larger of that and the sink; without a key, the sink or −inf.
+    /// Whether to compute `row_max`, with the layout of stats: the largest unmasked score of each row, scaled and modified, in natural units; −inf if
+    /// a row has no key. With a sink, the larger of that and the sink.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub row_max: bool,
-    /// Whether `sum_exp` is wanted, laid out as stats: `Σ exp(score − row_max)` over the kept keys; 0 where a row has no key. Beside a sink, with
-    /// `exp(sink − row_max)` in it; without a key, 1 or 0, as `row_max` is the sink or −inf.
+    /// Whether to compute `sum_exp`, with the layout of stats: `Σ exp(score − row_max)` over the unmasked keys; 0 if a row has no key. With a sink it
+    /// includes `exp(sink − row_max)`; without a key it is then 1, or 0 if `row_max` is −inf.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sum_exp: bool,
 }
 
 impl AttentionSpec {
-    /// Why this specification needs a batch entry, a query and a key; `None` where each of the extents may be 0.
+    /// Returns why this specification needs a batch entry, a query and a key; `None` if each of the extents may be 0.
     pub(crate) fn never_empty(&self) -> Option<&'static str> {
         if self.packed.is_some() {
             Some("boundaries say which packed documents have no tokens")
@@ -223,7 +222,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Tokens of a side that packed documents have at most.
+    /// Returns the most tokens of a packed side.
     pub(crate) fn most(&self, packed: &Packed, side: Side) -> i64 {
         let seq = match side {
             Side::Queries => self.q.dims[2],
@@ -232,7 +231,7 @@ impl AttentionSpec {
         packed.most(side, self.q.dims[0], seq)
     }
 
-    /// A specification over dense tensors, all in one order, with no mask and no stats.
+    /// Creates a specification over dense tensors in one order, without masks and stats.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -249,7 +248,7 @@ impl AttentionSpec {
         AttentionSpec::strided(dtype, [q, k, v], o)
     }
 
-    /// A specification over tensors of any strides, with no mask and no stats.
+    /// Creates a specification over tensors of any strides, without masks and stats.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, TensorSpec};
@@ -282,8 +281,8 @@ impl AttentionSpec {
         }
     }
 
-    /// A specification over packed tensors, (total, heads, dim): `shape.batch` documents, the longest of `shape.seq_q` queries and
-    /// `shape.seq_kv` keys.
+    /// Creates a specification over packed tensors, (total, heads, dim): `shape.batch` sequences of at most `shape.seq_q` queries and `shape.seq_kv`
+    /// keys.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Mask, Packed, Shape};
@@ -297,7 +296,7 @@ impl AttentionSpec {
         AttentionSpec { packed: Some(packed), ..AttentionSpec::dense(dtype, shape, Layout::Bshd) }
     }
 
-    /// Adds a score_mod, applied after those that are there.
+    /// Adds a score_mod, applied after the existing ones.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, ScoreMod, Shape};
@@ -313,7 +312,7 @@ impl AttentionSpec {
         self
     }
 
-    /// Adds a mask. Masks combine: a key is kept where every one of them keeps it.
+    /// Adds a mask. A query attends to a key only if every mask agrees.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -329,10 +328,10 @@ impl AttentionSpec {
         self
     }
 
-    /// Adds a sink: a score of each query head that stands in the softmax's denominator and has no value, as in gpt-oss.
+    /// Adds an attention sink: a term per query head in the softmax's denominator that has no value, as in gpt-oss.
     ///
-    /// Its numbers are the declared parameter [`SINK`](crate::SINK). `o = Σ exp(sᵢ)·vᵢ / (Σ exp(sᵢ) + exp(sink))`, and `stats` is the logarithm
-    /// of that denominator. What scale, score_mods and masks do to scores they do not do to it.
+    /// The declared parameter [`SINK`](crate::SINK) holds the sinks. `o = Σ exp(sᵢ)·vᵢ / (Σ exp(sᵢ) + exp(sink))`, and `stats` is the logarithm of
+    /// that denominator. Scale, score_mods and masks do not apply to the sink.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -349,12 +348,12 @@ impl AttentionSpec {
         self
     }
 
-    /// Drops weights at random with this probability, more than 0 and less than 1, and multiplies the others by `1 / (1 − p)`.
+    /// Drops elements of P with this probability, more than 0 and less than 1, and multiplies the others by `1 / (1 − p)`.
     ///
-    /// Which ones is said by the declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET), one i64
-    /// each, in device memory for a device call: a captured graph takes new ones at every replay. They are the same on every executor
-    /// ([`DropoutMask`](crate::DropoutMask)). A backward pass is given those of its forward pass. The probability is part of the problem, as it is of
-    /// cuDNN's plans; without dropout (in evaluation) leave it out.
+    /// The declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET) select the elements. Each is one
+    /// i64, in device memory for a device call, so every replay of a captured graph may use new ones. All executors drop the same elements
+    /// ([`DropoutMask`](crate::DropoutMask)). A backward pass needs the numbers of its forward pass. The probability is part of the problem, as it is
+    /// of cuDNN's plans. Omit dropout in evaluation.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -370,7 +369,7 @@ impl AttentionSpec {
         self
     }
 
-    /// Asks for an output of this type: of a pass of 8-bit floats, which declares what [scales](crate::Fp8Scale) it.
+    /// Sets the element type of the output of a pass of 8-bit floats. The problem declares the output's [scale](crate::Fp8Scale) if it needs one.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Operand, Shape};
@@ -385,11 +384,11 @@ impl AttentionSpec {
         self
     }
 
-    /// Takes `q`, `k` and `v` as elements and scales of blocks of 32 (MXFP8), in place of one scale for each tensor.
+    /// Uses block scales for `q`, `k` and `v`, one per 32 elements (MXFP8), instead of one scale per tensor.
     ///
-    /// The scales are the declared parameters [`BlockScale`](crate::BlockScale), one byte each, where [`BlockScales`](crate::BlockScales) says. Weights and
-    /// `o` are rounded as they are; of what a call tells there is [`Amax::O`](crate::Amax::O) alone. `dim_qk` is a multiple of 32. There is no
-    /// backward pass, and no packed documents or pages.
+    /// The scales are the declared parameters [`BlockScale`](crate::BlockScale), one byte each, in the layout of [`BlockScales`](crate::BlockScales).
+    /// P and `o` are rounded without a scale, and the only amax is [`Amax::O`](crate::Amax::O). `dim_qk` must be a multiple of 32. There is no
+    /// backward pass, and no packing or paging.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, F8E4M3, Layout, Operand, Shape};
@@ -451,35 +450,35 @@ impl AttentionSpec {
         self
     }
 
-    /// Sets the score_mods, in place of those that are there; [`AttentionSpec::score_mod`] adds one.
+    /// Replaces the score_mods; [`AttentionSpec::score_mod`] adds one.
     #[must_use]
     pub fn with_score_mods(mut self, score_mods: Vec<ScoreMod>) -> Self {
         self.score_mods = score_mods;
         self
     }
 
-    /// Sets the masks, in place of those that are there; [`AttentionSpec::mask`] adds one.
+    /// Replaces the masks; [`AttentionSpec::mask`] adds one.
     #[must_use]
     pub fn with_masks(mut self, masks: Vec<Mask>) -> Self {
         self.masks = masks;
         self
     }
 
-    /// Sets how batch entries are packed; `None` where each has memory of its own. [`AttentionSpec::packed`] lays the tensors out too.
+    /// Sets the packing of batch entries; `None` for a dense batch. [`AttentionSpec::packed`] also sets the tensors' layouts.
     #[must_use]
     pub fn with_packed(mut self, packed: impl Into<Option<Packed>>) -> Self {
         self.packed = packed.into();
         self
     }
 
-    /// Sets how keys and values lie in pages; `None` where they do not. [`AttentionSpec::paged`] lays the tensors out too.
+    /// Sets the paging of keys and values; `None` without pages. [`AttentionSpec::paged`] also sets the tensors' layouts.
     #[must_use]
     pub fn with_paged(mut self, paged: impl Into<Option<Paged>>) -> Self {
         self.paged = paged.into();
         self
     }
 
-    /// Asks for `stats`, which training needs and inference does not.
+    /// Requests `stats`, which training needs and inference does not.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -494,7 +493,7 @@ impl AttentionSpec {
         self
     }
 
-    /// Asks for `stats` as logarithms to this base.
+    /// Requests `stats` as logarithms to this base.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, StatsBase};
@@ -508,8 +507,8 @@ impl AttentionSpec {
         self
     }
 
-    /// Asks for [`row_max`](AttentionSpec::row_max), the largest score of each row. With [`sum_exp`](AttentionSpec::with_sum_exp) it is what merging
-    /// results over different keys needs, and `stats` is `row_max + ln(sum_exp)`.
+    /// Requests [`row_max`](AttentionSpec::row_max), the largest score of each row. Merging results over different keys needs it together with
+    /// [`sum_exp`](AttentionSpec::with_sum_exp); `stats` is `row_max + ln(sum_exp)`.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, Statistic};
@@ -525,14 +524,14 @@ impl AttentionSpec {
         self
     }
 
-    /// Asks for [`sum_exp`](AttentionSpec::sum_exp), the sum of exponentials of each row, relative to its largest score.
+    /// Requests [`sum_exp`](AttentionSpec::sum_exp), the sum of exponentials of each row, relative to its largest score.
     #[must_use]
     pub fn with_sum_exp(mut self) -> Self {
         self.sum_exp = true;
         self
     }
 
-    /// Normalises the specification, or says everything that is wrong with it.
+    /// Normalises the specification, or returns every mistake in it.
     ///
     /// # Errors
     /// Every rule that a field breaks, each with the field, its value and the rule.

@@ -1,4 +1,4 @@
-//! What a forward pass tells of its rows besides the output.
+//! Row statistics of a forward pass.
 
 use crate::error::SpecError;
 use crate::operand::Side;
@@ -7,19 +7,19 @@ use crate::spec::{Layout, TensorSpec};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A row statistic: one f32 for each query of each head, which a forward pass computes beside the output where it is asked to.
+/// A row statistic: one f32 per query and head, which a forward pass computes in addition to the output on request.
 ///
-/// All are laid out alike: (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch.
+/// All have one layout: (batch, heads_q, seq_q), dense, or (total, heads_q) for a packed batch.
 ///
 /// Exhaustive: tables of statistics must have an entry for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Statistic {
-    /// The natural logarithm of the row's sum of exponentials, which the backward pass reads: `row_max + ln(sum_exp)`.
+    /// The log-sum-exp of the row, which the backward pass reads: `row_max + ln(sum_exp)`.
     Stats,
-    /// The largest kept score of the row, scaled and modified. A sink counts as a score; −∞ where the row has neither a key nor a sink.
+    /// The largest unmasked score of the row, scaled and modified. A sink counts as a score; −∞ if the row has neither a key nor a sink.
     RowMax,
-    /// The row's `Σ exp(score − row_max)`. A sink counts as a score; 0 where the row has neither a key nor a sink.
+    /// The row's `Σ exp(score − row_max)`. A sink counts as a score; 0 if the row has neither a key nor a sink.
     SumExp,
 }
 
@@ -27,7 +27,7 @@ impl Statistic {
     /// Every row statistic.
     pub const ALL: [Statistic; 3] = [Statistic::Stats, Statistic::RowMax, Statistic::SumExp];
 
-    /// The name used in calls, files and errors.
+    /// Returns the name used in calls, files and errors.
     pub const fn name(self) -> &'static str {
         match self {
             Statistic::Stats => "stats",
@@ -36,7 +36,7 @@ impl Statistic {
         }
     }
 
-    /// Returns the mistake of a call that passes a buffer for this statistic (`given`) where its problem does not compute it (`asked`), or the reverse.
+    /// Returns the mistake of a call that passes a buffer for this statistic (`given`) that its problem does not compute (`asked`), or the reverse.
     pub fn unlike(self, given: bool, asked: bool) -> Option<SpecError> {
         match (given, asked) {
             (true, true) | (false, false) => None,
@@ -61,7 +61,7 @@ pub enum StatsBase {
     /// Natural logarithms, which backward passes read.
     #[default]
     Natural,
-    /// Logarithms to base two: natural ones times log2(e), for whoever computes in powers of two.
+    /// Logarithms to base two: natural ones times log2(e).
     Two,
 }
 
@@ -81,27 +81,27 @@ impl fmt::Display for StatsBase {
 }
 
 impl Problem {
-    /// Whether `stats` is computed: f32, (batch, heads_q, seq_q), dense, or (total, heads_q).
+    /// Returns whether `stats` is computed: f32, (batch, heads_q, seq_q), dense, or (total, heads_q).
     #[inline]
     pub fn stats(&self) -> bool {
         self.stats
     }
-    /// The base of stats; natural where none are computed.
+    /// Returns the base of stats; natural if they are not computed.
     #[inline]
     pub fn stats_base(&self) -> StatsBase {
         self.stats_base
     }
-    /// Whether `row_max` is computed, laid out as stats: the largest score of each row.
+    /// Returns whether `row_max` is computed, with the layout of stats: the largest score of each row.
     #[inline]
     pub fn row_max(&self) -> bool {
         self.row_max
     }
-    /// Whether `sum_exp` is computed, laid out as stats: the sum of exponentials relative to `row_max`.
+    /// Returns whether `sum_exp` is computed, with the layout of stats: the sum of exponentials relative to `row_max`.
     #[inline]
     pub fn sum_exp(&self) -> bool {
         self.sum_exp
     }
-    /// Whether a row statistic is computed.
+    /// Returns whether a row statistic is computed.
     #[inline]
     pub fn computes(&self, statistic: Statistic) -> bool {
         match statistic {
@@ -110,13 +110,13 @@ impl Problem {
             Statistic::SumExp => self.sum_exp,
         }
     }
-    /// Elements of `stats`; of a packed batch, at most.
+    /// Returns the number of elements of `stats`; for a packed batch, the most.
     #[inline]
     pub fn stats_elements(&self) -> i64 {
         let rows = if self.packed().is_some() { self.total(Side::Queries) } else { self.batch() * self.seq_q() };
         rows * self.heads_q()
     }
-    /// `stats` as a tensor (batch, heads_q, seq_q, 1).
+    /// Returns `stats` as a tensor (batch, heads_q, seq_q, 1).
     pub fn stats_tensor(&self) -> TensorSpec {
         let dims = [self.batch(), self.heads_q(), self.seq_q(), 1];
         TensorSpec::dense(dims, if self.packed().is_some() { Layout::Bshd } else { Layout::Bhsd })
@@ -133,7 +133,7 @@ mod tests {
         AttentionSpec::dense(DType::F32, shape, Layout::Bhsd)
     }
 
-    /// The fields that a call with statistics of these lengths is refused for.
+    /// Returns the fields for which a call with statistics of these lengths is refused.
     fn refused(problem: &Problem, lengths: [Option<usize>; 3], params: &[Param<'_>]) -> Vec<String> {
         let mut memory = lengths.map(|len| len.map(|len| vec![0f32; len]));
         let [stats, row_max, sum_exp] = memory.each_mut().map(Option::as_deref_mut);
@@ -178,7 +178,7 @@ mod tests {
         for (n, one) in all.iter().enumerate() {
             assert!(all.iter().enumerate().all(|(m, other)| (n == m) == (one == other)), "{n}");
         }
-        // A base of nothing is none.
+        // Without stats their base has no effect.
         let mut unasked = spec();
         unasked.stats_base = StatsBase::Two;
         assert_eq!(made(unasked), all[0]);

@@ -4,10 +4,10 @@ use crate::dtype::DType;
 use crate::float8::{F8E4M3, F8E5M2, F8E8M0};
 use half::{bf16, f16};
 
-/// Elements of an operand in host memory, read only. Strides come from the problem.
+/// Read-only elements of an operand in host memory. Strides come from the problem.
 ///
-/// Slices, vectors and arrays of each element type convert into it, so calls accept them as they are. Exhaustive: executors match every element type, so
-/// that a new one stops them from compiling.
+/// Slices, vectors and arrays of each element type convert into it, so calls accept them directly. Exhaustive: executors match every element type, so
+/// a new one stops them from compiling.
 ///
 /// ```
 /// use half::bf16;
@@ -31,9 +31,9 @@ pub enum Elements<'a> {
     F8E5M2(&'a [F8E5M2]),
 }
 
-/// Elements of an operand in host memory, to be written. Strides come from the problem.
+/// Writable elements of an operand in host memory. Strides come from the problem.
 ///
-/// Mutable slices, vectors and arrays of each element type convert into it. Exhaustive as [`Elements`] is.
+/// Mutable slices, vectors and arrays of each element type convert into it. Exhaustive like [`Elements`].
 ///
 /// ```
 /// use sdpa_core::{DType, ElementsMut};
@@ -58,7 +58,7 @@ pub enum ElementsMut<'a> {
 macro_rules! facts {
     ($t:ident) => {
         impl $t<'_> {
-            /// Element type of the memory.
+            /// Returns the element type of the memory.
             pub fn dtype(&self) -> DType {
                 match self {
                     $t::F32(_) => DType::F32,
@@ -69,7 +69,7 @@ macro_rules! facts {
                 }
             }
 
-            /// Number of elements, gaps between rows included.
+            /// Returns the number of elements, including gaps between rows.
             pub fn len(&self) -> usize {
                 match self {
                     $t::F32(x) => x.len(),
@@ -80,7 +80,7 @@ macro_rules! facts {
                 }
             }
 
-            /// True when there is no element.
+            /// Returns whether there is no element.
             pub fn is_empty(&self) -> bool {
                 self.len() == 0
             }
@@ -141,7 +141,7 @@ impl From<f32> for ParamValue<'_> {
 }
 
 /// A value for a declared parameter of a score_mod or mask. Numbers, and slices, vectors and arrays of each element type, convert into it.
-/// Exhaustive: executors match every kind of value, so that a new one stops them from compiling.
+/// Exhaustive: executors match every kind of value, so a new one stops them from compiling.
 #[derive(Clone, Copy, Debug)]
 pub enum ParamValue<'a> {
     /// The number of a scalar.
@@ -154,11 +154,11 @@ pub enum ParamValue<'a> {
     BF16(&'a [bf16]),
     /// The elements of a tensor of i32.
     I32(&'a [i32]),
-    /// The elements of a tensor of i64: boundaries of packed documents, the seed and offset of dropout.
+    /// The elements of a tensor of i64: `cu_seqlens`, and the seed and offset of dropout.
     I64(&'a [i64]),
-    /// The elements of a tensor of truth values.
+    /// The elements of a tensor of booleans.
     Bool(&'a [bool]),
-    /// The scales of an operand's blocks.
+    /// The block scales of an operand.
     F8E8M0(&'a [F8E8M0]),
 }
 
@@ -166,7 +166,7 @@ pub enum ParamValue<'a> {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Param<'a> {
-    /// The name that it was declared by.
+    /// The name in its declaration.
     pub name: &'a str,
     /// Its value in this call.
     pub value: ParamValue<'a>,

@@ -1,10 +1,10 @@
-//! Problems that no ledger covers.
+//! Problems that an executor's ledger does not cover.
 
 use crate::error::ExecutorName;
 use serde::Serialize;
 use std::fmt;
 
-/// Features of a problem that nobody has tested enough on an executor's library and device.
+/// Features of a problem that were not tested enough on an executor's library and device.
 ///
 /// ```
 /// use sdpa_core::{ExecutorName, Unproven, Untested};
@@ -41,7 +41,7 @@ impl Unproven {
         Unproven { executor, runtime: runtime.into(), what }
     }
 
-    /// Whether there is a ledger for the library and the device.
+    /// Returns whether there is a ledger for the library and the device.
     pub fn has_ledger(&self) -> bool {
         match self.what {
             Untested::Everything => false,
@@ -50,7 +50,7 @@ impl Unproven {
     }
 }
 
-/// Features that a message names.
+/// The most features that a message names.
 const NAMED: usize = 3;
 
 impl fmt::Display for Unproven {

@@ -1,4 +1,4 @@
-//! Closures and texts have the same functions: each table, function by function, of each type that it takes.
+//! Closures and texts have the same functions: checks every function of each table, for every type that it supports.
 
 use sdpa_core::expr::{Axis, Binary, Kind, Made, Spelling, Trace, Unary};
 
@@ -15,7 +15,7 @@ fn written(spelling: Spelling, operands: &[&str]) -> String {
     }
 }
 
-/// The trace of a function of a score, of a whole number as f32, of a truth value.
+/// Traces a function of a score, of an integer as f32, and of a boolean.
 macro_rules! real {
     ($score:ident => $value:expr) => {
         Trace::of_score(|$score, _, _| $value).unwrap()
@@ -114,7 +114,7 @@ fn functions_that_are_made_of_others() {
         let truths = vec!["q < k"; f.arguments()].join(", ");
         let said = format!("select({}({truths}), score, score)", f.name()).parse::<Trace>().unwrap_err().to_string();
         assert!(said.contains("does not take bool"), "{said}");
-        // A name of the language, which no parameter has.
+        // A word of the language, which no parameter may have as its name.
         assert!(Trace::of_score(|s, _, p| s + p.scalar(f.name(), 1.0)).is_err(), "{f:?}");
     }
     assert_eq!(of_score("clamp(q, 0, 2) * 1"), of_score("min(max(q, 0), 2) * 1"));

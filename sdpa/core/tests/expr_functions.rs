@@ -1,9 +1,9 @@
-//! Every function of expressions: its value against a plain function of Rust, its derivative against differences.
+//! Every function of expressions: compares its value with plain Rust, and its derivative with differences.
 
 use sdpa_core::DType;
 use sdpa_core::expr::{Axes, Binary, Builder, Const, Declared, Kind, NodeId, ParamKind, Place, Precision, Trace, Type, Unary, tanh_slope};
 
-/// Zeros of both signs, infinities, not-a-number, subnormals, ties, what is large and what is small.
+/// Zeros of both signs, infinities, NaN, subnormals, ties, large and small numbers.
 const FLOATS: [f32; 25] = [
     0.0,
     -0.0,
@@ -71,7 +71,7 @@ impl Number {
         self.constant().ty()
     }
 
-    /// The same bits, not-a-number being one; `ulps` numbers away at most.
+    /// Compares bits, all NaNs being equal, within `ulps` neighbouring numbers.
     fn is(self, got: f64, ulps: u32) -> bool {
         match self {
             Number::F32(want) => {
@@ -92,7 +92,7 @@ fn erf(x: f64) -> f64 {
     if x == 0.0 { x } else { sum * h / 6.0 * std::f64::consts::FRAC_2_SQRT_PI }
 }
 
-/// The function in plain Rust, and how many units in the last place a correct rounding of another formula may be off.
+/// Evaluates the function in plain Rust. Also returns by how many units in the last place a correctly rounded other formula may differ.
 fn unary(f: Unary, x: Number) -> (Number, u32) {
     let real = |f: fn(f64) -> f64| match x {
         Number::F32(x) => (Number::F32(f(f64::from(x)) as f32), 1),
@@ -122,7 +122,7 @@ fn unary(f: Unary, x: Number) -> (Number, u32) {
     }
 }
 
-/// The smaller; −0 is smaller than 0, a number wins.
+/// Returns the smaller number; −0 is smaller than 0, and NaN loses.
 fn least(x: f32, y: f32) -> f32 {
     match (x.is_nan(), y.is_nan()) {
         (true, _) => y,
@@ -200,7 +200,7 @@ fn takes(kind: Kind) -> &'static [Type] {
     }
 }
 
-/// A tensor of one element for all.
+/// Declares a tensor of one element.
 fn tensor(b: &mut Builder, name: &str, ty: Type) -> NodeId {
     let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: ty.dtype() };
     b.param(Declared { name: name.to_owned(), kind, default: None })
@@ -211,7 +211,7 @@ fn eval(trace: &Trace, values: &[(&str, f64)], precision: Precision) -> Vec<f64>
     trace.eval(&Place { score: 0.0, upstream: 1.0, index: [0; 4], extents: [1; 4], params: &params }, precision)
 }
 
-/// What a function makes of numbers that are bound, and of the same numbers as constants.
+/// Returns the result of a function of bound values, and of the same values as constants.
 fn computed(operands: &[Number], make: impl Fn(&mut Builder, &[NodeId]) -> NodeId) -> [f64; 2] {
     let mut b = Builder::new();
     let names = ["x", "y", "z"];
@@ -229,7 +229,7 @@ fn computed(operands: &[Number], make: impl Fn(&mut Builder, &[NodeId]) -> NodeI
 fn functions_of_one_value_are_those_of_rust() {
     for &f in Unary::ALL {
         for x in takes(f.kind()).iter().flat_map(|&ty| Number::all(ty)) {
-            // Of what is larger no f64 knows where in its period it is.
+            // For a larger angle f64 does not determine the position within the period.
             if matches!(f, Unary::Sin | Unary::Cos) && x.widened().abs() > 1e9 && x.widened().is_finite() {
                 continue;
             }
@@ -283,7 +283,7 @@ fn parameters_of_sixteen_bits_are_f32_in_expressions() {
     }
 }
 
-/// `f(x, y)` with its derivatives along both; absent where there is none.
+/// Returns `f(x, y)` with its derivatives along both; false if there is none.
 fn derived(make: impl Fn(&mut Builder, NodeId, NodeId) -> NodeId) -> (Trace, [bool; 2]) {
     let mut b = Builder::new();
     let (x, y) = (tensor(&mut b, "x", Type::F32), tensor(&mut b, "y", Type::F32));
@@ -311,10 +311,10 @@ fn unit(seed: &mut u64) -> f64 {
 
 const STEP: f64 = 1e-6;
 
-/// Compares both derivatives with differences at random points that `fits` lets pass.
+/// Compares both derivatives with differences at random points that `fits` accepts.
 fn agrees(name: &str, make: impl Fn(&mut Builder, NodeId, NodeId) -> NodeId, fits: impl Fn(f64, f64) -> bool) {
     let (trace, _) = derived(make);
-    // Constants are f32, also where everything else is f64: the slope of erf has one.
+    // Constants are f32 even in f64 evaluation: the derivative of erf has one.
     let constants = if name == "Erf" { f64::from(f32::EPSILON) / 2.0 } else { 0.0 };
     let (mut seed, mut points) = (7, 0);
     while points < 40 {
@@ -340,7 +340,7 @@ fn derivatives_of_one_value_are_limits_of_differences() {
             Unary::Neg | Unary::Abs | Unary::Exp | Unary::Sin | Unary::Cos | Unary::Tanh | Unary::Erf => {
                 agrees(&format!("{f:?}"), |b, x, _| b.unary(f, x), |x, _| x.abs() > 0.01);
             }
-            // Steps.
+            // Step functions.
             Unary::Floor | Unary::Ceil | Unary::ToI32 => assert_eq!(derived(|b, x, _| b.unary(f, x)).1, [false; 2], "{f:?}"),
             Unary::Not | Unary::ToF32 => unreachable!("not of floats"),
         }
@@ -362,11 +362,11 @@ fn derivatives_of_two_values_are_limits_of_differences() {
             Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge => {
                 assert_eq!(derived(make).1, [false; 2], "{name}")
             }
-            // Not of floats.
+            // Booleans have no derivative.
             Binary::And | Binary::Or => {}
         }
     }
-    // Whole powers of negative numbers.
+    // Integer powers of negative numbers.
     for power in [2.0, 3.0, -1.0] {
         let make = |b: &mut Builder, x, _| {
             let power = b.f32(power);
@@ -379,7 +379,7 @@ fn derivatives_of_two_values_are_limits_of_differences() {
 #[test]
 fn derivatives_of_what_is_made_of_several() {
     let make = |b: &mut Builder, x: NodeId, y: NodeId| {
-        // t is used three times, and x besides: select(x < y, t·x, t) + exp(−t²).
+        // t is used three times, and x directly too: select(x < y, t·x, t) + exp(−t²).
         let product = b.binary(Binary::Mul, x, y);
         let t = b.unary(Unary::Tanh, product);
         let c = b.binary(Binary::Lt, x, y);
@@ -401,7 +401,7 @@ fn paths_end_at_what_a_gradient_is_asked_along() {
     let cube = b.binary(Binary::Mul, square, x);
     let upstream = b.upstream();
     let both = b.gradient(cube, upstream, &[x, square]);
-    // Along x, what is made of the square counts for nothing: x² is left.
+    // Along x, the path through the square does not count: x² is left.
     let trace = b.finish(&[both[0].unwrap(), both[1].unwrap()]).unwrap();
     let place = Place { score: 3.0, upstream: 2.0, index: [0; 4], extents: [1; 4], params: &[] };
     assert_eq!(trace.eval(&place, Precision::F64), [2.0 * 9.0, 2.0 * 3.0]);
@@ -413,7 +413,7 @@ fn paths_end_at_what_a_gradient_is_asked_along() {
     assert_eq!(b.gradient(one, upstream, &[x]), [None]);
 }
 
-/// Each row of the table in `grad.rs`.
+/// Checks each row of the table in `grad.rs`.
 #[test]
 fn derivatives_at_ties_and_infinities() {
     let inf = f64::INFINITY;
@@ -451,7 +451,7 @@ fn derivatives_at_ties_and_infinities() {
     assert_eq!((one(Unary::Erf, inf), one(Unary::Exp, -inf)), (0.0, 0.0));
 }
 
-/// Of a select, what is not taken has a gradient of 0, whatever it is.
+/// The unselected branch of a select has a gradient of 0, whatever its value.
 #[test]
 fn what_a_select_does_not_take_has_no_gradient() {
     let (trace, _) = derived(|b, x, y| {
@@ -466,7 +466,7 @@ fn what_a_select_does_not_take_has_no_gradient() {
     assert_eq!(&taken[1..], [0.0, 1.0]);
 }
 
-/// The same of a minimum and a maximum, whose other operand may have an infinite slope.
+/// The other operand of a minimum or maximum has a gradient of 0, even if its derivative is infinite.
 #[test]
 fn what_is_not_the_extreme_has_no_gradient() {
     for (f, bound, at_zero) in [(Unary::Log, -10.0, -10.0), (Unary::Sqrt, 0.5, 0.5)] {
@@ -478,7 +478,7 @@ fn what_is_not_the_extreme_has_no_gradient() {
     }
 }
 
-/// What computes the slope of tanh otherwise finds it, in what `gradient` makes and in what is written by hand.
+/// `tanh_slope` recognises the derivative of tanh, both from `gradient` and written by hand.
 #[test]
 fn slopes_of_tanh_are_found() {
     let found = |text: &str| {
@@ -498,7 +498,7 @@ fn slopes_of_tanh_are_found() {
     assert_eq!(found(product), [], "{product}");
 }
 
-/// Not even where its slope is infinite: 0 times that would be no number.
+/// The gradient is 0 even if the derivative is infinite: 0 times that would be NaN.
 #[test]
 fn what_a_select_does_not_take_may_have_an_infinite_slope() {
     type Make = fn(&mut Builder, NodeId) -> NodeId;
@@ -534,7 +534,7 @@ fn what_a_select_does_not_take_may_have_an_infinite_slope() {
     }
 }
 
-/// Selects cost time in a kernel: they stand where a slope may be infinite, and nowhere else.
+/// Selects cost time in a kernel, so only derivatives that may be infinite get one.
 #[test]
 fn finite_slopes_are_not_guarded() {
     let text = |f: Unary| {

@@ -1,4 +1,4 @@
-//! The text form of traces: what is printed is read back, what cannot be read is an error that says where.
+//! The text form of traces: printed texts parse, and other texts give errors with a position.
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -11,7 +11,7 @@ fn read(text: &str) -> Trace {
     text.parse().unwrap_or_else(|e| panic!("{text:?}: {e}"))
 }
 
-/// Where reading fails, and what is said.
+/// Returns the position and the message of a syntax error.
 fn place(text: &str) -> (usize, usize, String) {
     match text.parse::<Trace>() {
         Ok(trace) => panic!("{text:?} was read as {trace}"),
@@ -143,7 +143,7 @@ fn shared_values_get_names_that_no_parameter_has() {
     assert_eq!(trace.to_string().matches("let ").count(), 2);
 }
 
-/// What is printed is read back, however deep it is.
+/// Printed texts parse, however deep they are.
 #[test]
 fn long_chains_are_read_back() {
     for n in [10, 150, 199, 200, 201, 1000] {
@@ -250,12 +250,12 @@ fn what_is_too_deep_or_too_long_is_an_error() {
         assert!(deep(open, "", 20_000).parse::<Trace>().is_err(), "{open}");
     }
     assert!(place(&format!("select({}q < k, score, 1.0)", "!".repeat(20_000))).2.contains("within one another"));
-    // Only what nests is deep.
+    // Only nesting adds depth.
     assert!(format!("score{}", " + 1.0 * score".repeat(20_000)).parse::<Trace>().is_ok());
     assert!(place(&format!("score{}", " ".repeat(1 << 20))).2.contains("bytes"));
 }
 
-/// What a random tree is made of: which function, and numbers that choose operands.
+/// One node of a random tree: the function, and numbers that choose operands.
 type Step = (u8, u16, u16, u16, u32);
 
 fn leaf(b: &mut Builder, kind: u8, bits: u32) -> NodeId {
@@ -282,7 +282,7 @@ fn leaf(b: &mut Builder, kind: u8, bits: u32) -> NodeId {
     }
 }
 
-/// A value of this type among those that are there; a new constant where there is none.
+/// Returns an existing value of this type, or a new constant if there is none.
 fn pick(b: &mut Builder, all: &[NodeId], ty: Type, which: u16) -> NodeId {
     let fit: Vec<NodeId> = all.iter().copied().filter(|&id| b.ty(id) == ty).collect();
     match fit.len() {
@@ -333,7 +333,7 @@ fn steps(n: usize) -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(any::<Step>(), 1..n)
 }
 
-/// The words of the language, and some more.
+/// The words of the language, and some others.
 fn soup() -> impl Strategy<Value = String> {
     let words = [
         "score",
@@ -390,7 +390,7 @@ fn soup() -> impl Strategy<Value = String> {
     proptest::collection::vec(proptest::sample::select(words.to_vec()), 0..24).prop_map(|w| w.join(" "))
 }
 
-/// Reads what need not be right: no panic, and an error lies within the text.
+/// Parses a text that may be wrong: it must not panic, and an error must be inside the text.
 fn survives(text: &str) -> Result<(), TestCaseError> {
     match text.parse::<Trace>() {
         Ok(trace) => {

@@ -1,4 +1,4 @@
-//! What makes traces equal: nothing but what they compute from their parameters.
+//! Traces are equal exactly if they compute the same from their parameters.
 
 use sdpa_core::DType;
 use sdpa_core::expr::{
@@ -26,7 +26,7 @@ macro_rules! score {
 #[test]
 fn what_is_written_alike_is_alike() {
     alike(&score!(|s, _, _| s * 2.0 + 1.0), &score!(|s, _, _| s * 2.0 + 1.0));
-    // Values that nobody needs, and the order in which values are made, do not matter.
+    // Unused values and the order of construction do not matter.
     let plain = score!(|s, at, p| (s / p.scalar("a", 1.0)).tanh() * p.scalar("b", 2.0) + (at.k - at.q).to_f32());
     let other = score!(|s, at, p| {
         let b = p.scalar("b", 2.0);
@@ -38,7 +38,7 @@ fn what_is_written_alike_is_alike() {
     });
     alike(&plain, &other);
     assert_eq!(other.params().iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
-    // Equal values are one.
+    // Equal values are shared.
     let twice = score!(|s, at, _| (s + (at.q - at.k).to_f32()) * (s + (at.q - at.k).to_f32()));
     let once = score!(|s, at, _| {
         let x = s + (at.q - at.k).to_f32();
@@ -103,7 +103,7 @@ fn what_is_made_of_constants_is_a_constant() {
     }
 }
 
-/// The default of a scalar is a value of a call: traces that differ in it are one program, and two texts.
+/// The default of a scalar is a value of a call: traces that differ only in it are one program with two texts.
 #[test]
 fn the_default_of_a_scalar_is_no_identity() {
     let [a, b] = [30.0, 50.0].map(|cap| score!(|s, _, p| s / p.scalar("cap", cap)));
@@ -116,7 +116,7 @@ fn scaled(by: f32) -> impl for<'t> Fn(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr
     move |s, _, _| s * by
 }
 
-/// One address, one type, one name, another capture.
+/// The same address, type and name with another captured value.
 #[test]
 fn a_closure_that_takes_the_place_of_another_is_another() {
     let mut closure = scaled(1.0);

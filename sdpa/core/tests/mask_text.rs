@@ -1,4 +1,4 @@
-//! The text of normalised masks: it parses to an equal mask, and two masks have one text only where they are equal.
+//! The text of normalised masks parses to an equal mask, and two masks have the same text only if they are equal.
 
 use sdpa_core::{AttentionSpec, DType, Kept, Layout, Mask, Packed, Shape};
 use std::collections::HashMap;
@@ -25,7 +25,8 @@ impl Random {
     }
 }
 
-/// Windows of every corner, prefixes and lengths; disjunctions, shared values, tables, and parameters that have the names of masks and of shared values.
+/// Windows of every alignment, prefixes and lengths; disjunctions, shared values, tables, and parameters with the names of masks and of shared
+/// values.
 const LEAVES: &[&str] = &[
     "causal",
     "causal-bottom-right",
@@ -61,7 +62,7 @@ const LEAVES: &[&str] = &[
     "true",
 ];
 
-/// Checks one normal form per text and one text per normal form.
+/// Checks that each text has one normal form and each normal form one text.
 #[derive(Default)]
 struct Texts(HashMap<String, Kept>, HashMap<Kept, String>);
 

@@ -1,21 +1,21 @@
-//! Windows and prefixes as values of a trace.
+//! Builds windows and prefixes as values of a trace.
 
 use super::kept::length_of;
 use super::{SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::expr::{Axis, Binary, Builder, Const, NodeId, Unary};
 
-/// What a diagonal goes through, in a trace.
+/// The point of the score matrix that a diagonal goes through.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Corner {
     /// Query 0 and key 0.
     Origin,
     /// The last query and the last key.
     Extents,
-    /// The last of each batch entry: by the declared lengths of queries and of keys, where it has them, and else by the extent.
+    /// The last query and key of each batch entry: from the declared lengths on the sides that have them, else from the extent.
     Lengths([bool; 2]),
 }
 
-/// Bounds past what 32-bit indices reach keep as much as these.
+/// Clamps a bound to what 32-bit indices can reach, which keeps the same keys.
 fn bound(b: &mut Builder, value: i64) -> NodeId {
     b.konst(Const::I32(value.clamp(-i64::from(i32::MAX), i64::from(i32::MAX)) as i32))
 }
@@ -45,7 +45,7 @@ pub(super) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, cor
     both.unwrap_or_else(|| b.konst(Const::Bool(true)))
 }
 
-/// How much of an axis a batch entry has: its length within the extent, or all of it.
+/// Returns the end of a batch entry along an axis: its length, clamped to the extent, or the extent.
 fn end(b: &mut Builder, axis: Axis, length: Option<&str>) -> NodeId {
     let extent = b.extent(axis);
     let Some(name) = length else { return extent };

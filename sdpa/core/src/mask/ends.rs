@@ -1,60 +1,59 @@
-//! The band of keys about the diagonal through the last query and the last key of each batch entry.
+//! Bottom-right aligned bands: about the diagonal through the last query and the last key of each batch entry.
 
 use super::{Align, Mask};
 use serde::Serialize;
 
-/// A band that is measured from the ends of batch entries: with the lengths of an entry, a key is kept where
-/// `lower < (k − q) − (len_kv − len_q) ≤ upper`.
+/// A bottom-right aligned band: in a batch entry with these lengths, a query attends to keys with `lower < (k − q) − (len_kv − len_q) ≤ upper`.
 ///
-/// Lengths are those of the mask [`padding`](Mask::padding), between 0 and the extent, and the extent on a side that has none; of packed documents
-/// their own. A bound that no pair within lengths violates is absent.
+/// Lengths are those of the mask [`padding`](Mask::padding), clamped to the extent, or the extent on a side that has none; packed sequences have
+/// their own. A bound that no pair within the lengths violates is absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Ends {
-    /// Keys at `(k − q) − (len_kv − len_q) ≤ lower` are dropped.
+    /// Keys at `(k − q) − (len_kv − len_q) ≤ lower` are masked out.
     pub lower: Option<i64>,
-    /// Keys at `(k − q) − (len_kv − len_q) > upper` are dropped.
+    /// Keys at `(k − q) − (len_kv − len_q) > upper` are masked out.
     pub upper: Option<i64>,
 }
 
 impl Ends {
-    /// Drops what a window drops.
+    /// Intersects the band with a window.
     fn drop_outside(&mut self, left: Option<i64>, right: Option<i64>) {
         self.lower = [self.lower, left.map(i64::saturating_neg)].into_iter().flatten().max();
         self.upper = [self.upper, right].into_iter().flatten().min();
     }
 
-    /// Drops bounds that no pair within lengths violates, and clamps the others.
+    /// Removes bounds that no pair within lengths violates, and clamps the others.
     fn normalise(self, [seq_q, seq_kv]: [i64; 2]) -> Ends {
-        // The first query of an entry is `len_q − 1` before its last, the first key `len_kv − 1` before the last.
+        // The first query of an entry is `len_q − 1` before its last one, and the first key `len_kv − 1` before the last one.
         let lower = self.lower.filter(|&lower| lower > -seq_kv).map(|lower| lower.min(seq_q - 1));
         let upper = self.upper.filter(|&upper| upper < seq_q - 1).map(|upper| upper.max(-seq_kv));
         Ends { lower, upper }
     }
 
-    /// Whether query `q` attends to key `k` in a batch entry of these lengths of queries and of keys.
+    /// Returns whether query `q` attends to key `k` in a batch entry with these lengths of queries and of keys.
     pub fn keeps(&self, q: i64, k: i64, [len_q, len_kv]: [i64; 2]) -> bool {
         let past = (k - q) - (len_kv - len_q);
         self.lower.is_none_or(|lower| past > lower) && self.upper.is_none_or(|upper| past <= upper)
     }
 
-    /// The keys that query `q` of a batch entry of these lengths attends to, as a half-open range within `0..len_kv`. Neither end falls from one query
-    /// to the next.
+    /// Returns the keys to which query `q` attends in a batch entry of these lengths, as a range within `0..len_kv`. Neither end decreases from one
+    /// query to the next.
     pub fn key_range(&self, q: i64, [len_q, len_kv]: [i64; 2]) -> std::ops::Range<i64> {
         let corner = q + len_kv - len_q;
         let start = self.lower.map_or(0, |lower| corner + lower + 1).clamp(0, len_kv);
         start..self.upper.map_or(len_kv, |upper| corner + upper + 1).clamp(start, len_kv)
     }
 
-    /// True when every key is kept.
+    /// Returns whether the band keeps every key.
     pub fn is_full(&self) -> bool {
         *self == Ends::default()
     }
 }
 
-/// Where keys have boundaries of their own.
+/// The rule for keys with `cu_seqlens` of their own.
 pub(crate) const UNMIXED: &str = "a window that is aligned to the ends joined by & alone: no expression reads the lengths of documents";
 
-/// Whether some window of a mask is aligned to the ends.
+/// Returns whether a mask contains a bottom-right aligned window.
 pub(crate) fn reads(mask: &Mask) -> bool {
     match mask {
         Mask::Window { left: _, right: _, align } => *align == Align::Ends,
@@ -64,7 +63,7 @@ pub(crate) fn reads(mask: &Mask) -> bool {
     }
 }
 
-/// Takes the windows that are aligned to the ends out of a conjunction, in extents (seq_q, seq_kv): what they keep together, and the other terms.
+/// Splits bottom-right aligned windows off a conjunction, in extents (seq_q, seq_kv). Returns their intersection and the other terms.
 pub(super) fn split(masks: &[Mask], extents: [i64; 2]) -> (Ends, Vec<Mask>) {
     let (mut ends, mut others) = (Ends::default(), Vec::new());
     masks.iter().for_each(|mask| take(mask, true, &mut ends, &mut others));
@@ -81,7 +80,7 @@ fn take(mask: &Mask, holds: bool, ends: &mut Ends, others: &mut Vec<Mask>) {
     }
 }
 
-/// Whether some window that is aligned to the ends is no term of the conjunction: negated, or one of several that may keep a key.
+/// Returns whether a bottom-right aligned window is not a term of the conjunction: it is negated or part of a disjunction.
 pub(crate) fn are_mixed(mask: &Mask) -> bool {
     let (mut ends, mut others) = (Ends::default(), Vec::new());
     take(mask, true, &mut ends, &mut others);
@@ -131,7 +130,7 @@ mod tests {
         };
         assert_eq!((of(None, Some(4)), of(None, Some(3))), ((None, None), (None, Some(3))));
         assert_eq!((of(Some(-7), None), of(Some(-6), None)), ((None, None), (Some(-6), None)));
-        // Verbatim: whatever is gone drops nothing within any lengths.
+        // By definition: a removed bound masks out no key for any lengths.
         for (lower, upper) in [(None, Some(4)), (Some(-7), None)] {
             for lens in (0..=5).flat_map(|q| (0..=7).map(move |k| [q, k])) {
                 let pairs = (0..lens[0]).flat_map(|q| (0..lens[1]).map(move |k| (q, k)));
@@ -160,7 +159,7 @@ mod tests {
         let lengths = "tensor seq_len_q[batch]: i32; tensor seq_len_kv[batch]: i32; ";
         assert_eq!(both.to_string(), format!("{lengths}causal & window:3,0:ends & q < seq_len_q & k < seq_len_kv"));
         assert_ne!(both, kept(&["padding & window:4,0:ends", "causal"]));
-        // One side's lengths are enough.
+        // Lengths of one side suffice.
         let keys = kept(&["tensor seq_len_kv[batch]: i32; causal-ends & k < seq_len_kv"]);
         assert_eq!((keys.seq_len_q, keys.seq_len_kv, keys.ends.upper), (false, true, Some(0)));
     }

@@ -1,8 +1,7 @@
-//! What the masks of a problem keep, taken apart: a band, lengths, and the rest.
+//! The normal form of a problem's masks: a band, lengths, and the rest.
 //!
-//! The conjunction of all masks is one trace. Its terms that compare linear functions of the two indices are bounds of a
-//! [`Region`], in whichever way they are written; those that compare an index with a declared length are padding; what remains
-//! stays a trace.
+//! The conjunction of all masks is one trace. Terms that compare linear functions of the two indices become bounds of a [`Region`], however they are
+//! written. Terms that compare an index with a declared length become lengths. The rest stays a trace.
 
 use super::band::Corner;
 use super::ends::{self, Ends};
@@ -20,29 +19,29 @@ pub const SEQ_LEN_Q: &str = "seq_len_q";
 /// The name of the declared parameter of key lengths: i32 `[batch]`.
 pub const SEQ_LEN_KV: &str = "seq_len_kv";
 
-/// The declared parameter of this name as the lengths of batch entries.
+/// Declares the parameter of this name as per-sequence lengths.
 pub(super) fn length_of(name: &str) -> Declared {
     Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }, default: None }
 }
 
-/// The keys that all masks of a problem keep together.
+/// The normal form of all masks of a problem.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Kept {
-    /// A band, with a prefix or without.
+    /// A band, with an optional prefix.
     pub region: Region,
-    /// A band beside the region, measured from the ends of batch entries: only where these have lengths.
+    /// A bottom-right aligned band, in addition to the region: only if batch entries have lengths.
     #[serde(skip_serializing_if = "Ends::is_full")]
     pub ends: Ends,
-    /// Queries at and past the `seq_len_q` of their batch entry keep no key.
+    /// Queries at and past the `seq_len_q` of their batch entry attend to no key.
     pub seq_len_q: bool,
-    /// Keys at and past the `seq_len_kv` of their batch entry are dropped.
+    /// Keys at and past the `seq_len_kv` of their batch entry are masked out.
     pub seq_len_kv: bool,
-    /// Everything else: keys are dropped where it does not hold. Extents are constants in it.
+    /// The remaining mask, evaluated element by element: keys are masked out where it is false. Extents are constants in it.
     pub rest: Option<Arc<Trace>>,
 }
 
 impl fmt::Display for Kept {
-    /// A text that parses to a mask with the same normal form, in a problem of the same extents; `everything` where no key is masked out.
+    /// Writes a text that parses to a mask with the same normal form, in a problem of the same extents; `everything` if no key is masked out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_full() {
             return f.write_str("everything");
@@ -71,10 +70,10 @@ impl fmt::Display for Kept {
     }
 }
 
-/// A term of the conjunction, and whether it has to hold or not to.
+/// A term of the conjunction, and whether it must be true or false.
 type Term = (NodeId, bool);
 
-/// Takes a conjunction apart.
+/// Splits a conjunction into terms.
 fn terms(trace: &Trace, root: NodeId) -> Vec<Term> {
     let mut terms = Vec::new();
     let mut stack = vec![(root, true)];
@@ -124,7 +123,7 @@ impl Splitter<'_> {
         }
     }
 
-    /// An index is 0 on an axis of one element, and does not appear: beside the other one it may as well.
+    /// On an axis of one element the index is 0 and does not appear. Adds it, so that the function depends on both indices.
     fn with_only_index(&self, l: Linear) -> Linear {
         let [_, _, seq_q, seq_kv] = self.extents;
         match (l.q, l.k) {
@@ -134,7 +133,7 @@ impl Splitter<'_> {
         }
     }
 
-    /// Makes a term part of the band; false where it is none.
+    /// Adds a term to the band; returns false if it is not a bound.
     fn band(&mut self, term: Term) -> bool {
         let Some(bounds) = self.bounds_of(term) else { return false };
         let bounds: Vec<Linear> = bounds.into_iter().map(|l| self.with_only_index(l)).collect();
@@ -153,7 +152,7 @@ impl Splitter<'_> {
         true
     }
 
-    /// `k ≤ q` or `k < len`.
+    /// Recognises `k ≤ q` or `k < len`.
     fn prefix(&mut self, (id, holds): Term) -> bool {
         let (x, y) = match (self.trace.node(id), holds) {
             (Node::Binary(Binary::Or, x, y), true) | (Node::Binary(Binary::And, x, y), false) => (x, y),
@@ -176,7 +175,7 @@ impl Splitter<'_> {
         found.is_some()
     }
 
-    /// An index below the length of its batch entry.
+    /// Recognises an index below the length of its batch entry.
     fn padding(&mut self, (id, holds): Term) -> bool {
         let (index, length) = match (self.trace.node(id), holds) {
             (Node::Binary(Binary::Lt, x, y), true) | (Node::Binary(Binary::Ge, x, y), false) => (x, y),
@@ -201,10 +200,10 @@ impl Splitter<'_> {
 }
 
 impl Kept {
-    /// The conjunction of `masks` in a problem of these extents, (batch, heads_q, seq_q, seq_kv), whose batch entries are no packed documents.
+    /// Normalises the conjunction of `masks` in a problem of these extents, (batch, heads_q, seq_q, seq_kv), whose batch entries are not packed.
     ///
     /// # Errors
-    /// Parameters that masks declare under one name, and not alike.
+    /// Masks declare a parameter of the same name differently.
     pub fn of(masks: &[Mask], extents: [i64; 4]) -> Result<Kept, ExprErrors> {
         let kept = Kept::conjunction(masks, extents, Corner::Extents)?;
         let lengths = [kept.seq_len_q, kept.seq_len_kv];
@@ -215,8 +214,8 @@ impl Kept {
         Ok(Kept { ends, ..Kept::conjunction(&others, extents, Corner::Lengths(lengths))? })
     }
 
-    /// The same of packed documents: those whose keys have no boundaries of their own end where they begin, by one length. With boundaries of their
-    /// own, windows that are aligned to the ends are terms of the conjunction.
+    /// Normalises the conjunction for packed sequences. If keys share `cu_seqlens` with queries, bottom-right and top-left alignment are the same.
+    /// With `cu_seqlens` of their own, bottom-right aligned windows must be terms of the conjunction.
     pub(crate) fn of_documents(masks: &[Mask], extents: [i64; 4], packed: &Packed) -> Result<Kept, ExprErrors> {
         if !packed.cross || !masks.iter().any(ends::reads) {
             return Kept::conjunction(masks, extents, Corner::Origin);
@@ -225,7 +224,7 @@ impl Kept {
         Ok(Kept { ends, ..Kept::conjunction(&others, extents, Corner::Origin)? })
     }
 
-    /// A conjunction; windows that are aligned to the ends go through this corner.
+    /// Normalises a conjunction. Bottom-right aligned windows go through this corner.
     fn conjunction(masks: &[Mask], extents: [i64; 4], corner: Corner) -> Result<Kept, ExprErrors> {
         let mut b = Builder::new();
         let root = Mask::All(masks.to_vec()).build(&mut b, corner);
@@ -255,27 +254,27 @@ impl Kept {
         Ok(kept)
     }
 
-    /// The keys that query `q` of a batch entry of these lengths of queries and of keys may attend to, by the bands, as a half-open range within
-    /// the keys that it has. Neither end falls from one query to the next.
+    /// Returns the keys to which the bands let query `q` attend in a batch entry of these lengths, as a range within its keys. Neither end decreases
+    /// from one query to the next.
     pub fn key_range(&self, q: i64, lengths: [i64; 2]) -> std::ops::Range<i64> {
         let (band, ends) = (self.region.key_range(q, lengths[1]), self.ends.key_range(q, lengths));
         let start = band.start.max(ends.start);
         start..band.end.min(ends.end).max(start)
     }
 
-    /// Prints the mask with every default of a scalar set to 0, so that equal masks have equal texts.
+    /// Returns the masks with all defaults of scalars set to 0, so that equal masks have equal texts.
     #[must_use]
     pub fn without_defaults(&self) -> Kept {
         Kept { rest: self.rest.as_ref().map(|rest| Arc::new(rest.without_defaults())), ..self.clone() }
     }
 
-    /// True when every key is kept.
+    /// Returns whether no key is masked out.
     pub fn is_full(&self) -> bool {
         self.region.is_full() && self.ends.is_full() && !self.seq_len_q && !self.seq_len_kv && self.rest.is_none()
     }
 }
 
-/// The conjunction of these terms.
+/// Returns the conjunction of these terms as a trace.
 fn remaining(trace: &Trace, terms: &[Term]) -> Result<Trace, ExprErrors> {
     let mut b = Builder::new();
     let here = b.copy(trace);
@@ -308,7 +307,7 @@ mod tests {
         let of = |declared: &str, rule: &str| format!("tensor {declared}: i32; {rule}");
         for rule in ["q < seq_len_q", "seq_len_q > q", "!(q >= seq_len_q)", "!(seq_len_q <= q)"] {
             assert_eq!(lengths(&of("seq_len_q[batch]", rule), 5, 7), [true, false], "{rule}");
-            // The only query is the number 0.
+            // The only query has index 0.
             assert_eq!(lengths(&of("seq_len_q[batch]", rule), 1, 7), [true, false], "{rule}");
         }
         for rule in ["k < seq_len_kv", "seq_len_kv > k"] {
@@ -327,7 +326,7 @@ mod tests {
         ] {
             assert_eq!(lengths(&of(declared, rule), 5, 7), [false, false], "{declared} {rule}");
         }
-        // One query, and a number that it is not.
+        // With one query, the constant is not its index.
         assert_eq!(lengths(&of("seq_len_q[batch]", "1 < seq_len_q"), 1, 7), [false, false]);
     }
 

@@ -1,4 +1,4 @@
-//! Linear functions of the two indices, and comparisons of them.
+//! Linear functions of the two indices, and their comparisons.
 
 use crate::expr::{Axis, Binary, Const, Node, Trace, Unary};
 
@@ -10,7 +10,7 @@ pub(super) struct Linear {
     pub(super) constant: i64,
 }
 
-/// Past this, arithmetic of 32 bits might wrap where that of 64 does not.
+/// Above this, 32-bit arithmetic might wrap where 64-bit arithmetic does not.
 const EXACT: i64 = 1 << 29;
 
 impl Linear {
@@ -23,7 +23,7 @@ impl Linear {
     }
 }
 
-/// The linear function of the indices that each i32 value is, where it is one.
+/// Returns the linear function of the indices that each i32 value computes, if it is one.
 pub(super) fn all(trace: &Trace) -> Vec<Option<Linear>> {
     let mut all: Vec<Option<Linear>> = Vec::with_capacity(trace.nodes().len());
     for node in trace.nodes() {
@@ -46,13 +46,13 @@ pub(super) fn all(trace: &Trace) -> Vec<Option<Linear>> {
             | Node::Binary(..)
             | Node::Select(..) => None,
         };
-        // A constant is exact whatever it is.
+        // A constant is exact whatever its size.
         all.push(if let Node::Const(_) = node { value } else { value.and_then(Linear::exact) });
     }
     all
 }
 
-/// `x f y` as functions that must not be negative; `None` for what is no conjunction of such.
+/// Returns the comparison `x f y` as functions that must not be negative; `None` if it is no conjunction of such.
 pub(super) fn bounds(f: Binary, holds: bool, x: Linear, y: Linear) -> Option<Vec<Linear>> {
     let at_least = |x: Linear, y: Linear, more: i64| {
         let mut d = x.combine(y, -1);

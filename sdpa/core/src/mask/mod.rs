@@ -1,7 +1,7 @@
-//! Which keys a query attends to.
+//! Attention masks: which keys each query attends to.
 //!
-//! A [`Mask`] is a rule; several combine with `&`, `|` and `!`. What of them is a band, a prefix or a length per batch entry is
-//! recognised ([`Kept`]), however it was written, so that executors can use what they have for it.
+//! Masks combine with `&`, `|` and `!`. [`Kept`] is the normal form of a problem's masks: bands, prefix and per-sequence lengths are recognised
+//! however they were written, so that executors can use their faster paths for these.
 
 mod band;
 pub(crate) mod ends;
@@ -30,15 +30,15 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Align {
-    /// Query 0 stands at key 0 (PyTorch's `is_causal`).
+    /// Query 0 is aligned with key 0 (PyTorch's `is_causal`).
     TopLeft,
-    /// The last query stands at the last key (MLX's `"causal"`, chunked prefill, decode), both of the extents.
+    /// The last query is aligned with the last key (MLX's `"causal"`, chunked prefill, decode), both by the extents.
     BottomRight,
-    /// The last query that a batch entry has stands at the last key that it has, by its lengths ([`Ends`]); without lengths, [`Align::BottomRight`].
+    /// The last query of a batch entry is aligned with its last key, by its lengths ([`Ends`]); without lengths, as [`Align::BottomRight`].
     Ends,
 }
 
-/// A rule of one's own: the trace of a closure. The name is for people; rules of equal traces are equal.
+/// A custom mask: the trace of a closure. The name is for people; masks with equal traces are equal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rule {
     name: String,
@@ -50,7 +50,7 @@ impl Rule {
         Rule { name: name.to_owned(), trace: Arc::new(trace) }
     }
 
-    /// The name that it was given.
+    /// Returns the name that the caller gave.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -75,17 +75,17 @@ impl std::hash::Hash for Rule {
     }
 }
 
-/// A rule that keeps or drops a key for a query.
+/// A mask: it decides for each query and key whether the query attends to the key.
 ///
-/// With `q` the query's place on the diagonal (its index, plus `seq_kv − seq_q` when aligned to the lower right
-/// corner, plus `len_kv − len_q` of its batch entry when aligned to the ends) and `k` the key's index:
+/// In this table `k` is the key's index and `q` the query's position on the diagonal. That is its index, plus `seq_kv − seq_q` with bottom-right
+/// alignment, or plus `len_kv − len_q` of its batch entry with alignment to the ends:
 ///
-/// | mask | keeps |
+/// | mask | attends to |
 /// |---|---|
 /// | causal | `k ≤ q` |
 /// | window | `q − left < k ≤ q + right`, cuDNN's convention; `None` leaves a side open |
 /// | prefix_lm | `k ≤ q` or `k < len`, top left |
-/// | traced | whatever a closure says of the indices and of tensors |
+/// | traced | any function of the indices and of tensors |
 ///
 /// ```
 /// use sdpa_core::Mask;
@@ -94,40 +94,40 @@ impl std::hash::Hash for Rule {
 /// # Ok::<(), sdpa_core::ExprErrors>(())
 /// ```
 ///
-/// Exhaustive: executors and tools that walk masks must not pass over a kind of mask.
+/// Exhaustive: executors and tools that traverse masks must handle every kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mask {
     /// `q − left < k ≤ q + right`.
     Window {
-        /// Keys kept up to and including the diagonal; at least 1. `None`: all of them.
+        /// Keys attended to up to and including the diagonal; at least 1. `None`: all of them.
         left: Option<i64>,
-        /// Keys kept past the diagonal; at least 0. `None`: all of them.
+        /// Keys attended to past the diagonal; at least 0. `None`: all of them.
         right: Option<i64>,
         /// The corner where the diagonal starts.
         align: Align,
     },
     /// `k ≤ q` or `k < len`.
     PrefixLm {
-        /// Keys that every query attends to; at least 0.
+        /// The number of first keys that every query attends to; at least 0.
         len: i64,
     },
-    /// A rule of one's own: [`Mask::new`].
+    /// A custom mask: [`Mask::new`].
     Traced(Rule),
-    /// Keeps what every one of them keeps.
+    /// Attends where every one of these masks does.
     All(Vec<Mask>),
-    /// Keeps what at least one of them keeps.
+    /// Attends where at least one of these masks does.
     Any(Vec<Mask>),
-    /// Keeps what the other drops.
+    /// Attends where the other mask does not.
     Not(Box<Mask>),
 }
 
 impl Mask {
-    /// The mask that a closure writes down, of the place of a score and of declared parameters: true = attend. The closure runs once, here; what it did is
-    /// the mask. `name` is for people.
+    /// Traces a closure into a mask. The closure receives the position of a score and declares parameters; it returns `true` where the query attends
+    /// to the key. It runs once, here. `name` is for people.
     ///
     /// # Errors
-    /// Every parameter that is declared against the rules.
+    /// Every invalid declaration of a parameter.
     ///
     /// # Examples
     ///
@@ -145,7 +145,7 @@ impl Mask {
         Ok(Mask::Traced(Rule::new(name, Trace::of_mask(f)?)))
     }
 
-    /// Keeps `k ≤ q`, query 0 standing at key 0.
+    /// Attends to keys `k ≤ q`; query 0 is aligned with key 0.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -158,7 +158,7 @@ impl Mask {
         Mask::Window { left: None, right: Some(0), align: Align::TopLeft }
     }
 
-    /// Keeps `k ≤ q + seq_kv − seq_q`: the last query sees every key.
+    /// Attends to keys `k ≤ q + seq_kv − seq_q`: the last query attends to every key.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -171,9 +171,9 @@ impl Mask {
         Mask::Window { left: None, right: Some(0), align: Align::BottomRight }
     }
 
-    /// Keeps `k ≤ q + len_kv − len_q`: the last query that a batch entry has sees every key that it has.
+    /// Attends to keys `k ≤ q + len_kv − len_q`: the last query of a batch entry attends to all its keys.
     ///
-    /// Lengths are those of [`Mask::padding`] beside it, or of packed documents; without such, the extents.
+    /// Lengths are those of [`Mask::padding`] in the same problem, or of packed sequences; without them, the extents.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -187,7 +187,7 @@ impl Mask {
         Mask::Window { left: None, right: Some(0), align: Align::Ends }
     }
 
-    /// Keeps `q − left < k ≤ q + right`.
+    /// Attends to keys `q − left < k ≤ q + right`.
     ///
     /// ```
     /// use sdpa_core::{Align, Mask};
@@ -200,7 +200,7 @@ impl Mask {
         Mask::Window { left, right, align }
     }
 
-    /// Keeps `k ≤ q`, and the first `len` keys for every query.
+    /// Attends to keys `k ≤ q`, and to the first `len` keys from every query.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -213,10 +213,10 @@ impl Mask {
         Mask::PrefixLm { len }
     }
 
-    /// The mask as the trace of a closure. It knows no lengths of batch entries: windows that are aligned to the ends are by the extents in it.
+    /// Returns the mask as a trace. A trace has no lengths of batch entries: bottom-right aligned windows use the extents in it.
     ///
     /// # Errors
-    /// Parameters that parts of it declare under one name, and not alike.
+    /// Parts of the mask declare a parameter of the same name differently.
     ///
     /// # Examples
     ///
@@ -231,7 +231,7 @@ impl Mask {
         b.finish(&[root]).map_err(ExprErrors)
     }
 
-    /// Appends the mask to a trace in the making.
+    /// Appends the mask to a trace under construction.
     fn build(&self, b: &mut Builder, ends: Corner) -> NodeId {
         let joined = |b: &mut Builder, masks: &[Mask], f: Binary| {
             let empty = Const::Bool(f == Binary::And);
@@ -262,7 +262,7 @@ impl Mask {
 impl BitAnd for Mask {
     type Output = Mask;
 
-    /// Keeps what both keep.
+    /// Attends where both masks do.
     fn bitand(self, other: Mask) -> Mask {
         Mask::All(vec![self, other])
     }
@@ -271,7 +271,7 @@ impl BitAnd for Mask {
 impl BitOr for Mask {
     type Output = Mask;
 
-    /// Keeps what either keeps.
+    /// Attends where either mask does.
     fn bitor(self, other: Mask) -> Mask {
         Mask::Any(vec![self, other])
     }
@@ -280,14 +280,14 @@ impl BitOr for Mask {
 impl Not for Mask {
     type Output = Mask;
 
-    /// Keeps what this drops.
+    /// Attends where this mask does not.
     fn not(self) -> Mask {
         Mask::Not(Box::new(self))
     }
 }
 
 impl fmt::Display for Mask {
-    /// The spelling that the command line reads.
+    /// Writes the notation that the command line parses.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let side = |v: &Option<i64>| v.map_or_else(|| "inf".to_owned(), |n| n.to_string());
         match self {
@@ -317,8 +317,8 @@ impl fmt::Display for Mask {
 impl std::str::FromStr for Mask {
     type Err = ParseError;
 
-    /// A name of the library ([`crate::library`]), the text of a trace, or several of either joined by `|`, `&`, `!` and
-    /// parentheses: `causal & !(document | k < 4)`.
+    /// Parses a name of the library ([`crate::library`]), the text of a trace, or several of either joined by `|`, `&`, `!` and parentheses: `causal
+    /// & !(document | k < 4)`.
     fn from_str(text: &str) -> Result<Mask, ParseError> {
         text::read(text)
     }
@@ -328,7 +328,7 @@ impl std::str::FromStr for Mask {
 mod tests {
     use super::*;
 
-    /// The table in the documentation of [`Mask`], verbatim.
+    /// The table in the documentation of [`Mask`], row by row.
     fn table(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
         match *mask {
             Mask::Window { left, right, align } => {

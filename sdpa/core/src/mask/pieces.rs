@@ -1,7 +1,7 @@
-//! Masks as disjoint pieces, each a band over a block of queries and keys.
+//! Decomposes masks into disjoint pieces, each a band over a block of queries and keys.
 //!
-//! A prefix beside a causal mask keeps a rectangle and a band; tokens that everybody attends to beside a window, two bands. What executors skip of a band
-//! they do not skip of such a union, and results over disjoint keys merge by their statistics.
+//! A prefix next to a causal mask is a rectangle and a band; global tokens next to a window are two bands. Executors skip tiles of a band, but not of
+//! such a union. Results over disjoint keys can be merged by their statistics.
 
 use super::linear::{self, Linear};
 use super::{Kept, Region};
@@ -9,19 +9,19 @@ use crate::expr::{Binary, Const, Node, NodeId, Trace, Unary};
 use std::fmt;
 use std::ops::Range;
 
-/// A part of what a mask keeps: a band over a block of queries and keys.
+/// A part of a mask: a band over a block of queries and keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Queries of the block.
     pub queries: Range<i64>,
     /// Keys of the block.
     pub keys: Range<i64>,
-    /// The band, in places within the block.
+    /// The band, in indices relative to the block.
     pub region: Region,
 }
 
 impl Piece {
-    /// A band over a block, both diagonals included, without rows and columns that keep nothing; `None` where it keeps nothing at all.
+    /// Returns a band over a block, both diagonals included, without empty rows and columns; `None` if it is empty.
     fn of(queries: Range<i64>, keys: Range<i64>, [first, last]: [i64; 2]) -> Option<Piece> {
         let first = first.max(keys.start - (queries.end - 1));
         let last = last.min(keys.end - 1 - queries.start);
@@ -36,7 +36,7 @@ impl Piece {
         Some(Piece { queries, keys, region })
     }
 
-    /// Returns its part within these queries and keys; `None` if there is none.
+    /// Returns the part within these queries and keys; `None` if it is empty.
     pub fn within(&self, queries: &Range<i64>, keys: &Range<i64>) -> Option<Piece> {
         let both = |a: &Range<i64>, b: &Range<i64>| a.start.max(b.start)..a.end.min(b.end);
         let shift = self.keys.start - self.queries.start;
@@ -45,7 +45,7 @@ impl Piece {
         Piece::of(both(&self.queries, queries), both(&self.keys, keys), [first, last])
     }
 
-    /// Pairs of queries and keys that it keeps.
+    /// Returns the number of query-key pairs in the band.
     pub fn pairs(&self) -> i64 {
         let rows = self.queries.end - self.queries.start;
         let keys = self.keys.end - self.keys.start;
@@ -68,14 +68,14 @@ impl fmt::Display for Piece {
     }
 }
 
-/// Past every diagonal.
+/// A diagonal past every other.
 const FAR: i64 = 1 << 40;
-/// Blocks along one axis, above which nothing is gained by taking a mask apart.
+/// The most blocks along one axis. With more of them the decomposition gains nothing.
 const MOST: usize = 6;
 
 impl Kept {
-    /// The pieces that a mask of indices alone is made of, disjoint, with nothing but what is kept in them; those of more queries first. `None` where it is no
-    /// union of a few. `extents` are (batch, heads_q, seq_q, seq_kv).
+    /// Decomposes an index-only mask into disjoint pieces that contain exactly the pairs it attends to, pieces of more queries first. `None` if it is
+    /// no union of a few. `extents` are (batch, heads_q, seq_q, seq_kv).
     pub fn pieces(&self, extents: [i64; 4]) -> Option<Vec<Piece>> {
         let [_, _, seq_q, seq_kv] = extents;
         if !self.ends.is_full() || self.seq_len_q || self.seq_len_kv || seq_q < 2 || seq_kv < 2 {
@@ -123,7 +123,7 @@ impl Kept {
     }
 }
 
-/// A rectangle of pairs, and which diagonals of it are kept.
+/// A rectangle of pairs, and which of its diagonals are kept.
 struct Block {
     queries: Range<i64>,
     keys: Range<i64>,
@@ -131,10 +131,10 @@ struct Block {
 }
 
 impl Block {
-    /// Its band, without rows and columns that keep nothing; none in the inner option where it keeps nothing at all, none in the outer one where it is no band.
+    /// Returns its band without empty rows and columns. `Some(None)` if the block is empty, `None` if it is no band.
     fn piece(self, diagonals: &[Range<i64>]) -> Option<Option<Piece>> {
         let Block { queries, keys, kept } = self;
-        // Of `k − q`, both ends included.
+        // Bounds of `k − q`, both included.
         let [least, most] = [keys.start - (queries.end - 1), keys.end - 1 - queries.start];
         let there = diagonals.iter().zip(kept).filter(|(d, kept)| *kept && d.start <= most && d.end > least);
         let mut band: Option<Range<i64>> = None;
@@ -150,7 +150,7 @@ impl Block {
     }
 }
 
-/// A rule over linear functions of the two indices.
+/// A boolean formula over linear functions of the two indices.
 #[derive(Debug)]
 enum Formula {
     Const(bool),
@@ -160,16 +160,16 @@ enum Formula {
     Any(Vec<Formula>),
 }
 
-/// Places where the truth of a rule may change.
+/// Indices at which a formula may change.
 #[derive(Default)]
 struct Cuts {
     q: Vec<i64>,
     k: Vec<i64>,
-    /// Of `k − q`.
+    /// Values of `k − q`.
     diagonal: Vec<i64>,
 }
 
-/// A query, a key and a diagonal, each standing for those up to the next cut.
+/// A query, a key and a diagonal, each representing all up to the next cut.
 struct At {
     q: i64,
     k: i64,
@@ -177,7 +177,7 @@ struct At {
 }
 
 impl Formula {
-    /// The rule of a value, or of its negation.
+    /// Returns the formula of a value, or of its negation.
     fn of(trace: &Trace, values: &[Option<Value>], id: NodeId, holds: bool) -> Option<Formula> {
         let both = |x: NodeId, y: NodeId| Some(vec![Formula::of(trace, values, x, holds)?, Formula::of(trace, values, y, holds)?]);
         match (trace.node(id), holds) {
@@ -215,12 +215,12 @@ impl Formula {
         }
     }
 
-    /// Adds where its truth may change; `None` for functions that are no row, column or diagonal.
+    /// Adds the indices at which it may change; `None` for functions that are no row, column or diagonal.
     fn cuts(&self, cuts: &mut Cuts) -> Option<()> {
         match self {
             Formula::Const(_) => Some(()),
             Formula::Holds(l) => {
-                // Not negative from here on, or up to just before.
+                // Non-negative from this index on, or up to just before it.
                 match (l.q, l.k) {
                     (0, 0) => {}
                     (1, 0) => cuts.q.push(-l.constant),
@@ -251,7 +251,7 @@ impl Formula {
     }
 }
 
-/// A whole number that is the least or the greatest of linear functions.
+/// An integer that is the minimum or the maximum of linear functions.
 #[derive(Clone, Debug)]
 enum Value {
     Linear(Linear),
@@ -259,11 +259,11 @@ enum Value {
     Greatest(Box<[Value; 2]>),
 }
 
-/// Functions within a value, at most.
+/// The most functions within a value.
 const TERMS: usize = 16;
 
 impl Value {
-    /// Each value of a trace, where it is such a number.
+    /// Returns each value of a trace that is such an integer.
     fn all(trace: &Trace) -> Vec<Option<Value>> {
         let linear = linear::all(trace);
         let mut all: Vec<Option<Value>> = Vec::with_capacity(linear.len());
@@ -312,7 +312,7 @@ impl Value {
         }
     }
 
-    /// The sum; `None` where arithmetic of 32 bits might wrap.
+    /// Returns the sum; `None` if 32-bit arithmetic might wrap.
     fn plus(&self, other: &Value) -> Option<Value> {
         let each = |two: &[Value; 2], other: &Value| Some(Box::new([two[0].plus(other)?, two[1].plus(other)?]));
         match (self, other) {
@@ -341,7 +341,7 @@ fn of_region(region: &Region) -> Formula {
     Formula::All(all)
 }
 
-/// What lies between cuts of an axis.
+/// Returns the intervals between cuts of an axis.
 fn intervals(mut cuts: Vec<i64>, extent: i64) -> Vec<Range<i64>> {
     cuts.retain(|&at| 0 < at && at < extent);
     cuts.extend([0, extent]);
@@ -350,7 +350,7 @@ fn intervals(mut cuts: Vec<i64>, extent: i64) -> Vec<Range<i64>> {
     cuts.windows(2).map(|pair| pair[0]..pair[1]).collect()
 }
 
-/// Every diagonal, between cuts.
+/// Returns the intervals of diagonals between cuts.
 fn diagonals(mut cuts: Vec<i64>) -> Vec<Range<i64>> {
     cuts.extend([-FAR, FAR]);
     cuts.sort_unstable();
@@ -367,7 +367,7 @@ mod tests {
         Kept::of(&[mask.parse().unwrap()], [2, 3, seq_q, seq_kv]).unwrap().pieces([2, 3, seq_q, seq_kv])
     }
 
-    /// Holds pieces against the mask, pair by pair.
+    /// Compares pieces with the mask, pair by pair.
     fn check(mask: &str, seq_q: i64, seq_kv: i64) -> usize {
         let rule: Mask = mask.parse().unwrap();
         let trace = rule.trace().unwrap();

@@ -1,46 +1,45 @@
-//! The band of keys that the recognised masks of a problem keep.
+//! The band and prefix of a problem's masks.
 
 use serde::{Deserialize, Serialize};
 
-/// The conjunction of all masks of a problem, normalised: with `q` and `k` plain indices, a key is kept where
-/// `lower < k − q ≤ upper` and, if there is a prefix, `k ≤ q` or `k < prefix`.
+/// A diagonal band with an optional prefix, from the conjunction of all masks. With plain indices `q` and `k`, a query attends to a key if `lower < k
+/// − q ≤ upper` and, with a prefix, `k ≤ q` or `k < prefix`.
 ///
-/// A bound that no pair of indices violates is absent, so equal sets of kept keys have equal regions
-/// (up to bands that keep nothing).
+/// A bound that no pair of indices violates is absent, so equal sets of pairs have equal regions (up to empty bands).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Region {
-    /// Keys at `k − q ≤ lower` are dropped.
+    /// Keys at `k − q ≤ lower` are masked out.
     pub lower: Option<i64>,
-    /// Keys at `k − q > upper` are dropped.
+    /// Keys at `k − q > upper` are masked out.
     pub upper: Option<i64>,
-    /// Keys at `k > q` and `k ≥ prefix` are dropped.
+    /// Keys at `k > q` and `k ≥ prefix` are masked out.
     pub prefix: Option<i64>,
 }
 
 impl Region {
-    /// Keeps nothing.
+    /// Masks out every key.
     pub(super) fn drop_all(&mut self, seq_q: i64) {
         self.drop_past(Some(-seq_q));
     }
 
-    /// Keeps also `k < len` where `k ≤ q` is asked for.
+    /// Adds `k ≤ q` or `k < len`.
     pub(super) fn prefix_at_most(&mut self, len: i64) {
         self.prefix = Some(self.prefix.map_or(len, |p| p.min(len)));
     }
 
-    /// Drops keys at `k − q > upper`.
+    /// Masks out keys at `k − q > upper`.
     pub(super) fn drop_past(&mut self, upper: Option<i64>) {
         self.upper = [self.upper, upper].into_iter().flatten().min();
     }
 
-    /// Drops keys at `k − q ≤ lower`.
+    /// Masks out keys at `k − q ≤ lower`.
     pub(super) fn drop_through(&mut self, lower: Option<i64>) {
         self.lower = [self.lower, lower].into_iter().flatten().max();
     }
 
-    /// Drops bounds that no pair of indices violates, and clamps the others.
+    /// Removes bounds that no pair of indices violates, and clamps the others.
     pub(super) fn normalise(mut self, seq_q: i64, seq_kv: i64) -> Region {
-        // The only query stands at key 0.
+        // The only query is aligned with key 0.
         if let Some(len) = self.prefix.filter(|_| seq_q == 1) {
             self.prefix = None;
             self.drop_past(Some(len.max(1) - 1));
@@ -55,26 +54,26 @@ impl Region {
         }
         self.upper = self.upper.filter(|&u| u < seq_kv - 1);
         self.lower = self.lower.filter(|&l| l >= 1 - seq_q);
-        // Past this, one bound keeps nothing as well as another; the clamp keeps index arithmetic inside i32.
+        // All lower bounds past this mask out everything. The clamp keeps index arithmetic inside i32.
         self.upper = self.upper.map(|u| u.max(-seq_q));
         self.lower = self.lower.map(|l| l.min(seq_kv - 1));
         self
     }
 
-    /// True when no query of these extents attends to any key.
+    /// Returns whether no query of these extents attends to any key.
     pub fn is_empty(&self, seq_q: i64, seq_kv: i64) -> bool {
         let first = self.lower.map_or(1 - seq_q, |lower| (lower + 1).max(1 - seq_q));
         let last = self.upper.map_or(seq_kv - 1, |upper| upper.min(seq_kv - 1));
-        // The earliest key of a band past the diagonal is that of query 0.
+        // Query 0 has the earliest key of a band past the diagonal.
         seq_q < 1 || seq_kv < 1 || first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
     }
 
-    /// Whether query `q` attends to key `k`.
+    /// Returns whether query `q` attends to key `k`.
     pub fn keeps(&self, q: i64, k: i64) -> bool {
         self.lower.is_none_or(|l| k - q > l) && self.upper.is_none_or(|u| k - q <= u) && self.prefix.is_none_or(|n| k <= q || k < n)
     }
 
-    /// The keys that query `q` may attend to, as a half-open range; with a prefix, keys inside it may be dropped too.
+    /// Returns the keys to which query `q` may attend, as a half-open range. With a prefix, some keys inside it may be masked out too.
     pub fn key_range(&self, q: i64, seq_kv: i64) -> std::ops::Range<i64> {
         let start = self.lower.map_or(0, |l| q + l + 1).clamp(0, seq_kv);
         let past_band = self.upper.map_or(seq_kv, |u| q + u + 1);
@@ -82,7 +81,7 @@ impl Region {
         start..past_band.min(past_prefix).clamp(start, seq_kv)
     }
 
-    /// True when every key is kept.
+    /// Returns whether no key is masked out.
     pub fn is_full(&self) -> bool {
         *self == Region::default()
     }
@@ -153,7 +152,7 @@ mod tests {
         assert_eq!(of(None, Some(5), None), (None, Some(5), None));
         assert_eq!(of(Some(-5), None, None), (None, None, None));
         assert_eq!(of(Some(-4), None, None), (Some(-4), None, None));
-        // A prefix of all keys, of one key, and one beside a bound that is as strict as `k ≤ q` and one that is not.
+        // A prefix of all keys, one of one key, one with a bound as strict as `k ≤ q`, and one with a looser bound.
         assert_eq!(of(None, None, Some(7)), (None, None, None));
         assert_eq!(of(None, None, Some(6)), (None, None, Some(6)));
         assert_eq!(of(None, None, Some(1)), (None, Some(0), None));

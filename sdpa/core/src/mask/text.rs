@@ -1,11 +1,11 @@
-//! Masks as they are written: a name of the library, an expression, or several of either, joined by `|`, `&`, `!` and parentheses.
+//! Parses and prints masks: a library name, an expression, or several of either, joined by `|`, `&`, `!` and parentheses.
 //!
 //! ```text
 //! causal & !(document | k < 4)
 //! tensor kind[batch, k]: i32; sliding-window:64 | kind == 1
 //! ```
 //!
-//! Operators bind as in expressions. Declarations stand in front, for all of it.
+//! Operators bind as in expressions. Declarations precede the mask and apply to all of it.
 
 use super::band::Corner;
 use super::{Mask, Rule, ends};
@@ -13,12 +13,12 @@ use crate::expr::{Builder, ExprErrors, NodeId, Type};
 use crate::library::{self, ParseError};
 use std::ops::Range;
 
-/// Parentheses within one another, at most.
+/// The deepest nesting of parentheses.
 const DEPTH: usize = 100;
 
-/// Reads a mask.
+/// Parses a mask.
 pub(super) fn read(text: &str) -> Result<Mask, ParseError> {
-    // A name may have numbers behind it, and no operators.
+    // A library name may have arguments after it, but no operators.
     if let Some(mask) = library::mask(text.trim()).filter(|_| !text.contains(['|', '&', '!', '(', ';', '#'])) {
         return mask;
     }
@@ -37,7 +37,7 @@ fn expression(text: &str) -> Result<Mask, ParseError> {
     Ok(Mask::Traced(Rule::new("text", library::trace(text, "mask", Type::Bool, 1)?)))
 }
 
-/// What is neither white space nor a comment, byte by byte, with the depth of parentheses in front of it.
+/// Iterates over bytes that are neither white space nor in a comment: offset, byte, and the depth of parentheses before it.
 fn letters(text: &str) -> impl Iterator<Item = (usize, u8, usize)> {
     let (mut comment, mut depth) = (false, 0usize);
     text.bytes().enumerate().filter_map(move |(at, b)| {
@@ -55,7 +55,7 @@ fn letters(text: &str) -> impl Iterator<Item = (usize, u8, usize)> {
     })
 }
 
-/// The value after the last declaration.
+/// Returns the value after the last declaration.
 fn last_value(text: &str) -> Range<usize> {
     let mut all = letters(text).peekable();
     let mut start = 0;
@@ -73,7 +73,7 @@ struct Reader<'t> {
 }
 
 impl Reader<'_> {
-    /// Without white space, comments and a semicolon at the ends.
+    /// Removes white space, comments and a semicolon at the ends.
     fn trim(&self, range: Range<usize>) -> Range<usize> {
         let own = &self.text[range.clone()];
         let inside = letters(own).filter(|(_, b, _)| *b != b';').map(|(at, ..)| range.start + at);
@@ -81,7 +81,7 @@ impl Reader<'_> {
         first.map_or(range.start..range.start, |first| first..last + 1)
     }
 
-    /// The parts between the operators `sign` that are in no parentheses.
+    /// Splits a range at operators `sign` outside parentheses.
     fn parts(&self, range: &Range<usize>, sign: u8) -> Vec<Range<usize>> {
         let mut parts = Vec::new();
         let mut start = range.start;
@@ -93,14 +93,14 @@ impl Reader<'_> {
         parts
     }
 
-    /// What is in parentheses, where all of a part is.
+    /// Returns the inside of parentheses that enclose the whole part.
     fn inner(&self, part: &Range<usize>) -> Option<Range<usize>> {
         let own = &self.text[part.clone()];
         let whole = own.starts_with('(') && own.ends_with(')') && letters(own).all(|(at, _, depth)| at == 0 || depth > 0);
         whole.then(|| part.start + 1..part.end - 1)
     }
 
-    /// Whether some part is a name of the library.
+    /// Returns whether some part is a library name.
     fn names(&self, range: Range<usize>) -> bool {
         let words = self.text[range].split(|c: char| c.is_whitespace() || "|&!()#".contains(c));
         words.into_iter().any(|word| library::mask(word).is_some())
@@ -122,7 +122,7 @@ impl Reader<'_> {
         let part = self.trim(part);
         let own = &self.text[part.clone()];
         if let Some(mask) = library::mask(own) {
-            // A declaration hides the mask of the library that has its name.
+            // A declaration hides the library mask of the same name.
             return self.alone(&part).or(mask);
         }
         if own.starts_with('!') && depth <= DEPTH {
@@ -138,7 +138,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A part as an expression after the declarations. The rest is blank, so that places in it are those of the whole.
+    /// Parses a part as an expression after the declarations. The rest is blanked, so that positions in errors are those of the whole text.
     fn alone(&self, part: &Range<usize>) -> Result<Mask, ParseError> {
         let blank = |(at, c): (usize, char)| if c == '\n' || self.declared.contains(&at) || part.contains(&at) { c } else { ' ' };
         let alone: String = self
@@ -154,13 +154,13 @@ impl Reader<'_> {
     }
 }
 
-/// Several by what joins them; one by itself.
+/// Joins several masks; returns a single one unchanged.
 fn joined(mut parts: Vec<Mask>, join: impl FnOnce(Vec<Mask>) -> Mask) -> Mask {
     if parts.len() == 1 { parts.remove(0) } else { join(parts) }
 }
 
-/// Several masks in words, some of which no expression says: windows that are aligned to the ends. All others are values of one trace, so that what
-/// they declare stands in front once.
+/// Prints masks that no single expression can represent, because some windows are bottom-right aligned. All other masks are values of one trace, so
+/// their declarations come first, once.
 pub(super) fn joined_by_names(mask: &Mask) -> String {
     fn values(mask: &Mask, b: &mut Builder, all: &mut Vec<NodeId>) {
         if !ends::reads(mask) {
@@ -194,12 +194,12 @@ pub(super) fn joined_by_names(mask: &Mask) -> String {
         Err(errors) => return format!("# {errors}"),
     };
     let words = words(mask, &mut parts.iter().map(String::as_str));
-    // Nothing is around all of it.
+    // Remove the parentheses around the whole.
     let words = words.strip_prefix('(').and_then(|words| words.strip_suffix(')')).unwrap_or(&words);
     format!("{declared}{words}")
 }
 
-/// The texts of several values of one trace, and of the declarations that precede them all.
+/// Returns the texts of several values of one trace, and of the declarations that precede them.
 fn values_of(b: Builder, values: &[NodeId]) -> Result<(String, Vec<String>), ExprErrors> {
     let trace = b.finish(values).map_err(ExprErrors)?.to_string();
     let last = last_value(&trace);
@@ -217,7 +217,7 @@ fn values_of(b: Builder, values: &[NodeId]) -> Result<(String, Vec<String>), Exp
     Ok((format!("{declared}{}", if declared.is_empty() { "" } else { " " }), parts))
 }
 
-/// A conjunction: the declarations of `values`, then `terms`, which declare nothing, then the values.
+/// Prints a conjunction: the declarations of `values`, then `terms`, which declare nothing, then the values.
 pub(super) fn conjunction(terms: &[String], b: Builder, values: &[NodeId]) -> String {
     let (declared, values) = match values_of(b, values) {
         Ok(texts) => texts,
@@ -273,7 +273,7 @@ mod tests {
         let text = "tensor kind[k]: i32; let odd = k % 2 == 1; causal & kind == 1 | odd";
         let kind = mask("tensor kind[k]: i32; kind == 1");
         assert_eq!(mask(text), (causal & kind) | mask("k % 2 == 1"));
-        // What is declared has the name.
+        // The declared tensor has the name.
         let own: Trace = "tensor document[k]: bool; document & q < k".parse().unwrap();
         assert_eq!(mask("tensor document[k]: bool; document & q < k"), Mask::Traced(Rule::new("", own)));
     }
@@ -322,9 +322,9 @@ mod tests {
     #[test]
     fn mistakes_are_told_where_they_are() {
         let told = |text: &str| text.parse::<Mask>().unwrap_err().rule;
-        // A part of several lines, in front of which there are names.
+        // A part of several lines, after library names.
         assert!(told("causal &\n  q <\n < k").starts_with("at 3:2"), "{}", told("causal &\n  q <\n < k"));
-        // Without a name it is one expression.
+        // Without a library name it is one expression.
         assert!(told("q < k | k + 1").starts_with("at 1:"), "{}", told("q < k | k + 1"));
         assert!(told("causal | k + 1").contains("it yields i32"), "{}", told("causal | k + 1"));
     }
