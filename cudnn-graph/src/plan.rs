@@ -326,7 +326,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Submits the plan to the handle's stream. Nothing waits.
+    /// Submits the plan to the handle's stream. Returns without waiting.
     ///
     /// # Safety
     /// Until the stream has passed this call: every slice bound and the workspace are device memory of the handle's device,
@@ -339,7 +339,7 @@ impl Plan {
     pub unsafe fn execute(&self, handle: &Handle<'_>, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
         let bound = self.bound(bindings, workspace)?;
         let _entered = handle.device().enter()?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.submit(handle, &bound.addresses, &bound.values, workspace.address) }
     }
 
@@ -362,7 +362,7 @@ impl Plan {
     ) -> Result<(), Error> {
         self.ports.fit(addresses, values)?;
         self.holds(workspace)?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.submit(submission.handle(), addresses, values, workspace.address) }
     }
 
@@ -379,7 +379,7 @@ impl Plan {
                 Scalar::I64(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
             }
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         let result = unsafe { ready.pack.execute(handle, &self.descriptor) };
         if let Some(mut packs) = self.shelf() {
             let gone = if packs.len() == PACKS { packs.pop_front() } else { None };

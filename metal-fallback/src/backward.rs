@@ -16,31 +16,31 @@ use sdpa_core::{DType, Reason, TensorSpec};
 use sdpa_emit::Captured;
 use std::sync::Arc;
 
-/// Where the kernels of a backward pass have what one leaves to another.
+/// The slot in which one kernel of a backward pass passes results to another.
 pub(crate) const DELTA_SLOT: u32 = 9;
 
-/// Roots of a gradient: the score, its gradient, and one for each parameter.
+/// Root index of the gradient along the score in a gradient's trace, after the score; gradients of parameters follow.
 pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
-/// Elements of the gradient of a parameter at most: with those threadgroups are counted.
+/// The most elements of a parameter's gradient. The number of threadgroups depends on it.
 const GRADIENT_LIMIT: i64 = 1 << 34;
 
-/// A declared parameter whose gradient is asked for.
+/// A declared parameter whose gradient is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
     /// The name of the parameter.
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient lies dense; none of a scalar.
+    /// The axes of the parameter, over which its gradient is dense; none for a scalar.
     pub axes: Axes,
 }
 
-/// A backward problem as the kernels are told of it: the gradient of a forward problem, from its operands, `o`, `stats` and `d_o`.
+/// A backward problem in the kernels' terms: the gradient of a forward problem, from its operands, `o`, `stats` and `d_o`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Backward {
-    /// The attention; whether it asks for stats does not matter here.
+    /// The attention. Its choice of stats has no effect here.
     pub forward: Forward,
     /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0.
     pub d_o: TensorSpec,
@@ -50,17 +50,17 @@ pub struct Backward {
     pub dk: TensorSpec,
     /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
-    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient: its second root is the gradient of the score, and further
-    /// ones are those of [`Backward::along`]. There exactly where the attention has a score_mod.
+    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient. Its second root is the gradient of the score; the
+    /// others belong to [`Backward::along`]. Present exactly if the attention has a score_mod.
     pub gradient: Option<Arc<Trace>>,
-    /// Parameters whose gradients are asked for, in the order of the roots.
+    /// Parameters whose gradients are computed, in the order of the roots.
     pub along: Vec<Along>,
-    /// Element type of the gradient of the sinks, where that is asked for: f32, f16 or bf16.
+    /// Element type of the gradient of the sinks, if it is computed: f32, f16 or bf16.
     pub sink_gradient: Option<DType>,
 }
 
 impl Backward {
-    /// Whether the kernels take the problem.
+    /// Checks whether the kernels support the problem.
     ///
     /// # Errors
     /// Every limit that it breaks.
@@ -125,17 +125,17 @@ impl Backward {
         }
     }
 
-    /// Cuts the problem and writes its kernels, those that suit its lengths.
+    /// Chooses kernels that suit the lengths of the problem, and writes their sources.
     ///
     /// # Errors
-    /// As [`Backward::supports`].
+    /// As for [`Backward::supports`].
     pub fn plan(&self) -> Result<Pass, Vec<Reason>> {
         let forward = &self.forward;
         let chosen = Kernels::backward(forward.q.dims[2], forward.k.dims[2]);
         self.plan_with(if forward.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// The pass of these kernels, whatever the planner would take. Gradients of parameters always have tiles.
+    /// Plans the pass with these kernels instead of the planner's choice. Gradients of parameters always use tiles.
     ///
     /// # Errors
     /// As [`Backward::supports`], and limits of these kernels.
@@ -171,7 +171,7 @@ impl Backward {
         Ok(vec![self.delta(), self.one(&DQ, &constants, dq), self.one(&DKV, &constants, dkv)])
     }
 
-    /// Bytes of `q`, `d_o`, `k` and `v`.
+    /// Returns the bytes of `q`, `d_o`, `k` and `v` in threadgroup memory.
     pub(crate) fn memory(&self, tiles: &Tiles, own_queries: bool) -> Vec<(&'static str, usize)> {
         tiles.backward_bytes(own_queries).into_iter().map(|bytes| (self.forward.element(), bytes)).collect()
     }
@@ -222,23 +222,23 @@ impl Backward {
         self.one(&DELTA, &constants, cut)
     }
 
-    /// The sum of `o · d_o` along each row, as stats lie.
+    /// Memory for the sum of `o · d_o` of each row, with the layout of stats.
     fn delta_memory(&self) -> Operand {
         Operand::Scratch(Scratch::new("delta", &self.forward.row_memory().0))
     }
 
-    /// The log-sum-exp of each row, two floats, as stats lie.
+    /// Memory for the log-sum-exp of each row as two floats, with the layout of stats.
     fn lse_memory(&self) -> Operand {
         let (rows, _) = self.forward.row_memory();
         Operand::Scratch(Scratch::new("log-sum-exps", &[&rows[..], &[2]].concat()))
     }
 
-    /// The buffer that kernels read in place of the caller's statistics.
+    /// Binds the buffer that kernels read instead of the caller's stats.
     pub(crate) fn lse_read(&self) -> Binding {
         Binding::read(STATS_SLOT, "float", self.lse_memory())
     }
 
-    /// The sums where they are read.
+    /// Binds the sums for reading.
     pub(crate) fn delta_read(&self) -> Binding {
         Binding::read(DELTA_SLOT, "float", self.delta_memory())
     }
@@ -256,7 +256,7 @@ impl Backward {
         self.forward.captured(self.gradient.as_deref())
     }
 
-    /// What every kernel that computes weights reads, and what it has besides.
+    /// Returns the buffers that every kernel that computes P reads, followed by `more`.
     pub(crate) fn operands(&self, more: &[Binding]) -> Vec<Binding> {
         let mut buffers = self.forward.operands_with(&self.captured(), BackwardParams::NAME);
         buffers.extend([Binding::read(3, self.forward.element(), Operand::DO), self.lse_read(), self.delta_read()]);
@@ -264,12 +264,12 @@ impl Backward {
         buffers
     }
 
-    /// A kernel that the gradient along the score goes into.
+    /// Makes the plan of a kernel that uses the gradient along the score.
     fn one(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut) -> Plan {
         self.kernel(kernel, constants, cut, (ALONG_SCORE, None))
     }
 
-    /// A kernel that a root of the gradient goes into, and MSL's type of a parameter's gradient where it writes one.
+    /// Makes the plan of a kernel that uses one root of the gradient. `along` is MSL's type of a parameter's gradient, if the kernel writes one.
     pub(crate) fn kernel(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut, (root, along): (usize, Option<&str>)) -> Plan {
         let source = Source {
             problem: &self.forward,

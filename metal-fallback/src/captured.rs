@@ -1,9 +1,9 @@
-//! How kernels take what score_mods and masks read.
+//! How kernels receive the parameters of score_mods and masks.
 
 use sdpa_emit::{Captured, Dialect};
 use std::fmt::Write;
 
-/// The structure that carries it, and the macros by which a kernel takes and passes it.
+/// Returns the structure that carries the parameters, and the macros by which a kernel receives and passes it.
 pub(crate) fn declaration(captured: &Captured, scalars_slot: u32, tensors_slot: u32) -> String {
     let (mut members, mut passed) = (String::new(), Vec::new());
     let mut argument = |name: String, space: &str, element: &str, slot: u32| {

@@ -1,46 +1,46 @@
-//! What goes wrong when plans run.
+//! Errors of running plans.
 
 use sdpa_core::Reason;
 
-/// What goes wrong when plans run.
+/// An error of running plans.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Nobody's fault: something else may run the problem. Only before anything ran.
+    /// The kernels do not support the problem; another executor may. Returned only before anything ran.
     #[error("{}", .0.iter().map(Reason::to_string).collect::<Vec<_>>().join("; "))]
     Declined(Vec<Reason>),
-    /// The compiler refuses a kernel: a bug of the kernels.
+    /// The compiler refused a kernel: a bug of the kernels.
     #[error("{entry} does not compile: {text}")]
     Compile {
         /// The kernel.
         entry: &'static str,
-        /// The compiler's own words.
+        /// The compiler's own text.
         text: String,
     },
-    /// A call binds nothing to an operand, or something that a kernel must not write.
+    /// A call has no memory for an operand, or read-only memory for one that a kernel writes.
     #[error("{operand} of {entry} is {given}: {rule}")]
     Operand {
         /// The kernel that uses it.
         entry: &'static str,
         /// The operand.
         operand: String,
-        /// What the call gives.
+        /// The memory in the call.
         given: String,
-        /// The rule that this breaks.
+        /// The rule that it breaks.
         rule: String,
     },
-    /// The system gives no memory, or no object for commands.
+    /// The system has no memory or no command object.
     #[error("{what}: the system gives none")]
     Exhausted {
-        /// What was asked for.
+        /// The missing resource.
         what: String,
     },
-    /// The kernels did not run to their end.
+    /// The kernels did not finish.
     #[error("{entry} failed: {text}")]
     Execution {
-        /// The kernel, or all of those that were submitted together.
+        /// The kernel, or all kernels of one submission.
         entry: String,
-        /// What went wrong, in the words of what ran them.
+        /// The runner's own text.
         text: String,
     },
 }

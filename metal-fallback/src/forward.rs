@@ -18,17 +18,17 @@ use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, DType, Dropout, Ends, Packed, Page
 use sdpa_emit::{Captured, Dialect};
 use std::sync::Arc;
 
-/// Elements of a query, key or value at most.
+/// The most elements of a query, key or value.
 const DIM_LIMIT: i64 = 256;
-/// Extents at most: sums of two are 32-bit numbers in the kernels.
+/// The largest extent: kernels add two extents in 32 bits.
 const EXTENT_LIMIT: i64 = 1 << 30;
-/// Queries and keys at most where a band moves with lengths: a bound is then two extents away from an index.
+/// The most queries and keys if a band depends on lengths: a bound may then be two extents away from an index.
 const ENDS_LIMIT: i64 = 1 << 29;
 
-/// Queries of the heads that share a key head at most, in vector kernels: with those and the parts of the keys threadgroups are counted.
+/// The most queries of a GQA group in vector kernels. The number of threadgroups depends on it and on the split-KV parts.
 const ROWS_LIMIT: u64 = 1 << 20;
 
-/// A forward problem as the kernels are told of it: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
+/// A forward problem in the kernels' terms: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Forward {
     /// Element type of `q`, `k`, `v` and `o`: f32, f16 or bf16.
@@ -41,48 +41,49 @@ pub struct Forward {
     pub v: TensorSpec,
     /// Output, (batch, heads_q, seq_q, dim_v).
     pub o: TensorSpec,
-    /// The band of keys that is kept.
+    /// The mask's band.
     pub band: Region,
-    /// A band beside it, about the last query and the last key that each batch entry has.
+    /// A second, bottom-right aligned band.
     pub ends: Ends,
-    /// Whether queries at and past a length of their batch entry keep no key.
+    /// Whether queries at and past a length of their batch entry attend to no key.
     pub seq_len_q: bool,
-    /// Whether keys at and past a length of their batch entry are dropped.
+    /// Whether keys at and past a length of their batch entry are masked out.
     pub seq_len_kv: bool,
-    /// Batch entries are documents that lie one behind the other: extents are those of the longest, and the stride of the batch axis means nothing.
+    /// Batch entries are packed sequences: extents are those of the longest, and the stride of the batch axis has no effect.
     pub packed: Option<Packed>,
-    /// Keys and values lie in pages: strides of `k` and `v` are those of containers, and [`PAGE_TABLE`] says which pages a batch entry has.
+    /// Keys and values are paged: strides of `k` and `v` are those of page pools, and [`PAGE_TABLE`] lists the pages of each batch entry.
     pub paged: Option<Paged>,
-    /// A function of the scaled score. Where it gives −∞ the pair is dropped as by [`Forward::keep`], whatever its operands hold.
+    /// A function of the scaled score. If it returns −∞ the key is masked out as by [`Forward::keep`].
     pub score_mod: Option<Arc<Trace>>,
-    /// The rule that masks are beside bands and lengths: keys are dropped where it does not hold.
+    /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
-    /// Whether each query head has a number in the softmax's denominator that belongs to no key: [`SINK`](sdpa_core::SINK).
+    /// Whether each query head has an attention sink: [`SINK`](sdpa_core::SINK).
     pub sink: bool,
-    /// Which part of the weights is dropped at random, by [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`].
+    /// Dropout of P, by [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`].
     pub dropout: Option<Dropout>,
-    /// Whether `stats` is written: f32, (batch, heads_q, seq_q), dense, the natural logarithm of each row's sum of exponentials; −∞ where a row has no key.
+    /// Whether to write `stats`: f32, (batch, heads_q, seq_q), dense, the log-sum-exp of each row; −∞ if a row has no key.
     pub stats: bool,
-    /// Whether the largest score of each row is written, laid out as `stats`: in natural units, the sink among the scores; −∞ where a row has no key.
+    /// Whether to write the largest score of each row, with the layout of `stats`: in natural units, with the sink as a score; −∞ if a row has no
+    /// key.
     pub row_max: bool,
-    /// Whether the sum of exponentials of each row is written, laid out as `stats`, relative to the row's largest score; 0 where a row has no key.
+    /// Whether to write the sum of exponentials of each row, with the layout of `stats`, relative to the row's largest score; 0 if a row has no key.
     pub sum_exp: bool,
 }
 
 impl Forward {
-    /// Batch entries, query heads, queries and keys.
+    /// Returns the numbers of batch entries, query heads, queries and keys.
     pub(crate) fn extents(&self) -> [i64; 4] {
         [self.q.dims[0], self.q.dims[1], self.q.dims[2], self.k.dims[2]]
     }
 
-    /// What traces read, that of a derivative too.
+    /// Returns the parameters of all traces, including that of a derivative.
     pub(crate) fn captured(&self, gradient: Option<&Trace>) -> Captured {
         let captured = Captured::of([self.score_mod.as_deref(), self.keep.as_deref(), gradient].into_iter().flatten(), self.extents());
         let numbers = self.dropout.map(|_| [DROPOUT_SEED, DROPOUT_OFFSET]);
         captured.with_numbers(numbers.into_iter().flatten())
     }
 
-    /// Whether the kernels take the problem.
+    /// Checks whether the kernels support the problem.
     ///
     /// # Errors
     /// Every limit that it breaks.
@@ -117,7 +118,7 @@ impl Forward {
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
 
-    /// The rules of declared parameters.
+    /// Checks the declared parameters.
     pub(crate) fn check_captured(&self, check: &mut Check, gradient: Option<&Trace>) {
         let captured = self.captured(gradient);
         let tensors = captured.tensors();
@@ -130,8 +131,8 @@ impl Forward {
         );
     }
 
-    /// The band as 32-bit numbers: lower, upper and prefix. A bound outside of these is met by every pair of indices, or by none, as
-    /// they are.
+    /// Returns the band as 32-bit numbers: lower, upper and prefix. A bound outside this range is satisfied by every pair of indices or by none,
+    /// before and after clamping.
     pub(crate) fn bounds(&self) -> [i32; 3] {
         let (seq_q, seq_kv) = (self.q.dims[2], self.k.dims[2]);
         let bound = |x: Option<i64>, vacuous: i64| x.unwrap_or(vacuous).clamp(-seq_q, seq_kv) as i32;
@@ -139,36 +140,36 @@ impl Forward {
         [bound(self.band.lower, -seq_q), bound(self.band.upper, seq_kv), prefix]
     }
 
-    /// The band about the ends likewise: lower and upper. One that is absent is met by every pair within lengths.
+    /// Returns the bottom-right aligned band in the same form: lower and upper. Every pair within the lengths satisfies an absent bound.
     pub(crate) fn ends_bounds(&self) -> [i32; 2] {
         let (seq_q, seq_kv) = (self.q.dims[2], self.k.dims[2]);
         let bound = |x: Option<i64>, vacuous: i64| x.unwrap_or(vacuous).clamp(-seq_kv, seq_q) as i32;
         [bound(self.ends.lower, -seq_kv), bound(self.ends.upper, seq_q)]
     }
 
-    /// The MSL type of elements; `supports` takes no others.
+    /// Returns the MSL type of elements; `supports` refuses other types.
     pub(crate) fn element(&self) -> &'static str {
         Dialect::Msl.element(self.dtype)
     }
 
-    /// Elements of a query and of a value.
+    /// Returns the elements of a query and of a value.
     pub(crate) fn dims(&self) -> [u32; 2] {
         [self.q.dims[3] as u32, self.v.dims[3] as u32]
     }
 
-    /// Queries of the heads that share a key head.
+    /// Returns the number of queries of a GQA group.
     pub(crate) fn shared_queries(&self) -> u64 {
         (self.q.dims[1] / self.k.dims[1] * self.q.dims[2]).unsigned_abs()
     }
 
-    /// Tiles, or why there are none.
+    /// Returns the tiles, or why there are none.
     pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Reason>> {
         let [dim_qk, dim_v] = self.dims();
         let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
         tiles.ok_or_else(|| vec![limit("dims", format!("{dim_qk} and {dim_v}"), "tiles that fit the threadgroup memory")])
     }
 
-    /// The rules of kernels that a caller asks for by name.
+    /// Checks the limits of kernels that a caller selects.
     pub(crate) fn takes(&self, kernels: Kernels) -> Result<(), Vec<Reason>> {
         match kernels {
             Kernels::Tiled => Ok(()),
@@ -205,16 +206,16 @@ impl Forward {
         }
     }
 
-    /// Cuts the problem and writes its kernels, those that suit its lengths.
+    /// Chooses kernels that suit the lengths of the problem, and writes their sources.
     ///
     /// # Errors
-    /// As [`Forward::supports`].
+    /// As for [`Forward::supports`].
     pub fn plan(&self) -> Result<Pass, Vec<Reason>> {
         let chosen = Kernels::forward(self.q.dims[2], self.k.dims[2]);
         self.plan_with(if self.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// The pass of these kernels, whatever the planner would take.
+    /// Plans the pass with these kernels instead of the planner's choice.
     ///
     /// # Errors
     /// As [`Forward::supports`], and limits of these kernels.
@@ -298,7 +299,7 @@ impl Forward {
         )
     }
 
-    /// What the kernel that finishes rows has besides their output.
+    /// Returns the buffers, besides the output, of the kernel that completes rows.
     fn of_rows(&self) -> impl Iterator<Item = Binding> {
         let told = [
             (self.stats, STATS_SLOT, Operand::Stats),
@@ -309,7 +310,7 @@ impl Forward {
         told.map(|(_, slot, operand)| Binding::written(slot, "float", operand)).chain(self.sink.then(|| sink::binding(self)))
     }
 
-    /// What the parts leave of each query: maximum and sum, and the output.
+    /// Returns the scratch memory of split-KV parts: maximum and sum of each query, and its output.
     fn parts(&self, parts: u32) -> [(u32, Scratch); 2] {
         let (rows, _) = self.row_memory();
         let scratch = |name, each| Scratch::new(name, &[&rows[..], &[parts.into(), each]].concat());
@@ -330,24 +331,24 @@ impl Forward {
         cut.plan(source.text(kernel, &constants), kernel.entry, Numbers::Forward(self.params()))
     }
 
-    /// Lengths of batch entries.
+    /// Binds the lengths of batch entries.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = Binding> {
         let queries = self.seq_len_q.then(|| Binding::read(SEQ_LEN_Q_SLOT, "int", Operand::SeqLenQ));
         queries.into_iter().chain(self.seq_len_kv.then(|| Binding::read(SEQ_LEN_KV_SLOT, "int", Operand::SeqLenKv)))
     }
 
-    /// Which pages batch entries have.
+    /// Binds the page table.
     fn page_table(&self) -> Option<Binding> {
         let elements = self.q.dims[0].saturating_mul(self.paged?.pages_of(self.k.dims[2]));
         Some(Binding::read(PAGES_SLOT, "int", Operand::Declared { name: PAGE_TABLE.to_owned(), dtype: DType::I32, elements }))
     }
 
-    /// What every kernel that computes scores reads.
+    /// Binds the inputs of every kernel that computes scores.
     fn operands(&self) -> Vec<Binding> {
         self.operands_with(&self.captured(None), ForwardParams::NAME)
     }
 
-    /// The same with what a derivative reads.
+    /// Binds these inputs, with the parameters in `captured`.
     pub(crate) fn operands_with(&self, captured: &Captured, params: &str) -> Vec<Binding> {
         let name = self.element();
         let mut buffers = vec![

@@ -1,4 +1,4 @@
-//! Kernels that were built, in a cache of plans: bounded, one build for each key, every miss with its reason.
+//! The cache of built kernels: bounded, one build per key, and a reason for every miss.
 
 use crate::error::Error;
 use crate::plan::Plan;
@@ -8,34 +8,34 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// What the compiler may do with floating point.
+/// Floating-point transformations that the compiler may apply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Math {
-    /// IEEE 754, with NaN and infinities: what the kernels are written for.
+    /// IEEE 754, with NaN and infinities. The kernels are written for it.
     #[default]
     Safe,
-    /// Apple's fast math. Results for NaN, infinities and large scores are undefined; for measuring what it would bring.
+    /// Apple's fast math. Results for NaN, infinities and large scores are undefined; only for measuring its effect.
     Fast,
 }
 
-/// All that a built kernel depends on, compared as a whole: the key of its cache.
+/// Everything on which a built kernel depends, compared in full: the key of the kernel cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
-    /// The MSL text.
+    /// The MSL source.
     pub source: Arc<str>,
-    /// The kernel in it.
+    /// The kernel's name in the source.
     pub entry: &'static str,
-    /// What the compiler may do with floating point.
+    /// Floating-point transformations that the compiler may apply.
     pub math: Math,
 }
 
 impl KernelKey {
-    /// The key of a plan's kernel.
+    /// Returns the key of a plan's kernel.
     pub fn new(plan: &Plan, math: Math) -> KernelKey {
         KernelKey { source: plan.source.as_str().into(), entry: plan.entry, math }
     }
 
-    /// A number for the source, the same in every process of a build of this crate: for reports, which have no room for the text.
+    /// Returns a hash of the source, the same in every process of one build of this crate. Reports use it, because they have no room for the source.
     fn digest(&self) -> u64 {
         let mut state = DefaultHasher::new();
         self.source.hash(&mut state);
@@ -54,7 +54,7 @@ impl CacheKey for KernelKey {
     }
 }
 
-/// A built kernel: whatever its runner makes of the source.
+/// A built kernel, in the representation of its runner.
 #[derive(Debug)]
 pub struct Kernel<T> {
     built: T,
@@ -70,7 +70,7 @@ impl<T> Deref for Kernel<T> {
 }
 
 impl<T> CacheValue for Kernel<T> {
-    /// What a pipeline holds is nowhere said; the text that is kept beside it is known.
+    /// The size of a pipeline is unknown; that of the source kept with it is known.
     fn weight(&self) -> Weight {
         Weight { host: self.source_bytes, ..Weight::default() }
     }
@@ -79,7 +79,7 @@ impl<T> CacheValue for Kernel<T> {
 impl BuildError for Error {
     type Refusal = Infallible;
 
-    /// A compiler that failed is asked again.
+    /// A failed compilation is tried again.
     fn refusal(&self) -> Option<Infallible> {
         None
     }
@@ -89,14 +89,14 @@ impl BuildError for Error {
     }
 }
 
-/// Kernels by their [`KernelKey`]s. What is evicted lives on for as long as someone holds it.
+/// Kernels by [`KernelKey`]. An evicted kernel lives as long as it has an owner.
 pub type KernelCache<T> = PlanCache<KernelKey, Arc<Kernel<T>>, Infallible>;
 
 impl<T> Kernel<T> {
-    /// The kernel of a key, from the cache; where there is none, `build` makes it.
+    /// Returns the kernel of a key, from the cache or built by `build`.
     ///
     /// # Errors
-    /// Those of `build`.
+    /// The errors of `build`.
     pub fn of(cache: &KernelCache<T>, key: &KernelKey, build: impl FnOnce() -> Result<T, Error>) -> Result<Arc<Kernel<T>>, Error>
     where
         T: Send + Sync + 'static,

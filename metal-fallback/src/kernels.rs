@@ -1,28 +1,28 @@
-//! Which kernels a problem is given to.
+//! Chooses the kernels of a problem.
 
-/// Which kernels a pass is made of. All of them take every problem; they differ in what they are good at.
+/// The kernels of a pass. All of them support every problem; they differ in speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kernels {
-    /// Tiles in threadgroup memory, multiplied as matrices of eight by eight: many queries.
+    /// Tiles in threadgroup memory, multiplied as 8 × 8 matrices: for many queries.
     Tiled,
-    /// Rows in registers, a key at a time: few queries, which would leave most of a tile empty.
+    /// Rows in registers, one key at a time: for few queries, which would leave most of a tile empty.
     Vector,
-    /// As [`Kernels::Vector`], with the keys shared by several threadgroups, whose outputs another kernel merges. A backward pass has no such
-    /// kernels and takes those of [`Kernels::Vector`].
+    /// Split-KV: [`Kernels::Vector`] with the keys divided among threadgroups, and a kernel that merges their outputs. A backward pass has no such
+    /// kernels and uses [`Kernels::Vector`].
     Parts,
 }
 
-/// A row of a table of choices: at most so many queries, at least so many keys, and what they are given to.
+/// A row of the selection table: the most queries, the fewest keys, and the kernels.
 type Choice = (i64, i64, Kernels);
 
-/// Eight queries are one fragment of a tile, of which most threadgroups have four. From 1024 keys on, one threadgroup for each key head
-/// is taken to last longer than a second kernel; neither limit is measured.
+/// Eight queries are one fragment; most threadgroups' tiles have four. From 1024 keys on, one threadgroup per KV head is assumed to take longer than
+/// a second kernel. Neither limit is measured.
 const FORWARD: [Choice; 3] = [(8, 1024, Kernels::Parts), (8, 0, Kernels::Vector), (i64::MAX, 0, Kernels::Tiled)];
 const BACKWARD: [Choice; 2] = [(8, 0, Kernels::Vector), (i64::MAX, 0, Kernels::Tiled)];
 
-/// Keys of a part, about.
+/// The approximate number of keys in a part.
 const PART_KEYS: i64 = 512;
-/// Parts at most: every lane of the merging kernel goes along them.
+/// The most parts: every lane of the merging kernel iterates over them.
 const PARTS_LIMIT: i64 = 64;
 
 impl Kernels {
@@ -34,17 +34,17 @@ impl Kernels {
         table.iter().find(fits).map_or(Kernels::Tiled, |&(_, _, kernels)| kernels)
     }
 
-    /// The usual kernels for a forward pass of so many queries and keys.
+    /// Returns the default kernels for a forward pass with these numbers of queries and keys.
     pub fn forward(seq_q: i64, seq_kv: i64) -> Kernels {
         Kernels::choose(&FORWARD, seq_q, seq_kv)
     }
 
-    /// The usual kernels for a backward pass of so many queries and keys.
+    /// Returns the default kernels for a backward pass with these numbers of queries and keys.
     pub fn backward(seq_q: i64, seq_kv: i64) -> Kernels {
         Kernels::choose(&BACKWARD, seq_q, seq_kv)
     }
 
-    /// Threadgroups that share the keys.
+    /// Returns the number of threadgroups among which the keys are divided.
     pub(crate) fn parts(self, seq_kv: i64) -> u32 {
         match self {
             Kernels::Tiled | Kernels::Vector => 1,

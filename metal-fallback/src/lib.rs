@@ -15,15 +15,13 @@
 //!
 //! # From a problem to kernels
 //!
-//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Pass`] of it, which is a list of plans to run
-//! in order, and with what they reach of each operand a [`Task`]. A [`Plan`] is a kernel and its dispatch: the MSL source, grid,
-//! threadgroup memory and the table of buffers. Kernels are
-//! the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks and score_mods is a prelude before them. Lengths,
-//! strides, bands and the scale are parameters of a call.
+//! A [`Forward`] is a problem as plain data, and a [`Backward`] its gradient. Each makes a [`Pass`]: a list of plans to run in order. A [`Task`] adds
+//! the bytes that they access of each operand. A [`Plan`] is a kernel and its dispatch: MSL source, grid, threadgroup memory and buffer table.
+//! Kernels are the `.metal` files in `kernels/`, after a prelude that depends on a problem's types, dims, masks and score_mods. Lengths, strides,
+//! bands and the scale are parameters of a call.
 //!
-//! A [`Runner`] runs passes. On Apple machines that is `apple::Gpu`, which [`system`] finds; elsewhere [`system`] says why there is
-//! none. The tests of the workspace have a runner over an emulation of MSL. What was executed, and where: the README, and `docs/metal.md` of the
-//! repository.
+//! A [`Runner`] runs passes. On Apple machines that is `apple::Gpu`, which [`system`] returns; elsewhere [`system`] returns why there is none. The
+//! tests of the workspace have a runner over an emulation of MSL. The README and `docs/metal.md` of the repository list what was executed, and where.
 
 #[cfg(target_vendor = "apple")]
 pub mod apple;
@@ -67,10 +65,10 @@ pub use unsupported::Declined;
 
 use std::sync::Arc;
 
-/// This machine's Apple GPU, as what runs passes.
+/// Returns this machine's Apple GPU as a runner.
 ///
 /// # Errors
-/// Why there is none that the kernels run on.
+/// There is no GPU, or the kernels do not run on it.
 pub fn system() -> Result<Arc<dyn Runner>, Declined> {
     #[cfg(target_vendor = "apple")]
     let found = apple::Gpu::system().map(|gpu| Arc::new(gpu) as Arc<dyn Runner>);

@@ -1,25 +1,25 @@
-//! What a compiled kernel can be asked for, against what its plan asks.
+//! Compares the limits of a compiled kernel with its plan.
 
 use crate::plan::Plan;
 use crate::tiles::SIMD;
 use crate::unsupported::Check;
 use sdpa_core::Reason;
 
-/// What Metal says of a compiled kernel, which may be less than what it says of the device: registers decide.
+/// Limits of a compiled kernel. They may be lower than those of the device, depending on registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Threads of a threadgroup at most.
+    /// The most threads of a threadgroup.
     pub threads: u64,
     /// Lanes of a simdgroup.
     pub simd: u64,
-    /// Bytes of threadgroup memory that the source declares itself.
+    /// Threadgroup memory that the source declares, in bytes.
     pub static_bytes: u64,
-    /// Bytes of threadgroup memory of the device.
+    /// Threadgroup memory of the device, in bytes.
     pub threadgroup_bytes: u64,
 }
 
 impl Limits {
-    /// Whether a plan can be dispatched.
+    /// Checks whether a plan can be dispatched.
     ///
     /// # Errors
     /// Every limit that it breaks.

@@ -1,9 +1,9 @@
-//! Where dispatches must wait for one another.
+//! Dependencies between dispatches.
 
 use crate::plan::{Operand, Plan};
 
-/// Says of each plan whether the dispatches before it must end first: where it reads what one of them writes, or writes what one of them
-/// reads or writes. What stands between two waits may run in any order, and at once.
+/// Returns, for each plan, whether the dispatches before it must end first: it reads memory that one of them writes, or writes memory that one of
+/// them reads or writes. Dispatches between two waits may run concurrently.
 pub fn waits(plans: &[Plan]) -> Vec<bool> {
     let mut running: Vec<(&Operand, bool)> = Vec::new();
     let mut wait = Vec::with_capacity(plans.len());
@@ -71,7 +71,7 @@ mod tests {
         for (first, second, wait) in [((K, read), (K, read), false), ((K, read), (K, written), true), ((K, written), (K, written), true)] {
             assert_eq!(waits(&plans(&[&[first], &[second]])), [false, wait]);
         }
-        // After a wait, what was before it is over.
+        // After a wait, earlier dispatches have ended.
         let three: [&[(Operand, bool)]; 3] = [&[(K, written)], &[(K, read), (Q, written)], &[(K, read)]];
         assert_eq!(waits(&plans(&three)), [false, true, false]);
     }

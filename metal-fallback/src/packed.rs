@@ -1,4 +1,4 @@
-//! Documents that lie one behind the other in memory: what the kernels are told of them, and how far they reach.
+//! Packed sequences: their kernel arguments, and the memory that kernels access.
 
 use crate::forward::Forward;
 use crate::plan::{Binding, Operand};
@@ -8,7 +8,7 @@ use sdpa_core::packed::{self, Documents};
 use sdpa_core::{DType, Packed, Side, TensorSpec};
 use sdpa_emit::Dialect;
 
-/// How many tokens a packed call has: whatever its boundaries hold, kernels touch none behind these.
+/// The number of tokens of a packed call. Kernels access none after these, whatever the offsets contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tokens {
     /// Tokens of queries, outputs and their gradients.
@@ -18,7 +18,7 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// The tokens of one side.
+    /// Returns the tokens of one side.
     pub fn of(&self, side: Side) -> i64 {
         match side {
             Side::Queries => self.queries,
@@ -26,7 +26,7 @@ impl Tokens {
         }
     }
 
-    /// As many as a call says, of these at most.
+    /// Returns the tokens of a call, limited to these.
     pub(crate) fn up_to(self, said: Option<Tokens>) -> Tokens {
         let least = |most: i64, said: i64| said.clamp(0, most);
         said.map_or(self, |said| Tokens { queries: least(self.queries, said.queries), keys: least(self.keys, said.keys) })
@@ -40,13 +40,13 @@ impl From<&Documents> for Tokens {
     }
 }
 
-/// The element type of boundaries.
+/// Returns the element type of `cu_seqlens`.
 pub(crate) fn boundary(packed: &Packed) -> &'static str {
     Dialect::Msl.element(if packed.wide { DType::I64 } else { DType::I32 })
 }
 
 impl Forward {
-    /// Tokens that a packed call has at most.
+    /// Returns the most tokens of a packed call.
     pub(crate) fn tokens(&self) -> Option<Tokens> {
         let packed = self.packed?;
         let [batch, _, seq_q, seq_kv] = self.extents();
@@ -54,7 +54,7 @@ impl Forward {
         Some(Tokens { queries: total(Side::Queries, seq_q), keys: total(Side::Keys, seq_kv) })
     }
 
-    /// The rules of packed documents.
+    /// Checks the rules for packed sequences.
     pub(crate) fn check_packed(&self, check: &mut Check) {
         let Some(tokens) = self.tokens() else { return };
         let lengths = self.seq_len_q || self.seq_len_kv && self.paged.is_none();
@@ -64,20 +64,20 @@ impl Forward {
         }
     }
 
-    /// What an operand of one side takes of memory.
+    /// Returns an operand of one side as it is in memory.
     pub(crate) fn memory(&self, tensor: &TensorSpec, side: Side) -> TensorSpec {
         let paged = self.paged.filter(|_| side == Side::Keys);
         let documents = self.tokens().map(|tokens| packed::memory(tensor, tokens.of(side)));
         documents.unwrap_or_else(|| paged.map_or(*tensor, |paged| paged.container(tensor)))
     }
 
-    /// Between neighbouring batch entries, heads and rows. Where entries are documents, they are counted in tokens.
+    /// Returns the strides of batch entries, heads and rows. Offsets of packed sequences count tokens, so their first stride is that of tokens.
     pub(crate) fn outer(&self, tensor: &TensorSpec) -> [i64; 3] {
         let [entry, head, row] = tensor.outer();
         [if self.packed.is_some() { row } else { entry }, head, row]
     }
 
-    /// Extents and strides of what each row has one of, dense: (batch, heads_q, seq_q), and of documents (tokens, heads_q).
+    /// Returns extents and strides of row statistics, dense: (batch, heads_q, seq_q), or (tokens, heads_q) for packed sequences.
     pub(crate) fn row_memory(&self) -> (Vec<i64>, [i64; 3]) {
         let [batch, heads_q, seq_q, _] = self.extents();
         match self.tokens() {
@@ -86,7 +86,7 @@ impl Forward {
         }
     }
 
-    /// Where documents begin and end, of some sides.
+    /// Binds `cu_seqlens` of these sides.
     pub(crate) fn boundaries(&self, sides: &[Side]) -> Vec<Binding> {
         let Some(packed) = self.packed else { return Vec::new() };
         let elements = self.q.dims[0].saturating_add(1);

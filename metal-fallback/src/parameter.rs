@@ -1,4 +1,4 @@
-//! Gradients of declared parameters: how the pairs that read an element are shared, and what adds up the shares.
+//! Gradients of declared parameters: how threadgroups share the pairs that read an element, and how partial sums are added.
 
 use crate::backward::{ALONG_PARAMS, Backward, DELTA_SLOT};
 use crate::params::{Numbers, SumParams};
@@ -10,8 +10,8 @@ use sdpa_core::Reason;
 use sdpa_core::expr::Axis;
 use sdpa_emit::Dialect;
 
-/// The kernels for the gradient of a parameter, by its place in [`Backward::along`]: one that sums over blocks, and one that adds up
-/// its sums unless each is whole.
+/// Returns the kernels for the gradient of a parameter, by its index in [`Backward::along`]. The first sums over blocks; the second adds the partial
+/// sums, unless each is complete.
 pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Reason>> {
     let Some(along) = problem.along.get(n) else { return Ok(Vec::new()) };
     let forward = &problem.forward;
@@ -23,7 +23,7 @@ pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Reaso
     let blocks = |extent: i64, rows: u32| (extent - 1) / i64::from(rows) + 1;
     let (blocks_q, blocks_k) = (blocks(extents[2], tiles.own), blocks(extents[3], tiles.passing));
     let simdgroups = i64::from(tiles.own / FRAGMENT);
-    // The extents of what the threadgroups leave, and how many of them there are.
+    // Extents of the partial sums, and the number of threadgroups.
     let (parts, groups) = match (query, key) {
         (true, true) => (along.axes.dims(extents), blocks_q * blocks_k),
         (true, false) => ([extents[0], extents[1], extents[2], 1], blocks_q),
@@ -56,7 +56,7 @@ pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Reaso
     Ok(plans)
 }
 
-/// Parts lie dense, and along the axes that are spanned there is one for each element.
+/// Partial sums are dense, with one per element along the axes that the parameter spans.
 fn sum_params(spans: [bool; 4], parts: [i64; 4]) -> SumParams {
     let along = |spanned: bool| [0, 1, 2, 3].map(|axis| if spans[axis] == spanned { parts[axis] } else { 1 });
     let (spanned, summed) = (along(true), along(false));

@@ -1,10 +1,10 @@
-//! Parameters of kernels: one table gives the Rust structure, its bytes and its MSL text.
+//! Parameters of kernels: one table defines the Rust structure, its bytes and its MSL source.
 
 /// A type that has the same size and alignment in Rust and in MSL.
 pub(crate) trait Field: Copy {
-    /// The declaration of a member of this name.
+    /// Returns the MSL declaration of a member of this name.
     fn declaration(name: &str) -> String;
-    /// Appends the bytes as a kernel reads them.
+    /// Appends the bytes in the kernel's layout.
     fn write(self, bytes: &mut Vec<u8>);
 }
 
@@ -42,10 +42,10 @@ macro_rules! params {
             /// The name of the struct in MSL.
             pub(crate) const NAME: &'static str = stringify!($name);
 
-            /// Names of the members and where they begin, in order.
+            /// Names and offsets of the members, in order.
             pub(crate) const OFFSETS: &'static [(&'static str, usize)] = &[$((stringify!($field), std::mem::offset_of!($name, $field)),)*];
 
-            /// The structure in MSL.
+            /// Returns the structure in MSL.
             pub(crate) fn msl() -> String {
                 let mut text = format!("struct {} {{\n", stringify!($name));
                 $(text.push_str(&format!("    {}\n", <$ty as Field>::declaration(stringify!($field))));)*
@@ -53,7 +53,7 @@ macro_rules! params {
                 text
             }
 
-            /// The structure as a kernel reads it; what pads it is 0.
+            /// Returns the bytes in the kernel's layout; padding is 0.
             pub(crate) fn bytes(&self) -> Vec<u8> {
                 let mut bytes = Vec::with_capacity(std::mem::size_of::<$name>());
                 $(
@@ -68,7 +68,7 @@ macro_rules! params {
 }
 
 params! {
-    /// What a forward kernel is told of a call.
+    /// Parameters of a forward kernel.
     ForwardParams {
         /// Strides of `q` between neighbouring batch entries, heads and queries, in elements.
         q_strides: [i64; 3],
@@ -80,35 +80,35 @@ params! {
         o_strides: [i64; 3],
         /// Strides of row statistics between neighbouring batch entries, heads and queries, in elements.
         stats_strides: [i64; 3],
-        /// Tokens of queries in the call, where batch entries are packed documents.
+        /// Query tokens of the call, for packed sequences.
         tokens_q: i64,
-        /// Tokens of keys in the call, where batch entries are packed documents.
+        /// Key tokens of the call, for packed sequences.
         tokens_kv: i64,
         /// Query heads.
         heads_q: i32,
-        /// Query heads that share a key head.
+        /// Query heads per KV head.
         group: i32,
         /// Queries.
         seq_q: i32,
         /// Keys.
         seq_kv: i32,
-        /// Keys at `k - q <= lower` are dropped.
+        /// Keys at `k - q <= lower` are masked out.
         lower: i32,
-        /// Keys at `k - q > upper` are dropped.
+        /// Keys at `k - q > upper` are masked out.
         upper: i32,
-        /// Keys at `k > q` and `k >= prefix` are dropped.
+        /// Keys at `k > q` and `k >= prefix` are masked out.
         prefix: i32,
-        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where `keys` and `queries` are how many a batch entry has.
+        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are masked out, where `keys` and `queries` are the lengths of the batch entry.
         ends_lower: i32,
-        /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
+        /// Keys at `(k - q) - (keys - queries) > ends_upper` are masked out.
         ends_upper: i32,
-        /// Multiplies a product of a query and a key.
+        /// Factor of q·kᵀ.
         scale: f32,
     }
 }
 
 params! {
-    /// What the kernels of a backward pass are told of a call.
+    /// Parameters of the kernels of a backward pass.
     BackwardParams {
         /// Strides of `q` between neighbouring batch entries, heads and queries, in elements.
         q_strides: [i64; 3],
@@ -128,66 +128,66 @@ params! {
         dv_strides: [i64; 3],
         /// Strides of row statistics between neighbouring batch entries, heads and queries, in elements.
         stats_strides: [i64; 3],
-        /// Tokens of queries in the call, where batch entries are packed documents.
+        /// Query tokens of the call, for packed sequences.
         tokens_q: i64,
-        /// Tokens of keys in the call, where batch entries are packed documents.
+        /// Key tokens of the call, for packed sequences.
         tokens_kv: i64,
         /// Batch entries.
         batch: i32,
         /// Query heads.
         heads_q: i32,
-        /// Query heads that share a key head.
+        /// Query heads per KV head.
         group: i32,
         /// Queries.
         seq_q: i32,
         /// Keys.
         seq_kv: i32,
-        /// Keys at `k - q <= lower` are dropped.
+        /// Keys at `k - q <= lower` are masked out.
         lower: i32,
-        /// Keys at `k - q > upper` are dropped.
+        /// Keys at `k - q > upper` are masked out.
         upper: i32,
-        /// Keys at `k > q` and `k >= prefix` are dropped.
+        /// Keys at `k > q` and `k >= prefix` are masked out.
         prefix: i32,
-        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where `keys` and `queries` are how many a batch entry has.
+        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are masked out, where `keys` and `queries` are the lengths of the batch entry.
         ends_lower: i32,
-        /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
+        /// Keys at `(k - q) - (keys - queries) > ends_upper` are masked out.
         ends_upper: i32,
-        /// Multiplies a product of a query and a key.
+        /// Factor of q·kᵀ.
         scale: f32,
     }
 }
 
 params! {
-    /// What the kernel that adds up parts of sums is told: arrays are over (batch, head, query, key).
+    /// Parameters of the kernel that adds partial sums. Arrays are over (batch, head, query, key).
     SumParams {
         /// Elements of the result.
         elements: i64,
         /// Extents of the result along each axis.
         spanned: [i64; 4],
-        /// Parts of each of its elements along each axis.
+        /// Partial sums per element of the result along each axis.
         summed: [i64; 4],
-        /// Strides between neighbouring parts along each axis, in elements.
+        /// Strides of partial sums along each axis, in elements.
         strides: [i64; 4],
     }
 }
 
-/// The numbers that one kernel receives in a call, as the structure that it reads.
+/// Parameters of one kernel in a call, in the structure that it reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Params(pub(crate) Numbers);
 
 /// The structure of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Numbers {
-    /// Of a forward kernel.
+    /// Parameters of a forward kernel.
     Forward(ForwardParams),
-    /// Of a kernel of a backward pass.
+    /// Parameters of a backward kernel.
     Backward(BackwardParams),
-    /// Of the kernel that adds up parts.
+    /// Parameters of the kernel that adds partial sums.
     Sum(SumParams),
 }
 
 impl Params {
-    /// The name of the structure in MSL, its size, and where its members begin.
+    /// Returns the structure's name in MSL, its size, and the offsets of its members.
     pub fn layout(&self) -> (&'static str, usize, &'static [(&'static str, usize)]) {
         match &self.0 {
             Numbers::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
@@ -196,7 +196,7 @@ impl Params {
         }
     }
 
-    /// The structure as a kernel reads it.
+    /// Returns the bytes in the kernel's layout.
     pub fn bytes(&self) -> Vec<u8> {
         match &self.0 {
             Numbers::Forward(params) => params.bytes(),

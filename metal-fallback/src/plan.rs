@@ -1,16 +1,16 @@
-//! What problems and plans are made of.
+//! Types of problems and plans.
 
 use crate::packed::Tokens;
 use crate::params::{BackwardParams, ForwardParams, Numbers, Params};
 use crate::source::PARAMS_SLOT;
 use sdpa_core::DType;
 
-/// Memory of a pass, f32: only its kernels write and read it.
+/// Scratch memory of a pass, f32: only its kernels access it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Scratch {
-    /// What it is for; no other memory of the pass has this name.
+    /// Its purpose; unique within the pass.
     pub name: String,
-    /// How many elements.
+    /// Number of elements.
     pub elements: i64,
 }
 
@@ -20,7 +20,7 @@ impl Scratch {
     }
 }
 
-/// What a buffer holds.
+/// The contents of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operand {
     /// Queries, (batch, heads_q, seq_q, dim_qk).
@@ -39,7 +39,7 @@ pub enum Operand {
     DK,
     /// Gradient of the values; written.
     DV,
-    /// What one kernel of a pass leaves to another.
+    /// Results that one kernel of a pass passes to another.
     Scratch(Scratch),
     /// Gradient of a declared parameter, dense; written.
     Gradient {
@@ -47,20 +47,20 @@ pub enum Operand {
         name: String,
         /// Element type of the gradient.
         dtype: DType,
-        /// How many elements: one of a scalar.
+        /// Number of elements; one for a scalar.
         elements: i64,
     },
-    /// The numbers of a call: [`Plan::params`].
+    /// The parameters of a call: [`Plan::params`].
     Params,
-    /// The natural logarithm of each row's sum of exponentials, f32; written by a forward pass, read by a backward pass.
+    /// The log-sum-exp of each row, f32; written by a forward pass, read by a backward pass.
     Stats,
     /// The largest score of each row, f32; written.
     RowMax,
     /// The sum of exponentials of each row, f32; written.
     SumExp,
-    /// How many queries each batch entry has, i32.
+    /// The number of queries of each batch entry, i32.
     SeqLenQ,
-    /// How many keys each batch entry has, i32.
+    /// The number of keys of each batch entry, i32.
     SeqLenKv,
     /// The declared scalars of these names in this order, f32.
     Scalars(Vec<String>),
@@ -68,9 +68,9 @@ pub enum Operand {
     Declared {
         /// Its name.
         name: String,
-        /// Element type; truth values are bytes.
+        /// Element type; booleans are bytes.
         dtype: DType,
-        /// How many elements.
+        /// Number of elements.
         elements: i64,
     },
 }
@@ -78,59 +78,59 @@ pub enum Operand {
 /// A buffer of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binding {
-    /// The index that it is bound at.
+    /// The index to which it is bound.
     pub slot: u32,
     /// The MSL type of the argument.
     pub ty: String,
-    /// What it holds.
+    /// Its contents.
     pub operand: Operand,
     /// Whether the kernel writes it.
     pub written: bool,
 }
 
 impl Binding {
-    /// A buffer that is read.
+    /// Binds a buffer for reading.
     pub(crate) fn read(slot: u32, element: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("const device {element}*"), operand, written: false }
     }
 
-    /// A buffer that is written.
+    /// Binds a buffer for writing.
     pub(crate) fn written(slot: u32, element: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("device {element}*"), operand, written: true }
     }
 
-    /// The structure of parameters.
+    /// Binds the structure of parameters.
     pub(crate) fn params(name: &str) -> Binding {
         Binding::constant(PARAMS_SLOT, &format!("{name}&"), Operand::Params)
     }
 
-    /// Constants.
+    /// Binds constants.
     pub(crate) fn constant(slot: u32, ty: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("constant {ty}"), operand, written: false }
     }
 }
 
-/// A kernel and its dispatch: everything that is needed besides the buffers themselves.
+/// A kernel and its dispatch: everything except the buffers.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The MSL text.
+    /// The MSL source.
     pub source: String,
-    /// The kernel in it.
+    /// The kernel's name in the source.
     pub entry: &'static str,
     /// Threadgroups along each axis of the grid.
     pub grid: [u32; 3],
-    /// 32-bit registers of a lane that the arrays of the kernel take, at most at a time; counted, not by a compiler.
+    /// The most 32-bit registers per lane that the kernel's arrays take at a time; estimated, not from a compiler.
     pub registers: u32,
     /// Threads of a threadgroup.
     pub threads: u32,
-    /// Buffers, by their slots.
+    /// Buffers, by slot.
     pub buffers: Vec<Binding>,
-    /// Threadgroup memory, by its slots: the MSL type of elements, and bytes.
+    /// Threadgroup memory, by slot: the MSL type of elements, and bytes.
     pub threadgroup: Vec<(&'static str, usize)>,
     pub(crate) params: Numbers,
 }
 
-/// What a plan has besides its source.
+/// The parts of a plan other than its source.
 #[derive(Debug)]
 pub(crate) struct Cut {
     pub(crate) grid: [u32; 3],
@@ -149,7 +149,7 @@ impl Cut {
 }
 
 impl Plan {
-    /// The parameters of a call with this scale; of packed documents, with so many tokens, or as many as there may be.
+    /// Returns the parameters of a call with this scale. For packed sequences, with this many tokens, or the problem's maximum.
     pub fn params(&self, attn_scale: f32, said: Option<Tokens>) -> Params {
         let scale = attn_scale.clamp(f32::MIN, f32::MAX);
         Params(match self.params {
@@ -166,15 +166,15 @@ impl Plan {
     }
 }
 
-/// The kernels that a pass runs, in order: each after all of the one before.
+/// The kernels of a pass. Each runs after the one before has ended.
 #[derive(Clone, Debug)]
 pub struct Pass {
-    /// The kernels, in the order in which they run.
+    /// The kernels, in order.
     pub plans: Vec<Plan>,
 }
 
 impl Pass {
-    /// The memory that kernels leave results in for others; nothing needs to be in it before.
+    /// Returns the scratch memory of the pass. It needs no initialisation.
     pub fn scratch(&self) -> Vec<&Scratch> {
         let mut all: Vec<&Scratch> = Vec::new();
         for binding in self.plans.iter().flat_map(|plan| &plan.buffers) {

@@ -1,21 +1,21 @@
-//! How vector kernels share queries: rows of a simdgroup's registers.
+//! Query rows of vector kernels, which simdgroups hold in registers.
 
 use crate::tiles::{REGISTER_LIMIT, SIMD};
 
-/// Threads of every kernel that has no tiles: eight simdgroups, which leave each lane the registers for several rows.
+/// Threads of every kernel without tiles: eight simdgroups, which leaves each lane registers for several rows.
 pub(crate) const THREADS: u32 = 256;
 
-/// What the simdgroups of a vector kernel hold.
+/// The rows of a vector kernel's simdgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// Queries of a threadgroup; every simdgroup holds all of them.
+    /// Queries of a threadgroup. Every simdgroup holds all of them.
     pub(crate) rows: u32,
     dims: [u32; 2],
-    /// Registers of a lane that its arrays take.
+    /// Registers per lane that its arrays take.
     pub(crate) registers: u32,
 }
 
-/// Rows of a threadgroup, the best first.
+/// Rows of a threadgroup, in order of preference.
 const SIZES: [u32; 4] = [8, 4, 2, 1];
 
 fn lanes(dim: u32) -> u32 {
@@ -23,7 +23,7 @@ fn lanes(dim: u32) -> u32 {
 }
 
 impl Rows {
-    /// As many as the registers hold, and not twice as many as there are.
+    /// Returns as many rows as fit into registers, but fewer than twice the present ones.
     fn choose(dims: [u32; 2], present: u64, registers: impl Fn(u32, [u32; 2]) -> u32) -> Rows {
         let per_lane = dims.map(lanes);
         let fits = |&&rows: &&u32| registers(rows, per_lane) <= REGISTER_LIMIT && u64::from(rows) < 2 * present;
@@ -31,23 +31,23 @@ impl Rows {
         Rows { rows, dims, registers: registers(rows, per_lane) }
     }
 
-    /// Of the forward kernel: queries, sums, maximum, sum and score of each row, and a key or a value.
+    /// Returns the rows of the forward kernel. It holds query, output, maximum, sum and score of each row, and a key or a value.
     pub(crate) fn forward(dims: [u32; 2], present: u64) -> Rows {
         Rows::choose(dims, present, |rows, [qk, v]| rows * (qk + v + 3) + qk.max(v))
     }
 
-    /// Values that the `dq` kernel keeps: queries, gradients and sums, log-sum-exp, delta, product and slope of each row, and a key and a value.
+    /// Returns the rows of the `dq` kernel. It holds query, gradients, log-sum-exp, delta, score and derivative of each row, and a key and a value.
     pub(crate) fn dq(dims: [u32; 2], present: u64) -> Rows {
         Rows::choose(dims, present, |rows, [qk, v]| rows * (2 * qk + v + 5) + qk + v)
     }
 
-    /// Of the kernel for `dk` and `dv`: a key, a value and their gradients, a query and its gradient.
+    /// Returns the rows of the kernel for `dk` and `dv`. It holds a key, a value and their gradients, a query and its gradient.
     pub(crate) fn dkv(dims: [u32; 2]) -> Rows {
         let [qk, v] = dims.map(lanes);
         Rows { rows: 1, dims, registers: 3 * (qk + v) }
     }
 
-    /// What the source is told.
+    /// Returns the constants of the kernel source.
     pub(crate) fn constants(&self) -> Vec<(&'static str, u32)> {
         let [dim_qk, dim_v] = self.dims;
         vec![
@@ -64,12 +64,12 @@ impl Rows {
         (THREADS / SIMD) as usize
     }
 
-    /// Bytes of the simdgroups' maxima and sums, and of their outputs for a row.
+    /// Returns the bytes of the simdgroups' maxima and sums, and of their outputs for a row.
     pub(crate) fn forward_bytes(&self) -> Vec<usize> {
         vec![Rows::simdgroups() * self.rows as usize * 8, Rows::simdgroups() * self.dims[1] as usize * 4]
     }
 
-    /// Bytes of the simdgroups' sums for a row.
+    /// Returns the bytes of the simdgroups' sums for a row.
     pub(crate) fn dq_bytes(&self) -> Vec<usize> {
         vec![Rows::simdgroups() * self.dims[0] as usize * 4]
     }

@@ -1,4 +1,4 @@
-//! What runs passes: an Apple GPU, or something that stands in for one.
+//! Runners of passes: an Apple GPU or an emulation.
 
 use crate::error::Error;
 use crate::packed::Tokens;
@@ -9,17 +9,17 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What an operand is in one call.
+/// The memory of an operand in one call.
 #[derive(Debug)]
 pub enum Contents<'a> {
-    /// Bytes that are read.
+    /// Bytes for reading.
     Read(Cow<'a, [u8]>),
-    /// Bytes that are written; what no kernel writes of them stays.
+    /// Bytes for writing. Bytes that no kernel writes are unchanged.
     Written(&'a mut [u8]),
 }
 
 impl Contents<'_> {
-    /// The bytes, read or written.
+    /// Returns the bytes for reading.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Contents::Read(bytes) => bytes,
@@ -28,27 +28,27 @@ impl Contents<'_> {
     }
 }
 
-/// One call: the scale, and what each operand is in it.
+/// One call: the scale, and the memory of each operand.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// Multiplies the scores; finite.
+    /// Factor of the scores; finite.
     pub attn_scale: f32,
-    /// Of packed documents: kernels touch so many tokens. `None`: as many as the problem has at most.
+    /// For packed sequences, the number of tokens that kernels access. `None`: the problem's maximum.
     pub tokens: Option<Tokens>,
-    /// Operands of the caller; scratch is not among them.
+    /// Operands of the caller, without scratch.
     pub operands: Vec<(Operand, Contents<'a>)>,
 }
 
 impl Call<'_> {
-    /// The contents of an operand.
+    /// Returns the memory of an operand.
     pub fn get(&self, operand: &Operand) -> Option<&Contents<'_>> {
         self.operands.iter().find(|(o, _)| o == operand).map(|(_, contents)| contents)
     }
 
-    /// Whether the call has what a pass reads and writes, as far as the kernels reach.
+    /// Checks that the call has memory for everything that the kernels of a pass access.
     ///
     /// # Errors
-    /// The first operand that is missing, too short, or read only where a kernel writes.
+    /// The first operand that is missing, too short, or read-only although a kernel writes it.
     pub fn check(&self, task: &Task) -> Result<(), Error> {
         for (operand, _) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
             let need = task.reach(operand, self.tokens);
@@ -67,55 +67,55 @@ impl Call<'_> {
     }
 }
 
-/// What a GPU says of itself.
+/// Properties of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// What the system calls the GPU.
+    /// The system's name of the GPU.
     pub name: String,
-    /// The newest family of Apple GPUs that it belongs to: 7 is M1.
+    /// The newest Apple GPU family that it supports: 7 is M1.
     pub family: Option<u32>,
-    /// The operating system, in its own words.
+    /// The operating system's own description.
     pub system: String,
-    /// Threads of a threadgroup at most.
+    /// The most threads of a threadgroup.
     pub threads: u64,
-    /// Bytes of threadgroup memory at most.
+    /// The most bytes of threadgroup memory.
     pub threadgroup_bytes: u64,
-    /// Bytes that it works on without loss of speed.
+    /// Bytes that it can use without loss of speed.
     pub working_set_bytes: u64,
     /// Whether it shares its memory with the CPU.
     pub unified_memory: bool,
 }
 
-/// What a run of a pass took.
+/// Measurements of one run of a pass.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ran {
     /// Time in the kernels, by the GPU's own clock.
     pub kernels: Duration,
-    /// Operands that went through a copy, as they do not lie on whole pages.
+    /// Operands that were copied because they are not whole pages.
     pub copied: Vec<Operand>,
 }
 
-/// Something that runs passes.
+/// Runs passes.
 pub trait Runner: Debug + Send + Sync {
-    /// The GPU that passes run on, or what stands in for it.
+    /// Returns the properties of the GPU or emulation.
     fn facts(&self) -> &Facts;
 
-    /// Builds the kernels of a pass, or finds them built.
+    /// Builds the kernels of a pass, or takes them from the cache.
     ///
     /// # Errors
-    /// [`Error::Declined`] where they need more than there is; [`Error::Compile`] where the compiler refuses one.
+    /// [`Error::Declined`] if they exceed the device's limits; [`Error::Compile`] if the compiler refuses one.
     fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error>;
 }
 
-/// A pass whose kernels are built.
+/// A pass with built kernels.
 pub trait Ready: Debug + Send + Sync {
-    /// The pass whose kernels are built.
+    /// Returns the pass.
     fn task(&self) -> &Task;
 
-    /// Runs it, and waits for its end.
+    /// Runs the pass and waits for its end.
     ///
     /// # Errors
-    /// What [`Call::check`] says before anything runs; afterwards the environment's.
+    /// The errors of [`Call::check`] before anything runs; then a failure of the environment.
     fn run(&self, call: Call<'_>) -> Result<Ran, Error>;
 }
 

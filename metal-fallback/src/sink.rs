@@ -1,4 +1,4 @@
-//! Sinks: where kernels read them, and the plan of their gradient.
+//! Sinks: their buffer, and the plan of their gradient.
 
 use crate::backward::{ALONG_SCORE, Backward};
 use crate::forward::Forward;
@@ -10,12 +10,12 @@ use crate::tiles::SIMD;
 use sdpa_core::{DType, SINK, Side};
 use sdpa_emit::Dialect;
 
-/// The numbers, one for each query head.
+/// Binds the sinks, one number per query head.
 pub(crate) fn binding(problem: &Forward) -> Binding {
     Binding::read(SINK_SLOT, "float", Operand::Declared { name: SINK.to_owned(), dtype: DType::F32, elements: problem.q.dims[1] })
 }
 
-/// The kernel for their gradient, behind those that leave the sums of `o · d_o`.
+/// Plans the kernel for their gradient, which runs after the kernel that sums `o · d_o`.
 pub(crate) fn plan(problem: &Backward, dtype: DType) -> Plan {
     let forward = &problem.forward;
     let heads = forward.q.dims[1];

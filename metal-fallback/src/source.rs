@@ -1,4 +1,4 @@
-//! Sources of kernels: a prelude, the pieces that a kernel is made of, the kernel.
+//! Assembles kernel sources from a prelude, shared pieces and the kernel.
 
 use crate::captured::declaration;
 use crate::forward::Forward;
@@ -21,7 +21,7 @@ pub(crate) struct Piece {
     text: &'static str,
 }
 
-/// A kernel: its name, what it is made of, and whether scores are computed in it.
+/// A kernel: its name, its pieces, and whether it computes scores.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernel {
     pub(crate) entry: &'static str,
@@ -59,12 +59,12 @@ kernels! {
     SINK = "attention_sink", scores: false, [SOFTMAX, SPAN, KEYS, EXACT, piece!("sink")];
 }
 
-/// Slots of the buffers that a problem may have, in all kernels.
+/// Slots of optional buffers, the same in all kernels.
 pub(crate) const PARAMS_SLOT: u32 = 4;
 pub(crate) const STATS_SLOT: u32 = 5;
 pub(crate) const SEQ_LEN_Q_SLOT: u32 = 6;
 pub(crate) const SEQ_LEN_KV_SLOT: u32 = 7;
-/// Documents have boundaries in place of lengths.
+/// Packed sequences have `cu_seqlens` instead of lengths.
 pub(crate) const BOUNDARIES_Q_SLOT: u32 = SEQ_LEN_Q_SLOT;
 pub(crate) const BOUNDARIES_KV_SLOT: u32 = SEQ_LEN_KV_SLOT;
 pub(crate) const SCALARS_SLOT: u32 = 8;
@@ -73,30 +73,30 @@ pub(crate) const ROW_MAX_SLOT: u32 = 12;
 pub(crate) const SUM_EXP_SLOT: u32 = 13;
 pub(crate) const PAGES_SLOT: u32 = 14;
 pub(crate) const TENSORS_SLOT: u32 = 15;
-/// Buffers that Metal binds to a kernel.
+/// The most buffers that Metal binds to a kernel.
 pub(crate) const SLOTS: u32 = 31;
 
-/// What the text of a kernel depends on.
+/// Everything on which the source of a kernel depends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {
     pub(crate) problem: &'a Forward,
     /// MSL's type of elements.
     pub(crate) element: &'a str,
     pub(crate) captured: &'a Captured,
-    /// What becomes of the gradient of a score: a trace, and which of its roots.
+    /// The gradient of a score: a trace, and the index of its root.
     pub(crate) gradient: Option<(&'a Trace, usize)>,
-    /// MSL's type of a parameter's gradient, where one is written.
+    /// MSL's type of a parameter's gradient, if the kernel writes one.
     pub(crate) along: Option<&'a str>,
     /// The structure of parameters, in MSL.
     pub(crate) params: &'a str,
 }
 
 impl Source<'_> {
-    /// The text of a kernel, which knows its cut by these constants.
+    /// Returns the source of a kernel. The constants are its tile configuration.
     pub(crate) fn text(&self, kernel: &Kernel, constants: &[(&str, u32)]) -> String {
         let Source { problem, captured, .. } = *self;
         let mut text = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n".to_owned();
-        // Full: accumulators are arrays that must be registers.
+        // Unroll fully: accumulators are arrays that must stay in registers.
         text.push_str("#ifndef UNROLL\n#define UNROLL _Pragma(\"clang loop unroll(full)\")\n#endif\n\n");
         let _ = writeln!(text, "typedef {} Element;", self.element);
         if let Some(along) = self.along {
@@ -105,7 +105,7 @@ impl Source<'_> {
         if let Some(packed) = &problem.packed {
             let _ = writeln!(text, "typedef {} Boundary;", boundary(packed));
         }
-        // Kernels that compute no scores are the same text whatever the masks and score_mods are.
+        // Kernels that compute no scores have the same source for all masks and score_mods.
         let features = [
             ("WITH_STATS", problem.stats.into()),
             ("WITH_ROW_MAX", problem.row_max.into()),

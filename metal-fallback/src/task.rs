@@ -1,4 +1,4 @@
-//! A pass as a runner takes it: its plans, and how far they reach into each operand.
+//! A pass for a runner: its plans, and the bytes that they access of each operand.
 
 use crate::backward::Backward;
 use crate::forward::Forward;
@@ -8,7 +8,7 @@ use crate::plan::{Operand, Pass, Plan, Scratch};
 use crate::unsupported::Check;
 use sdpa_core::{DType, Reason, Side, TensorSpec};
 
-/// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.
+/// A pass for a [`Runner`](crate::Runner): plans that run in order, and the bytes that they access of each operand.
 #[derive(Clone, Debug)]
 pub struct Task {
     plans: Vec<Plan>,
@@ -16,16 +16,16 @@ pub struct Task {
     packed: Option<Packed>,
 }
 
-/// What a pass over packed documents reaches in one with fewer tokens than there may be.
+/// Data to compute the bytes that a pass accesses in a packed call with fewer tokens than the maximum.
 #[derive(Clone, Debug)]
 struct Packed {
     most: Tokens,
-    /// Bytes from one token to the next, of operands that have some.
+    /// Bytes from one token to the next, of operands that have tokens.
     steps: Vec<(Operand, Side, u64)>,
 }
 
 impl Operand {
-    /// The name of the operand, for errors.
+    /// Returns the name of the operand, for errors.
     pub fn name(&self) -> &'static str {
         match self {
             Operand::Q => "q",
@@ -49,7 +49,7 @@ impl Operand {
         }
     }
 
-    /// Whether only kernels of the pass write and read the operand: what runs the pass finds the memory, and the caller has nothing to bind.
+    /// Returns whether only kernels of the pass access the operand. The runner allocates it then, and the caller binds nothing.
     pub fn is_scratch(&self) -> bool {
         match self {
             Operand::Scratch(_) => true,
@@ -74,13 +74,13 @@ impl Operand {
     }
 }
 
-/// Bytes from the first to the last element of a tensor; `None` where they are no number.
+/// Returns the bytes from the first to the last element of a tensor; `None` on overflow.
 fn bytes(tensor: &TensorSpec, dtype: DType) -> Option<u64> {
     let forwards = tensor.strides.iter().all(|&stride| stride >= 0);
     u64::try_from(tensor.extent().filter(|_| forwards)?).ok()?.checked_mul(dtype.bytes(1))
 }
 
-/// What the tensors of a problem are, for [`Task::new`].
+/// The tensors of a problem, for [`Task::new`].
 #[derive(Clone, Copy)]
 struct Tensors<'p> {
     forward: &'p Forward,
@@ -88,7 +88,7 @@ struct Tensors<'p> {
 }
 
 impl Tensors<'_> {
-    /// A strided operand, and the side whose tokens it has.
+    /// Returns a strided operand, and the side of its tokens.
     fn strided(&self, operand: &Operand) -> Option<(&TensorSpec, Side)> {
         let Tensors { forward, backward } = *self;
         match operand {
@@ -113,7 +113,7 @@ impl Tensors<'_> {
         }
     }
 
-    /// The bytes of an operand that a kernel may touch; `None` where they are no number.
+    /// Returns the bytes of an operand that a kernel may access; `None` on overflow.
     fn reach(&self, operand: &Operand) -> Option<u64> {
         let forward = self.forward;
         let batch = forward.q.dims[0];
@@ -131,12 +131,12 @@ impl Tensors<'_> {
             Operand::Declared { name: _, dtype, elements } | Operand::Gradient { name: _, dtype, elements } => {
                 u64::try_from(*elements).ok()?.checked_mul(dtype.bytes(1))
             }
-            // Of each plan its own.
+            // Each plan has its own.
             Operand::Params => Some(0),
         }
     }
 
-    /// Bytes from one token of a packed operand to the next.
+    /// Returns the bytes from one token of a packed operand to the next.
     fn step(&self, operand: &Operand) -> Option<(Side, u64)> {
         if [Operand::Stats, Operand::RowMax, Operand::SumExp].contains(operand) {
             return Some((Side::Queries, 4 * self.forward.q.dims[1].unsigned_abs()));
@@ -164,18 +164,18 @@ impl Task {
         if check.0.is_empty() { Ok(Task { plans, reach, packed }) } else { Err(check.0) }
     }
 
-    /// The plans, in the order in which they run.
+    /// Returns the plans, in order.
     pub fn plans(&self) -> &[Plan] {
         &self.plans
     }
 
-    /// Every operand but [`Operand::Params`], once, and the bytes that kernels may touch of it; of packed documents with as many tokens as there may
-    /// be.
+    /// Returns every operand except [`Operand::Params`] once, with the bytes that kernels may access. For packed sequences these are those of the
+    /// most tokens.
     pub fn operands(&self) -> &[(Operand, u64)] {
         &self.reach
     }
 
-    /// The bytes that kernels may touch of an operand, in a call of packed documents with so many tokens.
+    /// Returns the bytes of an operand that kernels may access in a packed call with this many tokens.
     pub fn reach(&self, operand: &Operand, tokens: Option<Tokens>) -> u64 {
         let most = self.reach.iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
         let Some(packed) = &self.packed else { return most };
@@ -184,19 +184,19 @@ impl Task {
         if there == 0 { 0 } else { most - (all - there).unsigned_abs() * step }
     }
 
-    /// Bytes of all scratch operands.
+    /// Returns the bytes of all scratch operands.
     pub fn scratch_bytes(&self) -> u64 {
         self.reach.iter().filter(|(operand, _)| operand.is_scratch()).map(|(_, bytes)| bytes).sum()
     }
 
-    /// The first kernel that uses an operand, and whether any writes it.
+    /// Returns the first kernel that uses an operand, and whether any writes it.
     pub(crate) fn user(&self, operand: &Operand) -> (&'static str, bool) {
         let uses = |plan: &Plan| plan.buffers.iter().any(|b| b.operand == *operand);
         let entry = self.plans.iter().find(|plan| uses(plan)).map_or("no kernel", |plan| plan.entry);
         (entry, self.plans.iter().flat_map(|plan| &plan.buffers).any(|b| b.operand == *operand && b.written))
     }
 
-    /// Changes something in each plan: for trying what a fault would do.
+    /// Changes each plan, for tests that inject faults.
     #[must_use]
     pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Task {
         Task { plans: self.plans.into_iter().map(change).collect(), ..self }
@@ -204,7 +204,7 @@ impl Task {
 }
 
 impl Forward {
-    /// The pass, of these kernels or of those that the planner takes, with the bytes that it reaches of each operand.
+    /// Plans the pass with these kernels or with the planner's choice, and computes the bytes that it accesses of each operand.
     ///
     /// # Errors
     /// As [`Forward::supports`], and limits of these kernels.
@@ -215,7 +215,7 @@ impl Forward {
 }
 
 impl Backward {
-    /// The pass, of these kernels or of those that the planner takes, with the bytes that it reaches of each operand.
+    /// Plans the pass with these kernels or with the planner's choice, and computes the bytes that it accesses of each operand.
     ///
     /// # Errors
     /// As [`Backward::supports`], and limits of these kernels.
@@ -271,7 +271,7 @@ mod tests {
         (forward.seq_len_kv, forward.packed) = (false, Some(sdpa_core::Packed::new().with_cross(true).with_wide(true)));
         let task = forward.task(None).unwrap();
         let reach = |operand: &Operand, said: Option<[i64; 2]>| task.reach(operand, said.map(|[queries, keys]| Tokens { queries, keys }));
-        // As many as the documents would have if each were the longest.
+        // As many tokens as if each sequence were the longest.
         for most in [None, Some([20, 12]), Some([21, 1000])] {
             assert_eq!(reach(&Operand::Q, most), 2 * (3 * 1000 + 19 * 20 + 15 + 1));
             assert_eq!(reach(&Operand::V, most), 2 * (1000 + 11 * 20 + 7 + 1));
@@ -295,7 +295,7 @@ mod tests {
         let Forward { q, k, v, o, .. } = forward;
         let backward = Backward { forward, d_o: o, dq: q, dk: k, dv: v, gradient: None, along: Vec::new(), sink_gradient: None };
         let task = backward.task(None).unwrap();
-        // The sum of o dO of each row, and two floats for its log-sum-exp.
+        // The sum of o·dO of each row, and two floats for its log-sum-exp.
         assert_eq!((task.plans().len(), task.scratch_bytes()), (3, 3 * 4 * 2 * 4 * 10));
         assert_eq!(task.user(&Operand::DK), ("attention_dkv", true));
     }

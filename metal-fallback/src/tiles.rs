@@ -1,4 +1,4 @@
-//! How a problem is cut: tables of sizes, held against the limit of threadgroup memory.
+//! Tile configurations, limited by threadgroup memory.
 
 /// Bytes of threadgroup memory that every Apple GPU has.
 pub const THREADGROUP_BYTES: usize = 32 * 1024;
@@ -6,26 +6,26 @@ pub const THREADGROUP_BYTES: usize = 32 * 1024;
 /// Lanes of a simdgroup.
 pub const SIMD: u32 = 32;
 
-/// Rows of a fragment, an 8 × 8 matrix that a simdgroup multiplies: the queries of a simdgroup.
+/// Rows of a fragment, an 8 × 8 matrix that a simdgroup multiplies: the rows of a simdgroup.
 pub const FRAGMENT: u32 = 8;
 
-/// How many of the 32-bit registers of a lane the arrays of a kernel may take; addresses, parameters and one pair of operands come on top.
-/// Chosen, not measured.
+/// The most 32-bit registers of a lane for the arrays of a kernel. Addresses, parameters and a pair of operands need more on top. Chosen, not
+/// measured.
 pub const REGISTER_LIMIT: u32 = 80;
 
-/// Columns of two accumulators that the registers of a simdgroup hold.
+/// Columns of two accumulators that fit into the registers of a simdgroup.
 const SLICE_LIMIT: u32 = 128;
 
-/// How a kernel cuts a problem into tiles.
+/// A tile configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
-    /// Rows that a threadgroup computes, eight for each simdgroup: queries, or keys for their gradient.
+    /// Rows that a threadgroup computes, eight per simdgroup: queries, or keys in the kernel for their gradient.
     pub own: u32,
-    /// Rows of a block of the other side, along which a threadgroup goes: keys, or queries for the gradient of keys.
+    /// Rows of a block over which a threadgroup iterates: keys, or queries in the kernel for the gradient of keys.
     pub passing: u32,
-    /// Elements of a query and of a key, rounded up to whole fragments.
+    /// Elements of a query and of a key, padded to whole fragments.
     pub padded_qk: u32,
-    /// Elements of a value, rounded up to whole fragments.
+    /// Elements of a value, padded to whole fragments.
     pub padded_v: u32,
     /// Elements between rows of queries and keys in threadgroup memory.
     pub pitch_qk: u32,
@@ -35,11 +35,11 @@ pub struct Tiles {
     pub element: u32,
 }
 
-/// Own and passing rows, the best first. Wide heads begin further down: their accumulators fill the registers.
+/// Own and passing rows, in order of preference. Wide heads use later entries: their accumulators fill the registers.
 const SIZES: [(u32, u32); 5] = [(32, 32), (32, 16), (16, 16), (16, 8), (8, 8)];
 
 impl Tiles {
-    /// The best tiles whose threadgroup memory fits; `None` where none do. Rows that are not padded are the last resort.
+    /// Returns the first tiles that fit into threadgroup memory; `None` if none do. Unpadded rows are the last resort.
     fn choose(dims: [u32; 2], element: u32, bytes: impl Fn(&Tiles) -> Vec<usize>) -> Option<Tiles> {
         let sizes = &SIZES[usize::from(dims[0].max(dims[1]) >= 128)..];
         let padding = [16 / element, 0];
@@ -47,17 +47,17 @@ impl Tiles {
         all.into_iter().find(|tiles| bytes(tiles).into_iter().chain(tiles.odd_bytes()).sum::<usize>() <= THREADGROUP_BYTES)
     }
 
-    /// Tiles of a forward kernel.
+    /// Returns the tiles of a forward kernel.
     pub fn forward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
         Tiles::choose([dim_qk, dim_v], element, Tiles::forward_bytes)
     }
 
-    /// Tiles of a kernel of the backward pass.
+    /// Returns the tiles of a kernel of the backward pass.
     pub fn backward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
         Tiles::choose([dim_qk, dim_v], element, |tiles| tiles.backward_bytes(true))
     }
 
-    // Padding: rows are 16 bytes more than whole banks, so that those of a fragment lie in different ones.
+    // Padding: 16 bytes more than whole banks, so that the rows of a fragment are in different banks.
     fn new((own, passing): (u32, u32), dims: [u32; 2], element: u32, padding: u32) -> Tiles {
         let [padded_qk, padded_v] = dims.map(|dim| dim.next_multiple_of(FRAGMENT));
         Tiles { own, passing, padded_qk, padded_v, pitch_qk: padded_qk + padding, pitch_v: padded_v + padding, element }
@@ -67,60 +67,60 @@ impl Tiles {
         (rows * pitch * self.element).next_multiple_of(16) as usize
     }
 
-    /// Bytes by which simdgroups tell one another of infinities and NaN; `None` where a threadgroup has one simdgroup.
+    /// Returns the bytes with which simdgroups share whether they saw infinities or NaN; `None` if a threadgroup has one simdgroup.
     pub fn odd_bytes(&self) -> Option<usize> {
         let simdgroups = self.threads() / SIMD;
         (simdgroups > 1).then(|| ((simdgroups * 4) as usize).next_multiple_of(16))
     }
 
-    /// Bytes of the queries, and of the keys which make place for the values.
+    /// Returns the bytes of the queries, and of the keys, which the values overwrite.
     pub fn forward_bytes(&self) -> Vec<usize> {
         vec![self.bytes(self.own, self.pitch_qk), self.bytes(self.passing, self.pitch_qk.max(self.pitch_v))]
     }
 
-    /// Bytes of `q`, `d_o`, `k` and `v`, where queries are the own rows or come by.
+    /// Returns the bytes of `q`, `d_o`, `k` and `v`, where the own rows are queries or keys.
     pub fn backward_bytes(&self, own_queries: bool) -> Vec<usize> {
         let (q, k) = if own_queries { (self.own, self.passing) } else { (self.passing, self.own) };
         vec![self.bytes(q, self.pitch_qk), self.bytes(q, self.pitch_v), self.bytes(k, self.pitch_qk), self.bytes(k, self.pitch_v)]
     }
 
-    /// Threadgroups that share the own rows of a kernel with two accumulators, each with a part of the columns.
+    /// Returns the number of threadgroups that share the own rows of a kernel with two accumulators, each with some of the columns.
     pub fn splits(&self) -> u32 {
         self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
     }
 
-    /// Columns of one of the [`Tiles::splits`] parts of `padded` columns.
+    /// Returns the columns of one of the [`Tiles::splits`] parts of `padded` columns.
     pub fn slice(&self, padded: u32) -> u32 {
         padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
     }
 
-    /// 32-bit registers of a lane that fragments take, which stay alive through a block: counted, not measured. A fragment is two
-    /// numbers of a lane.
+    /// Returns the 32-bit registers of a lane for fragments that live throughout a block: estimated, not measured. A fragment takes two numbers per
+    /// lane.
     fn fragments(&self, accumulated: u32, scores: u32) -> u32 {
         2 * (accumulated / FRAGMENT + scores * self.passing / FRAGMENT)
     }
 
-    /// 32-bit registers of a lane that the arrays of the forward kernel take.
+    /// Returns the 32-bit registers of a lane for the arrays of the forward kernel.
     pub fn forward_registers(&self) -> u32 {
         self.fragments(self.padded_v, 1)
     }
 
-    /// 32-bit registers of a lane that the arrays of the kernel for `dq` take.
+    /// Returns the 32-bit registers of a lane for the arrays of the `dq` kernel.
     pub fn dq_registers(&self) -> u32 {
         self.fragments(self.padded_qk, 2)
     }
 
-    /// 32-bit registers of a lane that the arrays of the kernel for the gradient of a parameter take.
+    /// Returns the 32-bit registers of a lane for the arrays of the kernel for a parameter's gradient.
     pub fn parameter_registers(&self) -> u32 {
         self.fragments(0, 3)
     }
 
-    /// 32-bit registers of a lane that the arrays of the kernel for `dk` and `dv` take.
+    /// Returns the 32-bit registers of a lane for the arrays of the kernel for `dk` and `dv`.
     pub fn dkv_registers(&self) -> u32 {
         self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
     }
 
-    /// What the source is told, where operands have `dims` elements.
+    /// Returns the constants of the kernel source, where operands have `dims` elements.
     pub(crate) fn constants(&self, [dim_qk, dim_v]: [u32; 2]) -> Vec<(&'static str, u32)> {
         vec![
             ("DIM_QK", dim_qk),
@@ -138,7 +138,7 @@ impl Tiles {
         ]
     }
 
-    /// Threads of a threadgroup.
+    /// Returns the threads of a threadgroup.
     pub fn threads(&self) -> u32 {
         self.own / FRAGMENT * SIMD
     }

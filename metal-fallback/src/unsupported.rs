@@ -1,9 +1,9 @@
-//! Why nothing is run here: what a machine lacks, and limits that a problem breaks.
+//! Reasons why a problem cannot run: a missing capability of the machine, or a broken limit.
 
 use sdpa_core::Reason;
 use serde::{Deserialize, Serialize};
 
-/// What a machine lacks for the kernels to run on it.
+/// The capability that the machine lacks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -11,30 +11,30 @@ pub enum Declined {
     /// This machine has no Apple GPU.
     #[error("this machine has no Apple GPU (the target is {target_os})")]
     NoDevice {
-        /// The operating system that this was compiled for.
+        /// The operating system of the compilation target.
         target_os: String,
     },
-    /// An Apple machine whose system shows no GPU to this process.
+    /// This Apple machine shows no GPU to this process.
     #[error("Metal has no default device for this process")]
     NoGpu,
-    /// The system does not know the version of MSL that kernels are written in.
+    /// The system lacks the MSL version of the kernels.
     #[error("the system is {system}: kernels are MSL 3.1, which begins with {needs}")]
     System {
-        /// The system's version, in its own words.
+        /// The system's own version text.
         system: String,
-        /// The first system that knows it.
+        /// The first system that has it.
         needs: String,
     },
-    /// The GPU lacks something that every kernel uses.
+    /// The GPU lacks a capability that every kernel uses.
     #[error("{field} of {gpu} is {value}: {limit}")]
     Gpu {
         /// The GPU's name.
         gpu: String,
-        /// The property that is asked for.
+        /// The property.
         field: String,
-        /// The GPU's answer.
+        /// Its value on the GPU.
         value: String,
-        /// What the kernels need.
+        /// The required value.
         limit: String,
     },
 }
@@ -45,12 +45,12 @@ impl From<Declined> for Reason {
     }
 }
 
-/// That a problem breaks a limit of the kernels.
+/// Creates the reason for a broken limit of the kernels.
 pub(crate) fn limit(field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Reason {
     Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.to_string() }
 }
 
-/// Collects limits that a problem breaks.
+/// Collects broken limits.
 #[derive(Debug, Default)]
 pub(crate) struct Check(pub(crate) Vec<Reason>);
 

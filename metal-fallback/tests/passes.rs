@@ -1,4 +1,4 @@
-//! Passes: which kernels they are made of, and what these leave to one another.
+//! Passes: their kernels, and the results that these pass to one another.
 
 use metal_fallback::{Along, Backward, Forward, Kernels, Operand, Pass};
 use sdpa_core::expr::{Axes, Axis, Builder, Trace};
@@ -35,7 +35,7 @@ fn forward(seq_q: i64, seq_kv: i64) -> Forward {
     }
 }
 
-/// A score_mod that adds a scalar and a table, and what its gradient comes to.
+/// Returns a score_mod that adds a scalar and a table, with its gradient.
 fn with_bias(mut forward: Forward) -> Backward {
     let trace = |gradient: bool| -> Arc<Trace> {
         let mut b = Builder::new();
@@ -54,7 +54,7 @@ fn entries(pass: &Pass) -> Vec<&'static str> {
     pass.plans.iter().map(|plan| plan.entry).collect()
 }
 
-/// What is read was written before, and everything that is listed is used.
+/// Checks that memory is written before it is read, and that every listed operand is used.
 fn check(pass: &Pass) {
     let mut written: Vec<&Operand> = Vec::new();
     for plan in &pass.plans {
@@ -106,7 +106,7 @@ fn gradients_of_parameters_follow_those_of_operands() {
     }
 }
 
-/// The kernels that have a sink among their operands.
+/// Returns the kernels that have a sink among their operands.
 fn with_sinks(pass: &Pass) -> Vec<&'static str> {
     let is_sink = |operand: &Operand| matches!(operand, Operand::Declared { name, elements: 6, .. } if name == SINK);
     pass.plans.iter().filter(|plan| plan.buffers.iter().any(|b| is_sink(&b.operand))).map(|plan| plan.entry).collect()

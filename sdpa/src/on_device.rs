@@ -48,7 +48,7 @@ impl Dispatcher {
     ///     let choice = all.prepare_device(problem, Preference::Auto)?;
     ///     let (stats, row_max, sum_exp, attn_scale, workspace) = (None, None, None, None, None);
     ///     let call = DeviceForward::new(q, k, v, o).stats(stats).row_max(row_max).sum_exp(sum_exp).attn_scale(attn_scale).workspace(workspace);
-    ///     // SAFETY: the caller's.
+    ///     // SAFETY: the caller upholds the contract.
     ///     unsafe { choice.prepared.submit(stream, &DeviceCall::from(&call)) }
     /// }
     ///
@@ -67,7 +67,7 @@ impl Dispatcher {
     ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice [`Error::Unsupported`] with what each says that was asked, where nobody takes
-    /// the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) where nobody is there); the environment's.
+    /// the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) where nobody is there), or a failure of the environment.
     pub fn prepare_device(&self, problem: &Problem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
         choose(
             preference,

@@ -61,7 +61,7 @@ impl Descriptor {
     /// # Safety
     /// `elements` points to `count` elements of the type that `ty` names.
     unsafe fn set_raw(&mut self, attribute: Attribute, ty: AttributeType, count: usize, elements: *const c_void) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         let status = unsafe { (self.library.table.descriptor_set)(self.raw, attribute.0, ty.0, count as i64, elements) };
         if status == 0 { Ok(()) } else { Err(self.library.error("cudnnBackendSetAttribute", &attribute.to_string(), status)) }
     }
@@ -155,7 +155,7 @@ impl Descriptor {
     /// `elements` has room for `requested` elements of the type that `ty` names.
     unsafe fn get_raw(&self, attribute: Attribute, ty: AttributeType, requested: usize, elements: *mut c_void) -> Result<usize, Error> {
         let mut count = 0i64;
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         let status = unsafe { (self.library.table.descriptor_get)(self.raw, attribute.0, ty.0, requested as i64, &mut count, elements) };
         if status == 0 {
             Ok(usize::try_from(count).unwrap_or(0))

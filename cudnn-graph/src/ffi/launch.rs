@@ -58,7 +58,7 @@ impl InFlight {
     /// Whether the device is done.
     ///
     /// # Errors
-    /// The driver's own: also that of a kernel which failed.
+    /// A driver error: also that of a kernel which failed.
     pub fn done(&self) -> Result<bool, Error> {
         Ok(self.event.passed()?)
     }
@@ -66,7 +66,7 @@ impl InFlight {
     /// Waits until the device is done; the workspace, for the next execution.
     ///
     /// # Errors
-    /// The driver's own: also that of a kernel which failed.
+    /// A driver error: also that of a kernel which failed.
     pub fn wait(mut self) -> Result<Buffer, Error> {
         self.event.synchronize()?;
         match self.workspace.take() {

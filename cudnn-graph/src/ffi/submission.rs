@@ -15,7 +15,7 @@ impl Handle<'_> {
     /// Begins a call: what is submitted through the result is on the handle's stream, and its end is marked on the handle's lane.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn begin(&self) -> Result<Submission<'_>, Error> {
         Ok(Submission { handle: self, stay: self.stream().begin_on(self.lane())? })
     }

@@ -1,4 +1,4 @@
-//! A pass whose kernels are built, over host memory.
+//! A pass with built kernels, over host memory.
 
 use super::buffer::Host;
 use super::encode::Argument;
@@ -15,7 +15,7 @@ use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTL
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A pass whose kernels are built.
+/// A pass with built kernels.
 #[derive(Debug)]
 pub struct Built {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
@@ -33,7 +33,7 @@ impl Built {
         &self.device
     }
 
-    /// Of each plan.
+    /// Returns the pipeline of each plan.
     pub(super) fn pipelines(&self) -> &[Arc<Kernel<Pipeline>>] {
         &self.pipelines
     }
@@ -48,8 +48,8 @@ impl Built {
             let found = operands.iter().find(|(o, _)| o == operand);
             found.map(|(_, host)| Argument::Buffer { buffer: &host.buffer, offset: 0 })
         };
-        // SAFETY: a new command buffer of this GPU's queue. Buffers are of memory that the call borrows, written ones of what it borrows
-        // alone, and both they and what is kept live until the wait below has ended.
+        // SAFETY: a new command buffer of this GPU's queue. The call borrows the buffers' memory, mutably for written ones. Buffers and kept objects
+        // live until the wait below has ended.
         let kept = unsafe { self.encode(&commands, attn_scale, tokens, &argument)? };
         commands.commit();
         commands.waitUntilCompleted();

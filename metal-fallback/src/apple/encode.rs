@@ -1,4 +1,4 @@
-//! Dispatches, written into a command buffer.
+//! Encodes dispatches into a command buffer.
 
 use super::Buffer;
 use super::buffer::{copy, private};
@@ -17,26 +17,26 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Bytes that Metal takes without a buffer.
+/// The most bytes that Metal accepts without a buffer.
 const INLINE: usize = 4096;
-/// What offsets of buffers are multiples of.
+/// Alignment of buffer offsets.
 const ALIGNMENT: usize = 4;
 
-/// What an operand is on the GPU.
+/// The memory of an operand on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub enum Argument<'a> {
-    /// Part of a buffer.
+    /// A part of a buffer.
     Buffer {
         /// The buffer.
         buffer: &'a ProtocolObject<dyn MTLBuffer>,
-        /// Where the operand begins in it, in bytes; a multiple of 4.
+        /// Byte offset of the operand; a multiple of 4.
         offset: usize,
     },
     /// Bytes, copied while encoding: for scalars.
     Bytes(&'a [u8]),
 }
 
-/// What a command buffer needs for as long as it runs: kernels, and memory of theirs. Some command buffers keep nothing alive.
+/// Kernels and scratch memory that a command buffer needs while it runs. Some command buffers keep nothing alive.
 #[derive(Debug)]
 #[must_use = "hold this until the command buffer has completed"]
 pub struct Kept {
@@ -57,17 +57,18 @@ fn size([width, height, depth]: [u32; 3]) -> MTLSize {
 }
 
 impl Built {
-    /// Adds the dispatches of the pass to a command buffer, in an encoder of their own. `argument` says what each operand of the call is;
-    /// scratch and parameters are found here. Of packed documents, kernels touch so many tokens of an operand, or as many as the problem has at
-    /// most, whatever boundaries hold. Neither commits nor waits.
+    /// Adds the dispatches of the pass to a command buffer, in a new encoder. `argument` returns the memory of each operand of the call; scratch and
+    /// parameters are added here. With packed sequences, kernels access at most `tokens` tokens of an operand, or the problem's maximum, whatever the
+    /// offsets contain. Neither commits nor waits.
     ///
     /// # Errors
-    /// An operand that is missing, too short or misaligned, before anything is encoded; no memory for scratch.
+    /// An operand is missing, too short or misaligned, before anything is encoded; or there is no memory for scratch.
     ///
     /// # Safety
-    /// No encoder of the command buffer is open, and it is of this GPU. Until it has completed, what is returned is held, each buffer
-    /// stays alive, nobody writes what the pass reads, and nobody touches what it writes; operands that are written share no byte with
-    /// any other.
+    /// The command buffer belongs to this GPU and has no open encoder. Until it has completed:
+    /// - The result is not dropped, and each buffer stays alive.
+    /// - Nothing else writes the memory that the pass reads, or accesses the memory that it writes.
+    /// - Written operands overlap no other operand.
     pub unsafe fn encode<'a>(
         &self,
         commands: &ProtocolObject<dyn MTLCommandBuffer>,
@@ -105,7 +106,7 @@ impl Built {
                 set(&encoder, binding.slot as usize, bound);
             }
             for (slot, (_, bytes)) in plan.threadgroup.iter().enumerate() {
-                // SAFETY: a slot and a length of the plan, whose sum `Limits::check` held against the device.
+                // SAFETY: slot and length of the plan; `Limits::check` compared their sum with the device.
                 unsafe { encoder.setThreadgroupMemoryLength_atIndex(*bytes, slot) };
             }
             encoder.dispatchThreadgroups_threadsPerThreadgroup(size(plan.grid), size([plan.threads, 1, 1]));
@@ -150,11 +151,11 @@ fn set(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, slot: usize, boun
         Bound::Given(buffer, offset) => (buffer, *offset),
         Bound::Own(buffer) => (buffer, 0),
         Bound::Inline(bytes) => {
-            // SAFETY: a slice that Metal copies during the call; a slot of the plan.
+            // SAFETY: a slice that Metal copies during the call, and a slot of the plan.
             unsafe { encoder.setBytes_length_atIndex(NonNull::from(&**bytes).cast::<c_void>(), bytes.len(), slot) };
             return;
         }
     };
-    // SAFETY: a slot of the plan; `Built::checked` held the buffer against what the kernel reaches, or it was made so large.
+    // SAFETY: a slot of the plan. `Built::checked` compared the buffer with the bytes that the kernel accesses, or it was allocated with that size.
     unsafe { encoder.setBuffer_offset_atIndex(Some(buffer), offset, slot) };
 }

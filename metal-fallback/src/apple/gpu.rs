@@ -1,4 +1,4 @@
-//! A device, a queue, and the kernels that were built.
+//! A device, a queue, and the built kernels.
 
 use super::built::Built;
 use super::pipeline::Pipeline;
@@ -16,10 +16,10 @@ use sdpa_cache::{CacheSnapshot, CacheStats, Limits};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// Kernels that a GPU keeps, if nothing else is said.
+/// The default bound on kernels that a GPU keeps.
 pub const PIPELINES: NonZeroUsize = NonZeroUsize::new(256).unwrap();
 
-/// Families by their numbers, the newest first.
+/// Apple GPU families by number, newest first.
 const FAMILIES: [(u32, MTLGPUFamily); 10] = [
     (10, MTLGPUFamily::Apple10),
     (9, MTLGPUFamily::Apple9),
@@ -33,10 +33,10 @@ const FAMILIES: [(u32, MTLGPUFamily); 10] = [
     (1, MTLGPUFamily::Apple1),
 ];
 
-/// The first with matrices of simdgroups: A14 and M1.
+/// The first family with simdgroup matrices: A14 and M1.
 const FIRST_FAMILY: u32 = 7;
 
-/// The systems that know MSL 3.1, which bfloat is in.
+/// The first systems with MSL 3.1, which has bfloat.
 const SYSTEMS: [(&str, isize); 4] = [("macos", 14), ("ios", 17), ("tvos", 17), ("visionos", 1)];
 
 /// An Apple GPU.
@@ -85,18 +85,18 @@ fn suits(facts: &Facts) -> Result<(), Declined> {
 }
 
 impl Gpu {
-    /// The GPU that the system prefers.
+    /// Uses the system's preferred GPU.
     ///
     /// # Errors
-    /// Why kernels do not run on it, or that there is none.
+    /// There is no GPU, or the kernels do not run on it.
     pub fn system() -> Result<Gpu, Declined> {
         autoreleasepool(|_| Gpu::new(MTLCreateSystemDefaultDevice().ok_or(Declined::NoGpu)?, PIPELINES, Math::Safe))
     }
 
-    /// A device of the caller's, with a bound on the kernels that are kept.
+    /// Uses the caller's device, with a bound on the kernels that are kept.
     ///
     /// # Errors
-    /// Why kernels do not run on it.
+    /// The kernels do not run on it.
     pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, pipelines: NonZeroUsize, math: Math) -> Result<Gpu, Declined> {
         let info = NSProcessInfo::processInfo();
         system(&info)?;
@@ -106,22 +106,22 @@ impl Gpu {
         Ok(Gpu { device, queue, pipelines: KernelCache::new("metal", Limits::entries(pipelines)), facts: Arc::new(facts), math })
     }
 
-    /// The device as Metal knows it.
+    /// Returns the Metal device.
     pub fn device(&self) -> &ProtocolObject<dyn MTLDevice> {
         &self.device
     }
 
-    /// How the cache of kernels has been used so far.
+    /// Returns the counters of the kernel cache.
     pub fn cache_stats(&self) -> CacheStats {
         self.pipelines.stats()
     }
 
-    /// What became of each kernel, for `cargo sdpa cache`.
+    /// Returns the record of the kernel cache, for `cargo sdpa cache`.
     pub fn cache_snapshot(&self) -> CacheSnapshot {
         self.pipelines.snapshot()
     }
 
-    /// Builds the kernels of a pass, or finds them built.
+    /// Builds the kernels of a pass, or takes them from the cache.
     ///
     /// # Errors
     /// As [`Runner::prepare`].

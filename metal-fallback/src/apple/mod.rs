@@ -1,10 +1,10 @@
-//! The fence: the only unsafe code of this crate, and everything that calls Apple's interface.
+//! The only unsafe code of this crate, and all calls of Apple's interface.
 //!
-//! [`Gpu`] is a device, a queue and the kernels that were built on it; [`Built`] a pass whose kernels are. Two ways to run one:
-//! [`Ready::run`](crate::Ready::run) takes host memory, encodes on a queue of the GPU's own, waits, and tells the GPU's times;
-//! [`Built::encode`] adds the dispatches to a command buffer of the caller's, over the caller's buffers, and neither commits nor waits.
+//! [`Gpu`] is a device, a queue and its built kernels; [`Built`] is a pass with built kernels. There are two ways to run one.
+//! [`Ready::run`](crate::Ready::run) takes host memory, encodes on the GPU's own queue, waits, and returns the GPU's times. [`Built::encode`] adds
+//! the dispatches to the caller's command buffer over the caller's buffers, and neither commits nor waits.
 //!
-//! What crosses inwards: plans, and bytes whose lengths have been held against what the kernels reach. Raw buffers enter through
+//! Other modules pass in plans, and bytes whose lengths were compared with the bytes that the kernels access. Raw buffers enter through
 //! [`Built::encode`], which is unsafe for the caller.
 #![allow(unsafe_code)]
 
@@ -24,5 +24,5 @@ use objc2::rc::Retained;
 use objc2::runtime::ProtocolObject;
 use objc2_metal::MTLBuffer;
 
-/// A buffer that is held.
+/// A retained buffer.
 pub(crate) type Buffer = Retained<ProtocolObject<dyn MTLBuffer>>;

@@ -19,7 +19,7 @@ pub(super) struct Pipeline {
 fn options(math: Math) -> Retained<MTLCompileOptions> {
     let options = MTLCompileOptions::new();
     options.setLanguageVersion(MTLLanguageVersion::Version3_1);
-    // `mathMode` came with macOS 15.
+    // macOS 15 added `mathMode`.
     if options.respondsToSelector(sel!(setMathMode:)) {
         options.setMathMode(match math {
             Math::Safe => MTLMathMode::Safe,

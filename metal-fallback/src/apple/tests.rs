@@ -1,4 +1,4 @@
-//! What only a Mac can show of the glue. The kernels' numbers are the cases' of the workspace.
+//! Tests of the Metal glue that need a Mac. The workspace's cases test the kernels' results.
 
 use super::*;
 use crate::error::Error;
@@ -14,10 +14,10 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 const PAGE: usize = 16 * 1024;
-/// Bytes of each tensor: four heads of 64 rows of 64 floats, which are whole pages.
+/// Bytes of each tensor: four heads of 64 rows of 64 floats, a whole number of pages.
 const BYTES: usize = 4 * 64 * 64 * 4;
 
-/// Memory on whole pages.
+/// Page-aligned memory.
 struct Pages {
     start: NonNull<u8>,
     layout: std::alloc::Layout,
@@ -34,7 +34,7 @@ impl Pages {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: this value's own memory, zeroed, for as long as it is borrowed.
+        // SAFETY: this value's own memory, initialised with zeros, while it is borrowed.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
     }
 }
@@ -46,7 +46,7 @@ impl Drop for Pages {
     }
 }
 
-/// The GPU, or that it is skipped.
+/// Returns the GPU, or skips the test.
 fn gpu() -> Option<Gpu> {
     let said = |why: Declined| {
         assert!(!std::env::var("SDPA_REQUIRE").is_ok_and(|list| list.split(',').any(|name| name == "metal")), "{why}");
@@ -92,10 +92,10 @@ fn run(gpu: &Gpu, [q, k, v]: [&[u8]; 3], o: &mut [u8]) -> crate::Ran {
     gpu.prepare(task()).unwrap().run(Call { attn_scale: 0.125, tokens: None, operands }).unwrap()
 }
 
-/// The output for copies of the operands.
+/// Returns the output for copied operands.
 fn expected(gpu: &Gpu) -> Vec<u8> {
     let [mut q, mut k, mut v] = operands();
-    // One byte further on, nothing lies on pages.
+    // Shifted by a byte, no operand is page-aligned.
     let shifted = |pages: &mut Pages| [&[0], &*pages.bytes()].concat();
     let [q, k, v] = [shifted(&mut q), shifted(&mut k), shifted(&mut v)];
     let mut o = vec![0xff; BYTES + 1];
@@ -125,10 +125,10 @@ fn a_command_buffer_of_the_callers_gives_the_same() {
     let shared = MTLResourceOptions::StorageModeShared;
     let buffers = operands().map(|mut pages| {
         let bytes = pages.bytes();
-        // SAFETY: a slice that is copied.
+        // SAFETY: a slice that Metal copies.
         unsafe { gpu.device().newBufferWithBytes_length_options(NonNull::from(&*bytes).cast::<c_void>(), BYTES, shared) }.unwrap()
     });
-    // The output lies somewhere in its buffer.
+    // The output begins inside its buffer.
     let o = gpu.device().newBufferWithLength_options(BYTES + 64, shared).unwrap();
     let argument = |operand: &Operand| {
         let place = [Operand::Q, Operand::K, Operand::V].iter().position(|o| o == operand);
@@ -138,12 +138,12 @@ fn a_command_buffer_of_the_callers_gives_the_same() {
     let built = gpu.build(task()).unwrap();
     let queue = gpu.device().newCommandQueue().unwrap();
     let commands = queue.commandBufferWithUnretainedReferences().unwrap();
-    // SAFETY: a new command buffer of this GPU; everything is held until the wait below.
+    // SAFETY: a new command buffer of this GPU; everything lives until the wait below.
     let kept = unsafe { built.encode(&commands, 0.125, None, &argument) }.unwrap();
     commands.commit();
     commands.waitUntilCompleted();
     drop(kept);
-    // SAFETY: shared memory of this length, which nothing writes any more.
+    // SAFETY: shared memory of this length, which no kernel writes any more.
     let written = unsafe { std::slice::from_raw_parts(o.contents().cast::<u8>().as_ptr().add(64), BYTES) };
     assert!(written == expected(&gpu));
 

@@ -1,4 +1,4 @@
-//! Calls over host memory as bytes for the kernels.
+//! Converts calls over host memory to bytes for the kernels.
 
 use crate::{Call, Contents, Operand, Ready, Task, Tokens};
 use sdpa_core::backward::BackwardProblem;
@@ -14,7 +14,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// A forward pass made ready.
+/// A prepared forward pass.
 #[derive(Debug)]
 pub(super) struct MetalForward {
     problem: Problem,
@@ -22,7 +22,7 @@ pub(super) struct MetalForward {
     ready: Arc<dyn Ready>,
 }
 
-/// A backward pass made ready.
+/// A prepared backward pass.
 #[derive(Debug)]
 pub(super) struct MetalBackward {
     problem: BackwardProblem,
@@ -47,7 +47,7 @@ fn read(elements: Elements<'_>) -> Contents<'_> {
         Elements::F32(x) => x.as_bytes(),
         Elements::F16(x) => x.as_bytes(),
         Elements::BF16(x) => x.as_bytes(),
-        // Problems of these are declined.
+        // Problems of these types are unsupported.
         Elements::F8E4M3(_) | Elements::F8E5M2(_) => &[],
     }))
 }
@@ -86,7 +86,7 @@ impl<'a> Values<'_, 'a> {
         self.values.get(at).map(value)
     }
 
-    /// The bytes of an operand that is made of parameters; `None` of every other.
+    /// Returns the bytes of an operand that consists of parameters; `None` for any other.
     fn of(&self, operand: &Operand) -> Option<Cow<'a, [u8]>> {
         match operand {
             Operand::SeqLenQ => self.named(SEQ_LEN_Q),
@@ -114,12 +114,12 @@ impl<'a> Values<'_, 'a> {
     }
 }
 
-/// Where the last of the documents end.
+/// Returns the end of the last packed sequence.
 fn tokens(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Result<Option<Tokens>, Error> {
     Ok(Documents::new(problem, declared, values)?.as_ref().map(Tokens::from))
 }
 
-/// The call: its tensors, and what the pass reads of the parameters.
+/// Builds the call: its tensors, and the parameters that the pass reads.
 fn call<'a>(
     task: &Task,
     (attn_scale, tokens): (f32, Option<Tokens>),

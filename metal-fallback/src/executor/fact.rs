@@ -1,26 +1,26 @@
-//! The facts of a problem, as the kernels support them.
+//! The facts of a problem that the kernels support.
 
 use crate::unsupported::Check;
 use sdpa_core::{Fact, Reason, StatsBase};
 
-/// Adds a reason for each fact that no kernel here computes, on any device. [`Forward::supports`](crate::Forward::supports) and
+/// Adds a reason for each fact that no kernel here supports, on any device. [`Forward::supports`](crate::Forward::supports) and
 /// [`Backward::supports`](crate::Backward::supports) have the limits of the plans.
 ///
-/// There is no wildcard arm, on purpose: a new fact belongs here once the kernels compute it, or with a reason.
+/// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
     match fact {
         Fact::Dtype(dtype) => check.that(!dtype.is_fp8(), "dtype", dtype, "the kernels take f32, f16 and bf16"),
         // Only problems of 8-bit floats have other types.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
         Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
-        // `supports` of the plans: extents at most, dims at most, dense rows.
+        // `supports` of the plans limits extents and head dims, and requires dense rows.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) | Fact::SeqQ(_) | Fact::SeqKv(_) | Fact::DimQk(_) | Fact::DimV(_) => {}
         Fact::Strides(..) | Fact::Alignment(..) => {}
-        // `packed`, which also checks how many tokens there may be.
+        // `packed` checks the number of tokens.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => {}
-        // `supports` of the plans: not next to packed queries.
+        // `supports` of the plans refuses them with packed queries.
         Fact::Pages(_) | Fact::PageSize(_) => {}
-        // The kernel source has each of these: `forward`, `backward`, `sink`, `captured`.
+        // The kernel sources implement each of these: `forward`, `backward`, `sink`, `captured`.
         Fact::Sink(_)
         | Fact::Dropout(_)
         | Fact::ScoreMod(_)
@@ -39,15 +39,15 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
             }
         }
         Fact::GradientsOf(_) => {}
-        // Each gradient is added up in one order.
+        // Each gradient is summed in a fixed order.
         Fact::Deterministic(_) => {}
     }
 }
 
-/// Whether the kernels compute every fact.
+/// Checks whether the kernels support every fact.
 ///
 /// # Errors
-/// Each that they do not.
+/// A reason for each fact that they do not support.
 pub(super) fn supported<'a>(facts: impl Iterator<Item = Fact<'a>>) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     facts.for_each(|fact| supports_fact(&mut check, &fact));

@@ -1,7 +1,7 @@
 //! Apple GPUs.
 //!
-//! What is here runs on every platform: a problem becomes a pass, a call becomes bytes, and a [`Runner`] runs the one over the other. On Apple
-//! machines that is the GPU; the tests of the workspace bring an emulation, so that all of this answers to the cases without a Mac.
+//! This code runs on every platform: a problem becomes a pass, a call becomes bytes, and a [`Runner`] runs the pass over the bytes. On Apple machines
+//! the runner is the GPU. The tests of the workspace use an emulation, so they cover this code without a Mac.
 
 mod call;
 mod fact;
@@ -32,26 +32,26 @@ impl Default for MetalExecutor {
 }
 
 impl MetalExecutor {
-    /// An executor over this machine's GPU; where there is none that the kernels run on, it declines every problem and says why.
+    /// Creates an executor on this machine's GPU. Without a suitable GPU it refuses every problem with the reason.
     pub fn new() -> MetalExecutor {
         MetalExecutor { runner: crate::system(), kernels: None }
     }
 
-    /// An executor over another runner: a device of the caller's, or something that stands in for one.
+    /// Creates an executor on another runner: the caller's device, or an emulation.
     pub fn over(runner: Arc<dyn Runner>) -> MetalExecutor {
         MetalExecutor { runner: Ok(runner), kernels: None }
     }
 
-    /// Takes these kernels for every problem, whatever the planner would take.
+    /// Uses these kernels for every problem, instead of the planner's choice.
     #[must_use]
     pub fn with_kernels(self, kernels: Kernels) -> MetalExecutor {
         MetalExecutor { kernels: Some(kernels), ..self }
     }
 
-    /// What the GPU says of itself.
+    /// Returns the properties of the GPU.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Why there is no GPU.
     pub fn facts(&self) -> Result<&Facts, &Declined> {
         self.runner.as_deref().map(Runner::facts)
     }
@@ -61,7 +61,7 @@ impl MetalExecutor {
         runner.prepare(task).map_err(Error::from)
     }
 
-    /// What the machine has against a problem, then what the kernels have.
+    /// Returns the machine's reasons against a problem, else those of the kernels.
     fn reasons(&self, kernels: Result<(), Unsupported>) -> Result<(), Unsupported> {
         let mut refused = unsupported(self.runner.as_ref().err().cloned().into_iter().map(Reason::from).collect());
         refused.reasons.extend(kernels.err().map_or_else(Vec::new, |e| e.reasons));

@@ -1,4 +1,4 @@
-//! Problems as the kernels are told of them, and their reasons as everyone is told of them.
+//! Converts problems to the kernels' terms, and reasons to those of all executors.
 
 use crate::{Along, Backward, Forward};
 use sdpa_core::backward::{BackwardProblem, GradientSpec};
@@ -53,7 +53,7 @@ impl From<&BackwardProblem> for Backward {
     }
 }
 
-/// That Metal does not take a problem.
+/// Creates the refusal of the Metal executor.
 pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported::new(ExecutorName::METAL, reasons)
 }

@@ -116,7 +116,7 @@ fn scaled(by: f32) -> impl for<'t> Fn(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr
     move |s, _, _| s * by
 }
 
-/// The same address, type and name with another captured value.
+/// Closures of one address, type and name with different captured values differ.
 #[test]
 fn a_closure_that_takes_the_place_of_another_is_another() {
     let mut closure = scaled(1.0);

@@ -190,7 +190,7 @@ impl CudaExecutor {
     /// The plan of a forward pass, from the cache or made now; the flag says whether it was there.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with every reason; the environment's.
+    /// [`Error::Unsupported`] with every reason, or a failure of the environment.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
         let build = || self.build(problem.clone().into(), self.target.forward(problem)?);
         self.plans.get_or_build(&JobQuery::Forward(problem), build)
@@ -199,7 +199,7 @@ impl CudaExecutor {
     /// The plan of a backward pass, from the cache or made now; the flag says whether it was there.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with every reason; the environment's.
+    /// [`Error::Unsupported`] with every reason, or a failure of the environment.
     pub fn gradient(&self, problem: &BackwardProblem) -> Result<(Arc<CudaPlan>, bool), Error> {
         let build = || self.build(problem.clone().into(), self.target.backward(problem)?);
         self.plans.get_or_build(&JobQuery::Backward(problem), build)

@@ -99,7 +99,7 @@ struct Kept {
 /// # Safety
 /// `kept` came from `Box::into_raw` of a `Kept`, and this is the only call with it.
 unsafe extern "C" fn let_go(kept: Ptr) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller upholds the contract.
     let Kept { device, thing } = *unsafe { Box::from_raw(kept.cast::<Kept>()) };
     device.waiting().push(thing);
 }
@@ -266,13 +266,13 @@ impl Captured {
         self.nodes
     }
 
-    /// Launches the graph on a stream of its device. Nothing waits.
+    /// Launches the graph on a stream of its device. Returns without waiting.
     ///
     /// # Safety
     /// Everything that was captured may run again: its memory is there, and nothing else uses it until the stream has passed this call.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
         let entered = self.device.enter()?;
         // SAFETY: both are live; the rest is the caller's.

@@ -110,7 +110,7 @@ impl Device {
     /// Device memory that is free now, in bytes.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn memory_free(&self) -> Result<u64, Error> {
         let _entered = self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
@@ -133,7 +133,7 @@ impl Device {
     /// others on the thread (cudarc, PyTorch) take for the current device.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn enter(&self) -> Result<Entered<'_>, Error> {
         let mut current = std::ptr::null_mut();
         // SAFETY: the pointer is to a live pointer.
@@ -149,7 +149,7 @@ impl Device {
     /// at each call.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn make_current(&self) -> Result<(), Error> {
         // SAFETY: the context is retained for the life of the process.
         self.check("cuCtxSetCurrent", unsafe { (self.table.context_set)(self.context) })
@@ -212,7 +212,7 @@ impl Device {
     /// this crate calls it.
     ///
     /// # Errors
-    /// The driver's own: also that of a kernel which failed, and that a stream is being captured.
+    /// A driver error: also that of a kernel which failed, and that a stream is being captured.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.enter()?;
         // SAFETY: no arguments to be wrong about.
@@ -234,7 +234,7 @@ impl Device {
     /// A new stream.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn stream(&'static self) -> Result<Stream, Error> {
         let _entered = self.enter()?;
         let mut raw = std::ptr::null_mut();

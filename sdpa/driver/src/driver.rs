@@ -109,7 +109,7 @@ impl Driver {
     /// The newest CUDA version that the driver speaks: 13000 for 13.0.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn cuda_version(&self) -> Result<i32, Error> {
         let mut version = 0;
         // SAFETY: the pointer is to a live integer.

@@ -23,7 +23,7 @@ impl Device {
     /// Loads kernels by name from one text of PTX, which is never unloaded: load each text once.
     ///
     /// # Errors
-    /// The driver's own: PTX that is newer than the driver knows, a name that the text does not have.
+    /// A driver error: PTX that is newer than the driver knows, a name that the text does not have.
     pub fn load_kernels<const N: usize>(&'static self, ptx: &CStr, names: [&CStr; N]) -> Result<[Kernel; N], Error> {
         let _entered = self.enter()?;
         let mut module = std::ptr::null_mut();
@@ -41,14 +41,14 @@ impl Device {
 }
 
 impl Submission<'_> {
-    /// Launches a kernel whose parameters are all of 64 bits, on the stream. Nothing waits.
+    /// Launches a kernel whose parameters are all of 64 bits, on the stream. Returns without waiting.
     ///
     /// # Safety
     /// There are as many arguments as the kernel has parameters, and the kernel reads and writes only device memory of the stream's device
     /// that nothing else uses until the stream has passed this call.
     ///
     /// # Errors
-    /// [`Error::Memory`] for a kernel of another device; the driver's own.
+    /// [`Error::Memory`] for a kernel of another device, or a driver error.
     pub unsafe fn launch(&self, kernel: &Kernel, [blocks, threads]: [u32; 2], arguments: &[u64]) -> Result<(), Error> {
         let device = self.device();
         if kernel.device.ordinal() != device.ordinal() {
@@ -67,7 +67,7 @@ impl Submission<'_> {
             *pointer = std::ptr::from_ref(argument).cast_mut().cast();
         }
         let one: c_uint = 1;
-        // SAFETY: the caller's; the driver copies the arguments before it returns.
+        // SAFETY: the caller upholds the contract; the driver copies the arguments before it returns.
         let code = unsafe {
             (device.table().launch)(
                 kernel.function,

@@ -77,7 +77,7 @@ impl Buffer {
     /// Copies from host memory to the byte `offset`, and waits.
     ///
     /// # Errors
-    /// [`Error::Memory`] past the end of the buffer; the driver's own.
+    /// [`Error::Memory`] past the end of the buffer, or a driver error.
     pub fn upload<T: Element>(&mut self, stream: &Stream, offset: usize, data: &[T]) -> Result<(), Error> {
         self.check_range("an upload", offset, size_of_val(data))?;
         let _entered = self.device.enter()?;
@@ -92,7 +92,7 @@ impl Buffer {
     /// Copies to host memory from the byte `offset`, and waits.
     ///
     /// # Errors
-    /// [`Error::Memory`] past the end of the buffer; the driver's own.
+    /// [`Error::Memory`] past the end of the buffer, or a driver error.
     pub fn download<T: Element>(&self, stream: &Stream, offset: usize, data: &mut [T]) -> Result<(), Error> {
         self.check_range("a download", offset, size_of_val(data))?;
         let _entered = self.device.enter()?;
@@ -109,10 +109,10 @@ impl Buffer {
         stream.synchronize()
     }
 
-    /// Sets every byte of the buffer to `byte`, on the stream. Nothing waits.
+    /// Sets every byte of the buffer to `byte`, on the stream. Returns without waiting.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the range is the buffer.

@@ -63,7 +63,7 @@ impl Module {
     /// Loads machine code, or PTX that ends with a zero.
     ///
     /// # Errors
-    /// The driver's own: code of another architecture, no memory.
+    /// A driver error: code of another architecture, no memory.
     pub fn load(device: &'static Device, code: &[u8]) -> Result<Module, Error> {
         let _entered = device.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -81,7 +81,7 @@ impl Module {
     /// A kernel of the module, which will be launched with up to `shared_bytes` bytes of dynamic shared memory for each block.
     ///
     /// # Errors
-    /// The driver's own: a name that the module does not have, more shared memory than the device has.
+    /// A driver error: a name that the module does not have, more shared memory than the device has.
     pub fn entry(&self, name: &CStr, shared_bytes: u32) -> Result<Entry, Error> {
         let device = self.device;
         let _entered = device.enter()?;
@@ -120,14 +120,14 @@ impl Drop for Module {
 const PARAMETERS: usize = 16;
 
 impl Submission<'_> {
-    /// Launches a kernel of a module on the stream, its parameters as the bytes of each. Nothing waits.
+    /// Launches a kernel of a module on the stream, its parameters as the bytes of each. Returns without waiting.
     ///
     /// # Safety
     /// The module is loaded on the stream's device and stays until the stream has passed this call. Parameters are as many, of the sizes and of the
     /// alignment that the kernel has; the kernel reads and writes only device memory of the stream's device that nothing else uses until then.
     ///
     /// # Errors
-    /// [`Error::Memory`] for more parameters than 16; the driver's own.
+    /// [`Error::Memory`] for more parameters than 16, or a driver error.
     pub unsafe fn launch_entry(&self, entry: &Entry, launch: Launch, parameters: &[*const c_void]) -> Result<(), Error> {
         let mut pointers = [std::ptr::null_mut::<c_void>(); PARAMETERS];
         if parameters.len() > PARAMETERS {
@@ -138,7 +138,7 @@ impl Submission<'_> {
             *pointer = parameter.cast_mut();
         }
         let [x, y, z] = launch.blocks;
-        // SAFETY: the caller's; the driver copies the parameters before it returns.
+        // SAFETY: the caller upholds the contract; the driver copies the parameters before it returns.
         let code = unsafe {
             (self.device().table().launch)(
                 entry.function,

@@ -64,7 +64,7 @@ impl Stream {
     /// Waits for everything submitted so far.
     ///
     /// # Errors
-    /// The driver's own: also that of a kernel which failed.
+    /// A driver error: also that of a kernel which failed.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the stream is live.
@@ -74,7 +74,7 @@ impl Stream {
     /// Records an event at the present end of the stream; with `timing` it can be given to [`Event::since`].
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn record(&self, timing: bool) -> Result<Event, Error> {
         let event = Event::new(self.device, timing)?;
         self.record_again(&event)?;
@@ -84,7 +84,7 @@ impl Stream {
     /// Moves an event to the present end of the stream.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn record_again(&self, event: &Event) -> Result<(), Error> {
         let entered = self.device.enter()?;
         event.record(&entered, self.raw.0)
@@ -93,7 +93,7 @@ impl Stream {
     /// Makes what is submitted from now on wait for an event, of this or another stream.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn wait(&self, event: &Event) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: both are live.
@@ -131,7 +131,7 @@ impl Event {
     /// An event that is on no stream yet; with `timing` it can be given to [`Event::since`].
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn new(device: &'static Device, timing: bool) -> Result<Event, Error> {
         let _entered = device.enter()?;
         let (mut raw, flags) = (std::ptr::null_mut(), if timing { 0 } else { EVENT_DISABLE_TIMING });
@@ -149,7 +149,7 @@ impl Event {
     /// Whether the stream has passed it.
     ///
     /// # Errors
-    /// The driver's own: also that of a kernel which failed.
+    /// A driver error: also that of a kernel which failed.
     pub fn passed(&self) -> Result<bool, Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is live.
@@ -162,7 +162,7 @@ impl Event {
     /// Waits until the stream has passed it.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is live.
@@ -172,7 +172,7 @@ impl Event {
     /// Device time since `start`, in milliseconds; both recorded with timing and passed.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn since(&self, start: &Event) -> Result<f32, Error> {
         let _entered = self.device.enter()?;
         let mut ms = 0.0;

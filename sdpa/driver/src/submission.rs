@@ -21,7 +21,7 @@ impl Stream {
     /// Begins a call: what is submitted through the result is on this stream, and its end is marked on a lane of this thread's.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn begin(&self) -> Result<Submission<'_>, Error> {
         self.begin_on(lane::of_thread(self.device()))
     }
@@ -29,7 +29,7 @@ impl Stream {
     /// Begins a call whose end is marked on `lane`, which nobody else uses meanwhile. Without a lane nothing is marked.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn begin_on(&self, lane: Option<&'static Lane>) -> Result<Submission<'_>, Error> {
         let entered = self.device().enter()?;
         Ok(Submission { stream: self, lane, capturing: self.device().is_capturing(self.raw().0), entered })
@@ -68,22 +68,22 @@ impl<'s> Submission<'s> {
     /// Not while the stream is captured: see [`Submission::keep_in_graph`].
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub fn mark(&self) -> Result<(), Error> {
         self.lane.map_or(Ok(()), |lane| lane.mark(&self.entered, self.device(), self.raw(), self.stream.id()))
     }
 
-    /// Sets a piece of device memory to zero, on the stream. Nothing waits.
+    /// Sets a piece of device memory to zero, on the stream. Returns without waiting.
     ///
     /// # Safety
     /// The slice is device memory of the stream's device, really as large as said, and nothing else uses it until the stream
     /// has passed this call.
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub unsafe fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
         let bytes = usize::try_from(slice.bytes).unwrap_or(usize::MAX);
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         let code = unsafe { (self.device().table.fill_bytes)(slice.address, 0, bytes, self.raw()) };
         self.device().check("cuMemsetD8Async", code)
     }
@@ -95,28 +95,28 @@ impl<'s> Submission<'s> {
     /// As [`Submission::zero`].
     ///
     /// # Errors
-    /// The driver's own.
+    /// A driver error.
     pub unsafe fn fill(&self, slice: DeviceSlice, number: f32) -> Result<(), Error> {
         let numbers = usize::try_from(slice.bytes / 4).unwrap_or(usize::MAX);
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         let code = unsafe { (self.device().table.fill_words)(slice.address, number.to_bits(), numbers, self.raw()) };
         self.device().check("cuMemsetD32Async", code)
     }
 
-    /// Copies one piece of device memory into another of the same size, on the stream. Nothing waits.
+    /// Copies one piece of device memory into another of the same size, on the stream. Returns without waiting.
     ///
     /// # Safety
     /// Both slices are device memory of the stream's device, really as large as said; until the stream has passed this call nothing
     /// else uses `to` and nothing writes `from`.
     ///
     /// # Errors
-    /// [`Error::Memory`] for slices of different sizes; the driver's own.
+    /// [`Error::Memory`] for slices of different sizes, or a driver error.
     pub unsafe fn copy(&self, from: DeviceSlice, to: DeviceSlice) -> Result<(), Error> {
         if from.bytes != to.bytes {
             return Err(Error::Memory { what: "a copy".to_owned(), bytes: from.bytes, limit: format!("{} bytes to copy to", to.bytes) });
         }
         let bytes = usize::try_from(from.bytes).unwrap_or(usize::MAX);
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         let code = unsafe { (self.device().table.on_device)(to.address, from.address, bytes, self.raw()) };
         self.device().check("cuMemcpyDtoDAsync_v2", code)
     }

@@ -32,7 +32,7 @@ impl Submission<'_> {
     /// Encodes the map of a tensor at an address that is a multiple of 16. What a box reaches past the extents reads as zero, and is not written.
     ///
     /// # Errors
-    /// The driver's own: an address, strides or a box that TMA does not take.
+    /// A driver error: an address, strides or a box that TMA does not take.
     pub fn tensor_map(&self, address: u64, tiled: &Tiled) -> Result<TensorMap, Error> {
         let mut map = TensorMap::default();
         let ones = [1u32; RANK];

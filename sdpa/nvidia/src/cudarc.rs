@@ -347,7 +347,7 @@ impl Attention {
     /// Takes a forward pass from the executor's cache, or makes it ready.
     ///
     /// # Errors
-    /// Every rule that the specification breaks; every reason why the executor does not run it; the environment's.
+    /// Every rule that the specification breaks; every reason why the executor does not run it, or a failure of the environment.
     pub fn new<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
         Ok(Attention::of(executor.prepare_device(&problem)?, &problem, executor.device()))
@@ -432,7 +432,7 @@ impl Attention {
         }
         // SAFETY: cudarc keeps the stream alive for as long as this borrow of it, and the device was checked.
         let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         Ok(unsafe { self.prepared.submit(&borrowed, call) }?)
     }
 

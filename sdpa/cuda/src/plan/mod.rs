@@ -128,10 +128,10 @@ impl CudaPlan {
     /// unsafe fn all(plan: &Arc<CudaPlan>, stream: &Stream, layers: &[DeviceCall<'_, DeviceSlice>]) -> Result<(), sdpa_core::Error> {
     ///     use sdpa_core::device::DevicePrepared;
     ///     let Some((first, others)) = layers.split_first() else { return Ok(()) };
-    ///     // SAFETY: the caller's.
+    ///     // SAFETY: the caller upholds the contract.
     ///     let mapped = unsafe { plan.with_block_map(stream, first) }?;
     ///     for layer in others {
-    ///         // SAFETY: the caller's.
+    ///         // SAFETY: the caller upholds the contract.
     ///         unsafe { mapped.submit(stream, layer) }?;
     ///     }
     ///     Ok(())
@@ -151,12 +151,12 @@ impl CudaPlan {
         call: &DeviceCall<'_, DeviceSlice>,
     ) -> Result<Arc<CudaPlan>, Error> {
         if !self.steps.iter().any(makes_lists) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller upholds the contract.
             unsafe { self.submit_to(stream, call) }?;
             return Ok(self.clone());
         }
         let mut mapped = self.with_memory_for_lists()?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe { mapped.submit_to(stream, call) }?;
         mapped.steps.retain(|step| !makes_lists(step));
         Ok(Arc::new(mapped))
@@ -211,7 +211,7 @@ impl DevicePrepared for CudaPlan {
 
     #[allow(unsafe_code, reason = "the device tier's contract is handed on")]
     unsafe fn submit(&self, stream: &Stream, call: &DeviceCall<'_, DeviceSlice>) -> Result<(), sdpa_core::Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         Ok(unsafe { self.submit_to(stream, call) }?)
     }
 }

@@ -45,7 +45,7 @@ impl CudaPlan {
         self.noting_use(submission, || {
             for step in &self.steps {
                 match step {
-                    // SAFETY: the caller's; slots are within the workspace, or memory of the plan.
+                    // SAFETY: the caller upholds the contract; slots are within the workspace, or memory of the plan.
                     ReadyStep::Zero(memory) => unsafe { submission.zero(call.memory(memory)) }?,
                     ReadyStep::Launch { entry, launch } => {
                         let arguments: SmallVec<[*const c_void; 16]> = launch.arguments.iter().map(argument).collect();
