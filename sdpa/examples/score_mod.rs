@@ -1,7 +1,7 @@
-//! A score_mod of one's own, trained through: a small attention layer learns what another one does.
+//! Trains through a custom score_mod: a small attention layer learns the function of another one.
 //!
-//! `cargo run --release --example score_mod [cpu|cudnn]`: prints the loss as it falls. The score_mod and its parameter's gradient are
-//! all that is special about it; projections and the optimiser are plain loops.
+//! `cargo run --release --example score_mod [cpu|cudnn]` prints the loss as it falls. Only the score_mod and its parameter's gradient are special;
+//! projections and the optimiser are plain loops.
 
 use sdpa::expr::{Axis, F32};
 use sdpa::{
@@ -16,7 +16,7 @@ const TOKENS: usize = 4 * 65;
 const WIDTH: usize = HEADS * 16;
 const STEPS: usize = 150;
 
-/// What the layer is made of: projections for q, k and v, (features, heads · dim), and a rate of decay per head.
+/// The parameters of the layer: projections for q, k and v, (features, heads · dim), and a rate of decay per head.
 struct Layer {
     weights: [Vec<f32>; 3],
     rate: Vec<f32>,
@@ -25,7 +25,7 @@ struct Layer {
 /// q, k and v; o; stats.
 type Attended = ([Vec<f32>; 3], Vec<f32>, Vec<f32>);
 
-/// A few uniform numbers between −1 and 1.
+/// Returns `n` uniform random numbers between −1 and 1.
 fn random(n: usize, seed: &mut u64) -> Vec<f32> {
     let mut next = || {
         *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -38,7 +38,7 @@ fn layer(seed: &mut u64, rate: f32) -> Layer {
     Layer { weights: std::array::from_fn(|_| random(FEATURES * WIDTH, seed)), rate: vec![rate; HEADS] }
 }
 
-/// `a · b` of (rows, inner) and (inner, columns).
+/// Returns `a · b`, of shapes (rows, inner) and (inner, columns).
 fn product(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Vec<f32> {
     let mut c = vec![0.0; a.len() / inner * columns];
     for (a, c) in a.chunks_exact(inner).zip(c.chunks_exact_mut(columns)) {
@@ -49,7 +49,7 @@ fn product(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Vec<f32> {
     c
 }
 
-/// `aᵀ · b` of (rows, m) and (rows, n).
+/// Returns `aᵀ · b`, of shapes (rows, m) and (rows, n).
 fn transposed_product(a: &[f32], b: &[f32], m: usize, n: usize) -> Vec<f32> {
     let mut c = vec![0.0; m * n];
     for (a, b) in a.chunks_exact(m).zip(b.chunks_exact(n)) {
@@ -69,19 +69,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Some(other) => return Err(format!("{other:?} is neither cpu nor cudnn").into()),
     };
 
-    // The score_mod: scores are bounded, and fall with the distance at a rate that each head learns.
+    // The score_mod bounds scores, and decreases them with distance at a rate that each head learns.
     let decay = ScoreMod::new("decay", |score, at, p| {
         let cap = p.scalar("cap", 8.0);
         let rate = p.tensor("rate", [Axis::Head], F32);
         (score / cap).tanh() * cap - rate * (at.q - at.k).to_f32()
     })?;
 
-    // bshd: a token's heads lie side by side, as projections leave them. cuDNN takes 16-bit operands, the CPU f32.
+    // bshd: a token's heads are adjacent, as projections write them. cuDNN supports 16-bit operands, the CPU f32.
     let dispatcher = Dispatcher::default();
     let spec = |dtype| AttentionSpec::dense(dtype, SHAPE, Layout::Bshd).score_mod(decay.clone()).mask(Mask::causal()).with_stats();
     let (mut forward_spec, mut wrt) = (spec(DType::F32), vec!["rate"]);
     if preference == Preference::Named(ExecutorName::CUDNN) {
-        // cuDNN's engines have no place for the gradient of a rate, so it keeps its value there.
+        // cuDNN's engines cannot compute the gradient of the rate, so it stays constant there.
         (forward_spec, wrt) = (spec(DType::BF16), Vec::new());
     }
     let backward_spec = wrt.iter().fold(forward_spec.backward(), |spec, name| spec.wrt(name, DType::F32));

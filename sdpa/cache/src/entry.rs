@@ -1,4 +1,4 @@
-//! One value in a cache, with what is known of it.
+//! A cache entry: a value with its statistics.
 
 use super::explain::{CacheKey, Fields};
 use super::facts::{BuildTime, EntryFacts};
@@ -10,10 +10,10 @@ use std::time::Duration;
 
 /// A cached value.
 pub trait CacheValue {
-    /// Memory that the value holds.
+    /// Returns the memory of the value.
     fn weight(&self) -> Weight;
 
-    /// Names the engine or kernel that runs the value, for reports.
+    /// Returns the name of the engine or kernel that runs the value, for reports.
     fn engine(&self) -> String {
         String::new()
     }
@@ -38,7 +38,7 @@ impl<V: CacheValue> CacheValue for Arc<V> {
     }
 }
 
-/// One value.
+/// One entry.
 #[derive(Debug)]
 pub(super) struct Entry<K, V> {
     pub(super) hash: u64,
@@ -52,22 +52,22 @@ pub(super) struct Entry<K, V> {
     made: Duration,
     built: BuildTime,
     hits: AtomicU64,
-    /// When it was last used, on the cache's clock.
+    /// Time of the last use, on the cache's clock.
     used: AtomicU64,
     pins: AtomicU64,
-    /// No longer in the cache.
+    /// Whether it has left the cache.
     gone: AtomicBool,
 }
 
 impl<K, V> Entry<K, V> {
-    /// Notes lookups that found it.
+    /// Counts lookups that found it.
     pub(super) fn hit(&self, hits: u64) {
         if hits > 0 {
             self.hits.fetch_add(hits, Ordering::Relaxed);
         }
     }
 
-    /// Notes when it was used.
+    /// Records the time of a use.
     pub(super) fn touch(&self, at: u64) {
         if at > self.used.load(Ordering::Relaxed) {
             self.used.store(at, Ordering::Relaxed);
@@ -94,7 +94,7 @@ impl<K, V> Entry<K, V> {
         self.pins.load(Ordering::Acquire) > 0
     }
 
-    /// It has left the cache.
+    /// Marks it as having left the cache.
     pub(super) fn mark_gone(&self) {
         self.gone.store(true, Ordering::SeqCst);
     }
@@ -127,7 +127,7 @@ impl<K: CacheKey, V: CacheValue> Entry<K, V> {
         }
     }
 
-    /// What it is found by.
+    /// Returns the key and hash by which it is found.
     pub(super) fn keyed(&self) -> Keyed<'_, K> {
         Keyed { hash: self.hash, key: &self.key }
     }

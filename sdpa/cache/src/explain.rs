@@ -1,19 +1,19 @@
-//! Why a lookup found nothing: the nearest entries, and what differs.
+//! Explains a miss: the nearest entries, and the fields that differ.
 
 use super::facts::{EntryFacts, Why};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::hash::Hash;
 
-/// A lookup value: the key itself, or something borrowed that has the same hash and fields, so that a lookup builds no key.
+/// A lookup value: the key, or a borrowed form with the same hash and fields, so that a lookup needs no key.
 pub trait Query<K> {
-    /// The hash that the key itself would have.
+    /// Returns the hash that the key would have.
     fn hash_in(&self, state: &ahash::RandomState) -> u64;
 
-    /// Whether this stands for the key.
+    /// Returns whether this equals the key.
     fn is(&self, key: &K) -> bool;
 
-    /// Makes the key itself.
+    /// Creates the key.
     fn to_key(&self) -> K;
 }
 
@@ -31,15 +31,15 @@ impl<K: CacheKey> Query<K> for K {
     }
 }
 
-/// The fields of a key: the name and the value of each.
+/// The fields of a key, by name.
 pub type Fields = Vec<(&'static str, String)>;
 
-/// A key of the cache.
+/// A cache key.
 pub trait CacheKey: Clone + Eq + Hash {
-    /// The key in a few words.
+    /// Returns a short description of the key.
     fn label(&self) -> String;
 
-    /// Everything that tells the key from others, by name. Keys with equal fields are equal.
+    /// Returns every field that distinguishes the key from others, by name. Keys with equal fields are equal.
     fn fields(&self) -> Fields;
 
     /// Returns advice for a miss whose key differs from an entry in these fields.
@@ -71,46 +71,46 @@ impl fmt::Display for Difference {
 pub struct Nearest {
     /// The facts of its entry.
     pub entry: EntryFacts,
-    /// Why it is no longer there; `None` where it is.
+    /// Why it was dropped; `None` if it is in the cache.
     pub gone: Option<Why>,
-    /// The fields that differ; none where it is the key itself.
+    /// The fields that differ; none for the key itself.
     pub differences: Vec<Difference>,
 }
 
 /// The state of a key.
 ///
-/// Exhaustive: reports have a text for each.
+/// Exhaustive: reports have a text for each state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// A value is there.
+    /// The value is in the cache.
     Hit(EntryFacts),
-    /// A thread is making the value.
+    /// A thread is building the value.
     Building,
-    /// A build ended with a refusal, which is still remembered.
+    /// A build was refused, and the refusal is still remembered.
     Unsupported {
         /// Every reason.
         error: String,
         /// Milliseconds until the refusal is forgotten.
         remaining: u64,
     },
-    /// Nothing is there, and nothing is remembered.
+    /// The key has no value and no remembered refusal.
     Absent,
 }
 
-/// The answer to *why did this miss*.
+/// The explanation of a hit or miss.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// The key in a few words.
+    /// A short description of the key.
     pub label: String,
     /// Its state.
     pub state: State,
-    /// The nearest keys that are or were there, the nearest first.
+    /// The nearest keys that are or were in the cache, nearest first.
     pub nearest: Vec<Nearest>,
     /// Advice to the user, in sentences.
     pub advice: Vec<String>,
-    /// What else the owner of the cache knows of the key, in sentences, whether it is there or not.
+    /// Further notes of the cache's owner on the key, in sentences, for hits and misses.
     #[serde(default)]
     pub notes: Vec<String>,
 }
@@ -140,14 +140,14 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// In how many fields two keys differ.
+/// Returns the number of fields in which two keys differ.
 pub(super) fn distance(asked: &Fields, there: &Fields) -> usize {
-    // Keys of one kind have the same fields in the same order, but for the last ones.
+    // Keys of one kind have the same fields in the same order, except for the last ones.
     let both = asked.iter().zip(there).filter(|(a, b)| a != b).count();
     both + asked.len().abs_diff(there.len())
 }
 
-/// Where two keys differ. A field that one of them lacks is `none` there.
+/// Returns the fields in which two keys differ. A missing field is `none`.
 pub(super) fn differences(asked: &Fields, there: &Fields) -> Vec<Difference> {
     let of = |all: &Fields, field: &str| {
         all.iter().find(|(name, _)| *name == field).map_or_else(|| "none".to_owned(), |(_, value)| value.clone())

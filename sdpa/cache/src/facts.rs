@@ -1,4 +1,4 @@
-//! What a cache tells about itself: plain data, in and out of JSON.
+//! Reports of a cache: plain data that converts to and from JSON.
 
 use super::limits::{Limits, Weight};
 use serde::{Deserialize, Serialize};
@@ -21,9 +21,9 @@ mod micros {
 /// Counters of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheStats {
-    /// Entries that are there now.
+    /// Current number of entries.
     pub entries: usize,
-    /// Memory of those entries.
+    /// Memory of the entries.
     pub weight: Weight,
     /// Lookups that found an entry, or waited for one that another thread was building.
     pub hits: u64,
@@ -31,29 +31,30 @@ pub struct CacheStats {
     pub misses: u64,
     /// Builds that failed.
     pub failures: u64,
-    /// Lookups that were answered by a remembered *unsupported*.
+    /// Lookups that returned a remembered *unsupported*.
     pub refusals: u64,
-    /// Entries dropped to keep the bounds.
+    /// Entries dropped to stay within the bounds.
     pub evictions: u64,
-    /// Builds of what had been evicted a short while before.
+    /// Builds of values that had been evicted shortly before.
     pub rebuilt: u64,
-    /// Values that were given to the caller and not kept: too heavy, or everything else was pinned.
+    /// Values that were returned to the caller but not kept: too large, or every other entry was pinned.
     pub not_kept: u64,
 }
 
-/// The time that each stage of a build took. In files, times are whole microseconds. Exhaustive, so that values set what they know and leave the rest to `Default`.
+/// The time of each stage of a build. Files store whole microseconds. Exhaustive, so that values set the known stages and leave the rest to
+/// `Default`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BuildTime {
     /// The whole build.
     #[serde(with = "micros")]
     pub total: Duration,
-    /// From the problem to what is compiled: a graph, a text.
+    /// Lowering the problem to a graph or source.
     #[serde(with = "micros")]
     pub lower: Duration,
     /// Asking cuDNN for its engines.
     #[serde(with = "micros")]
     pub heuristics: Duration,
-    /// Compiling graphs or texts to machine code.
+    /// Compiling graphs or sources to machine code.
     #[serde(with = "micros")]
     pub compile: Duration,
     /// Running every configuration to find the fastest.
@@ -67,11 +68,11 @@ pub struct BuildTime {
 /// The facts of one entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryFacts {
-    /// The entry's number, counted from 1 in the order of builds.
+    /// The entry's number, counted from 1 in build order.
     pub id: u64,
-    /// The key in a few words.
+    /// A short description of the key.
     pub label: String,
-    /// When the entry was made, from when the cache was.
+    /// Time of creation, since the cache was created.
     #[serde(with = "micros")]
     pub made: Duration,
     /// The duration of the build.
@@ -88,7 +89,7 @@ pub struct EntryFacts {
 
 /// Why an entry was dropped.
 ///
-/// Exhaustive: reports have a text for each.
+/// Exhaustive: reports have a text for each reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
@@ -98,12 +99,12 @@ pub enum Why {
     Bytes,
     /// The cache was cleared.
     Cleared,
-    /// The bounds were made smaller.
+    /// The bounds were reduced.
     Resized,
 }
 
 impl Why {
-    /// The reason in words.
+    /// Returns the reason as text.
     pub fn text(self) -> &'static str {
         match self {
             Why::Entries => "the bound on entries",
@@ -116,20 +117,20 @@ impl Why {
 
 /// An event of a cache.
 ///
-/// Exhaustive: reports have a line for each.
+/// Exhaustive: reports have a line for each event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
-    /// A lookup found nothing; a build begins. With the nearest entry and the fields that differ.
+    /// A lookup missed and a build begins. Lists the fields that differ from the nearest entry.
     Missed {
-        /// `field there ≠ asked`, of the nearest entry; empty for the first of its kind.
+        /// `field there ≠ asked`, for the nearest entry; empty for the first key of its kind.
         nearest: Vec<String>,
-        /// Why it was dropped, where it had been here before.
+        /// Why it was dropped, if it was in the cache before.
         evicted: Option<Why>,
     },
     /// A build ended.
     Built {
-        /// The entry; 0 when it was not kept.
+        /// The entry; 0 if it was not kept.
         id: u64,
         /// The engine or kernel that runs the value.
         engine: String,
@@ -138,12 +139,12 @@ pub enum What {
         /// Memory of the value.
         weight: Weight,
     },
-    /// A build failed, and is tried again.
+    /// A build failed; a later lookup tries again.
     Failed {
         /// The error.
         error: String,
     },
-    /// A build ended with a refusal, which is remembered for a while.
+    /// A build was refused; the refusal is remembered for a while.
     Unsupported {
         /// Every reason.
         error: String,
@@ -157,61 +158,61 @@ pub enum What {
         /// Why it was dropped.
         why: Why,
     },
-    /// Too much of what is built has been here before: the bounds are too small for the work.
+    /// Too many builds are of evicted keys: the bounds are too small for the work.
     Thrashing {
-        /// How many of the last builds were of what had been here before.
+        /// Number of the last builds whose key had been evicted.
         rebuilt: u64,
-        /// How many builds that is of.
+        /// Number of builds considered.
         of: u64,
     },
-    /// The cache was given new bounds.
+    /// The cache has new bounds.
     Resized {
         /// The new bounds.
         limits: Limits,
     },
 }
 
-/// Something that happened to a key.
+/// An event with its key and time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheEvent {
-    /// Time since the cache was made.
+    /// Time since the cache was created.
     #[serde(with = "micros")]
     pub at: Duration,
-    /// The key in a few words; empty where it is about the whole cache.
+    /// A short description of the key; empty for events of the whole cache.
     pub label: String,
-    /// Hits of the whole cache until then, as far as threads have reported them.
+    /// Hits of the whole cache up to then, as far as threads have reported them.
     pub hits_so_far: u64,
     /// The event.
     #[serde(flatten)]
     pub what: What,
 }
 
-/// Everything that a cache knows of itself at one time.
+/// A full record of a cache at one time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheSnapshot {
     /// The version of this format: 1.
     pub version: u32,
-    /// The name that the cache was made with.
+    /// The name of the cache.
     pub name: String,
-    /// Time since the cache was made.
+    /// Time since the cache was created.
     #[serde(with = "micros")]
     pub at: Duration,
     /// The bounds of the cache.
     pub limits: Limits,
     /// Its counters.
     pub stats: CacheStats,
-    /// Entries, the most recently used first.
+    /// Entries, most recently used first.
     pub entries: Vec<EntryFacts>,
-    /// The latest events, in order; older ones are forgotten.
+    /// The latest events, in order; older ones are dropped.
     pub events: Vec<CacheEvent>,
-    /// Number of forgotten events.
+    /// Number of dropped events.
     pub forgotten: u64,
 }
 
-/// The caches of one executor, for files: what `cargo sdpa cache report` reads.
+/// The caches of one executor, for files; the input of `cargo sdpa cache report`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheTrace {
-    /// The runtime that built the entries: of cuDNN, its version.
+    /// The runtime that built the entries: the version of cuDNN.
     pub cudnn: String,
     /// The device that they were built for.
     pub device: String,
@@ -220,7 +221,7 @@ pub struct CacheTrace {
 }
 
 impl CacheTrace {
-    /// Snapshots of the caches of one executor, on this runtime and device.
+    /// Creates a record of one executor's caches, on this runtime and device.
     pub fn new(cudnn: impl Into<String>, device: impl Into<String>, caches: Vec<CacheSnapshot>) -> CacheTrace {
         CacheTrace { cudnn: cudnn.into(), device: device.into(), caches }
     }

@@ -1,8 +1,7 @@
-//! What a thread used last, so that a hit takes no lock that another thread wants and writes to no line that another reads.
+//! Entries that a thread used last. A hit takes no lock that another thread wants, and writes to no cache line that another thread reads.
 //!
-//! Each thread has a few entries of each cache behind a lock of its own, which others take only to drop an entry or to count. An evictor
-//! does not wait for a front in use: it says that something is stale, and whoever uses the front, for whatever, sees to that afterwards
-//! ([`Using`]), also where a call panics.
+//! Each thread has a few entries of each cache behind a lock of its own. Other threads take this lock only to drop an entry or to count. An evictor
+//! does not wait for a front in use: it marks the front as stale, and its user drops stale entries afterwards ([`Using`]), even if a call panics.
 
 use super::entry::{CacheValue, Entry};
 use super::store::Keyed;
@@ -11,14 +10,14 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
 
-/// Entries of one cache that a thread keeps at hand.
+/// Entries of one cache in a thread's front.
 const SLOTS: usize = 8;
-/// Hits that a thread counts by itself before it tells the entry.
+/// Hits that a thread counts before it reports them to the entry.
 const HITS_AT_ONCE: u64 = 1024;
-/// Steps of the cache's clock: hits of a thread between two of them are ordered by the thread's own count.
+/// Step of the cache's clock. The thread's own count orders its hits between two steps.
 pub(super) const TICK: u64 = 1 << 20;
 
-/// One entry at hand.
+/// One entry of a front.
 #[derive(Debug)]
 struct Recent<K, V> {
     hash: u64,
@@ -29,13 +28,13 @@ struct Recent<K, V> {
 #[derive(Debug)]
 struct Inner<K, V> {
     near: Vec<Recent<K, V>>,
-    /// The one that was used last.
+    /// The most recently used one.
     last: usize,
     clock: u64,
     count: u64,
 }
 
-/// A thread's entries of one cache.
+/// A thread's front: its entries of one cache.
 #[derive(Debug)]
 pub(super) struct Front<K, V> {
     inner: Mutex<Inner<K, V>>,
@@ -49,12 +48,12 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
         Front { inner: Mutex::new(inner), stale: AtomicBool::new(false), hits }
     }
 
-    /// The front's entries; `None` where they are in use: by this thread, which is inside a call, or by another, which drops or counts.
+    /// Locks the front; `None` if it is in use, by this thread inside a call, or by another that drops or counts.
     fn enter(&self) -> Option<Using<'_, K, V>> {
         Some(Using { inner: Some(try_lock(&self.inner)?), front: self })
     }
 
-    /// Calls `call` with the value of a key, if it is at hand; it stays there until `call` is done. Else gives `call` back.
+    /// Calls `call` with the value of a key if it is in the front, where it stays until `call` returns. Otherwise returns `call`.
     pub(super) fn hit<R, F: FnOnce(&V, bool) -> R>(&self, Keyed { hash, key }: Keyed<'_, K>, clock: u64, call: F) -> Result<R, F> {
         let Some(mut using) = self.enter() else { return Err(call) };
         let Some(inner) = using.inner.as_deref_mut() else { return Err(call) };
@@ -81,7 +80,7 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
         self.hits.fetch_add(hits, Ordering::Relaxed);
     }
 
-    /// Puts an entry at hand.
+    /// Adds an entry.
     pub(super) fn keep(&self, hash: u64, entry: Arc<Entry<K, V>>) {
         let Some(mut using) = self.enter() else { return };
         let Some(inner) = using.inner.as_deref_mut() else { return };
@@ -94,7 +93,7 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
             inner.near.push(Recent { hash, entry: entry.clone(), hits: 0 });
             inner.last = SLOTS;
         }
-        // Dropped from the cache since it was found there: whoever did that may have looked here before.
+        // It left the cache after the lookup. The thread that dropped it may have swept this front before.
         if entry.is_gone() {
             self.stale.store(true, Ordering::SeqCst);
         }
@@ -104,16 +103,16 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
         }
     }
 
-    /// Lets go of entries that are gone from the cache, at once or after what is using the front.
+    /// Drops entries that have left the cache, now or after the current use of the front.
     pub(super) fn drop_gone(&self) {
         self.stale.swap(true, Ordering::SeqCst);
         self.sweep();
     }
 
-    /// Whoever finds the front in use leaves it to its user, who comes here when done.
+    /// Drops stale entries. If the front is in use, its user calls this when done.
     ///
-    /// Each side writes to `stale` between its own step and a look at the other's (an evictor marks and then tries the lock, a user unlocks
-    /// and then looks for the mark), so that of two at once one sees the other; with a load in place of the write both may miss.
+    /// Each side writes to `stale` between its own step and its check of the other's: an evictor marks and then tries the lock, a user unlocks and
+    /// then looks for the mark. So one of two concurrent threads sees the other. With a load instead of the write, both might miss.
     fn sweep(&self) {
         while self.stale.fetch_or(false, Ordering::SeqCst) {
             let Some(mut inner) = try_lock(&self.inner) else { return };
@@ -122,14 +121,14 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
             inner.near = near;
             inner.last = SLOTS;
             drop(inner);
-            // Values are dropped outside of the lock: unloading a kernel takes its time.
+            // Drop values outside the lock: unloading a kernel takes time.
             for mut near in gone {
                 self.tell(&mut near);
             }
         }
     }
 
-    /// Tells the hits that it has counted; not those of a front in use.
+    /// Reports the counted hits, unless the front is in use.
     pub(super) fn tell_all(&self) {
         if let Some(mut using) = self.enter()
             && let Some(inner) = using.inner.as_deref_mut()
@@ -139,9 +138,9 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
     }
 }
 
-/// A front in use. Afterwards, however that ends, what an evictor has left to its user is dropped.
+/// A front in use. When it is dropped, even by a panic, stale entries are dropped.
 struct Using<'a, K: Eq, V: CacheValue> {
-    /// `None` only while it ends.
+    /// `None` only during drop.
     inner: Option<MutexGuard<'a, Inner<K, V>>>,
     front: &'a Front<K, V>,
 }
@@ -173,7 +172,7 @@ thread_local! {
     static HELD: RefCell<Vec<Held>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The fronts of one cache.
+/// All threads' fronts of one cache.
 #[derive(Debug)]
 pub(super) struct Fronts<K, V> {
     cache: u64,
@@ -191,7 +190,7 @@ impl<K: Eq + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static> Front
         Fronts { cache, alive: Arc::new(()), hits: Arc::new(AtomicU64::new(0)), all: Mutex::new(Vec::new()) }
     }
 
-    /// This thread's; `None` while the thread is ending.
+    /// Returns this thread's front; `None` while the thread ends.
     pub(super) fn mine(&self) -> Option<Arc<Front<K, V>>> {
         let found = HELD.try_with(|held| {
             let held = held.try_borrow().ok()?;
@@ -214,7 +213,7 @@ impl<K: Eq + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static> Front
         let held = Held { cache: self.cache, alive: Arc::downgrade(&self.alive), front: front.clone() };
         let kept = HELD.try_with(|all| {
             let mut all = all.try_borrow_mut().ok()?;
-            // Those of caches that are gone.
+            // Remove fronts of dropped caches.
             all.retain(|held| held.alive.strong_count() > 0);
             all.push(held);
             Some(())
@@ -226,17 +225,17 @@ impl<K: Eq + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static> Front
         lock(&self.all).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Entries that are gone leave every front.
+    /// Drops entries that have left the cache from every front.
     pub(super) fn drop_gone(&self) {
         self.list().iter().for_each(|front| front.drop_gone());
     }
 
-    /// Hits that fronts have told of so far.
+    /// Returns the hits that fronts have reported so far.
     pub(super) fn told(&self) -> u64 {
         self.hits.load(Ordering::Relaxed)
     }
 
-    /// Hits that fronts found; of a front in use, those up to its last 1024.
+    /// Returns the hits of fronts. For a front in use, up to 1024 of the last ones are missing.
     pub(super) fn hits(&self) -> u64 {
         self.list().iter().for_each(|front| front.tell_all());
         self.hits.load(Ordering::Relaxed)

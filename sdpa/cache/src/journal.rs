@@ -3,7 +3,7 @@
 use super::facts::CacheEvent;
 use std::collections::VecDeque;
 
-/// Events that are kept.
+/// The most events that are kept.
 const KEPT: usize = 4096;
 
 /// A bounded list of events.

@@ -1,24 +1,24 @@
 #![doc = include_str!("../README.md")]
 //!
-//! # What holds
+//! # Guarantees
 //!
-//! - **One build per key**, however many threads ask; other keys never wait for it. A build that fails leaves no trace, but that
-//!   something is *unsupported* is remembered for a while.
-//! - **Two bounds**, on entries and on bytes, that hold at any time. The least recently used entry goes first; what is pinned stays.
-//!   Hits of other threads between two misses count as one moment.
-//! - **A hit takes no lock that another thread wants.** Each thread has its last entries at hand (`front`).
+//! - **One build per key**, however many threads look it up; other keys never wait for it. A failed build leaves nothing in the cache, but
+//!   *unsupported* is remembered for a while.
+//! - **Two bounds**, on entries and on bytes, which hold at any time. The least recently used entry is evicted first; pinned ones stay. Hits of other
+//!   threads between two misses count as simultaneous.
+//! - **A hit takes no lock that another thread wants.** Each thread has a front with its last entries (`front`).
 //! - **Every miss has a reason**: [`PlanCache::explain`], events through `tracing`, [`PlanCache::snapshot`] for files.
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
 //! | `limits` | bounds, weights |
-//! | `store` | entries in order of use: no threads |
-//! | `front` | what a thread used last |
-//! | `entry` | a value and what is known of it |
-//! | `facts`, `journal`, `past`, `explain` | what it tells |
-//! | `news` | the same for subscribers, when the lock is free |
-//! | `meter` | and as counters, with the feature `metrics` |
-//! | `sync` | primitives, real or a model checker's |
+//! | `store` | entries in order of use; single-threaded |
+//! | `front` | entries that a thread used last |
+//! | `entry` | a value with its statistics |
+//! | `facts`, `journal`, `past`, `explain` | reports |
+//! | `news` | events for subscribers, sent after the lock is released |
+//! | `meter` | events as counters, with the feature `metrics` |
+//! | `sync` | primitives, real ones or those of a model checker |
 
 mod entry;
 mod explain;
@@ -53,15 +53,15 @@ use std::time::{Duration, Instant};
 use store::{Dropped, Keyed, Slot, Store};
 use sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 
-/// An error of a build, as the cache needs it.
+/// An error of a build.
 pub trait BuildError: fmt::Display + Sized {
     /// The part of an *unsupported* error that the cache remembers.
     type Refusal: Clone + fmt::Display + Send + Sync;
 
-    /// What to remember, where the error says that there is no such thing; `None` where a later build may go well.
+    /// Returns the refusal to remember, if the problem is unsupported; `None` if a later build may succeed.
     fn refusal(&self) -> Option<Self::Refusal>;
 
-    /// The error that the next caller gets for a remembered refusal.
+    /// Returns the error for a later caller, from a remembered refusal.
     fn again(refusal: Self::Refusal) -> Self;
 }
 
@@ -72,7 +72,7 @@ struct Ticket {
     wake: Condvar,
 }
 
-/// Everything that one lock guards.
+/// All data behind the cache's lock.
 #[derive(Debug)]
 struct Inner<K: CacheKey, V, U> {
     store: Store<K, V, Ticket, U>,
@@ -83,26 +83,26 @@ struct Inner<K: CacheKey, V, U> {
     next: u64,
 }
 
-/// A bounded cache with one build per key, for any number of threads. `U` is what is remembered of refusals: [`BuildError::Refusal`].
+/// A bounded cache with one build per key, for any number of threads. `U` is the remembered refusal: [`BuildError::Refusal`].
 #[derive(Debug)]
 pub struct PlanCache<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static, U> {
     name: String,
     inner: Mutex<Inner<K, V, U>>,
     fronts: Fronts<K, V>,
     hasher: ahash::RandomState,
-    /// Steps of [`TICK`], one for each time that the lock was taken for a key.
+    /// Advances by [`TICK`] whenever a thread takes the lock for a key.
     clock: AtomicU64,
     since: Instant,
 }
 
-/// Keeps an entry in its cache for as long as this value lives: [`PlanCache::pin`].
+/// Keeps an entry in its cache while this value lives: [`PlanCache::pin`].
 #[derive(Debug)]
 pub struct Pin<K, V> {
     entry: Arc<Entry<K, V>>,
 }
 
 impl<K, V: CacheValue> Pin<K, V> {
-    /// The value of the entry.
+    /// Returns the value of the entry.
     pub fn value(&self) -> &V {
         &self.entry.value
     }
@@ -114,17 +114,17 @@ impl<K, V> Drop for Pin<K, V> {
     }
 }
 
-/// What a lookup under the lock came to.
+/// The result of a lookup under the lock.
 enum Found<K, V, U> {
     Ready(Arc<Entry<K, V>>),
     Building(Arc<Ticket>),
     Refused(U),
-    /// The caller builds; what is and was there is for the reason.
+    /// The caller builds. The fields of present and past entries serve to explain the miss.
     Claimed(Arc<Ticket>, Vec<Arc<Fields>>),
 }
 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> PlanCache<K, V, U> {
-    /// A cache with these bounds; the name is for events and snapshots.
+    /// Creates a cache with these bounds. The name appears in events and snapshots.
     pub fn new(name: &str, limits: Limits) -> PlanCache<K, V, U> {
         let inner =
             Inner { store: Store::new(limits), journal: Journal::default(), past: Past::default(), stats: CacheStats::default(), next: 1 };
@@ -138,12 +138,11 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// The value for a key: there already, or made by `build`, which only one thread at a time runs for a key and which runs
-    /// without any lock held. The flag says whether it was there.
+    /// Returns the value for a key, from the cache or made by `build`. Only one thread at a time runs `build` for a key, without any lock held. The
+    /// flag is true on a hit.
     ///
     /// # Errors
-    /// What `build` returned to this thread, or *unsupported* from a while ago. Threads that waited for a build which failed
-    /// otherwise build themselves.
+    /// The error of `build`, or a remembered *unsupported*. Threads that waited for a build which failed otherwise call `build` themselves.
     pub fn get_or_build<E: BuildError<Refusal = U>>(
         &self,
         key: &dyn Query<K>,
@@ -152,7 +151,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         self.with(key, build, |value, there| (value.clone(), there))
     }
 
-    /// As [`PlanCache::get_or_build`], and calls `call` with the value, which stays alive until that is done, and whether it was there.
+    /// As [`PlanCache::get_or_build`], but calls `call` with the value and the flag. The value stays alive until `call` returns.
     ///
     /// # Errors
     /// The errors of [`PlanCache::get_or_build`].
@@ -221,7 +220,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         Keyed { hash: key.hash_in(&self.hasher), key }
     }
 
-    /// Looks under the lock; where there is nothing the key is this thread's to build.
+    /// Looks a key up under the lock; on a miss, claims the build for this thread.
     fn find(&self, key: Keyed<'_, K>) -> Found<K, V, U> {
         let at = self.clock.fetch_add(TICK, Ordering::Relaxed) + TICK;
         let mut guard = lock(&self.inner);
@@ -247,7 +246,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         Found::Claimed(ticket, inner.store.fields().chain(inner.past.fields()).collect())
     }
 
-    /// Writes down why there is a build: outside of the lock, for all but the last lines.
+    /// Records the miss with its reason. Only the last lines take the lock.
     fn tell_miss(&self, key: &K, around: &[Arc<Fields>]) {
         let nearest = past::reasons(&key.fields(), around);
         let label = key.label();
@@ -273,7 +272,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         inner.journal.push(event);
     }
 
-    /// Writes down what was dropped, and lets the threads' fronts go of it. The values die with what is returned.
+    /// Records dropped entries and removes them from the fronts. The values are freed when the result is dropped.
     fn note_dropped(&self, inner: &mut Inner<K, V, U>, news: &mut News, dropped: &Dropped<K, V>) {
         dropped.iter().for_each(|(entry, _)| entry.mark_gone());
         for (entry, why) in dropped {
@@ -283,7 +282,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// Drops entries outside of the lock: unloading a kernel takes its time.
+    /// Drops entries outside the lock: unloading a kernel takes time.
     fn drop_unlocked(&self, dropped: Dropped<K, V>) {
         if !dropped.is_empty() {
             self.fronts.drop_gone();
@@ -291,7 +290,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         drop(dropped);
     }
 
-    /// Explains what became of a key, and which entries are nearest to it. Changes nothing.
+    /// Explains the state of a key, and names the nearest entries. Changes nothing.
     pub fn explain(&self, key: &K) -> Explanation {
         self.fronts.hits();
         let keyed = self.keyed(key);
@@ -340,7 +339,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         stats
     }
 
-    /// Everything that the cache knows of itself.
+    /// Returns a full record of the cache.
     pub fn snapshot(&self) -> CacheSnapshot {
         let stats = self.stats();
         let mut inner = lock(&self.inner);
@@ -357,12 +356,12 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// The bounds of the cache.
+    /// Returns the bounds of the cache.
     pub fn limits(&self) -> Limits {
         lock(&self.inner).store.limits()
     }
 
-    /// Sets new bounds. What does not fit is dropped at once, but for what is pinned.
+    /// Sets new bounds. Entries beyond them are dropped at once, except pinned ones.
     pub fn resize(&self, limits: Limits) {
         let mut news = News::default();
         let mut inner = lock(&self.inner);
@@ -374,7 +373,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         news.tell(&self.name, limits.entries);
     }
 
-    /// Forgets every entry that is not pinned, and every refusal; builds that are running go on.
+    /// Drops every entry that is not pinned, and every refusal. Running builds continue.
     pub fn clear(&self) {
         let mut news = News::default();
         let mut inner = lock(&self.inner);
@@ -386,7 +385,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         news.tell(&self.name, entries);
     }
 
-    /// Keeps an entry until the pin is dropped; `None` where there is none.
+    /// Keeps an entry until the pin is dropped; `None` if there is no entry.
     pub fn pin(&self, key: &K) -> Option<Pin<K, V>> {
         let keyed = self.keyed(key);
         let inner = lock(&self.inner);
@@ -399,7 +398,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// Every value, the most recently used first.
+    /// Returns every value, most recently used first.
     pub fn values(&self) -> Vec<(K, V)> {
         let entries = lock(&self.inner).store.list();
         entries.iter().map(|e| (e.key.clone(), e.value.clone())).collect()
@@ -408,18 +407,18 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static, U> Drop for PlanCache<K, V, U> {
     fn drop(&mut self) {
-        // Threads that live on have entries at hand.
+        // Other threads may still have entries in their fronts.
         lock(&self.inner).store.list().iter().for_each(|entry| entry.mark_gone());
         self.fronts.drop_gone();
     }
 }
 
-/// The right to build a key. Dropped, also by a panic, it takes the mark away, if that still stands, and wakes the others.
+/// The right to build a key. Dropping it, even by a panic, removes the mark if it is still there, and wakes the waiting threads.
 struct Claim<'a, K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> {
     cache: &'a PlanCache<K, V, U>,
     key: Keyed<'a, K>,
     ticket: Arc<Ticket>,
-    /// The mark is gone: there is a value or a refusal in its place, or nothing, or the mark of another thread by now.
+    /// The mark was replaced: by a value, a refusal, nothing, or another thread's mark.
     settled: bool,
 }
 
@@ -428,7 +427,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let cache = self.cache;
         let time = BuildTime { total, ..value.build_time() };
         let made = cache.since.elapsed();
-        // Keys and values are asked before the lock is taken: where one panics, the key is free again.
+        // Call methods of key and value before taking the lock: if one panics, the key becomes free again.
         let mut entry = Entry::new(self.key, value, made, time);
         let mut news = News::default();
         let mut guard = lock(&cache.inner);
@@ -450,7 +449,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         cache.note_dropped(inner, &mut news, &dropped);
         let entries = inner.store.limits().entries;
         drop(guard);
-        // Those who wait go on, whatever becomes of this thread.
+        // Wake waiting threads first, whatever happens to this thread.
         drop(self);
         cache.drop_unlocked(dropped);
         news.tell(&cache.name, entries);

@@ -1,23 +1,23 @@
-//! How much a cache may hold, and what its values weigh.
+//! Bounds of a cache, and the memory of its values.
 
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroUsize;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Memory of one value, in bytes, as far as it is known. A plain value, written as a literal.
+/// Memory of one value in bytes, as far as known. A plain value, written as a literal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
     /// Bytes of host memory.
     pub host: u64,
     /// Bytes of device memory: code and tables.
     pub device: u64,
-    /// Bytes of device memory that a call of the value borrows.
+    /// Bytes of device memory that a call of the value uses as workspace.
     pub workspace: u64,
 }
 
 impl Weight {
-    /// All three together.
+    /// Returns the sum of all three.
     pub fn bytes(self) -> u64 {
         self.host.saturating_add(self.device).saturating_add(self.workspace)
     }
@@ -31,7 +31,7 @@ impl AddAssign for Weight {
     }
 }
 
-/// The bounds of a cache. Both hold at any time: what would break one is not kept.
+/// The bounds of a cache. Both hold at any time: a value that would exceed one is not kept.
 ///
 /// ```
 /// use sdpa_cache::Limits;
@@ -47,7 +47,7 @@ pub struct Limits {
     pub entries: NonZeroUsize,
     /// Sum of [`Weight::bytes`] over all entries.
     pub bytes: u64,
-    /// How long *unsupported* is remembered, for as many keys as there are entries. Nothing else that fails is.
+    /// How long *unsupported* is remembered, for as many keys as entries. Other failures are not remembered.
     pub refusals: Duration,
 }
 
@@ -73,7 +73,7 @@ impl Limits {
         self
     }
 
-    /// So many entries, 16 GiB, refusals for a minute.
+    /// Returns bounds of this many entries, 16 GiB, and one minute for refusals.
     pub fn entries(entries: NonZeroUsize) -> Limits {
         Limits { entries, bytes: 16 << 30, refusals: Duration::from_secs(60) }
     }

@@ -1,23 +1,23 @@
-//! What happens in a cache as counters of the `metrics` facade, each with the label `cache`.
+//! Events of a cache as counters of the `metrics` facade, each with the label `cache`.
 //!
 //! | name | counts |
 //! |---|---|
-//! | `sdpa_cache_hits_total` | lookups that found a plan; threads tell of theirs in batches |
+//! | `sdpa_cache_hits_total` | lookups that found a plan; threads report theirs in batches |
 //! | `sdpa_cache_misses_total` | lookups that built |
 //! | `sdpa_cache_failures_total` | builds that failed or found no engine |
-//! | `sdpa_cache_evictions_total` | plans that went, with the label `why` |
-//! | `sdpa_cache_build_seconds` | a histogram of builds |
+//! | `sdpa_cache_evictions_total` | evicted plans, with the label `why` |
+//! | `sdpa_cache_build_seconds` | a histogram of build times |
 
 use super::facts::What;
 use metrics::{counter, histogram};
 use std::cell::Cell;
 
 std::thread_local! {
-    /// This thread is inside a recorder.
+    /// Whether this thread is inside a recorder.
     static TELLING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Ends what [`telling`] began, also by a panic.
+/// Ends the recording that [`telling`] began, even by a panic.
 struct Telling;
 
 impl Drop for Telling {
@@ -26,7 +26,7 @@ impl Drop for Telling {
     }
 }
 
-/// Runs `tell`, but not where a recorder asks the cache, which would then tell it for ever.
+/// Runs `tell`, unless this thread is already in it: a recorder that calls the cache would recurse forever.
 fn telling(tell: impl FnOnce()) {
     if TELLING.try_with(|telling| telling.replace(true)) == Ok(false) {
         let _ends = Telling;
@@ -46,7 +46,7 @@ pub(super) fn event(cache: &str, what: &What) {
     });
 }
 
-/// Tells of hits up to now.
+/// Reports the hits up to now.
 pub(super) fn hits(cache: &str, hits: u64) {
     telling(|| counter!("sdpa_cache_hits_total", "cache" => cache.to_owned()).absolute(hits));
 }

@@ -1,14 +1,14 @@
-//! The promises of the cache under every order of steps that a model checker tries: package `cache-model`.
+//! Checks the cache's guarantees under the interleavings that a model checker tries: package `cache-model`.
 
 use super::*;
 use shuttle::sync::Barrier;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering as StdOrdering};
 
-/// Orders that each test tries, at random and with few preemptions: each run draws others, so three days try 21,000.
+/// Interleavings per test, random with few preemptions. Each run draws others, so three days try 21,000.
 const ORDERS: usize = 7_000;
 
-/// A value that is counted while it lives.
+/// A value that counts its live instances.
 #[derive(Debug)]
 struct Counted {
     key: u32,
@@ -60,7 +60,7 @@ impl BuildError for Failure {
 
 type Cache = PlanCache<u32, Arc<Counted>, String>;
 
-/// A cache, with counts of what lives and of builds.
+/// A cache with counts of live values and of builds.
 #[derive(Clone)]
 struct World {
     cache: Arc<Cache>,
@@ -120,8 +120,7 @@ fn one_build_per_key() {
     });
 }
 
-/// Threads that live on have entries at hand; none of them may be one that was dropped. Another thread counts meanwhile, for which it looks
-/// into every front.
+/// Threads that live on have entries in their fronts; none may be a dropped one. Meanwhile another thread counts, for which it locks every front.
 fn what_is_dropped_dies(entries: usize, keys: [[u32; 5]; 3]) {
     check(move || {
         let world = World::new(entries);
@@ -144,7 +143,7 @@ fn what_is_dropped_dies(entries: usize, keys: [[u32; 5]; 3]) {
             })
         };
         quiet.wait();
-        // Before `stats`, which looks into the fronts.
+        // Before `stats`, which locks the fronts.
         let live = world.live.load(StdOrdering::SeqCst);
         let there = world.cache.stats().entries;
         assert!(there <= entries);
@@ -156,7 +155,7 @@ fn what_is_dropped_dies(entries: usize, keys: [[u32; 5]; 3]) {
     });
 }
 
-/// A thread whose builds fail puts nothing at hand, and so does not come by its front again.
+/// A thread whose builds fail adds nothing to its front, and so does not sweep it.
 #[test]
 fn what_is_dropped_while_a_build_fails_dies() {
     check(|| {
@@ -178,7 +177,7 @@ fn what_is_dropped_while_a_build_fails_dies() {
     });
 }
 
-/// Counting holds the front of a thread that rests, while another drops what it has.
+/// Counting locks the front of an idle thread while another drops its entries.
 #[test]
 fn what_is_dropped_while_it_is_counted_dies() {
     check(|| {

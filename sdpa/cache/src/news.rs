@@ -1,12 +1,12 @@
-//! What happens in a cache, told to subscribers of `tracing` and, with the feature `metrics`, to counters.
+//! Sends events of a cache to subscribers of `tracing` and, with the feature `metrics`, to counters.
 //!
-//! Under the lock it is only written down. It is told when the lock is free and everything is in its place: a subscriber may ask the
-//! cache, take its time, or panic.
+//! Under the lock events are only recorded. They are sent after the lock is released and the cache is consistent: a subscriber may call the cache,
+//! take its time, or panic.
 
 use super::facts::{CacheEvent, What};
 use std::num::NonZeroUsize;
 
-/// Events that are still to be told.
+/// Events that are still to be sent.
 #[derive(Debug, Default)]
 #[must_use]
 pub(super) struct News(Vec<CacheEvent>);
@@ -16,7 +16,7 @@ impl News {
         self.0.push(event);
     }
 
-    /// Tells all, of a cache with this bound on entries. Not to be called under its lock.
+    /// Sends all events of a cache with this bound on entries. Must not be called under its lock.
     pub(super) fn tell(self, cache: &str, entries: NonZeroUsize) {
         for event in self.0 {
             trace(cache, entries, &event);

@@ -1,4 +1,4 @@
-//! What was here, and what is nearest to a key.
+//! Dropped entries, and the search for the nearest key.
 
 use super::entry::{CacheValue, Entry};
 use super::explain::{CacheKey, Fields, Nearest, differences, distance};
@@ -6,12 +6,12 @@ use super::facts::{EntryFacts, Why};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Entries that went and are remembered.
+/// The most dropped entries that are remembered.
 const KEPT: usize = 256;
-/// Entries, and as many that went, that are looked at for the nearest.
+/// The most entries, and the most dropped ones, that the search for the nearest considers.
 pub(super) const LOOKED_AT: usize = 64;
 
-/// An entry that went.
+/// A dropped entry.
 #[derive(Debug)]
 pub(super) struct Gone<K> {
     key: K,
@@ -20,13 +20,13 @@ pub(super) struct Gone<K> {
     why: Why,
 }
 
-/// The last entries that went, and whether too many of them come back.
+/// The last dropped entries, and whether too many of them are built again.
 #[derive(Debug)]
 pub(super) struct Past<K> {
     gone: VecDeque<Arc<Gone<K>>>,
-    /// Of the last builds, which were of something that had gone.
+    /// For each of the last builds, whether its key had been dropped.
     builds: VecDeque<bool>,
-    /// Builds until thrashing is told of again.
+    /// Builds until thrashing may be reported again.
     quiet: usize,
 }
 
@@ -45,22 +45,23 @@ impl<K: CacheKey> Past<K> {
         self.gone.push_back(Arc::new(Gone { key: entry.key.clone(), fields: entry.fields.clone(), facts: entry.facts(), why }));
     }
 
-    /// Why a key went, if it was here a short while ago.
+    /// Returns why a key was dropped, if it is remembered.
     pub(super) fn why_gone(&self, key: &K) -> Option<Why> {
         self.gone.iter().find(|gone| gone.key == *key).map(|gone| gone.why)
     }
 
-    /// The fields of the latest that went.
+    /// Returns the fields of the last dropped entries.
     pub(super) fn fields(&self) -> impl Iterator<Item = Arc<Fields>> {
         self.gone.iter().rev().take(LOOKED_AT).map(|gone| gone.fields.clone())
     }
 
-    /// The latest that went, the latest first.
+    /// Returns the last dropped entries, latest first.
     pub(super) fn latest(&self) -> Vec<Arc<Gone<K>>> {
         self.gone.iter().rev().take(LOOKED_AT).cloned().collect()
     }
 
-    /// Notes a build. So many of the last builds were of what had gone, if that is worth a warning: one in a window.
+    /// Records a build. If thrashing is worth a warning, returns how many of the last builds were of dropped keys, and of how many; at most once per
+    /// window.
     pub(super) fn note_miss(&mut self, again: bool, entries: usize) -> Option<(u64, u64)> {
         let window = (2 * entries).clamp(16, 1024);
         self.builds.push_back(again);
@@ -77,19 +78,19 @@ impl<K: CacheKey> Past<K> {
     }
 }
 
-/// The differences of the nearest of some keys.
+/// Returns the differences from the nearest of some keys.
 pub(super) fn reasons(fields: &Fields, others: &[Arc<Fields>]) -> Vec<String> {
     let nearest = others.iter().min_by_key(|other| distance(fields, other));
     nearest.map_or_else(Vec::new, |nearest| differences(fields, nearest).iter().map(ToString::to_string).collect())
 }
 
-/// The keys that differ in the fewest fields, of those that are there and of those that went.
+/// Returns the keys that differ in the fewest fields, among present and dropped ones.
 pub(super) fn nearest<K: CacheKey, V: CacheValue>(key: &K, there: &[Arc<Entry<K, V>>], gone: &[Arc<Gone<K>>], most: usize) -> Vec<Nearest> {
     let fields = key.fields();
     let here = there.iter().take(LOOKED_AT).map(|e| (distance(&fields, &e.fields), Found::Here(&**e)));
     let gone = gone.iter().map(|gone| (distance(&fields, &gone.fields), Found::Gone(gone)));
     let mut all: Vec<_> = here.chain(gone).collect();
-    // The sort is stable: of equally near ones those that are there, and then the latest.
+    // The sort is stable: among equally near keys the present ones come first, then the latest.
     all.sort_by_key(|(distance, _)| *distance);
     all.truncate(most);
     let told = |(_, found)| match found {

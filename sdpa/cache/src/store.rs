@@ -1,4 +1,4 @@
-//! Entries in the order of their use, within bounds. No thread but the one that holds the lock comes here.
+//! Entries in order of use, within bounds. Only the thread that holds the lock accesses it.
 
 use super::entry::{CacheValue, Entry};
 use super::explain::{CacheKey, Fields, Query};
@@ -10,18 +10,18 @@ use std::hash::Hasher;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What a key stands for.
+/// The state of a key.
 #[derive(Debug)]
 pub(super) enum Slot<K, V, T, U> {
-    /// Being made by some thread.
+    /// Some thread is building it.
     Building(Arc<T>),
-    /// There.
+    /// It has a value.
     Ready(Arc<Entry<K, V>>),
-    /// There is none, and that is remembered.
+    /// It was refused, and the refusal is remembered.
     Refused { why: U, since: Instant },
 }
 
-/// A key, or what is one, with its hash, by which it is found; computed once, as keys are long.
+/// A key, or a borrowed form of it, with its hash. The hash is computed once, because keys are long.
 pub(super) struct Keyed<'k, K> {
     pub(super) hash: u64,
     pub(super) key: &'k dyn Query<K>,
@@ -35,14 +35,14 @@ impl<K> Clone for Keyed<'_, K> {
 
 impl<K> Copy for Keyed<'_, K> {}
 
-/// A slot with its key and the hash of that.
+/// A slot with its key and hash.
 type Homed<K, V, T, U> = (u64, K, Slot<K, V, T, U>);
 
-/// By hash. Where two keys have one hash, the second is at the next free number.
+/// Slots by hash. If two keys have one hash, the second is at the next free number.
 type Slots<K, V, T, U> = LruCache<u64, Homed<K, V, T, U>, Numbers>;
 type Numbers = std::hash::BuildHasherDefault<Number>;
 
-/// The hash of what is a hash.
+/// The identity hash of a number that is a hash.
 #[derive(Debug, Default)]
 pub(super) struct Number(u64);
 
@@ -71,7 +71,7 @@ pub(super) struct Store<K, V, T, U> {
     entries: usize,
     refused: usize,
     weight: Weight,
-    /// Up to this time the order of the slots is that of their use.
+    /// The slots are in order of use up to this time.
     ordered: u64,
 }
 
@@ -99,7 +99,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         self.weight
     }
 
-    /// The fields of the latest entries.
+    /// Returns the fields of the latest entries.
     pub(super) fn fields(&self) -> impl Iterator<Item = Arc<Fields>> {
         self.slots.iter().filter_map(|(_, (.., slot))| entry(slot)).take(LOOKED_AT).map(|e| e.fields.clone())
     }
@@ -108,7 +108,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         self.slots.peek(&self.place(key)).map(|(.., slot)| slot)
     }
 
-    /// Where a key is, or may be put.
+    /// Returns the number at which a key is or can be inserted.
     fn place(&self, Keyed { hash, key }: Keyed<'_, K>) -> u64 {
         let mut place = hash;
         while self.slots.peek(&place).is_some_and(|(_, there, _)| !key.is(there)) {
@@ -117,13 +117,13 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         place
     }
 
-    /// Entries, the most recently used first.
+    /// Returns the entries, most recently used first.
     pub(super) fn list(&mut self) -> Vec<Arc<Entry<K, V>>> {
         self.order();
         self.slots.iter().filter_map(|(_, (.., slot))| entry(slot)).cloned().collect()
     }
 
-    /// Puts a mark or a refusal in the place of a key.
+    /// Sets the state of a key to a mark or a refusal.
     pub(super) fn put(&mut self, key: Keyed<'_, K>, slot: Slot<K, V, T, U>) {
         debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
         let owned = key.key.to_key();
@@ -135,7 +135,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         self.slots.put(self.place(key), (key.hash, owned, slot));
     }
 
-    /// Takes a key out, whatever it stands for.
+    /// Removes a key in any state.
     pub(super) fn remove(&mut self, key: Keyed<'_, K>) -> Option<Arc<Entry<K, V>>> {
         let slot = self.pop(self.place(key))?;
         let entry = entry(&slot).cloned()?;
@@ -143,7 +143,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         Some(entry)
     }
 
-    /// Empties a place, and moves up what was put further only because it was taken.
+    /// Empties a number, and moves up keys that are later only because it was taken.
     fn pop(&mut self, place: u64) -> Option<Slot<K, V, T, U>> {
         let (.., slot) = self.slots.pop(&place)?;
         self.refused -= usize::from(matches!(slot, Slot::Refused { .. }));
@@ -160,7 +160,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         Some(slot)
     }
 
-    /// Puts an entry in, and drops others until the bounds hold; `None` where they cannot, and then the key stands for nothing.
+    /// Inserts an entry, and drops others until the bounds hold; `None` if they cannot, in which case the key is removed.
     pub(super) fn insert(&mut self, entry: Arc<Entry<K, V>>) -> Option<Dropped<K, V>> {
         let key = entry.key.clone();
         self.remove(entry.keyed());
@@ -177,7 +177,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         Some(dropped)
     }
 
-    /// New bounds; what does not fit goes, but for what is pinned.
+    /// Sets new bounds, and drops entries beyond them, except pinned ones.
     pub(super) fn resize(&mut self, limits: Limits) -> Dropped<K, V> {
         self.limits = limits;
         self.forget_refusals(limits.entries.get());
@@ -190,17 +190,17 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         self.trim(0, 0, Some(Why::Cleared))
     }
 
-    /// Forgets the oldest refusals, until so many are left.
+    /// Drops the oldest refusals until `most` are left.
     fn forget_refusals(&mut self, most: usize) {
         while self.refused > most {
             let oldest = self.slots.iter().rev().find(|(_, (.., slot))| matches!(slot, Slot::Refused { .. })).map(|(place, _)| *place);
-            // The one that is about to be put is counted, and not there yet.
+            // The refusal that is about to be inserted is counted already.
             let Some(place) = oldest else { return };
             self.pop(place);
         }
     }
 
-    /// Drops the least recently used entries that are not pinned, until so many entries and bytes are left.
+    /// Drops the least recently used entries that are not pinned, until these numbers of entries and bytes are left.
     fn trim(&mut self, entries: usize, bytes: u64, why: Option<Why>) -> Dropped<K, V> {
         if self.entries <= entries && self.weight.bytes() <= bytes {
             return Vec::new();
@@ -230,7 +230,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         self.weight.workspace = self.weight.workspace.saturating_sub(entry.weight.workspace);
     }
 
-    /// Brings what was used since the last time to the front, in the order of its use.
+    /// Moves the entries used since the last call to the front, in order of use.
     fn order(&mut self) {
         let mut used: Vec<(u64, u64)> = self
             .slots

@@ -1,4 +1,4 @@
-//! The primitives of the cache: those of the machine, or those of a model checker (package `cache-model`).
+//! Synchronisation primitives: those of the machine, or of a model checker (package `cache-model`).
 
 #[cfg(not(all(test, feature = "model")))]
 mod primitives {

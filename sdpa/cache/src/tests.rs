@@ -1,4 +1,4 @@
-//! One thread against a model, many threads against the promises.
+//! Compares one thread with a model, and checks the guarantees with many threads.
 
 mod foreign;
 
@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering as StdOrdering};
 
-/// A value of a weight, which tells when it is dropped.
+/// A value with a size that records when it is dropped.
 #[derive(Clone, Debug, Default)]
 struct Value {
     number: u32,
@@ -197,7 +197,7 @@ fn every_miss_has_a_reason() {
     let missed: Vec<_> = snapshot.events.iter().filter(|e| matches!(e.what, What::Missed { .. })).collect();
     assert_eq!(missed[0].what, What::Missed { nearest: vec![], evicted: None });
     assert_eq!(missed[3].what, What::Missed { nearest: vec![], evicted: Some(Why::Entries) });
-    // Files have whole microseconds.
+    // Files store whole microseconds.
     let text = serde_json::to_string(&snapshot).unwrap();
     let read = serde_json::from_str::<CacheSnapshot>(&text).unwrap();
     assert_eq!(serde_json::to_string(&read).unwrap(), text);
@@ -235,7 +235,7 @@ fn many_threads_build_once_and_other_keys_do_not_wait() {
                 let build = || {
                     builds.fetch_add(1, StdOrdering::Relaxed);
                     building.wait();
-                    // Only released once a lookup of another key has come and gone.
+                    // Released only after a lookup of another key.
                     other_done.wait();
                     std::thread::sleep(Duration::from_millis(20));
                     heavy(7, 1)()
@@ -263,7 +263,7 @@ fn what_is_dropped_dies_also_where_another_thread_has_it_at_hand() {
             }
             hit.wait();
             dropped.wait();
-            // In use: it dies when the call is done, and not before.
+            // The value is in use: it is freed when the call returns, not before.
             c.with(&2, ok(2), |value, _| {
                 hit.wait();
                 dropped.wait();
@@ -271,7 +271,7 @@ fn what_is_dropped_dies_also_where_another_thread_has_it_at_hand() {
             })
             .unwrap();
             done.wait();
-            // This thread lives on with a front of a cache.
+            // This thread lives on with a front of the cache.
             done.wait();
         });
         hit.wait();
@@ -321,13 +321,13 @@ fn a_call_may_look_things_up() {
             outer.number + inner
         })
     };
-    // The entry of the outer call is dropped while it is used, and made again inside.
+    // The entry of the outer call is evicted during its use, and built again inside.
     assert_eq!(sum(10).unwrap(), 10 + 11);
     assert_eq!(sum(10).unwrap(), 11);
     assert_eq!(c.stats().entries, 1);
 }
 
-/// What a list of keys in the order of their use would do.
+/// A reference model: a list of keys in order of use.
 struct Model {
     limits: Limits,
     entries: Vec<(u32, u64, bool)>,
@@ -404,7 +404,7 @@ proptest! {
     }
 }
 
-/// A key whose hash says nothing.
+/// A key whose hash is always the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Alike(u32);
 

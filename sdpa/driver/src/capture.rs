@@ -1,4 +1,4 @@
-//! Streams that are being captured, and the graphs that come of it.
+//! Stream capture and CUDA graphs.
 
 use crate::device::Device;
 use crate::driver::Ptr;
@@ -32,7 +32,7 @@ table! {
     }
 }
 
-/// `CUDA_KERNEL_NODE_PARAMS`, 72 bytes in CUDA 12 and 13, which goes from one node to another unread.
+/// `CUDA_KERNEL_NODE_PARAMS`, 72 bytes in CUDA 12 and 13. It is copied from one node to another and never read.
 type KernelParams = [u64; 16];
 
 const KERNEL_NODE: c_int = 0;
@@ -40,17 +40,17 @@ const THREAD_LOCAL: c_int = 1;
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
 const MOVE: c_uint = 1;
 
-/// What calls leave with the capture that they are part of.
+/// Resources that calls hand to the capture of their stream.
 type Left = Vec<Box<dyn Send>>;
 
 thread_local! {
-    /// The streams that this thread captures by [`Stream::capture`], the innermost last, and what their graphs need. The driver's own
-    /// way, user objects, makes every launch of a graph dearer; it remains for captures that somebody else began.
+    /// The streams that this thread captures with [`Stream::capture`], innermost last, and the resources of their graphs. The driver's user objects
+    /// would make every launch of a graph slower; they serve captures that other code began.
     static CAPTURING: RefCell<Vec<(Ptr, Left)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A stream in [`CAPTURING`]. It leaves it, and is captured no longer, in a panic too: else the next who submits to it would add to a
-/// graph that nobody launches.
+/// A stream in [`CAPTURING`]. Dropping it ends the capture, even in a panic: a later submission to the stream would otherwise be added to a graph
+/// that is never launched.
 struct Capturing<'a> {
     stream: &'a Stream,
     table: &'a GraphTable,
@@ -65,7 +65,7 @@ impl<'a> Capturing<'a> {
         Ok(Capturing { stream, table, ended: false })
     }
 
-    /// The graph, what it needs, and what the driver says.
+    /// Returns the graph, its resources, and the driver's result.
     fn end(&mut self) -> (Option<Graph>, Left, Result<(), Error>) {
         self.ended = true;
         let (_, left) = CAPTURING.with_borrow_mut(Vec::pop).unwrap_or((std::ptr::null_mut(), Left::new()));
@@ -80,24 +80,24 @@ impl Drop for Capturing<'_> {
     fn drop(&mut self) {
         if !self.ended {
             let (graph, left, _) = self.end();
-            // The graph first: it names what is left.
+            // Drop the graph first: it refers to the resources.
             drop(graph);
             self.stream.device().relaxed(|| drop(left));
         }
     }
 }
 
-/// Something that a graph keeps, and the device that it belongs to.
+/// A resource that a graph keeps, and its device.
 struct Kept {
     device: &'static Device,
     thing: Box<dyn Send>,
 }
 
-/// The driver calls this when the last graph that keeps a thing is gone, from a thread that may not call the driver: the thing is
-/// dropped with the next that is retired.
+/// The driver calls this when the last graph that keeps a resource is gone, on a thread that may not call the driver. So the resource is dropped
+/// later, with the next retired one.
 ///
 /// # Safety
-/// `kept` came from `Box::into_raw` of a `Kept`, and this is the only call with it.
+/// `kept` comes from `Box::into_raw` of a `Kept`, and this is the only call with it.
 unsafe extern "C" fn let_go(kept: Ptr) {
     // SAFETY: the caller upholds the contract.
     let Kept { device, thing } = *unsafe { Box::from_raw(kept.cast::<Kept>()) };
@@ -105,7 +105,7 @@ unsafe extern "C" fn let_go(kept: Ptr) {
 }
 
 impl Device {
-    /// The capture that a stream is in: its number, which no other of the process has, and its graph.
+    /// Returns the capture of a stream: its number, unique in the process, and its graph.
     fn capture_info(&self, stream: Ptr) -> Result<(u64, Ptr), Error> {
         let table = self.graphs()?;
         let (mut status, mut id, mut graph, mut edges, mut count) = (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
@@ -115,12 +115,12 @@ impl Device {
         Ok((id, graph))
     }
 
-    /// The number of the capture that a stream is in.
+    /// Returns the number of a stream's capture.
     pub(crate) fn capture_of(&self, stream: Ptr) -> Result<u64, Error> {
         self.capture_info(stream).map(|(id, _)| id)
     }
 
-    /// Makes the graph that a stream is captured into keep something.
+    /// Makes the graph of a stream's capture keep a resource.
     pub(crate) fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
         let thing = CAPTURING.with_borrow_mut(|all| match all.iter_mut().find(|(captured, _)| *captured == stream) {
             Some((_, left)) => {
@@ -134,23 +134,23 @@ impl Device {
         let (_, graph) = self.capture_info(stream)?;
         let kept = Box::into_raw(Box::new(Kept { device: self, thing })).cast();
         let mut object = std::ptr::null_mut();
-        // SAFETY: `let_go` takes what `kept` points to, once: with the last reference.
+        // SAFETY: `let_go` frees `kept` once, with the last reference.
         let code = unsafe { (table.object_create)(&mut object, kept, let_go, 1, NO_DESTRUCTOR_SYNC) };
         if let Err(error) = self.check("cuUserObjectCreate", code) {
-            // SAFETY: nobody else has it.
+            // SAFETY: nothing else refers to it.
             drop(unsafe { Box::from_raw(kept.cast::<Kept>()) });
             return Err(error);
         }
         // SAFETY: both are live; the only reference moves into the graph.
         let code = unsafe { (table.retain)(graph, object, 1, MOVE) };
         self.check("cuGraphRetainUserObject", code).inspect_err(|_| {
-            // SAFETY: the reference was not taken over.
+            // SAFETY: the graph did not take the reference.
             let _ = unsafe { (table.object_release)(object, 1) };
         })
     }
 }
 
-/// A graph that is destroyed.
+/// An owned graph.
 struct Graph {
     device: &'static Device,
     graph: Ptr,
@@ -162,20 +162,20 @@ unsafe impl Send for Graph {}
 impl Drop for Graph {
     fn drop(&mut self) {
         if let Some(table) = self.device.graphs_if_any() {
-            // SAFETY: it is ours; what was instantiated lives on by itself.
+            // SAFETY: it is owned here; executable graphs made from it are independent.
             let _ = self.device.relaxed(|| unsafe { (table.destroy)(self.graph) });
         }
     }
 }
 
 impl Graph {
-    /// The same kernels in a row, in a graph that keeps nothing alive: what keeps its own things with a graph, as cuDNN 9.27 does, makes every
-    /// launch 3 µs dearer. `None` where it holds anything but kernels one after another, and where the driver does not tell.
+    /// Copies a linear chain of kernels to a graph that keeps nothing alive. A graph with user objects, as cuDNN 9.27 makes them, is 3 µs slower per
+    /// launch. `None` if the graph is anything but a chain of kernels, or if the driver has no functions to read it.
     fn bare(&self, table: &GraphTable, count: usize) -> Option<Graph> {
         let mut nodes = vec![std::ptr::null_mut(); count];
         let (mut from, mut to) = (nodes.clone(), nodes.clone());
         let (mut found, mut edges) = (count, count);
-        // SAFETY: the graph is live, and the arrays have as many places as is said.
+        // SAFETY: the graph is live, and the arrays have the stated lengths.
         let told = unsafe {
             (table.nodes)(self.graph, nodes.as_mut_ptr(), &mut found) == 0
                 && (table.edges)(self.graph, from.as_mut_ptr(), to.as_mut_ptr(), &mut edges) == 0
@@ -192,7 +192,7 @@ impl Graph {
         for n in 0..count {
             let (mut kind, mut params, mut node) = (KERNEL_NODE + 1, KernelParams::default(), std::ptr::null_mut());
             let depends = before.as_slice();
-            // SAFETY: nodes are live as their graphs are; parameters live in the first node while the second copies them.
+            // SAFETY: nodes live as long as their graphs, and parameters live in the first node while the second copies them.
             let copied = unsafe {
                 (table.node_type)(at, &mut kind) == 0
                     && kind == KERNEL_NODE
@@ -210,13 +210,13 @@ impl Graph {
     }
 }
 
-/// A CUDA graph: work that was captured from a stream by [`Stream::capture`], and can be launched any number of times.
+/// A CUDA graph: work captured from a stream by [`Stream::capture`], which can be launched any number of times.
 pub struct Captured {
     device: &'static Device,
     exec: Ptr,
     nodes: usize,
     left: Left,
-    /// Where its launches end.
+    /// Marks the end of its launches.
     lane: &'static Lane,
 }
 
@@ -226,14 +226,14 @@ impl std::fmt::Debug for Captured {
     }
 }
 
-// SAFETY: a graph may be launched and destroyed from any thread, and what it keeps is `Send`.
+// SAFETY: a graph may be launched and destroyed from any thread, and its resources are `Send`.
 unsafe impl Send for Captured {}
 
 impl Stream {
-    /// Captures what `submit` submits to this stream: nothing runs. What calls keep for their graph, the result keeps.
+    /// Captures the work that `submit` submits to this stream; nothing runs. The result keeps the resources that calls hand to their graph.
     ///
     /// # Errors
-    /// What `submit` returned; the driver's own, as for work that cannot be captured.
+    /// The error of `submit`, or a driver error, for example for work that cannot be captured.
     pub fn capture<E: From<Error>>(&self, submit: impl FnOnce() -> Result<(), E>) -> Result<Captured, E> {
         let device = self.device();
         let _entered = device.enter()?;
@@ -246,14 +246,14 @@ impl Stream {
         let Some(original) = original else { return Err(device.no_graph().into()) };
         let graph = original.graph;
         let (mut exec, mut nodes) = (std::ptr::null_mut(), 0);
-        // SAFETY: the graph is live; without room for nodes, they are counted.
+        // SAFETY: the graph is live; without an array the driver only counts nodes.
         device.check("cuGraphGetNodes", unsafe { (table.nodes)(graph, std::ptr::null_mut(), &mut nodes) })?;
         let bare = original.bare(table, nodes);
         let launched = bare.as_ref().map_or(graph, |bare| bare.graph);
         // SAFETY: the graph is live, and the pointer is to a live pointer.
         device.check("cuGraphInstantiate", device.relaxed(|| unsafe { (table.instantiate)(&mut exec, launched, 0) }))?;
         if bare.is_some() {
-            // What the original keeps, the executable graph needs.
+            // The executable graph needs the resources of the original.
             left.push(Box::new(original));
         }
         Ok(Captured { device, exec, nodes, left, lane: device.lanes().take() })
@@ -269,16 +269,16 @@ impl Captured {
     /// Launches the graph on a stream of its device. Returns without waiting.
     ///
     /// # Safety
-    /// Everything that was captured may run again: its memory is there, and nothing else uses it until the stream has passed this call.
+    /// All captured work may run again: its memory is live, and nothing else uses it until the stream has passed this call.
     ///
     /// # Errors
     /// A driver error.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
         let entered = self.device.enter()?;
-        // SAFETY: both are live; the rest is the caller's.
+        // SAFETY: both are live; the caller upholds the rest of the contract.
         self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })?;
         if self.device.is_capturing(stream.raw().0) {
-            // A part of another graph, which has a copy of this one but not of what this one keeps.
+            // This launch becomes part of another graph, which copies this one but not its resources.
             return Ok(());
         }
         self.lane.mark(&entered, self.device, stream.raw().0, stream.id())
@@ -288,7 +288,7 @@ impl Captured {
 impl Drop for Captured {
     fn drop(&mut self) {
         if let (Ok(_entered), Some(table)) = (self.device.enter(), self.device.graphs_if_any()) {
-            // SAFETY: it is ours; the driver frees one that is running when it is done.
+            // SAFETY: it is owned here; the driver frees a running one when it ends.
             let code = self.device.relaxed(|| unsafe { (table.exec_destroy)(self.exec) });
             if code != 0 {
                 tracing::warn!(code, "cuGraphExecDestroy");

@@ -1,4 +1,4 @@
-//! A GPU with its primary context, and how a thread enters it.
+//! GPUs with their primary contexts, and how a thread enters them.
 
 use crate::capture::GraphTable;
 use crate::driver::{DeviceTable, Driver, Ptr};
@@ -33,12 +33,12 @@ pub struct Device {
     waiting: Waiting,
 }
 
-/// Functions that not every driver has.
+/// Functions that older drivers lack.
 #[derive(Debug)]
 struct Later {
     graphs: Result<GraphTable, Error>,
     modules: Result<ModuleTable, Error>,
-    /// `cuStreamGetId`, of CUDA 12.0.
+    /// `cuStreamGetId`, from CUDA 12.0 on.
     stream_id: Option<unsafe extern "C" fn(Ptr, *mut u64) -> i32>,
 }
 
@@ -60,7 +60,7 @@ impl Device {
         let table = *driver.full()?;
         let mut device = 0;
         let (mut context, mut name, mut memory) = (std::ptr::null_mut(), [0 as c_char; 256], 0usize);
-        // SAFETY: every pointer is to a live variable of the type that the driver's header names.
+        // SAFETY: every pointer is to a live variable of the type in the driver's header.
         unsafe {
             driver.check("cuDeviceGet", (driver.table.device_get)(&mut device, index))?;
             driver.check("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 255, device))?;
@@ -75,7 +75,7 @@ impl Device {
         };
         let sm = attribute(COMPUTE_CAPABILITY_MAJOR)? * 10 + attribute(COMPUTE_CAPABILITY_MINOR)?;
         let sm_count = attribute(MULTIPROCESSOR_COUNT)?;
-        // SAFETY: the driver writes a terminated string, and the array began as zeros.
+        // SAFETY: the driver writes a terminated string, and the array is initialised with zeros.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         Ok(Device {
             driver,
@@ -92,22 +92,22 @@ impl Device {
         })
     }
 
-    /// The device's number, as the driver counts.
+    /// Returns the driver's ordinal of the device.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// The vendor's name for it.
+    /// Returns the vendor's name of the device.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Device memory, in bytes.
+    /// Returns the device memory in bytes.
     pub fn memory(&self) -> u64 {
         self.memory
     }
 
-    /// Device memory that is free now, in bytes.
+    /// Returns the free device memory in bytes.
     ///
     /// # Errors
     /// A driver error.
@@ -119,18 +119,18 @@ impl Device {
         Ok(free as u64)
     }
 
-    /// Compute capability: 90 for 9.0.
+    /// Returns the compute capability: 90 for 9.0.
     pub fn sm(&self) -> u32 {
         self.sm
     }
 
-    /// Number of multiprocessors of the device.
+    /// Returns the number of SMs.
     pub fn sm_count(&self) -> u32 {
         self.sm_count
     }
 
-    /// Makes the device's primary context current on this thread until the result is dropped. Then the context from before is current again, which is what
-    /// others on the thread (cudarc, PyTorch) take for the current device.
+    /// Makes the device's primary context current on this thread until the result is dropped. Then the previous context is current again, which other
+    /// code on the thread (cudarc, PyTorch) expects.
     ///
     /// # Errors
     /// A driver error.
@@ -145,8 +145,8 @@ impl Device {
         Ok(Entered { device: self, before: Some(current), on: PhantomData })
     }
 
-    /// Makes the device's primary context current on this thread for good: a thread that has none, and calls often, is spared a change of contexts
-    /// at each call.
+    /// Makes the device's primary context current on this thread permanently. A thread without another context then saves a context switch at each
+    /// call.
     ///
     /// # Errors
     /// A driver error.
@@ -155,8 +155,8 @@ impl Device {
         self.check("cuCtxSetCurrent", unsafe { (self.table.context_set)(self.context) })
     }
 
-    /// Runs something that allocates, frees, loads, unloads or waits, which would invalidate a capture by this or another thread otherwise.
-    /// Streams that are being captured must not be touched inside.
+    /// Runs a function that allocates, frees, loads, unloads or waits, which would otherwise invalidate a capture by this or another thread. It must
+    /// not touch streams under capture.
     pub fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
         self.driver.relaxed(run)
     }
@@ -184,18 +184,18 @@ impl Device {
         self.later.modules.as_ref().map_err(Clone::clone)
     }
 
-    /// The same where an error would be dropped.
+    /// Returns the graph functions, where an error would be ignored.
     pub(crate) fn graphs_if_any(&self) -> Option<&GraphTable> {
         self.later.graphs.as_ref().ok()
     }
 
-    /// A capture that ended well and made no graph.
+    /// Returns the error of a capture that ended without a graph.
     #[cold]
     pub(crate) fn no_graph(&self) -> Error {
         Error::Driver { call: "cuStreamEndCapture", code: 0, name: "CUDA_SUCCESS".to_owned(), text: "no graph came of it".to_owned() }
     }
 
-    /// A [`Lane`] of the device that nobody else has, for the life of the process: keep it, and use it with one submission at a time.
+    /// Returns an unused [`Lane`] of the device, which lives as long as the process. Use it with one submission at a time.
     pub fn lane(&self) -> &'static Lane {
         self.lanes.take()
     }
@@ -208,19 +208,19 @@ impl Device {
         &self.waiting
     }
 
-    /// Waits for everything submitted so far. **Invalidates every capture of the device that is under way**, whoever began it; nothing in
-    /// this crate calls it.
+    /// Waits for all work submitted so far. **Invalidates every running capture of the device**, including those of other code. Nothing in this crate
+    /// calls it.
     ///
     /// # Errors
-    /// A driver error: also that of a kernel which failed, and that a stream is being captured.
+    /// A driver error, also if a kernel failed or a stream is under capture.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.enter()?;
-        // SAFETY: no arguments to be wrong about.
+        // SAFETY: the function has no arguments.
         self.check("cuCtxSynchronize", unsafe { (self.table.context_synchronize)() })
     }
 
-    /// A number for a stream that no later stream has; its address, where the driver has no such numbers. None while the stream is captured:
-    /// the question would invalidate the capture, in whichever mode (H200, driver 580).
+    /// Returns a number that no later stream shares; the stream's address if the driver has no such numbers. `None` during capture: the query would
+    /// invalidate the capture in any mode (H200, driver 580).
     pub(crate) fn stream_id(&self, stream: Ptr) -> Option<u64> {
         if self.is_capturing(stream) {
             return None;
@@ -231,7 +231,7 @@ impl Device {
         Some(if known { id } else { stream.expose_provenance() as u64 })
     }
 
-    /// A new stream.
+    /// Creates a stream.
     ///
     /// # Errors
     /// A driver error.
@@ -244,21 +244,21 @@ impl Device {
     }
 }
 
-/// A thread's stay in the context of a device. The context from before is current again when it is dropped.
+/// A guard: the context of a device is current on this thread. Dropping it restores the previous context.
 #[derive(Debug)]
 #[must_use = "the context from before is current again when it is dropped"]
 pub struct Entered<'a> {
     device: &'a Device,
-    /// `None`: it was this device's.
+    /// The previous context; `None` if it was this device's.
     before: Option<Ptr>,
-    /// Contexts are current on a thread.
+    /// Contexts are current per thread, so the guard is not `Send`.
     on: PhantomData<*const ()>,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            // SAFETY: it was current on this thread when this stay began, or null; a context that was destroyed since is refused.
+            // SAFETY: the context was current on this thread before, or null. The driver refuses one that was destroyed since.
             let code = unsafe { (self.device.table.context_set)(before) };
             if code != 0 {
                 tracing::warn!(code, "cuCtxSetCurrent to the context from before");

@@ -1,4 +1,4 @@
-//! The CUDA driver: tables of what is needed. Nothing here panics when there is no driver.
+//! The CUDA driver as tables of functions. Nothing here panics if there is no driver.
 
 use crate::device::Device;
 use crate::error::Error;
@@ -7,11 +7,11 @@ use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::PathBuf;
 
-/// An opaque handle of the driver's: a context, a module, a function, an event.
+/// An opaque handle of the driver: a context, a module, a function, an event.
 pub type Ptr = *mut c_void;
 
 table! {
-    /// The driver functions that are needed.
+    /// Driver functions that are always needed.
     Table {
         init: "cuInit" fn(c_uint);
         driver_version: "cuDriverGetVersion" fn(*mut c_int);
@@ -25,7 +25,7 @@ table! {
 }
 
 table! {
-    /// The driver functions that only a real device needs; a stand-in for the driver has none of them.
+    /// Driver functions that only a real device needs. A null driver has none of them.
     DeviceTable {
         device_name: "cuDeviceGetName" fn(*mut c_char, c_int, c_int);
         device_memory: "cuDeviceTotalMem_v2" fn(*mut usize, c_int);
@@ -64,22 +64,22 @@ const RELAXED: c_int = 2;
 pub struct Driver {
     pub(crate) library: Opened,
     pub(crate) table: Table,
-    /// `cuThreadExchangeStreamCaptureMode`; a stand-in for the driver may have none, and no captures.
+    /// `cuThreadExchangeStreamCaptureMode`. A null driver may have neither it nor captures.
     capture_mode: Option<unsafe extern "C" fn(*mut c_int) -> i32>,
-    /// An error over a stand-in for the driver.
+    /// An error with a null driver.
     device_table: Result<DeviceTable, Error>,
-    /// Those that are open.
+    /// Devices opened so far.
     devices: Mutex<Vec<&'static Device>>,
 }
 
 static DRIVER: Mutex<Option<&'static Driver>> = Mutex::new(None);
 
 impl Driver {
-    /// The process's driver, loaded on the first call that succeeds: from `path` if given then, from the variable
-    /// `CUDNN_GRAPH_DRIVER`, else `libcuda.so.1`.
+    /// Returns the process's driver. The first successful call loads it: from `path` if given, from the variable `CUDNN_GRAPH_DRIVER`, or else
+    /// `libcuda.so.1`.
     ///
     /// # Errors
-    /// Where it was looked for, or the function that it lacks.
+    /// The places searched, or the missing function.
     pub fn load(path: Option<&std::path::Path>) -> Result<&'static Driver, Error> {
         let mut slot = DRIVER.lock();
         if let Some(driver) = *slot {
@@ -101,12 +101,12 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Returns the file that the driver was loaded from.
+    /// Returns the file of the driver.
     pub fn path(&self) -> PathBuf {
         self.library.mapped_path()
     }
 
-    /// The newest CUDA version that the driver speaks: 13000 for 13.0.
+    /// Returns the newest CUDA version that the driver supports: 13000 for 13.0.
     ///
     /// # Errors
     /// A driver error.
@@ -117,12 +117,12 @@ impl Driver {
         Ok(version)
     }
 
-    /// Returns the number of devices that the driver sees. Starts the driver, and opens no device.
+    /// Returns the number of devices. Initialises the driver, but opens no device.
     ///
     /// # Errors
-    /// What the driver says; a driver that sees no device fails to start. Nothing is remembered: a later call asks again.
+    /// A driver error; a driver without devices fails to initialise. Failures are not remembered: a later call tries again.
     pub fn device_count(&self) -> Result<u32, Error> {
-        // SAFETY: no arguments to be wrong about.
+        // SAFETY: 0 is the only valid flag.
         self.check("cuInit", unsafe { (self.table.init)(0) })?;
         let mut count = 0;
         // SAFETY: the pointer is to a live integer.
@@ -130,11 +130,11 @@ impl Driver {
         Ok(count.unsigned_abs())
     }
 
-    /// One device, its primary context retained for the life of the process from the first call that succeeds. No other device is touched.
+    /// Opens a device. The first successful call retains its primary context for the life of the process. Touches no other device.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] past the last one; otherwise as [`Driver::device_count`], and the driver's own for this device, such as that
-    /// another process has it for itself.
+    /// [`Error::NoDevice`] past the last device; otherwise as [`Driver::device_count`], or a driver error for this device, for example if another
+    /// process uses it exclusively.
     pub fn device(&'static self, ordinal: u32) -> Result<&'static Device, Error> {
         let mut open = self.devices.lock();
         if let Some(device) = open.iter().find(|device| device.ordinal() == ordinal) {
@@ -147,10 +147,10 @@ impl Driver {
         Ok(device)
     }
 
-    /// Runs something that allocates, frees, loads, unloads or waits, which would invalidate a capture by this or another thread otherwise.
-    /// Streams that are being captured must not be touched inside.
+    /// Runs a function that allocates, frees, loads, unloads or waits, which would otherwise invalidate a capture by this or another thread. It must
+    /// not touch streams under capture.
     pub(crate) fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
-        /// Restores the mode from before, in a panic too.
+        /// Restores the previous mode, even in a panic.
         struct Mode(unsafe extern "C" fn(*mut c_int) -> i32, c_int);
         impl Drop for Mode {
             fn drop(&mut self) {
@@ -187,7 +187,7 @@ impl Driver {
     }
 }
 
-/// Runs something that allocates, frees, loads, unloads or waits, as [`Device::relaxed`] does, for every device of the driver of this process, if there is one.
+/// Runs a function as [`Device::relaxed`] does, for every device of this process's driver, if there is one.
 pub fn relaxed<R>(run: impl FnOnce() -> R) -> R {
     let driver = *DRIVER.lock();
     match driver {
@@ -196,7 +196,7 @@ pub fn relaxed<R>(run: impl FnOnce() -> R) -> R {
     }
 }
 
-/// The path made absolute from the current folder; unchanged where there is none.
+/// Makes a path absolute, relative to the current folder; unchanged if there is none.
 pub fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
 }

@@ -1,12 +1,12 @@
-//! Errors, each with what a reader needs to act on it.
+//! Errors, each with the facts to act on it.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// A place where a library was looked for, and why it was not taken from there.
+/// A place where a library was searched, and why it was not loaded from there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Searched {
-    /// A path, or a name given to the system's loader.
+    /// A path, or a name for the system's loader.
     pub place: String,
     /// The message of the loader.
     pub problem: String,
@@ -16,7 +16,7 @@ pub struct Searched {
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shared library is nowhere to be found, or does not load.
+    /// A shared library was not found, or does not load.
     #[error("{library} was not loaded; {}", Places(searched))]
     Library {
         /// The name of the library.
@@ -27,17 +27,17 @@ pub enum Error {
     /// The library lacks a function.
     #[error("{} has no function {symbol}", path.display())]
     MissingSymbol {
-        /// Returns the file that the library was loaded from.
+        /// The file of the library.
         path: PathBuf,
         /// The function.
         symbol: &'static str,
     },
-    /// The driver is there and no device is.
+    /// There is a driver, but not this device.
     #[error("the CUDA driver sees no device (asked for number {ordinal} of {count})")]
     NoDevice {
-        /// The device asked for.
+        /// The requested ordinal.
         ordinal: u32,
-        /// Number of devices that the driver sees.
+        /// Number of devices.
         count: u32,
     },
     /// A call into the CUDA driver failed.
@@ -47,35 +47,35 @@ pub enum Error {
         call: &'static str,
         /// The driver's `CUresult`.
         code: i32,
-        /// The driver's name for the code, as `CUDA_ERROR_OUT_OF_MEMORY`.
+        /// The driver's name of the code, such as `CUDA_ERROR_OUT_OF_MEMORY`.
         name: String,
         /// The driver's own text.
         text: String,
     },
-    /// The run-time compiler refused a text.
+    /// NVRTC refused a source.
     #[error("{call} returned {code}{}", Log(log))]
     Compile {
         /// The function.
         call: &'static str,
         /// NVRTC's `nvrtcResult`.
         code: i32,
-        /// The log of the compiler.
+        /// The compiler's log.
         log: String,
     },
-    /// Device memory ran out, or something does not fit: a copy past the end of a buffer, a workspace over its limit.
+    /// Device memory ran out, or a size exceeds its limit: a copy past the end of a buffer, a workspace over its limit.
     #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
-        /// The purpose of the memory, or the thing that does not fit.
+        /// The purpose of the memory, or the item that does not fit.
         what: String,
         /// Requested size in bytes.
         bytes: u64,
-        /// The limit that was met, in words.
+        /// The limit that was exceeded, as text.
         limit: String,
     },
 }
 
 impl Error {
-    /// True where there is no driver, no library or no device, as opposed to one that fails.
+    /// Returns whether a driver, library or device is missing, as opposed to failing.
     pub fn is_absence(&self) -> bool {
         /// `CUDA_ERROR_STUB_LIBRARY`, `CUDA_ERROR_NO_DEVICE`.
         const NO_DRIVER: [i32; 2] = [34, 100];
@@ -86,7 +86,7 @@ impl Error {
         }
     }
 
-    /// True where memory ran out, or the driver failed or is not there: whatever else is tried would fare no better.
+    /// Returns whether memory ran out, or the driver failed or is missing. Trying another option would not help.
     pub fn is_fatal(&self) -> bool {
         match self {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } | Error::Driver { .. } => true,

@@ -1,4 +1,4 @@
-//! Kernels beside cuDNN's: PTX, which the driver compiles for its device.
+//! Kernels in PTX, which the driver compiles for its device.
 
 use crate::device::Device;
 use crate::driver::Ptr;
@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::submission::Submission;
 use std::ffi::{CStr, c_uint, c_void};
 
-/// A kernel from PTX that is loaded on a device for as long as the process lives: [`Device::load_kernels`]. [`Module`](crate::Module) has kernels that can
+/// A kernel from PTX that stays loaded on a device for the life of the process: [`Device::load_kernels`]. Kernels of a [`Module`](crate::Module) can
 /// be unloaded.
 #[derive(Debug)]
 pub struct Kernel {
@@ -20,19 +20,19 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Device {
-    /// Loads kernels by name from one text of PTX, which is never unloaded: load each text once.
+    /// Loads kernels by name from one PTX source. They are never unloaded, so load each source once.
     ///
     /// # Errors
-    /// A driver error: PTX that is newer than the driver knows, a name that the text does not have.
+    /// A driver error: the PTX is newer than the driver supports, or lacks a name.
     pub fn load_kernels<const N: usize>(&'static self, ptx: &CStr, names: [&CStr; N]) -> Result<[Kernel; N], Error> {
         let _entered = self.enter()?;
         let mut module = std::ptr::null_mut();
-        // SAFETY: the text ends with a zero, and the pointer is to a live pointer.
+        // SAFETY: the text is zero-terminated, and the pointer is to a live pointer.
         let code = self.relaxed(|| unsafe { (self.table().module_load)(&mut module, ptx.as_ptr().cast()) });
         self.check("cuModuleLoadData", code)?;
         let mut functions = [std::ptr::null_mut(); N];
         for (function, name) in functions.iter_mut().zip(names) {
-            // SAFETY: the module is live, the name ends with a zero, and the pointer is to a live pointer.
+            // SAFETY: the module is live, the name is zero-terminated, and the pointer is to a live pointer.
             let code = self.relaxed(|| unsafe { (self.table().module_function)(function, module, name.as_ptr()) });
             self.check("cuModuleGetFunction", code)?;
         }
@@ -41,11 +41,11 @@ impl Device {
 }
 
 impl Submission<'_> {
-    /// Launches a kernel whose parameters are all of 64 bits, on the stream. Returns without waiting.
+    /// Launches a kernel whose parameters are all 64-bit, on the stream. Returns without waiting.
     ///
     /// # Safety
-    /// There are as many arguments as the kernel has parameters, and the kernel reads and writes only device memory of the stream's device
-    /// that nothing else uses until the stream has passed this call.
+    /// There are as many arguments as kernel parameters. The kernel accesses only device memory of the stream's device that nothing else uses until
+    /// the stream has passed this call.
     ///
     /// # Errors
     /// [`Error::Memory`] for a kernel of another device, or a driver error.
@@ -87,5 +87,5 @@ impl Submission<'_> {
     }
 }
 
-/// Arguments of a launch at most.
+/// The most arguments of a launch.
 const ARGUMENTS: usize = 32;

@@ -1,6 +1,6 @@
-//! Lanes: where the work ends that one handle, or one captured graph, has submitted. The end is an event that is recorded behind each
-//! submission, while the stream is certainly there; recording takes about 0.1 µs (H200, driver 580). Nothing asks a stream later, which may
-//! be captured by then, or gone, and nothing asks the whole context, which would invalidate every capture that runs in it.
+//! Lanes mark the end of work that one handle or one captured graph has submitted. The end is an event recorded after each submission, while the
+//! stream is certainly alive; recording takes about 0.1 µs (H200, driver 580). Later the stream may be under capture or destroyed, so no later step
+//! queries it. Querying the whole context would invalidate every capture in it.
 
 use crate::device::{Device, Entered};
 use crate::driver::Ptr;
@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// Marks the end of what one submitter, a thread or a handle, has submitted so far. What [`Device::retire`] is given waits until every lane's end has
-/// passed. Lanes live as long as the process, and go from one owner to the next.
+/// Marks the end of the work that one submitter, a thread or a handle, has submitted so far. Resources given to [`Device::retire`] wait until every
+/// lane's end has passed. Lanes live as long as the process, and are reused by later owners.
 #[derive(Debug, Default)]
 pub struct Lane {
     ends: Mutex<Ends>,
@@ -19,14 +19,14 @@ pub struct Lane {
 
 #[derive(Debug, Default)]
 struct Ends {
-    /// The stream of the last submission, by its number.
+    /// The number of the stream of the last submission.
     stream: Option<u64>,
     last: Option<Arc<Event>>,
-    /// Ends on other streams, not known to have passed.
+    /// Ends on other streams that may not have passed yet.
     elsewhere: Vec<Arc<Event>>,
 }
 
-/// The lanes of a thread, a device each. They go back when it ends.
+/// The lanes of a thread, one per device. They are given back when the thread ends.
 #[derive(Default)]
 struct OfThread(Vec<(&'static Device, &'static Lane)>);
 
@@ -42,7 +42,7 @@ thread_local! {
     static LANES: RefCell<OfThread> = const { RefCell::new(OfThread(Vec::new())) };
 }
 
-/// This thread's lane of a device; none while the thread ends.
+/// Returns this thread's lane of a device; `None` while the thread ends.
 pub(crate) fn of_thread(device: &'static Device) -> Option<&'static Lane> {
     let found = LANES.try_with(|lanes| {
         let mut lanes = lanes.try_borrow_mut().ok()?;
@@ -64,7 +64,7 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    /// A lane that nobody has.
+    /// Returns an unused lane.
     pub(crate) fn take(&self) -> &'static Lane {
         if let Some(lane) = self.free.lock().pop() {
             return lane;
@@ -74,12 +74,12 @@ impl Lanes {
         lane
     }
 
-    /// Its ends are kept in mind.
+    /// Makes a lane reusable. Its ends still count.
     pub(crate) fn give_back(&self, lane: &'static Lane) {
         self.free.lock().push(lane);
     }
 
-    /// The end of everything that was marked so far, as far as it is not known to have passed.
+    /// Returns the ends of all work marked so far that may not have passed yet.
     pub(crate) fn ends(&self) -> Vec<Arc<Event>> {
         let lanes = self.all.lock().clone();
         let mut ends = Vec::new();
@@ -92,16 +92,16 @@ impl Lanes {
     }
 }
 
-/// Whether a stream has certainly passed an event: after an error the context is lost, and nothing may be unloaded from it.
+/// Returns whether the stream has certainly passed an event. After an error the context is lost, and nothing may be unloaded from it.
 pub(crate) fn passed(event: &Event) -> bool {
     matches!(event.passed(), Ok(true))
 }
 
 impl Lane {
-    /// Marks the present end of a live stream that is not being captured, as the end of what was submitted on this lane.
+    /// Marks the current end of a live stream that is not under capture, as the end of the work submitted on this lane.
     pub(crate) fn mark(&self, entered: &Entered<'_>, device: &'static Device, stream: Ptr, id: Option<u64>) -> Result<(), Error> {
         let mut ends = self.ends.lock();
-        // Of streams that have no numbers, every one may be another.
+        // Streams without numbers may all be different.
         if id.is_none() || ends.stream != id {
             let Ends { last, elsewhere, .. } = &mut *ends;
             elsewhere.extend(last.take());
@@ -109,7 +109,7 @@ impl Lane {
             ends.stream = id;
         }
         match &ends.last {
-            // Whoever waits for an end waits for that one, not for later ones.
+            // If another owner waits for this end, keep the event and record a new one.
             Some(last) if Arc::strong_count(last) == 1 => last.record(entered, stream),
             Some(_) | None => {
                 let event = Event::new(device, false)?;

@@ -1,18 +1,18 @@
 #![doc = include_str!("../README.md")]
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
-//! | `driver`, `device` | the driver of the process; a GPU, and how a thread enters its context |
-//! | `stream`, `memory` | streams and points on them; owned device memory |
+//! | `driver`, `device` | the process's driver; a GPU, and how a thread enters its context |
+//! | `stream`, `memory` | streams and events; owned device memory |
 //! | `nvrtc` | the run-time compiler |
-//! | `kernel`, `module`, `tensor_map` | code on a device: for as long as the process lives, or until it is dropped; tensor maps for TMA |
-//! | `submission` | what one call submits to a stream |
-//! | `capture` | streams that are captured, and the graphs that come of it |
-//! | `lane`, `retire`, `room` | where submitted work ends; what outlives its owner; workspace by thread and stream |
-//! | `load` | opening shared libraries, and looking functions up |
+//! | `kernel`, `module`, `tensor_map` | code that stays loaded, and code that can be unloaded; tensor maps for TMA |
+//! | `submission` | the work that one call submits to a stream |
+//! | `capture` | stream capture and CUDA graphs |
+//! | `lane`, `retire`, `room` | ends of submitted work; resources that outlive their owner; workspace by thread and stream |
+//! | `load` | loading shared libraries and their functions |
 //!
-//! The whole crate is a fence: unsafe code for these things is here and nowhere else. Raw addresses of device memory enter through functions that are
-//! `unsafe` for the caller, with the contract written on them.
+//! Unsafe code for all of this is only in this crate. Raw addresses of device memory enter through functions that are `unsafe` for the caller and
+//! state their contract.
 #![allow(unsafe_code)]
 
 mod capture;

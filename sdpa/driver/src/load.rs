@@ -1,29 +1,29 @@
-//! Opening shared libraries, and looking functions up.
+//! Loads shared libraries and looks up their functions.
 
 use crate::error::{Error, Searched};
 use libloading::os::unix::{Library as Dl, RTLD_GLOBAL, RTLD_LAZY};
 use std::path::{Path, PathBuf};
 
-/// A place to look for a library.
+/// A place to search for a library.
 #[derive(Clone, Debug)]
 pub enum Place {
     /// A file, by its path.
     File(PathBuf),
-    /// A name that the system's loader resolves.
+    /// A name for the system's loader.
     System(&'static str),
-    /// A Python environment without the library, and what it lacks: nothing to open, but to be told of.
+    /// A Python environment without the library, and the missing package. Reported, but not opened.
     Empty(PathBuf, &'static str),
 }
 
-/// The environment of the `python3` that a shell would start.
+/// Returns the environment of the `python3` that a shell would start.
 fn python_on_path() -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     let folder = std::env::split_paths(&path).find(|folder| folder.is_absolute() && folder.join("python3").exists())?;
     folder.parent().map(Path::to_owned)
 }
 
-/// The places of a library in the active Python environments (`VIRTUAL_ENV`, `CONDA_PREFIX`, that of `python3`). `files` is given the folder `nvidia` of
-/// each and says which files there are; for an environment that has none there is a [`Place::Empty`] that says `none`.
+/// Returns the places of a library in the active Python environments (`VIRTUAL_ENV`, `CONDA_PREFIX`, that of `python3`). `files` receives the folder
+/// `nvidia` of each and returns the candidate files. An environment without any gives a [`Place::Empty`] with the text `none`.
 pub fn in_python(none: &'static str, files: impl Fn(&Path) -> Vec<PathBuf>) -> Vec<Place> {
     let named = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
     let mut roots: Vec<PathBuf> = named.chain(python_on_path()).filter(|r| r.is_absolute()).collect();
@@ -44,31 +44,31 @@ pub fn in_python(none: &'static str, files: impl Fn(&Path) -> Vec<PathBuf>) -> V
     places
 }
 
-/// An open library that is never closed: cuDNN's and the driver's threads outlive any scope of ours.
+/// A loaded library that is never closed: threads of cuDNN and the driver may run until the process ends.
 #[derive(Debug)]
 pub struct Opened {
     dl: std::mem::ManuallyDrop<Dl>,
-    /// The path, or the name, that the library was opened by.
+    /// The path or name by which the library was opened.
     pub path: PathBuf,
 }
 
-/// Opens the library at a path, for the life of the process.
+/// Loads the library at a path, for the life of the process.
 ///
 /// # Errors
-/// The loader's own words.
+/// The loader's message.
 pub fn open_file(path: &Path) -> Result<Opened, String> {
-    // SAFETY: running the initialisers of NVIDIA's libraries is what loading them means; they have no preconditions.
+    // SAFETY: loading runs the initialisers of NVIDIA's libraries, which have no preconditions.
     let dl = unsafe { Dl::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| {
-        // The loader's own words are behind the error, not in it.
+        // The loader's message is the source of the error.
         std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string)
     })?;
     Ok(Opened { dl: std::mem::ManuallyDrop::new(dl), path: path.to_owned() })
 }
 
-/// Opens the first of these that is there.
+/// Loads the first library that exists.
 ///
 /// # Errors
-/// [`Error::Library`] with every place and what is wrong with it.
+/// [`Error::Library`] with every place and its problem.
 pub fn open_first(library: &'static str, places: &[Place]) -> Result<Opened, Error> {
     let mut searched = Vec::new();
     for place in places {
@@ -90,7 +90,7 @@ pub fn open_first(library: &'static str, places: &[Place]) -> Result<Opened, Err
 }
 
 impl Opened {
-    /// Looks a function up.
+    /// Looks up a function.
     ///
     /// # Safety
     /// `F` must be the function's type, as an `extern "C"` pointer.
@@ -102,7 +102,7 @@ impl Opened {
         unsafe { self.dl.get::<F>(symbol.as_bytes()) }.map(|f| *f).map_err(|_| Error::MissingSymbol { path: self.path.clone(), symbol })
     }
 
-    /// The file that the loader mapped for a library opened by name.
+    /// Returns the file that the loader mapped for a library opened by name.
     pub fn mapped_path(&self) -> PathBuf {
         if self.path.is_absolute() {
             return self.path.clone();
@@ -118,7 +118,7 @@ impl Opened {
     }
 }
 
-/// Declares a table of functions that is filled from one library: each a name, a symbol, and the types of its arguments; all return an `int`.
+/// Declares a table of functions that is loaded from one library: name, symbol and argument types of each. All return an `int`.
 #[macro_export]
 macro_rules! table {
     ($(#[$doc:meta])* $t:ident { $($field:ident: $symbol:literal fn($($arg:ty),*);)* }) => {

@@ -21,7 +21,7 @@ macro_rules! elements {
 }
 elements!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, half::f16, half::bf16);
 
-/// A piece of device memory.
+/// A slice of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceSlice {
     /// Device address of the first byte.
@@ -42,7 +42,7 @@ impl Buffer {
     /// Allocates at least one byte, 256-byte aligned.
     ///
     /// # Errors
-    /// [`Error::Driver`] with `CUDA_ERROR_OUT_OF_MEMORY`, or any other of the driver.
+    /// [`Error::Driver`] with `CUDA_ERROR_OUT_OF_MEMORY`, or another driver error.
     pub fn new(device: &'static Device, bytes: usize) -> Result<Buffer, Error> {
         let _entered = device.enter()?;
         let mut address = 0;
@@ -51,17 +51,17 @@ impl Buffer {
         Ok(Buffer { device, address, bytes })
     }
 
-    /// The device that the memory is on.
+    /// Returns the device of the memory.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Device address of the first byte.
+    /// Returns the device address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -74,7 +74,7 @@ impl Buffer {
         Err(Error::Memory { what: format!("{what} at byte {offset}"), bytes: bytes as u64, limit })
     }
 
-    /// Copies from host memory to the byte `offset`, and waits.
+    /// Copies host memory to byte `offset`, and waits.
     ///
     /// # Errors
     /// [`Error::Memory`] past the end of the buffer, or a driver error.
@@ -89,7 +89,7 @@ impl Buffer {
         stream.synchronize()
     }
 
-    /// Copies to host memory from the byte `offset`, and waits.
+    /// Copies to host memory from byte `offset`, and waits.
     ///
     /// # Errors
     /// [`Error::Memory`] past the end of the buffer, or a driver error.
@@ -115,7 +115,7 @@ impl Buffer {
     /// A driver error.
     pub fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), Error> {
         let _entered = self.device.enter()?;
-        // SAFETY: the range is the buffer.
+        // SAFETY: the range is the whole buffer.
         let code = unsafe { (self.device.table().fill_bytes)(self.address, byte, self.bytes, stream.raw().0) };
         self.device.check("cuMemsetD8Async", code)
     }
@@ -124,7 +124,7 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Ok(_entered) = self.device.enter() {
-            // SAFETY: the memory is ours; the driver waits for work that uses it.
+            // SAFETY: the memory is owned here; the driver waits for work that uses it.
             let code = self.device.relaxed(|| unsafe { (self.device.table().free)(self.address) });
             if code != 0 {
                 tracing::warn!(code, "cuMemFree");

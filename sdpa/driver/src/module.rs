@@ -1,4 +1,4 @@
-//! Machine code that is loaded on a device until it is dropped, and launches of it.
+//! Machine code that is loaded on a device until it is dropped, and its launches.
 
 use crate::device::Device;
 use crate::driver::Ptr;
@@ -8,7 +8,7 @@ use crate::submission::Submission;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 table! {
-    /// The driver functions for kernels of one's own; a stand-in for the driver may lack them.
+    /// Driver functions for native kernels. A null driver may lack them.
     ModuleTable {
         unload: "cuModuleUnload" fn(Ptr);
         attribute: "cuFuncGetAttribute" fn(*mut c_int, c_int, Ptr);
@@ -21,7 +21,7 @@ const MAX_DYNAMIC_SHARED: c_int = 8;
 const REGISTERS: c_int = 4;
 const LOCAL_BYTES: c_int = 3;
 
-/// Loaded machine code. Dropping it unloads it: let go of it through [`Device::retire`] where the device may still run it.
+/// Loaded machine code. Dropping it unloads it. If the device may still run it, drop it through [`Device::retire`].
 #[derive(Debug)]
 pub struct Module {
     device: &'static Device,
@@ -33,13 +33,13 @@ unsafe impl Send for Module {}
 // SAFETY: as above; the driver is thread-safe.
 unsafe impl Sync for Module {}
 
-/// A kernel of a [`Module`]: what [`Submission::launch_entry`] launches.
+/// A kernel of a [`Module`], for [`Submission::launch_entry`].
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
     function: Ptr,
-    /// 32-bit registers of each thread.
+    /// 32-bit registers per thread.
     pub registers: u32,
-    /// Bytes of local memory of each thread: 0 where nothing is spilled.
+    /// Bytes of local memory per thread: 0 without spills.
     pub local_bytes: u32,
 }
 
@@ -51,43 +51,43 @@ unsafe impl Sync for Entry {}
 /// Grid, block and shared memory of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launch {
-    /// Blocks along each axis.
+    /// Thread blocks along each axis.
     pub blocks: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of shared memory of a block, at most what [`Module::entry`] was told.
+    /// Bytes of dynamic shared memory per block, at most the number passed to [`Module::entry`].
     pub shared_bytes: u32,
 }
 
 impl Module {
-    /// Loads machine code, or PTX that ends with a zero.
+    /// Loads machine code, or zero-terminated PTX.
     ///
     /// # Errors
-    /// A driver error: code of another architecture, no memory.
+    /// A driver error: code for another architecture, or no memory.
     pub fn load(device: &'static Device, code: &[u8]) -> Result<Module, Error> {
         let _entered = device.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the code says itself how long it is, and the pointer is to a live pointer.
+        // SAFETY: the code contains its own length, and the pointer is to a live pointer.
         let status = device.relaxed(|| unsafe { (device.table().module_load)(&mut raw, code.as_ptr().cast()) });
         device.check("cuModuleLoadData", status)?;
         Ok(Module { device, raw })
     }
 
-    /// The device that it is loaded on.
+    /// Returns the device on which it is loaded.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// A kernel of the module, which will be launched with up to `shared_bytes` bytes of dynamic shared memory for each block.
+    /// Returns a kernel of the module, for launches with up to `shared_bytes` bytes of dynamic shared memory per block.
     ///
     /// # Errors
-    /// A driver error: a name that the module does not have, more shared memory than the device has.
+    /// A driver error: the module lacks the name, or the device has less shared memory.
     pub fn entry(&self, name: &CStr, shared_bytes: u32) -> Result<Entry, Error> {
         let device = self.device;
         let _entered = device.enter()?;
         let modules = device.modules()?;
         let mut function = std::ptr::null_mut();
-        // SAFETY: the module is live, the name ends with a zero, and the pointer is to a live pointer.
+        // SAFETY: the module is live, the name is zero-terminated, and the pointer is to a live pointer.
         let status =
             device.relaxed(|| unsafe { (device.table().module_function)(&mut function, self.raw, name.as_ptr().cast::<c_char>()) });
         device.check("cuModuleGetFunction", status)?;
@@ -107,7 +107,7 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         if let (Ok(_entered), Ok(modules)) = (self.device.enter(), self.device.modules()) {
-            // SAFETY: it is ours, and nothing runs it any more.
+            // SAFETY: it is owned here, and nothing runs it any more.
             let code = self.device.relaxed(|| unsafe { (modules.unload)(self.raw) });
             if code != 0 {
                 tracing::warn!(code, "cuModuleUnload");
@@ -116,15 +116,15 @@ impl Drop for Module {
     }
 }
 
-/// Parameters of a kernel at most.
+/// The most parameters of a kernel.
 const PARAMETERS: usize = 16;
 
 impl Submission<'_> {
-    /// Launches a kernel of a module on the stream, its parameters as the bytes of each. Returns without waiting.
+    /// Launches a kernel of a module on the stream, with its parameters as bytes. Returns without waiting.
     ///
     /// # Safety
-    /// The module is loaded on the stream's device and stays until the stream has passed this call. Parameters are as many, of the sizes and of the
-    /// alignment that the kernel has; the kernel reads and writes only device memory of the stream's device that nothing else uses until then.
+    /// The module is loaded on the stream's device, and stays loaded until the stream has passed this call. Parameters have the number, sizes and
+    /// alignment that the kernel expects. The kernel accesses only device memory of the stream's device that nothing else uses until then.
     ///
     /// # Errors
     /// [`Error::Memory`] for more parameters than 16, or a driver error.

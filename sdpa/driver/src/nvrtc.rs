@@ -1,4 +1,4 @@
-//! NVIDIA's run-time compiler: CUDA C++ to machine code, with a GPU or without.
+//! NVRTC, the CUDA run-time compiler: compiles CUDA C++ to machine code, with or without a GPU.
 
 use crate::driver::{Ptr, absolute};
 use crate::error::Error;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 
 table! {
-    /// What is needed of it.
+    /// The NVRTC functions that are needed.
     Table {
         version: "nvrtcVersion" fn(*mut c_int, *mut c_int);
         create: "nvrtcCreateProgram" fn(*mut Ptr, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
@@ -26,11 +26,11 @@ table! {
 type Size = unsafe extern "C" fn(Ptr, *mut usize) -> i32;
 type Get = unsafe extern "C" fn(Ptr, *mut c_char) -> i32;
 
-/// Names the library, or its folder, before everywhere else.
+/// The variable with the path of the library or its folder, which takes precedence.
 const VARIABLE: &str = "SDPA_NVRTC";
-/// The newest first.
+/// File names, newest first.
 const FILES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
-/// Where wheels have it, in the folder `nvidia` of a Python environment.
+/// Folders of wheels, in the folder `nvidia` of a Python environment.
 const WHEELS: [&str; 2] = ["cu13/lib", "cuda_nvrtc/lib"];
 
 /// NVRTC, CUDA's run-time compiler: CUDA C++ to machine code or PTX. It needs no GPU.
@@ -44,24 +44,24 @@ pub struct Nvrtc {
 /// The machine code of a source.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// Machine code of one architecture.
+    /// Machine code for one architecture.
     pub code: Vec<u8>,
-    /// The log of the compiler: warnings, and the requested report of its assembler.
+    /// The compiler's log: warnings, and the assembler's report if requested.
     pub log: String,
 }
 
-/// A program that is destroyed.
+/// An owned program.
 struct Program<'a> {
     nvrtc: &'a Nvrtc,
     raw: Ptr,
 }
 
 impl Nvrtc {
-    /// Loads NVRTC: `libnvrtc.so.13` or `.12`, or a folder that has one, from `path` if given, else from where the variable `SDPA_NVRTC` says, else from
-    /// the wheels of the active Python environment, else from where the system's loader finds it.
+    /// Loads NVRTC: `libnvrtc.so.13` or `.12`, or a folder that contains one. Searches `path` if given, else the variable `SDPA_NVRTC`, else the
+    /// wheels of the active Python environment, else the system's loader.
     ///
     /// # Errors
-    /// Where it was looked for, or the function that it lacks.
+    /// The places searched, or the missing function.
     pub fn load(path: Option<&Path>) -> Result<Nvrtc, Error> {
         let library = open_first("NVRTC (libnvrtc.so.13)", &places(path))?;
         let table = Table::load(&library)?;
@@ -74,30 +74,30 @@ impl Nvrtc {
         Ok(nvrtc)
     }
 
-    /// The file that it was loaded from.
+    /// Returns the file of the library.
     pub fn path(&self) -> PathBuf {
         self.library.mapped_path()
     }
 
-    /// The version of NVRTC: major, minor.
+    /// Returns the version of NVRTC: major, minor.
     pub fn version(&self) -> [i32; 2] {
         self.version
     }
 
-    /// Compiles a text to machine code of an architecture, such as `sm_90a`.
+    /// Compiles a source to machine code for an architecture, such as `sm_90a`.
     ///
     /// # Errors
-    /// [`Error::Compile`] with what the compiler says.
+    /// [`Error::Compile`] with the compiler's log.
     pub fn compile(&self, text: &str, architecture: &str, options: &[&str]) -> Result<Compiled, Error> {
         let program = self.program(text, architecture, options)?;
         let code = program.bytes("nvrtcGetCUBIN", self.table.cubin_size, self.table.cubin)?;
         Ok(Compiled { code, log: program.log() })
     }
 
-    /// Compiles a text to PTX for an architecture, such as `compute_80`, and those after it.
+    /// Compiles a source to PTX for an architecture, such as `compute_80`, and later ones.
     ///
     /// # Errors
-    /// As [`Nvrtc::compile`].
+    /// As for [`Nvrtc::compile`].
     pub fn ptx(&self, text: &str, architecture: &str, options: &[&str]) -> Result<String, Error> {
         let program = self.program(text, architecture, options)?;
         let bytes = program.bytes("nvrtcGetPTX", self.table.ptx_size, self.table.ptx)?;
@@ -111,11 +111,11 @@ impl Nvrtc {
         let options: Vec<CString> = options.map(|o| CString::new(o).map_err(zero)).collect::<Result<_, _>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut raw = ptr::null_mut();
-        // SAFETY: the texts end with a zero, and the pointer is to a live pointer.
+        // SAFETY: the texts are zero-terminated, and the pointer is to a live pointer.
         let code = unsafe { (self.table.create)(&mut raw, text.as_ptr(), ptr::null(), 0, ptr::null(), ptr::null()) };
         self.check("nvrtcCreateProgram", code, "")?;
         let program = Program { nvrtc: self, raw };
-        // SAFETY: the program is live, and there are as many options as is said.
+        // SAFETY: the program is live, and the number of options is right.
         let code = unsafe { (self.table.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if code != 0 {
             self.check("nvrtcCompileProgram", code, &program.log())?;
@@ -138,7 +138,7 @@ impl Program<'_> {
         // SAFETY: the program is live, and the pointer is to a live integer.
         self.nvrtc.check(call, unsafe { size(self.raw, &mut count) }, "")?;
         let mut bytes = vec![0u8; count];
-        // SAFETY: the buffer is as long as the library said.
+        // SAFETY: the buffer has the length that the library returned.
         self.nvrtc.check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) }, "")?;
         Ok(bytes)
     }
@@ -151,7 +151,7 @@ impl Program<'_> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: the program is live, and goes here.
+        // SAFETY: the program is live, and is not used after this.
         let _ = unsafe { (self.nvrtc.table.destroy)(&mut self.raw) };
     }
 }

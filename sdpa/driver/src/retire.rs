@@ -1,5 +1,5 @@
-//! What the device may still be using when its last owner lets go of it: it waits here until everything that was submitted before has
-//! passed. No capture is disturbed by it, whoever began it.
+//! Retired resources, which the device may still use when their last owner drops them. They wait until all work submitted before has ended. This
+//! disturbs no capture, of this or of other code.
 
 use crate::device::Device;
 use crate::lane::passed;
@@ -8,10 +8,10 @@ use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 
-/// Anything that is dropped later.
+/// A resource that is dropped later.
 type Retired = Box<dyn Send>;
 
-/// Things, each with what has to pass before it may go.
+/// Resources, each with the events that must pass first.
 #[derive(Default)]
 pub(crate) struct Waiting(Mutex<Vec<(Vec<Arc<Event>>, Retired)>>);
 
@@ -22,15 +22,15 @@ impl fmt::Debug for Waiting {
 }
 
 impl Waiting {
-    /// Puts something here that nothing uses any more, from where it must not be dropped.
+    /// Adds a resource that nothing uses any more, from code where it must not be dropped.
     pub(crate) fn push(&self, retired: Retired) {
         self.0.lock().push((Vec::new(), retired));
     }
 }
 
 impl Device {
-    /// Drops something once the device has passed everything that handles have marked and graphs have launched so far, on whichever
-    /// stream, by whichever thread. Nothing waits, and captures go on.
+    /// Drops a resource once the device has passed all work that handles have marked and graphs have launched so far, on any stream, by any thread.
+    /// Returns without waiting, and does not disturb captures.
     pub fn retire(&'static self, thing: Box<dyn Send>) {
         self.release_retired();
         let ends = self.lanes().ends();
@@ -40,10 +40,10 @@ impl Device {
         self.waiting().0.lock().push((ends, thing));
     }
 
-    /// Drops what was retired and the device has passed, and says how many things still wait. Retirements, captures and allocations of workspace do this
+    /// Drops retired resources that the device has passed, and returns how many still wait. Retirements, captures and workspace allocations do this
     /// too.
     pub fn release_retired(&'static self) -> usize {
-        // Outside of the lock: dropping calls the driver, which may call back to leave something here.
+        // Outside the lock: dropping calls the driver, which may call back and retire more.
         let waiting = std::mem::take(&mut *self.waiting().0.lock());
         if waiting.is_empty() {
             return 0;

@@ -1,5 +1,5 @@
-//! Workspace for callers that bring none: a buffer for each thread and stream, which grows as needed. A thread's calls on a stream
-//! follow one another there, so that they may use the same memory; those of two threads mix.
+//! Workspace for callers that pass none: one buffer per thread and stream, which grows as needed. A thread's calls on one stream are ordered, so they
+//! can share memory; calls of two threads are not.
 
 use crate::device::Device;
 use crate::error::Error;
@@ -8,17 +8,17 @@ use crate::memory::DeviceSlice;
 use crate::submission::Submission;
 use std::cell::RefCell;
 
-/// Buffers that a thread keeps.
+/// The most buffers that a thread keeps.
 const STREAMS: usize = 8;
-/// Sizes are multiples of this.
+/// Sizes are multiples of this many bytes.
 const GRAIN: u64 = 1 << 16;
 
 /// One buffer.
 struct Room {
     device: &'static Device,
-    /// By its number; none may be any.
+    /// The stream's number. Streams without numbers may be any stream.
     stream: Option<u64>,
-    /// Empty only while it is dropped.
+    /// `None` only during drop.
     buffer: Option<Buffer>,
 }
 
@@ -30,18 +30,18 @@ impl Drop for Room {
     }
 }
 
-/// The memory of a capture's last call, which its graph keeps.
+/// Memory of a capture's last call, which its graph keeps.
 struct Captured {
     stream: usize,
-    /// By its number, which no other capture has: what a graph that is gone has kept is never found again.
+    /// The capture's number, which is unique: memory of a graph that is gone is never found again.
     capture: u64,
     slice: DeviceSlice,
 }
 
 thread_local! {
-    /// The one that was used last comes last.
+    /// The most recently used buffer is last.
     static ROOMS: RefCell<Vec<Room>> = const { RefCell::new(Vec::new()) };
-    /// Likewise, of streams that are captured.
+    /// Buffers of streams under capture, the most recently used last.
     static CAPTURED: RefCell<Vec<Captured>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -50,9 +50,8 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
 }
 
 impl Submission<'_> {
-    /// Device memory of at least this size for what this thread submits next to the stream: that of its last call on this
-    /// stream, if it is large enough. While the stream is captured, memory that the graph keeps, the same for calls that are captured one behind
-    /// the other on this stream.
+    /// Returns device memory of at least this size for the next work of this thread on the stream. Reuses the memory of its last call on the stream
+    /// if that is large enough. During capture, the graph keeps the memory, which calls captured on this stream share.
     ///
     /// # Errors
     /// The driver's own, out of memory above all.
@@ -93,14 +92,14 @@ impl Submission<'_> {
         if let Ok(Some(found)) = found {
             return Ok(found);
         }
-        // What graphs that are gone have left is given back first: else a process that captures and does nothing else keeps all of it.
+        // First free memory of graphs that are gone. A process that only captures would otherwise keep all of it.
         self.device().release_retired();
         let buffer = Buffer::new(self.device(), usize::try_from(bytes).unwrap_or(usize::MAX))?;
         let made = slice(&buffer);
         self.keep_in_graph(Box::new(buffer))?;
         let _ = CAPTURED.try_with(|all| {
             if let Ok(mut all) = all.try_borrow_mut() {
-                // A stream is in one capture at a time.
+                // A stream is in at most one capture at a time.
                 all.retain(|room| room.stream != stream);
                 if all.len() >= STREAMS {
                     all.remove(0);

@@ -1,4 +1,4 @@
-//! Streams and points on them.
+//! Streams and events.
 
 use crate::device::{Device, Entered};
 use crate::driver::Ptr;
@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 const EVENT_DISABLE_TIMING: c_uint = 2;
 const NOT_READY: c_int = 600;
 
-/// A stream as every CUDA library passes it: a `CUstream`.
+/// A raw stream handle, `CUstream`, as CUDA libraries pass it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawStream(pub *mut c_void);
 
@@ -23,13 +23,13 @@ unsafe impl Sync for RawStream {}
 pub struct Stream {
     device: &'static Device,
     raw: RawStream,
-    /// Not known of a stream that was being captured whenever it was needed: asking for it invalidates the capture.
+    /// Unset if the stream was under capture whenever it was needed: the query would invalidate the capture.
     id: OnceLock<u64>,
     owned: bool,
 }
 
 impl Stream {
-    /// A stream that somebody else owns.
+    /// Wraps a stream that other code owns.
     ///
     /// # Safety
     /// `raw` is a live stream of `device`'s primary context and outlives the result.
@@ -41,8 +41,8 @@ impl Stream {
         Stream { device, raw, id: OnceLock::new(), owned: true }
     }
 
-    /// A number that no other stream of the process has, also none that is made later at the same address. `None` while the stream is
-    /// captured, unless it was asked for before.
+    /// Returns a number that no other stream of the process shares, not even a later one at the same address. `None` during capture, unless it was
+    /// queried before.
     pub fn id(&self) -> Option<u64> {
         if let Some(id) = self.id.get() {
             return Some(*id);
@@ -51,27 +51,27 @@ impl Stream {
         Some(*self.id.get_or_init(|| id))
     }
 
-    /// The device that the stream is of.
+    /// Returns the device of the stream.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// The stream as the driver names it, `CUstream`.
+    /// Returns the raw handle, `CUstream`.
     pub fn raw(&self) -> RawStream {
         self.raw
     }
 
-    /// Waits for everything submitted so far.
+    /// Waits for all work submitted so far.
     ///
     /// # Errors
-    /// A driver error: also that of a kernel which failed.
+    /// A driver error, also if a kernel failed.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the stream is live.
         self.device.check("cuStreamSynchronize", self.device.relaxed(|| unsafe { (self.device.table.stream_synchronize)(self.raw.0) }))
     }
 
-    /// Records an event at the present end of the stream; with `timing` it can be given to [`Event::since`].
+    /// Records an event at the current end of the stream. With `timing`, [`Event::since`] can use it.
     ///
     /// # Errors
     /// A driver error.
@@ -81,7 +81,7 @@ impl Stream {
         Ok(event)
     }
 
-    /// Moves an event to the present end of the stream.
+    /// Moves an event to the current end of the stream.
     ///
     /// # Errors
     /// A driver error.
@@ -90,7 +90,7 @@ impl Stream {
         event.record(&entered, self.raw.0)
     }
 
-    /// Makes what is submitted from now on wait for an event, of this or another stream.
+    /// Makes later work on this stream wait for an event of this or another stream.
     ///
     /// # Errors
     /// A driver error.
@@ -106,7 +106,7 @@ impl Drop for Stream {
         if self.owned
             && let Ok(_entered) = self.device.enter()
         {
-            // SAFETY: the stream is ours, and the driver lets work in flight finish.
+            // SAFETY: the stream is owned here, and the driver lets running work finish.
             let code = unsafe { (self.device.table.stream_destroy)(self.raw.0) };
             if code != 0 {
                 tracing::warn!(code, "cuStreamDestroy");
@@ -115,7 +115,7 @@ impl Drop for Stream {
     }
 }
 
-/// A CUDA event: a point on a stream, which can be waited for and timed.
+/// A CUDA event: a point on a stream that can be waited for and timed.
 #[derive(Debug)]
 pub struct Event {
     device: &'static Device,
@@ -128,7 +128,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that is on no stream yet; with `timing` it can be given to [`Event::since`].
+    /// Creates an event that is not recorded yet. With `timing`, [`Event::since`] can use it.
     ///
     /// # Errors
     /// A driver error.
@@ -140,16 +140,16 @@ impl Event {
         Ok(Event { device, raw })
     }
 
-    /// Moves it to the present end of a live stream of its device, which somebody is in.
+    /// Moves it to the current end of a live stream of its device, whose context is current.
     pub(crate) fn record(&self, _: &Entered<'_>, stream: Ptr) -> Result<(), Error> {
         // SAFETY: both are live and of one context.
         self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(self.raw, stream) })
     }
 
-    /// Whether the stream has passed it.
+    /// Returns whether the stream has passed it.
     ///
     /// # Errors
-    /// A driver error: also that of a kernel which failed.
+    /// A driver error, also if a kernel failed.
     pub fn passed(&self) -> Result<bool, Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is live.
@@ -169,7 +169,7 @@ impl Event {
         self.device.check("cuEventSynchronize", self.device.relaxed(|| unsafe { (self.device.table.event_synchronize)(self.raw) }))
     }
 
-    /// Device time since `start`, in milliseconds; both recorded with timing and passed.
+    /// Returns the device time since `start`, in milliseconds. Both events must be recorded with timing and passed.
     ///
     /// # Errors
     /// A driver error.
@@ -185,7 +185,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_entered) = self.device.enter() {
-            // SAFETY: the event is ours.
+            // SAFETY: the event is owned here.
             let code = unsafe { (self.device.table.event_destroy)(self.raw) };
             if code != 0 {
                 tracing::warn!(code, "cuEventDestroy");

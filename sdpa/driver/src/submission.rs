@@ -1,4 +1,4 @@
-//! What one call submits to a stream.
+//! The work that one call submits to a stream.
 
 use crate::device::{Device, Entered};
 use crate::driver::Ptr;
@@ -7,8 +7,8 @@ use crate::lane::{self, Lane};
 use crate::memory::DeviceSlice;
 use crate::stream::Stream;
 
-/// One call's stay with a stream, in the context of its device. Whether the stream is captured is asked once, when the stay begins: whoever
-/// submits neither begins nor ends a capture of the stream until it is over.
+/// One call on a stream, within the context of its device. Whether the stream is under capture is queried once, at the beginning. The submitter must
+/// neither begin nor end a capture of the stream until it is over.
 #[derive(Debug)]
 pub struct Submission<'s> {
     stream: &'s Stream,
@@ -18,7 +18,7 @@ pub struct Submission<'s> {
 }
 
 impl Stream {
-    /// Begins a call: what is submitted through the result is on this stream, and its end is marked on a lane of this thread's.
+    /// Begins a call on this stream. A lane of this thread marks its end.
     ///
     /// # Errors
     /// A driver error.
@@ -26,7 +26,7 @@ impl Stream {
         self.begin_on(lane::of_thread(self.device()))
     }
 
-    /// Begins a call whose end is marked on `lane`, which nobody else uses meanwhile. Without a lane nothing is marked.
+    /// Begins a call whose end is marked on `lane`, which nothing else uses meanwhile. Without a lane nothing is marked.
     ///
     /// # Errors
     /// A driver error.
@@ -37,12 +37,12 @@ impl Stream {
 }
 
 impl<'s> Submission<'s> {
-    /// The device that it submits to.
+    /// Returns the device to which it submits.
     pub fn device(&self) -> &'static Device {
         self.stream.device()
     }
 
-    /// The stream that it submits to.
+    /// Returns the stream to which it submits.
     pub fn stream(&self) -> &'s Stream {
         self.stream
     }
@@ -51,21 +51,21 @@ impl<'s> Submission<'s> {
         self.stream.raw().0
     }
 
-    /// Whether what is submitted goes into a graph instead of to the device.
+    /// Returns whether the work goes into a graph instead of to the device.
     pub fn is_capturing(&self) -> bool {
         self.capturing
     }
 
-    /// Makes the graph that the stream is captured into keep something, for as long as it or an executable graph made of it lives.
+    /// Makes the graph of the stream's capture keep a resource, while the graph or an executable graph made from it lives.
     ///
     /// # Errors
-    /// The driver's own, also where nothing is being captured.
+    /// A driver error, also if the stream is not under capture.
     pub fn keep_in_graph(&self, thing: Box<dyn Send>) -> Result<(), Error> {
         self.device().keep(self.raw(), thing)
     }
 
-    /// Marks the present end of the stream as the end of what was submitted: what is retired from here on waits for it.
-    /// Not while the stream is captured: see [`Submission::keep_in_graph`].
+    /// Marks the current end of the stream as the end of the submitted work, for which resources retired later wait. Not for a stream under capture:
+    /// see [`Submission::keep_in_graph`].
     ///
     /// # Errors
     /// A driver error.
@@ -73,11 +73,10 @@ impl<'s> Submission<'s> {
         self.lane.map_or(Ok(()), |lane| lane.mark(&self.entered, self.device(), self.raw(), self.stream.id()))
     }
 
-    /// Sets a piece of device memory to zero, on the stream. Returns without waiting.
+    /// Sets a slice of device memory to zero, on the stream. Returns without waiting.
     ///
     /// # Safety
-    /// The slice is device memory of the stream's device, really as large as said, and nothing else uses it until the stream
-    /// has passed this call.
+    /// The slice is device memory of the stream's device and as large as stated, and nothing else uses it until the stream has passed this call.
     ///
     /// # Errors
     /// A driver error.
@@ -88,11 +87,11 @@ impl<'s> Submission<'s> {
         self.device().check("cuMemsetD8Async", code)
     }
 
-    /// Sets a piece of device memory to one number, on the stream. Nothing waits. The address is a multiple of 4; bytes past the last whole number stay
-    /// as they are.
+    /// Fills a slice of device memory with one f32, on the stream. Returns without waiting. The address must be a multiple of 4; bytes after the last
+    /// whole number are unchanged.
     ///
     /// # Safety
-    /// As [`Submission::zero`].
+    /// As for [`Submission::zero`].
     ///
     /// # Errors
     /// A driver error.
@@ -103,11 +102,11 @@ impl<'s> Submission<'s> {
         self.device().check("cuMemsetD32Async", code)
     }
 
-    /// Copies one piece of device memory into another of the same size, on the stream. Returns without waiting.
+    /// Copies one slice of device memory to another of the same size, on the stream. Returns without waiting.
     ///
     /// # Safety
-    /// Both slices are device memory of the stream's device, really as large as said; until the stream has passed this call nothing
-    /// else uses `to` and nothing writes `from`.
+    /// Both slices are device memory of the stream's device and as large as stated. Until the stream has passed this call, nothing else uses `to` and
+    /// nothing writes `from`.
     ///
     /// # Errors
     /// [`Error::Memory`] for slices of different sizes, or a driver error.

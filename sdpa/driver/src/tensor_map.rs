@@ -1,4 +1,4 @@
-//! Tensor maps: a tensor in global memory and the box of it that TMA copies at once.
+//! Tensor maps: a tensor in global memory, and the box that one TMA operation copies.
 
 use crate::error::Error;
 use crate::submission::Submission;
@@ -16,27 +16,26 @@ const PROMOTE_256: c_int = 3;
 const FILL_ZEROS: c_int = 0;
 const RANK: usize = 4;
 
-/// A tensor of four axes with elements of two bytes, which TMA brings to shared memory box by box, in rows of 128 bytes,
-/// swizzled as the tensor cores read them.
+/// A tensor of four axes with two-byte elements, for TMA loads into shared memory in rows of 128 bytes with the swizzle that the tensor cores read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiled {
     /// Elements along each axis, the dense one first.
     pub extents: [u64; RANK],
-    /// Bytes from one element to the next along each axis but the first: multiples of 16, below 2⁴⁰.
+    /// Bytes between elements along each axis except the first: multiples of 16, below 2⁴⁰.
     pub strides: [u64; RANK - 1],
     /// Elements of a box along each axis: at most 64 along the first, 256 along the others.
     pub tile: [u32; RANK],
 }
 
 impl Submission<'_> {
-    /// Encodes the map of a tensor at an address that is a multiple of 16. What a box reaches past the extents reads as zero, and is not written.
+    /// Encodes the tensor map of a tensor at an address that is a multiple of 16. Parts of a box past the extents read as zero and are not written.
     ///
     /// # Errors
-    /// A driver error: an address, strides or a box that TMA does not take.
+    /// A driver error: an address, strides or a box that TMA does not support.
     pub fn tensor_map(&self, address: u64, tiled: &Tiled) -> Result<TensorMap, Error> {
         let mut map = TensorMap::default();
         let ones = [1u32; RANK];
-        // SAFETY: the map is 128 bytes, aligned to 64, and every array has as many elements as the rank says.
+        // SAFETY: the map is 128 bytes, aligned to 64, and every array has the length of the rank.
         let code = unsafe {
             (self.device().modules()?.encode)(
                 (&raw mut map).cast(),

@@ -1,4 +1,4 @@
-//! Traced expressions as functions: a statement for each value.
+//! Emits traced expressions as functions, with one statement per value.
 
 use crate::dialect::Dialect;
 use crate::known::Known;
@@ -6,7 +6,7 @@ use sdpa_core::DType;
 use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
-/// What score_mods and masks read: the declared parameters of all of them, each name once.
+/// The declared parameters that score_mods and masks read, each name once.
 #[derive(Clone, Debug, Default)]
 pub struct Captured {
     params: Vec<Declared>,
@@ -33,7 +33,7 @@ fn index(axis: Axis) -> &'static str {
 }
 
 impl Captured {
-    /// The parameters of these traces in a problem of extents (batch, heads_q, seq_q, seq_kv), to be written in MSL.
+    /// Collects the parameters of these traces in a problem of extents (batch, heads_q, seq_q, seq_kv), to be emitted as MSL.
     pub fn of<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents: [i64; 4]) -> Captured {
         let mut params: Vec<Declared> = Vec::new();
         for declared in traces.into_iter().flat_map(|trace| trace.params()) {
@@ -44,25 +44,25 @@ impl Captured {
         Captured { params, extents, dialect: Dialect::default(), places_below: None }
     }
 
-    /// The same, to be written in another language.
+    /// Sets the language.
     #[must_use]
     pub fn in_dialect(self, dialect: Dialect) -> Captured {
         Captured { dialect, ..self }
     }
 
-    /// The same where functions are asked at indices from 0 to below this alone, of each axis: what is known of whole numbers then becomes part of the text, and the
-    /// extents do not.
+    /// Declares that kernels call the functions only with indices from 0 to below `below`, on each axis. The emitted functions then use the ranges of
+    /// integers instead of the extents.
     #[must_use]
     pub fn with_places_below(self, below: i64) -> Captured {
         Captured { places_below: Some(below), ..self }
     }
 
-    /// Whether some tensor lies along an axis, so that there are elements of it at the places of the problem alone.
+    /// Returns whether some tensor spans an axis, so that its elements exist only within the problem's extents.
     pub fn reads_along(&self, axis: Axis) -> bool {
         self.params.iter().any(|param| matches!(param.kind, ParamKind::Tensor { axes, .. } if axes.has(axis)))
     }
 
-    /// The same with one i64 more for each of these names: numbers that kernels read and traces do not, such as the seed of dropout.
+    /// Adds an i64 parameter for each of these names: numbers that kernels read but traces do not, such as the seed of dropout.
     #[must_use]
     pub fn with_numbers<'n>(mut self, names: impl IntoIterator<Item = &'n str>) -> Captured {
         let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::I64 };
@@ -70,17 +70,17 @@ impl Captured {
         self
     }
 
-    /// The expression by which a kernel reads the number of [`Captured::with_numbers`] of this name; empty where there is none.
+    /// Returns the expression by which a kernel reads the parameter of this name from [`Captured::with_numbers`]; empty if there is none.
     pub fn number(&self, name: &str) -> String {
         self.params.iter().find(|param| param.name == name).map_or_else(String::new, |param| self.read(param))
     }
 
-    /// The names of scalars, in the order in which they lie in their buffer, f32 each.
+    /// Returns the names of scalars, in the order of their buffer, f32 each.
     pub fn scalars(&self) -> Vec<&str> {
         self.params.iter().filter(|p| p.kind == ParamKind::Scalar).map(|p| p.name.as_str()).collect()
     }
 
-    /// The tensors, a buffer each: name, element type, number of elements.
+    /// Returns the tensors, one buffer each: name, element type, number of elements.
     pub fn tensors(&self) -> Vec<(&str, DType, i64)> {
         let of = |p: &Declared| match p.kind {
             ParamKind::Scalar => None,
@@ -89,7 +89,7 @@ impl Captured {
         self.params.iter().filter_map(|p| of(p).map(|(dtype, n)| (p.name.as_str(), dtype, n))).collect()
     }
 
-    /// Where a parameter is read. Names are the caller's and may be words of the language: numbers stand for them.
+    /// Returns the expression that reads a parameter. It uses indices, because the caller's names may be keywords of the language.
     fn read(&self, param: &Declared) -> String {
         match param.kind {
             ParamKind::Scalar => {
@@ -108,18 +108,18 @@ impl Captured {
         }
     }
 
-    /// The text of a score_mod as a function: `float score_mod(float score, Place at, Captured captured)`.
+    /// Emits a score_mod as a function: `float score_mod(float score, Place at, Captured captured)`.
     pub fn score_mod(&self, trace: &Trace) -> String {
         self.function("float score_mod(float score, Place at, Captured captured)", trace, 0)
     }
 
-    /// The text of root number `root` of a gradient's trace as a function:
-    /// `float score_mod_gradient(float score, float upstream, Place at, Captured captured)`.
+    /// Emits root number `root` of a gradient's trace as a function: `float score_mod_gradient(float score, float upstream, Place at, Captured
+    /// captured)`.
     pub fn gradient(&self, trace: &Trace, root: usize) -> String {
         self.function("float score_mod_gradient(float score, float upstream, Place at, Captured captured)", trace, root)
     }
 
-    /// The text of a mask as a function: `bool keep(Place at, Captured captured)`.
+    /// Emits a mask as a function: `bool keep(Place at, Captured captured)`.
     pub fn keep(&self, trace: &Trace) -> String {
         self.function("bool keep(Place at, Captured captured)", trace, 0)
     }
@@ -127,7 +127,7 @@ impl Captured {
     fn function(&self, signature: &str, trace: &Trace, root: usize) -> String {
         let mut text = format!("inline {signature} {{\n");
         let root = trace.roots().get(root).copied();
-        // Of the values, those that this root is made of.
+        // The values on which this root depends.
         let mut needed = vec![false; trace.nodes().len()];
         root.into_iter().for_each(|root| needed[root.index()] = true);
         let ids: Vec<NodeId> = trace.ids().collect();
@@ -142,7 +142,7 @@ impl Captured {
         let known = Known::of(trace, self.extents, self.places_below.filter(|_| self.dialect == Dialect::Cuda));
         let rounds = |id: NodeId| needed[id.index()] && known.decisive[id.index()] && contracts(trace.node(id));
         if self.dialect == Dialect::Msl && trace.ids().any(rounds) {
-            // Modes of mathematics leave products within sums as they are: this alone has each rounded.
+            // The compiler's math modes still contract products and sums; only this pragma makes each function round.
             text.push_str("    #pragma METAL fp contract(off)\n");
         }
         for id in trace.ids().filter(|id| needed[id.index()]) {
@@ -157,13 +157,13 @@ impl Captured {
         text
     }
 
-    /// In CUDA, functions that take fewer instructions for a part of what they may be asked for, and whose last digits nothing hangs on.
+    /// In CUDA, returns cheaper functions that are accurate on part of their domain, for values whose last digits decide no discontinuity.
     fn near(&self, trace: &Trace, id: NodeId, known: &Known) -> Option<String> {
         if self.dialect != Dialect::Cuda || !known.varies_smoothly(id) || trace.ty(id) != Type::F32 {
             return None;
         }
         let wave = |name, x: NodeId| {
-            // What hangs on the score and is that large is off by more than a turn as it is.
+            // An argument of this size that depends on the score already has an error of more than one period.
             let is_within = known.within(x, WAVES) || known.depends[x.index()].score;
             is_within.then(|| format!("precise::{name}_within(v{})", x.index()))
         };
@@ -215,7 +215,7 @@ impl Captured {
                 Some(slopes) => small(x, slopes),
                 None => unary(f, trace.ty(x), &format!("v{}", x.index()), functions),
             },
-            // What divides every score is inverted once.
+            // A divisor that is the same for every score is inverted once.
             Node::Binary(Binary::Div, x, y)
                 if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && known.depends[y.index()].is_uniform() && !decisive =>
             {
@@ -230,36 +230,36 @@ impl Captured {
     }
 }
 
-/// A constant that is positive, and not 1, whose powers are 1 whatever the exponent is.
+/// Returns a constant base that is positive and not 1, so that a power depends on the exponent.
 fn positive(trace: &Trace, id: NodeId) -> Option<f64> {
     let Node::Const(Const::F32(bits)) = trace.node(id) else { return None };
     let x = f64::from(f32::from_bits(bits));
     (x > 0.0 && x.is_finite() && x != 1.0).then_some(x)
 }
 
-/// Up to which size of an argument waves, and of an exponent powers, take fewer instructions.
+/// The largest argument of `sin` and `cos`, and the largest exponent of `pow`, for the cheaper functions.
 const WAVES: f64 = 16_777_216.0;
 const POWERS: f64 = 64.0;
 
-/// A small whole number as a float: without what a thread's first query and key make of it where it grows with these.
+/// Emits the conversion of a small integer to float. If it grows with query and key, the part of a thread's first query and key is converted once.
 fn small(x: NodeId, slopes: [i64; 2]) -> String {
     let on = [(slopes[0], "at.query_on"), (slopes[1], "at.key_on")];
     let on: Vec<String> = on.into_iter().filter(|(by, _)| *by != 0).map(|(by, on)| format!("{by} * {on}")).collect();
     if on.is_empty() { format!("float_of_small(v{})", x.index()) } else { format!("float_from(v{}, {})", x.index(), on.join(" + ")) }
 }
 
-/// Whether compilers join such a function with others, so that its result is not rounded.
+/// Returns whether compilers may contract such a function with others, so that its result is not rounded.
 fn contracts(node: Node) -> bool {
     matches!(node, Node::Binary(Binary::Add | Binary::Sub | Binary::Mul, ..))
 }
 
-/// A function of two floats whose result is rounded, whatever is made of it.
+/// Emits a function of two floats whose result is always rounded.
 fn rounded(f: Binary, x: &str, y: &str) -> String {
     match f {
         Binary::Add => format!("__fadd_rn({x}, {y})"),
         Binary::Sub => format!("__fsub_rn({x}, {y})"),
         Binary::Mul => format!("__fmul_rn({x}, {y})"),
-        // Rounded by themselves, or choices between numbers.
+        // Always rounded, or a selection of one operand.
         Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => binary(f, Type::F32, x, y, "exact"),
         Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {
             binary(f, Type::F32, x, y, "exact")
@@ -267,7 +267,7 @@ fn rounded(f: Binary, x: &str, y: &str) -> String {
     }
 }
 
-/// By functions of a namespace.
+/// Emits a unary function of a namespace.
 fn unary(f: Unary, of: Type, x: &str, functions: &str) -> String {
     let whole = of == Type::I32;
     match f {
@@ -291,7 +291,7 @@ fn unary(f: Unary, of: Type, x: &str, functions: &str) -> String {
     }
 }
 
-/// By functions of a namespace.
+/// Emits a binary function of a namespace.
 fn binary(f: Binary, of: Type, x: &str, y: &str, functions: &str) -> String {
     let whole = of == Type::I32;
     let call = |name: &str| format!("{name}({x}, {y})");
@@ -342,7 +342,7 @@ mod tests {
         let msl = text(rule, Dialect::Msl);
         assert!(msl.lines().nth(1).is_some_and(|line| line.trim() == "#pragma METAL fp contract(off)"), "{msl}");
         assert!(text("tanh(f32(k)) < 0.5", Dialect::Cuda).contains("= exact::tanh(v"));
-        // Nothing jumps, and whole numbers are not rounded.
+        // No discontinuity depends on floats, and integers are not rounded.
         for smooth in ["score * 0.3 + f32(k) / 49.0", "select(k - q < 3, score * 2.0 + 1.0, score)"] {
             let cuda = text(smooth, Dialect::Cuda);
             assert!(!cuda.contains("_rn("), "{cuda}");

@@ -1,19 +1,19 @@
-//! The languages, and what they name differently.
+//! The output languages, and their differences in names.
 
 use sdpa_core::DType;
 
-/// A language that kernels are written in.
+/// A language of kernels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Dialect {
     /// The Metal shading language.
     #[default]
     Msl,
-    /// CUDA C++, behind the prelude of `sdpa-cuda`'s kernels, which has the types that [`Dialect::element`] names; all convert to `float`.
+    /// CUDA C++ after the prelude of `sdpa-cuda`'s kernels. The prelude defines the types that [`Dialect::element`] names; all convert to `float`.
     Cuda,
 }
 
 impl Dialect {
-    /// The language's name of an element type.
+    /// Returns the language's name of an element type.
     pub fn element(self, dtype: DType) -> &'static str {
         match (self, dtype) {
             (_, DType::F32) => "float",

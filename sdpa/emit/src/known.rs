@@ -1,24 +1,24 @@
-//! What is known of the values of a trace before it is written.
+//! Analyses of a trace before it is emitted.
 
 use sdpa_core::expr::{Axis, Binary, Const, Depends, Node, NodeId, Trace, Type, Unary};
 
-/// Whole numbers of this size and less, and floats between 2^23 and 2^24, have the same last digits.
+/// Bound for conversions by bits: integers of at most this size, added to a float between 2^23 and 2^24, appear in its last bits.
 const SMALL: f64 = 4_194_304.0;
 
-/// What is known of each value.
+/// Analysis results for each value.
 pub(crate) struct Known {
-    /// What it depends on.
+    /// The inputs on which it depends.
     pub(crate) depends: Vec<Depends>,
-    /// Whether a jump hangs on it.
+    /// Whether it decides a discontinuity.
     pub(crate) decisive: Vec<bool>,
-    /// The least and the greatest that it may come to.
+    /// Its least and greatest possible value.
     ranges: Vec<Option<[f64; 2]>>,
-    /// How much it grows with the query and with the key, where it is a whole number that is made of sums of these alone, and of what differs from neither.
+    /// Its derivatives along query and key, if it is an integer that is linear in these and otherwise constant along both.
     slopes: Vec<Option<[i64; 2]>>,
 }
 
 impl Known {
-    /// Of a trace in a problem of these extents, asked for at indices from 0 to below `places`, if that is known.
+    /// Analyses a trace in a problem of these extents. `places`, if known, is an exclusive upper bound of the indices.
     pub(crate) fn of(trace: &Trace, extents: [i64; 4], places: Option<i64>) -> Known {
         let ranges = places.map(|below| trace.ranges([[0, below - 1]; 4], extents)).unwrap_or_else(|| vec![None; trace.nodes().len()]);
         let depends = trace.depends();
@@ -26,18 +26,19 @@ impl Known {
         Known { depends, decisive: trace.decisive(), ranges, slopes }
     }
 
-    /// Whether a value is a float without being converted, and by how much it grows with the query and with the key: by 0 where no number says that.
+    /// Returns the derivatives along query and key (0 if unknown) of an integer that is small enough to become a float without a conversion
+    /// instruction.
     pub(crate) fn small(&self, id: NodeId) -> Option<[i64; 2]> {
         let [least, most] = self.ranges[id.index()]?;
         (least >= -SMALL && most < SMALL).then(|| self.slopes[id.index()].unwrap_or([0; 2]))
     }
 
-    /// Whether it is another number for each score, and no jump hangs on it: its last digits are those of one score.
+    /// Returns whether it varies between scores and decides no discontinuity, so that an error in its last digits affects only one score.
     pub(crate) fn varies_smoothly(&self, id: NodeId) -> bool {
         !self.decisive[id.index()] && self.depends[id.index()].varies()
     }
 
-    /// Whether a number is at most `most` by size.
+    /// Returns whether its magnitude is at most `most`.
     pub(crate) fn within(&self, id: NodeId, most: f64) -> bool {
         self.ranges[id.index()].is_some_and(|range| range.into_iter().all(|x| x.abs() <= most))
     }
@@ -74,7 +75,7 @@ fn slopes(trace: &Trace, depends: &[Depends]) -> Vec<Option<[i64; 2]>> {
 mod tests {
     use super::*;
 
-    /// What is known of the last whole number that becomes a float, asked for at fewer than 2^21 places of each axis.
+    /// Returns `small` of the last integer that is converted to a float, for fewer than 2^21 indices on each axis.
     fn of(text: &str) -> Option<[i64; 2]> {
         let trace: Trace = text.parse().unwrap_or_else(|e| panic!("{text}: {e}"));
         let known = Known::of(&trace, [1, 2, 30, 40], Some(1 << 21));

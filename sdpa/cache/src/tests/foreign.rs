@@ -1,4 +1,4 @@
-//! What a cache calls that is not its own: keys, values and subscribers may panic and may ask the cache, at any place.
+//! Code that a cache calls: keys, values and subscribers may panic and may call the cache, at any point.
 
 use super::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
 use tracing::span;
 
-/// Where the next call panics, once.
+/// The point at which the next call panics, once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Weight,
@@ -103,7 +103,7 @@ impl BuildError for FusedError {
     }
 }
 
-/// Runs `work` on a thread of its own; that it takes more than this has no other reason than that it waits for ever.
+/// Runs `work` on a new thread, with a time limit that only a deadlock exceeds.
 fn soon<R: Send + 'static>(what: &str, work: impl FnOnce() -> R + Send + 'static) -> R {
     let (done, told) = channel();
     std::thread::spawn(move || done.send(work()));
@@ -122,7 +122,7 @@ fn what_panics_after_a_build_leaves_the_key_to_those_who_wait() {
                 let build = || {
                     builds.wait();
                     waits.wait();
-                    // The other thread comes to wait for the key.
+                    // Give the other thread time to wait for the key.
                     std::thread::sleep(Duration::from_millis(50));
                     fuse.lit.store(true, StdOrdering::SeqCst);
                     match place {
@@ -147,14 +147,14 @@ fn what_panics_after_a_build_leaves_the_key_to_those_who_wait() {
     }
 }
 
-/// What a subscriber does at each event.
+/// A subscriber's reaction to each event.
 #[derive(Clone, Copy, Debug)]
 enum Habit {
     Asks,
     Panics,
 }
 
-/// A subscriber with a habit.
+/// A subscriber with a fixed reaction.
 struct Subscriber {
     habit: Habit,
     cache: Arc<OnceLock<Arc<Cache>>>,
@@ -192,7 +192,7 @@ impl tracing::Subscriber for Subscriber {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// Everything of a cache that tells something.
+/// Performs every operation that sends an event.
 fn busy(c: &Cache) {
     let caught = |work: &dyn Fn()| drop(catch_unwind(AssertUnwindSafe(work)));
     for key in 0..40 {
@@ -215,7 +215,7 @@ fn a_subscriber_may_ask_the_cache() {
     subscriber.cache.set(c.clone()).unwrap();
     let stats = soon("a subscriber that asks", move || {
         tracing::subscriber::with_default(subscriber, || busy(&c));
-        // The one that the subscriber made when it was told that everything was cleared.
+        // The entry that the subscriber made when it received the event of the clear.
         assert_eq!(keys(&c), [100]);
         c.stats()
     });
@@ -240,7 +240,7 @@ fn a_subscriber_may_panic() {
     assert!(heard.load(StdOrdering::SeqCst) > 40, "it heard of {heard:?} events");
 }
 
-/// The subscriber panics when it is told that a value was dropped, which another thread has at hand.
+/// The subscriber panics on the event of a dropped value, which another thread has in its front.
 #[test]
 fn what_is_dropped_dies_also_where_a_subscriber_panics() {
     let subscriber = Subscriber { habit: Habit::Panics, cache: Arc::default(), heard: Arc::default() };
@@ -283,11 +283,11 @@ fn what_is_dropped_in_a_call_that_panics_dies() {
 }
 
 std::thread_local! {
-    /// What comparing two keys does.
+    /// The action that comparing two keys performs.
     static COMPARING: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
 }
 
-/// A key whose hash says nothing and whose comparison takes its time: long enough for others to drop what is there.
+/// A key whose hash is always the same and whose comparison is slow, so that others can drop entries meanwhile.
 #[derive(Clone, Debug)]
 struct Slow(u32);
 
@@ -319,7 +319,7 @@ impl CacheKey for Slow {
     }
 }
 
-/// A thread looks for a key that it does not have at hand while another drops one that it has; the build then fails.
+/// A thread looks up a key that is not in its front while another drops one that is; the build then fails.
 #[test]
 fn what_is_dropped_during_a_look_in_vain_dies() {
     let c: Arc<PlanCache<Slow, Value, String>> = Arc::new(PlanCache::new("test", limits(4, u64::MAX)));
@@ -337,7 +337,7 @@ mod counters {
     use super::*;
     use metrics::{Counter, CounterFn, Gauge, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 
-    /// A recorder that asks the cache at each count.
+    /// A recorder that calls the cache at each count.
     #[derive(Clone)]
     struct Asks(Arc<Cache>, Arc<AtomicUsize>);
 
