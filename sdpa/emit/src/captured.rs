@@ -241,7 +241,7 @@ fn positive(trace: &Trace, id: NodeId) -> Option<f64> {
 const WAVES: f64 = 16_777_216.0;
 const POWERS: f64 = 64.0;
 
-/// Emits the conversion of a small integer to float. If it grows with query and key, the part of a thread's first query and key is converted once.
+/// Emits the conversion of a small integer to float. If it grows with query or key, a thread converts the part of its first query and key once.
 fn small(x: NodeId, slopes: [i64; 2]) -> String {
     let on = [(slopes[0], "at.query_on"), (slopes[1], "at.key_on")];
     let on: Vec<String> = on.into_iter().filter(|(by, _)| *by != 0).map(|(by, on)| format!("{by} * {on}")).collect();

@@ -2,7 +2,7 @@
 
 use sdpa_core::expr::{Axis, Binary, Const, Depends, Node, NodeId, Trace, Type, Unary};
 
-/// Bound for conversions by bits: integers of at most this size, added to a float between 2^23 and 2^24, appear in its last bits.
+/// Integers below this magnitude convert to float without a conversion instruction: added to the bits of 1.5 · 2^23 they count in the last place.
 const SMALL: f64 = 4_194_304.0;
 
 /// Analysis results for each value.
