@@ -1,7 +1,7 @@
-//! One fused kernel that is not attention: `y = gelu(a · b + bias)`, built with the typed builder.
+//! A fused kernel other than attention: `y = gelu(a · b + bias)`, built with the typed builder.
 //!
-//! With a GPU it runs and is compared with the interpreter, which defines every op. Without one it makes the same plan for a
-//! device profile, kernel included: `matmul_bias_gelu cudnn-graph/devprops/h200.json`.
+//! With a GPU it runs, and the result is compared with the interpreter, which defines every op. Without one it builds the plan, including its kernel,
+//! for a device profile: `matmul_bias_gelu cudnn-graph/devprops/h200.json`.
 
 use cudnn_graph::ir::interp::{self, Precision, Value};
 use cudnn_graph::ir::{Mode, TensorId};
@@ -35,7 +35,7 @@ fn fused() -> Result<Fused, Box<dyn Error>> {
     Ok(Fused { graph: Arc::new(g.verify()?), a, b, bias, y })
 }
 
-/// Numbers between -1 and 1 that bf16 holds exactly.
+/// Returns numbers between -1 and 1 that bf16 represents exactly.
 fn numbers(count: i64, seed: u32) -> Vec<bf16> {
     let mut state = seed;
     let mut next = || {
@@ -91,7 +91,7 @@ fn run(library: &'static Library, fused: &Fused) -> Result<(), Box<dyn Error>> {
 
     let want = interp::run(&fused.graph, &values, Precision::F64)?;
     let want = &want[&fused.y].data;
-    // An f32 sum of K products, rounded once to bf16; gelu's slope is at most 1.13.
+    // An f32 sum of K products, rounded once to bf16; gelu's derivative is at most 1.13.
     let tolerance = |x: f64| x.abs() / 256.0 + 1.13 * 4.0 * (K as f64).sqrt() * K as f64 / f64::from(1 << 24);
     let worst = got
         .iter()

@@ -1,4 +1,4 @@
-//! Addresses and numbers for the tensors of a plan, checked before anything runs.
+//! Binds addresses and scalars to the tensors of a plan, and checks them before anything runs.
 
 use crate::ir::ty::DType;
 use crate::ir::{Scalar, Storage, TensorId, Verified};
@@ -9,13 +9,13 @@ use std::fmt;
 /// The values that a caller binds to the tensors of a plan, by id.
 #[derive(Clone, Debug, Default)]
 pub struct Bindings {
-    // Inline: a call that hits must not allocate.
+    // Inline storage: a call that hits must not allocate.
     slices: SmallVec<[(TensorId, DeviceSlice); 8]>,
     values: SmallVec<[(TensorId, Scalar); 4]>,
 }
 
 impl Bindings {
-    /// Bindings without any tensor.
+    /// Creates bindings without any tensor.
     pub fn new() -> Bindings {
         Bindings::default()
     }
@@ -27,19 +27,19 @@ impl Bindings {
         self
     }
 
-    /// Binds a number from host memory.
+    /// Binds a scalar from host memory.
     #[must_use]
     pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
         self.push_value(tensor, value);
         self
     }
 
-    /// [`Bindings::slice`] in place.
+    /// Binds device memory in place, as [`Bindings::slice`].
     pub fn push_slice(&mut self, tensor: TensorId, slice: DeviceSlice) {
         self.slices.push((tensor, slice));
     }
 
-    /// [`Bindings::value`] in place.
+    /// Binds a scalar in place, as [`Bindings::value`].
     pub fn push_value(&mut self, tensor: TensorId, value: Scalar) {
         self.values.push((tensor, value));
     }
@@ -49,26 +49,26 @@ impl Bindings {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindingError {
-    /// The tensor's contents say where the plan reads and writes, and nobody answers for them: see
+    /// The tensor's contents determine the addresses that the plan accesses, and no caller vouched for them: see
     /// [`launch_addressed`](crate::launch_addressed).
     #[error("{name}: its contents say where the plan reads and writes; launch_addressed is for those who answer for them")]
     Addressing {
         /// The tensor's name.
         name: String,
     },
-    /// Nothing is bound to the tensor.
+    /// The tensor has no value.
     #[error("{name}: nothing is bound")]
     Missing {
         /// The tensor.
         name: String,
     },
-    /// Two things are bound to the tensor.
+    /// The tensor has two values.
     #[error("{name}: bound more than once")]
     Doubled {
         /// The tensor.
         name: String,
     },
-    /// Something is bound to a tensor for which the plan takes nothing, or not that.
+    /// A value is bound to a tensor that takes none, or another kind of value.
     #[error("{id}: not a tensor that this plan takes {what}")]
     Unknown {
         /// The tensor.
@@ -76,49 +76,49 @@ pub enum BindingError {
         /// The kind of the given value: `device memory for` or `a number for`.
         what: &'static str,
     },
-    /// There are not as many addresses or numbers as ports.
+    /// The number of addresses or scalars differs from the number of ports.
     #[error("{given} {what} are given, the plan takes {need}")]
     Count {
-        /// Of what: `addresses` or `numbers`.
+        /// The kind: `addresses` or `numbers`.
         what: &'static str,
         /// Number of given values.
         given: usize,
         /// Number of ports.
         need: usize,
     },
-    /// The memory ends before the tensor does.
+    /// The memory is smaller than the tensor.
     #[error("{name}: {bytes} bytes are bound, the tensor reaches {need}")]
     Short {
         /// The tensor.
         name: String,
-        /// Bytes that are bound.
+        /// Size of the bound memory in bytes.
         bytes: u64,
-        /// Bytes that the tensor needs.
+        /// Required size in bytes.
         need: u64,
     },
-    /// The address is not a multiple of what the plan was made for. Kernels do not check it and would compute garbage.
+    /// The address lacks the alignment for which the plan was made. Kernels do not check it and would compute garbage.
     #[error("{name}: address {address:#x} is not a multiple of {alignment} bytes")]
     Misaligned {
         /// The tensor.
         name: String,
-        /// The address that is bound.
+        /// The bound address.
         address: u64,
-        /// Bytes that the address must be a multiple of.
+        /// Required alignment in bytes.
         alignment: u32,
     },
-    /// The number is of another type.
+    /// The scalar has another type.
     #[error("{name}: a {given} is bound, the tensor is {wanted}")]
     WrongType {
         /// The tensor.
         name: String,
-        /// Type of the number.
+        /// Type of the scalar.
         given: DType,
         /// Type of the tensor.
         wanted: DType,
     },
 }
 
-/// Everything that is wrong with a set of bindings.
+/// Every mistake in a set of bindings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BindingErrors(pub Vec<BindingError>);
 
@@ -133,44 +133,44 @@ impl fmt::Display for BindingErrors {
 
 impl std::error::Error for BindingErrors {}
 
-/// A tensor that lives in device memory, as a plan takes it.
+/// A tensor in device memory, as a plan expects it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DevicePort {
-    /// The tensor of the graph that is bound here.
+    /// The tensor of the graph.
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
-    /// Bytes that its memory must reach.
+    /// Required size in bytes.
     pub bytes: u64,
-    /// Bytes that its address must be a multiple of.
+    /// Required alignment in bytes.
     pub alignment: u32,
-    /// Whether its contents say where the plan reads and writes: lengths, offsets, pages.
+    /// Whether its contents determine the addresses that the plan accesses: lengths, offsets, pages.
     pub addressing: bool,
 }
 
-/// A number that a plan reads from host memory.
+/// A scalar that a plan reads from host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValuePort {
-    /// The tensor of the graph that is bound here.
+    /// The tensor of the graph.
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
-    /// Element type of the number.
+    /// Element type of the scalar.
     pub dtype: DType,
-    /// The number that the graph itself supplies; `None`: the caller must bind one.
+    /// The value that the graph supplies; `None`: the caller must bind one.
     pub value: Option<Scalar>,
 }
 
-/// Everything that a plan takes at an execution, in the order in which it takes it.
+/// The inputs and outputs of an execution, in the plan's order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ports {
-    /// Tensors in device memory, in the order of the plan.
+    /// Tensors in device memory, in the plan's order.
     pub device: Vec<DevicePort>,
-    /// Numbers that are read from host memory at each execution, in the order of the plan.
+    /// Scalars that each execution reads from host memory, in the plan's order.
     pub values: Vec<ValuePort>,
 }
 
-/// Bindings that fit a plan, in the order of its ports.
+/// Valid bindings, in the order of the plan's ports.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Bound {
     pub(crate) addresses: SmallVec<[u64; 8]>,
@@ -178,7 +178,7 @@ pub(crate) struct Bound {
 }
 
 impl Ports {
-    /// The ports of a graph.
+    /// Returns the ports of a graph.
     pub fn of(graph: &Verified) -> Ports {
         let mut ports = Ports::default();
         let addressing = graph.graph().addressing();
@@ -205,14 +205,14 @@ impl Ports {
         self.bind_right(bindings).map_or_else(|| self.bind_or_say(bindings), Ok)
     }
 
-    /// Bindings with nothing wrong about them: as many as ports, and one for each.
+    /// Binds without collecting errors; `None` unless there is exactly one valid value per port.
     fn bind_right(&self, bindings: &Bindings) -> Option<Bound> {
         let mut bound = Bound { addresses: SmallVec::new(), values: SmallVec::new() };
         if bindings.slices.len() != self.device.len() {
             return None;
         }
         for (n, port) in self.device.iter().enumerate() {
-            // Callers bind in the order of ports, mostly.
+            // Callers usually bind in the order of ports.
             let here = bindings.slices.get(n).filter(|(id, _)| *id == port.id);
             let (_, slice) = here.or_else(|| bindings.slices.iter().find(|(id, _)| *id == port.id))?;
             let aligned = slice.address & (u64::from(port.alignment) - 1) == 0;
@@ -230,7 +230,7 @@ impl Ports {
         (used == bindings.values.len()).then_some(bound)
     }
 
-    /// Whether addresses and numbers are those of these ports, in their order, as far as they tell.
+    /// Checks that addresses and scalars fit these ports in order, as far as they can be checked.
     pub(crate) fn fit(&self, addresses: &[u64], values: &[Scalar]) -> Result<(), BindingErrors> {
         let aligned = |(port, address): (&DevicePort, &u64)| *address != 0 && address & (u64::from(port.alignment) - 1) == 0;
         let typed = |(port, value): (&ValuePort, &Scalar)| port.dtype == value.dtype();

@@ -1,4 +1,4 @@
-//! Engines, cuDNN's kernels and generators of kernels: which ones it offers for a graph, which one is taken, and what became of the others.
+//! Engines are cuDNN's kernels and kernel generators: which ones it offers for a graph, which one a plan uses, and why not the others.
 
 use crate::error::Error;
 use crate::ffi::Library;
@@ -12,9 +12,9 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
-    /// Heuristics mode A: fast, the best first.
+    /// Heuristics mode A: fast, best first.
     A,
-    /// Heuristics mode B: slower, wider.
+    /// Heuristics mode B: slower, with more engines.
     B,
     /// Engines that are general rather than fast.
     Fallback,
@@ -23,51 +23,51 @@ pub enum Source {
 }
 
 impl Source {
-    /// The lists, in the order of asking.
+    /// The heuristics, in the order in which they are queried.
     const LISTS: [(Source, HeurMode); 3] = [(Source::A, HeurMode::A), (Source::B, HeurMode::B), (Source::Fallback, HeurMode::FALLBACK)];
 }
 
-/// One engine with its knobs, asked for by name.
+/// One engine with its knobs, requested by number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Pin {
     /// The engine's number for the graph.
     pub engine: i64,
-    /// Tuning choices, by knob.
+    /// Tuning choices by knob.
     pub knobs: Vec<(KnobType, i64)>,
 }
 
-/// The rules by which offers are accepted.
+/// Rules for accepting offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Policy {
-    /// Take this engine with these knobs and ask for no other: for what heuristics do not offer.
+    /// Use only this engine with these knobs, for engines that heuristics do not offer.
     pub pin: Option<Pin>,
-    /// Bytes of workspace that a plan may use at most.
+    /// The most bytes of workspace that a plan may use.
     pub max_workspace: Option<u64>,
-    /// Only engines that give the same bits on every run.
+    /// Only deterministic engines.
     pub deterministic: bool,
-    /// Tags of offers to pass over: `eng2` for all of an engine, `eng2_k24=7` for one configuration.
+    /// Tags of offers to skip: `eng2` for all configurations of an engine, `eng2_k24=7` for one.
     pub avoid: Vec<String>,
-    /// Tags of offers to try before all others, the most wanted first.
+    /// Tags of offers to try before all others, most preferred first.
     pub prefer: Vec<String>,
 }
 
-/// One engine with its knobs, as cuDNN offered it.
+/// One engine with its knobs, offered by cuDNN.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Candidate {
-    /// The first list that offered it.
+    /// The first heuristic that offered it.
     pub source: Source,
     /// The engine's number for this graph.
     pub engine: i64,
-    /// Tuning choices, by knob.
+    /// Tuning choices by knob.
     pub knobs: Vec<(KnobType, i64)>,
-    /// Bytes of workspace, where known before compiling (9.2).
+    /// Bytes of workspace, if known before compiling (9.2).
     pub workspace: Option<u64>,
-    /// Bytes of shared memory, where known before compiling (9.2).
+    /// Bytes of shared memory, if known before compiling (9.2).
     pub shared_memory: Option<i64>,
     /// cuDNN's notes on how the engine computes.
     pub numerical_notes: Vec<NumericalNote>,
-    /// cuDNN's notes on what it does besides computing.
+    /// cuDNN's notes on the engine's other behaviour.
     pub behavior_notes: Vec<BehaviorNote>,
     /// Its state.
     pub outcome: Outcome,
@@ -77,22 +77,22 @@ pub struct Candidate {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// A better one was taken before it.
+    /// An earlier offer was chosen.
     NotTried,
     /// The plan uses it.
     Chosen,
-    /// The policy passed over it.
+    /// The policy skipped it.
     PassedOver(String),
-    /// cuDNN offered it and then said that it does not support the graph with it.
+    /// cuDNN offered it, and then returned that it does not support the graph with it.
     Refused {
-        /// The status that the call returned.
+        /// The returned status.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
     },
-    /// Making a plan of it failed, in compilation for one: that says nothing about what is supported.
+    /// Building a plan failed, for example in compilation. The graph may still be supported.
     Failed {
-        /// The status that the call returned.
+        /// The returned status.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
@@ -100,7 +100,7 @@ pub enum Outcome {
 }
 
 impl Candidate {
-    /// `eng2_k24=7`: engine and knobs, as NVIDIA's tools write them.
+    /// Returns engine and knobs as NVIDIA's tools write them, such as `eng2_k24=7`.
     pub fn tag(&self) -> String {
         let mut tag = format!("eng{}", self.engine);
         for (knob, value) in &self.knobs {
@@ -116,47 +116,47 @@ impl Candidate {
 }
 
 impl Policy {
-    /// Sets the only engine, with its knobs.
+    /// Sets the only engine to use, with its knobs.
     #[must_use]
     pub fn with_pin(mut self, pin: impl Into<Option<Pin>>) -> Policy {
         self.pin = pin.into();
         self
     }
 
-    /// Sets the bytes of workspace that a plan may use at most.
+    /// Sets the most bytes of workspace that a plan may use.
     #[must_use]
     pub fn with_max_workspace(mut self, max_workspace: impl Into<Option<u64>>) -> Policy {
         self.max_workspace = max_workspace.into();
         self
     }
 
-    /// Sets whether only engines that give the same bits on every run are taken.
+    /// Sets whether only deterministic engines are used.
     #[must_use]
     pub fn with_deterministic(mut self, deterministic: bool) -> Policy {
         self.deterministic = deterministic;
         self
     }
 
-    /// Sets the tags of offers to pass over.
+    /// Sets the tags of offers to skip.
     #[must_use]
     pub fn with_avoid(mut self, avoid: Vec<String>) -> Policy {
         self.avoid = avoid;
         self
     }
 
-    /// Sets the tags of offers to try before all others, the most wanted first.
+    /// Sets the tags of offers to try before all others, most preferred first.
     #[must_use]
     pub fn with_prefer(mut self, prefer: Vec<String>) -> Policy {
         self.prefer = prefer;
         self
     }
 
-    /// Place of an offer among those that are tried: cuDNN's own order, but for what is preferred.
+    /// Returns the position of an offer in the order of trying: cuDNN's own, except for preferred offers.
     fn rank(&self, candidate: &Candidate) -> usize {
         self.prefer.iter().position(|tag| candidate.matches(tag)).unwrap_or(self.prefer.len())
     }
 
-    /// What becomes of an offer whose workspace is too large.
+    /// Returns the outcome of an offer whose workspace is too large.
     pub(crate) fn over_workspace(&self, bytes: u64) -> Option<Outcome> {
         let limit = self.max_workspace.filter(|&limit| bytes > limit)?;
         Some(Outcome::PassedOver(format!("its workspace of {bytes} bytes is over the limit of {limit}")))
@@ -176,19 +176,19 @@ impl Policy {
     }
 }
 
-/// Every offer for a graph and what became of it.
+/// Every offer for a graph, with its outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EngineReport {
     /// In the order of trying.
     pub candidates: Vec<Candidate>,
-    /// Lists that could not be had, with cuDNN's own words.
+    /// Heuristics that failed, with cuDNN's own text.
     pub lists_refused: Vec<(Source, String)>,
-    /// Messages that cuDNN logged where it offered nothing.
+    /// Messages that cuDNN logged when it offered nothing.
     pub said: Vec<String>,
 }
 
 impl EngineReport {
-    /// The offer that the plan uses.
+    /// Returns the offer that the plan uses.
     pub fn chosen(&self) -> Option<&Candidate> {
         self.candidates.iter().find(|c| c.outcome == Outcome::Chosen)
     }
@@ -220,18 +220,18 @@ impl fmt::Display for EngineReport {
     }
 }
 
-/// Offers with the configurations that make plans of them.
+/// Offers with the configurations from which plans are built.
 pub(crate) struct Offers {
     pub(crate) report: EngineReport,
     pub(crate) configs: Vec<Descriptor>,
-    /// The first failure of a list that says nothing about what is supported.
+    /// The first failure of a heuristic that does not mean unsupported.
     pub(crate) failed: Option<Error>,
 }
 
-/// Asks every list in turn; an offer that two lists share is kept once.
+/// Queries every heuristic in turn. An offer of two heuristics is kept once.
 ///
 /// # Errors
-/// Out of memory, and what else no list would survive.
+/// Out of memory, and other failures that every heuristic would repeat.
 pub(crate) fn offers(
     library: &'static Library,
     graph: &Descriptor,
@@ -292,7 +292,7 @@ fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descript
     heuristics.get_descriptors(Attribute::ENGINEHEUR_RESULTS, Kind::ENGINECFG, None)
 }
 
-/// The configuration that a caller names.
+/// Returns the configuration of a caller's pin.
 fn pinned(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, pin: &Pin) -> Result<Descriptor, Error> {
     let mut engine = Descriptor::new(library, Kind::ENGINE)?;
     engine.set_descriptor(Attribute::ENGINE_OPERATION_GRAPH, graph)?;
@@ -316,7 +316,7 @@ fn pinned(library: &'static Library, graph: &Descriptor, profile: Option<&Descri
     Ok(config)
 }
 
-/// More knobs than any engine has; cuDNN does not tell their number without room for them.
+/// More knobs than any engine has. cuDNN returns their number only with an array for them.
 const KNOBS: usize = 64;
 
 fn describe(library: &'static Library, config: &Descriptor, source: Source) -> Result<Candidate, Error> {

@@ -1,4 +1,4 @@
-//! Errors, each with what a reader needs to act on it.
+//! Errors, each with the facts to act on it.
 
 use crate::bind::BindingErrors;
 use crate::encode::TooNew;
@@ -9,27 +9,27 @@ use crate::version::Version;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Anything that can go wrong between a graph and its result.
+/// Any error between a graph and its result.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Finding a library, the driver or a device failed: see [`DriverError`](crate::DriverError).
     #[error(transparent)]
     Driver(#[from] sdpa_driver::Error),
-    /// The library is older than [`Version::OLDEST`], the oldest that this crate speaks.
+    /// The library is older than [`Version::OLDEST`].
     #[error("{} is cuDNN {version}; {} or newer is needed", path.display(), Version::OLDEST)]
     TooOld {
-        /// The file that it was loaded from.
+        /// The file of the library.
         path: PathBuf,
-        /// The version that it says it is.
+        /// Its version.
         version: Version,
     },
-    /// A process holds one cuDNN; another was asked for.
+    /// A process uses one cuDNN, and another file was requested.
     #[error("this process already uses {}; {} was asked for", loaded.display(), asked.display())]
     OtherLibrary {
-        /// The one in use.
+        /// The file in use.
         loaded: PathBuf,
-        /// The one asked for.
+        /// The requested file.
         asked: PathBuf,
     },
     /// A call into cuDNN failed.
@@ -39,30 +39,30 @@ pub enum Error {
         call: &'static str,
         /// The object of the call.
         subject: String,
-        /// The status that it returned.
+        /// The returned status.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
     },
-    /// The graph breaks rules: a bug of whoever built it.
+    /// The graph breaks rules: a bug of the code that built it.
     #[error(transparent)]
     Verify(#[from] VerifyErrors),
-    /// The graph uses what the runtime does not have yet.
+    /// The graph uses features that the runtime lacks.
     #[error(transparent)]
     TooNew(#[from] TooNew),
-    /// A program whose elements are not of the type that they are said to be: a bug of whoever made it.
+    /// The elements of a program do not have their stated type: a bug of the code that built it.
     #[error("program: {0}")]
     Program(String),
-    /// No engine takes the graph.
+    /// No engine supports the graph.
     #[error("no engine takes the graph:\n{0}")]
     NoEngine(Box<EngineReport>),
     /// The caller's bindings do not fit the plan.
     #[error(transparent)]
     Bindings(#[from] BindingErrors),
-    /// A plan's JSON is not one, or not for this library.
+    /// A plan's JSON is invalid, or for another library.
     #[error("plan JSON: {0}")]
     PlanJson(String),
-    /// A device profile is not one.
+    /// A device profile is invalid.
     #[error("device profile {field}: {rule}")]
     Profile {
         /// The key of the JSON.
@@ -70,28 +70,28 @@ pub enum Error {
         /// The rule that it breaks.
         rule: String,
     },
-    /// A plan, or a graph, was to be executed on another device than it was made for.
+    /// A plan or a graph was used on another device than the one it was made for.
     #[error("the plan is of {}, the handle of device {handle}", Of(*.plan))]
     OtherDevice {
-        /// The number of the plan's device; `None` for a plan that was made for a profile.
+        /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,
-        /// The number of the handle's device.
+        /// The ordinal of the handle's device.
         handle: u32,
     },
 }
 
 impl Error {
-    /// True where nothing is wrong with the environment: this graph is not supported, another may be.
+    /// Returns whether only this graph is unsupported; another may work.
     pub fn is_unsupported(&self) -> bool {
         self.class() == Class::Unsupported
     }
 
-    /// True where memory ran out, or the driver failed or is not there: no other engine, form or configuration would fare better.
+    /// Returns whether memory ran out, or the driver failed or is missing: no other engine, form or configuration would help.
     pub fn is_fatal(&self) -> bool {
         matches!(self.class(), Class::Fatal | Class::Absent)
     }
 
-    /// True where there is no cuDNN, no driver or no device, as opposed to one that fails.
+    /// Returns whether cuDNN, the driver or the device is missing, as opposed to failing.
     pub fn is_absence(&self) -> bool {
         self.class() == Class::Absent
     }
@@ -117,16 +117,16 @@ impl Error {
     }
 }
 
-/// What an error says to who might try something else.
+/// The consequence of an error for a caller that could try an alternative.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
-    /// Another graph, engine or executor may do.
+    /// Another graph, engine or executor may work.
     Unsupported,
-    /// Nothing will do.
+    /// No alternative would work.
     Fatal,
-    /// There is nothing to try it on.
+    /// The library, driver or device is missing.
     Absent,
-    /// It says nothing about others.
+    /// Alternatives may or may not work.
     Other,
 }
 

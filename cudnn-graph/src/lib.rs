@@ -1,7 +1,7 @@
 //! A typed builder over the cuDNN backend graph API.
 //!
-//! Nothing of CUDA is needed to build or to link: the driver and cuDNN are found at run time, and a missing or too old library
-//! is an [`Error`] that names the places searched.
+//! Building and linking need no part of CUDA: the driver and cuDNN are loaded at run time. A missing or too old library is an [`Error`] that names
+//! the places searched.
 //!
 //! ```
 //! use cudnn_graph::ir::Mode;
@@ -32,12 +32,12 @@
 //! ```
 //!
 //! - [`ir`]: tensors and ops; [`Graph::verify`] collects every error; [`ir::interp`] defines every op.
-//! - [`mod@encode`]: descriptors as plain data for a runtime version, never anything newer than it.
-//! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the choice, and each refusal in cuDNN's own words. Plans are
-//!   made for the device of a [`Handle`] or, without any GPU, for a [`DeviceProfile`].
-//! - [`Bindings`]: tensors by id; what is missing, too short or misaligned is an error before anything runs.
-//! - Two tiers of execution: [`Plan::execute`] over addresses that the caller answers for, and [`launch`] over owned buffers.
-//! - [`ffi`]: the fence, with all unsafe code but the signatures of [`Plan::execute`], [`Plan::execute_in_order`] and [`Plan::from_json`].
+//! - [`mod@encode`]: descriptors as plain data for a runtime version, without anything newer.
+//! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the chosen one, and each refusal in cuDNN's own words. Plans are made for the device
+//!   of a [`Handle`] or, without a GPU, for a [`DeviceProfile`].
+//! - [`Bindings`]: tensors by id; missing, too short or misaligned memory is an error before anything runs.
+//! - Two ways to execute: [`Plan::execute`] over addresses for which the caller vouches, and [`launch`] over owned buffers.
+//! - [`ffi`]: all unsafe code except the signatures of [`Plan::execute`], [`Plan::execute_in_order`] and [`Plan::from_json`].
 
 pub mod bind;
 pub mod encode;

@@ -1,4 +1,4 @@
-//! Plans: a graph made ready to run.
+//! Plans: compiled graphs.
 
 use crate::bind::{Bindings, Bound, Ports};
 use crate::encode::encode;
@@ -19,12 +19,12 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Packs that a shelf keeps for addresses that come back.
+/// The most packs that a shelf keeps for recurring addresses.
 const PACKS: usize = 32;
-/// Shelves: a thread goes to its own first, so that threads which share a plan do not wait for one another.
+/// Number of shelves. A thread tries its own first, so that threads which share a plan do not wait for one another.
 const SHELVES: usize = 8;
 
-/// A graph that cuDNN has been asked about: its engines are known, nothing is compiled.
+/// A graph with the engines that cuDNN offers for it; nothing is compiled.
 #[derive(Debug)]
 pub struct Planner {
     library: &'static Library,
@@ -38,11 +38,11 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// Encodes a graph for the runtime and asks cuDNN which engines it has for it. Nothing is compiled or submitted.
+    /// Encodes a graph for the runtime and queries cuDNN's engines. Compiles and submits nothing.
     ///
     /// # Errors
-    /// [`Error::TooNew`] for a graph that the runtime is too old for; cuDNN's own when it rejects the graph as such;
-    /// [`Error::NoEngine`] when it offers nothing that the policy lets pass, with every reason.
+    /// [`Error::TooNew`] if the runtime is too old for the graph; a cuDNN error if it rejects the graph; [`Error::NoEngine`], with every reason, if
+    /// it offers nothing that the policy accepts.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
         target.within(|| Planner::asked(library, graph, target, policy))
     }
@@ -62,21 +62,21 @@ impl Planner {
         Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
 
-    /// Every configuration that the library offered, and what became of it.
+    /// Returns every configuration that the library offered, with its outcome.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }
 
-    /// The descriptors that were sent.
+    /// Returns the descriptors that were sent.
     pub fn program(&self) -> &Program {
         &self.program
     }
 
-    /// Makes a plan of the first offer that holds.
+    /// Builds a plan from the first offer that works.
     ///
     /// # Errors
-    /// [`Error::NoEngine`] with cuDNN's words on each offer, where it supports none. Where one of them failed otherwise, in compilation for
-    /// one, that failure: it says nothing about what is supported. Out of memory ends the search at once.
+    /// [`Error::NoEngine`] with cuDNN's text on each offer, if it supports none. If an offer failed otherwise, for example in compilation, that
+    /// failure: the graph may still be supported. Out of memory ends the search at once.
     pub fn first(&self, target: &Target<'_>) -> Result<Plan, Error> {
         let (mut report, mut failed) = (self.report.clone(), None);
         for n in 0..report.candidates.len() {
@@ -85,7 +85,7 @@ impl Planner {
             }
             match self.finalize(n, target) {
                 Ok(descriptor) => {
-                    // Only now is it certain, and before 9.2 known at all.
+                    // Only the compiled plan has the final size; before 9.2 it is the only source.
                     if let Some(over) = self.policy.over_workspace(workspace_of(&descriptor)?) {
                         report.candidates[n].outcome = over;
                         continue;
@@ -109,10 +109,10 @@ impl Planner {
         Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))))
     }
 
-    /// Makes a plan of the `n`th offer, whatever the policy says, for comparing them.
+    /// Builds a plan from the `n`th offer, regardless of the policy, for comparisons.
     ///
     /// # Errors
-    /// cuDNN's own; [`Error::NoEngine`] past the last offer.
+    /// A cuDNN error; [`Error::NoEngine`] past the last offer.
     pub fn nth(&self, n: usize, target: &Target<'_>) -> Result<Plan, Error> {
         let mut report = self.report.clone();
         let Some(candidate) = report.candidates.get_mut(n) else { return Err(Error::NoEngine(Box::new(report))) };
@@ -144,15 +144,15 @@ fn bind_target(plan: &mut Descriptor, target: &Target<'_>, profile: Option<&Desc
     }
 }
 
-/// Bytes of workspace of a finalized plan.
+/// Returns the workspace bytes of a finalized plan.
 fn workspace_of(plan: &Descriptor) -> Result<u64, Error> {
     Ok(u64::try_from(plan.get_i64(Attribute::EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0))
 }
 
-/// What a finalized plan may still refer to.
+/// Descriptors to which a finalized plan may still refer.
 type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
 
-/// A compiled graph. Executions from several threads do not disturb one another: each has a handle and a pack of its own.
+/// A compiled graph. Several threads can execute it at once: each uses its own handle and pack.
 #[derive(Debug)]
 pub struct Plan {
     library: &'static Library,
@@ -166,14 +166,14 @@ pub struct Plan {
     packs: [Mutex<VecDeque<Box<Ready>>>; SHELVES],
 }
 
-/// Threads that have executed a plan.
+/// Number of threads that have executed a plan.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static SHELF: usize = THREADS.fetch_add(1, Ordering::Relaxed) % SHELVES;
 }
 
-/// Hashes several numbers into one, well enough to tell sets of addresses apart before they are compared.
+/// Hashes several numbers into one, to preselect sets of addresses before they are compared.
 fn mixed(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, |hash, n| (hash ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
 }
@@ -188,10 +188,10 @@ struct Ready {
 }
 
 impl Plan {
-    /// Encodes the graph, asks cuDNN for engines, and makes a plan of the first offer that holds.
+    /// Encodes the graph, queries cuDNN for engines, and builds a plan from the first offer that works.
     ///
     /// # Errors
-    /// As [`Planner::new`] and [`Planner::first`].
+    /// As for [`Planner::new`] and [`Planner::first`].
     pub fn build(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Plan, Error> {
         Planner::new(library, graph, target, policy)?.first(target)
     }
@@ -218,14 +218,14 @@ impl Plan {
         })
     }
 
-    /// A plan from its JSON, compiled kernels included, for the graph that it was made from.
+    /// Loads a plan from its JSON, including compiled kernels, for the graph from which it was made.
     ///
     /// # Safety
-    /// The text is what [`Plan::to_json`] gave for a plan of this very graph, unchanged. It contains machine code, which the device runs
-    /// with every address that is bound.
+    /// The text is the unchanged output of [`Plan::to_json`] for a plan of this graph. It contains machine code, which the device runs with every
+    /// bound address.
     ///
     /// # Errors
-    /// [`Error::PlanJson`] when the text is of another runtime; cuDNN's own when it does not take it.
+    /// [`Error::PlanJson`] if the text is for another runtime; a cuDNN error if it refuses the text.
     #[allow(unsafe_code, reason = "machine code from text: where it comes from is the caller's to know")]
     pub unsafe fn from_json(library: &'static Library, json: &str, graph: &Verified, target: &Target<'_>) -> Result<Plan, Error> {
         let head: PlanHead = serde_json::from_str(json).map_err(|e| Error::PlanJson(e.to_string()))?;
@@ -247,30 +247,30 @@ impl Plan {
         })
     }
 
-    /// The plan as JSON: the operation graph, the device, the engine with its knobs, and the compiled kernels.
+    /// Returns the plan as JSON: the operation graph, the device, the engine with its knobs, and the compiled kernels.
     ///
     /// # Errors
-    /// cuDNN's own: engines that were not compiled at run time have none.
+    /// A cuDNN error: engines that were not compiled at run time have no JSON.
     pub fn to_json(&self) -> Result<String, Error> {
         self.descriptor.get_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION)
     }
 
-    /// Bytes of compiled code, as far as the plan tells: those of its JSON, which is little else. A mebibyte where it has none.
+    /// Returns the approximate bytes of compiled code: the size of its JSON, which is mostly code, or a mebibyte if there is none.
     pub fn code_bytes(&self) -> u64 {
         *self.code.get_or_init(|| self.to_json().map_or(1 << 20, |json| json.len() as u64))
     }
 
-    /// The library that runs it.
+    /// Returns its library.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// The device that it was made for; none if that was a profile.
+    /// Returns the device that it was made for; `None` for a profile.
     pub fn device(&self) -> Option<&'static Device> {
         self.device
     }
 
-    /// Whether it can be executed through handles of a device: it holds code that was loaded into one.
+    /// Checks that handles of a device can execute it: its code is loaded on one device.
     ///
     /// # Errors
     /// [`Error::OtherDevice`].
@@ -279,27 +279,27 @@ impl Plan {
         if plan == Some(device.ordinal()) { Ok(()) } else { Err(Error::OtherDevice { plan, handle: device.ordinal() }) }
     }
 
-    /// Bytes of device memory that an execution uses besides its tensors.
+    /// Returns the workspace bytes of an execution.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace
     }
 
-    /// The finalized plan itself, for callers with packs of their own.
+    /// Returns the finalized plan descriptor, for callers with packs of their own.
     pub fn descriptor(&self) -> &Descriptor {
         &self.descriptor
     }
 
-    /// Returns the inputs and outputs of an execution: tensors in device memory, and numbers.
+    /// Returns the inputs and outputs of an execution: tensors in device memory, and scalars.
     pub fn ports(&self) -> &Ports {
         &self.ports
     }
 
-    /// Every offer that cuDNN made for the graph and what became of it. Empty for a plan from JSON.
+    /// Returns every offer for the graph with its outcome. Empty for a plan from JSON.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }
 
-    /// The engine; `None` for a plan from JSON.
+    /// Returns the engine; `None` for a plan from JSON.
     pub fn engine(&self) -> Option<&Candidate> {
         self.report.chosen()
     }
@@ -307,7 +307,7 @@ impl Plan {
     /// Checks bindings without running anything.
     ///
     /// # Errors
-    /// Everything that is wrong with them.
+    /// Every mistake in the bindings.
     pub fn check(&self, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
         self.bound(bindings, workspace).map(|_| ())
     }
@@ -329,12 +329,13 @@ impl Plan {
     /// Submits the plan to the handle's stream. Returns without waiting.
     ///
     /// # Safety
-    /// Until the stream has passed this call: every slice bound and the workspace are device memory of the handle's device,
-    /// really as large as said; outputs and workspace are not used by anything else; inputs are not written; this plan is
-    /// not dropped.
+    /// Until the stream has passed this call:
+    /// - Every bound slice and the workspace are device memory of the handle's device and as large as stated.
+    /// - Nothing else uses outputs and workspace, and nothing writes the inputs.
+    /// - This plan is not dropped.
     ///
     /// # Errors
-    /// [`Error::OtherDevice`]; everything that is wrong with the bindings, before anything runs; cuDNN's own.
+    /// [`Error::OtherDevice`]; every mistake in the bindings, before anything runs; a cuDNN error.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute(&self, handle: &Handle<'_>, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
         let bound = self.bound(bindings, workspace)?;
@@ -343,15 +344,15 @@ impl Plan {
         unsafe { self.submit(handle, &bound.addresses, &bound.values, workspace.address) }
     }
 
-    /// [`Plan::execute`] as a part of a call, for callers that know the order of [`Plan::ports`]: an address for each of `device`, a number for each of
-    /// `values`.
+    /// Executes the plan within a call, for callers that know the order of [`Plan::ports`]: one address per entry of `device`, one scalar per entry
+    /// of `values`.
     ///
     /// # Safety
-    /// As [`Plan::execute`], and every address and the workspace have as much memory behind them as the port and the plan say.
+    /// As for [`Plan::execute`]; and every address and the workspace have as much memory as the port and the plan require.
     ///
     /// # Errors
-    /// [`Error::OtherDevice`]; another number of addresses or numbers than ports, an address that is 0 or not aligned, a number of
-    /// another type, before anything runs; cuDNN's own.
+    /// [`Error::OtherDevice`]; a wrong number of addresses or scalars, a null or misaligned address, a scalar of another type, before anything runs;
+    /// a cuDNN error.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute_in_order(
         &self,
@@ -367,7 +368,7 @@ impl Plan {
     }
 
     /// # Safety
-    /// As [`Plan::execute_in_order`], addresses and numbers fit the ports, and the thread is in the context of the handle's device.
+    /// As for [`Plan::execute_in_order`]; addresses and scalars fit the ports, and the thread is in the context of the handle's device.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     unsafe fn submit(&self, handle: &Handle<'_>, addresses: &[u64], values: &[Scalar], workspace: u64) -> Result<(), Error> {
         self.check_device(handle.device())?;
@@ -390,8 +391,7 @@ impl Plan {
         result
     }
 
-    /// The pack for these addresses, kept from an earlier execution or made now. It is taken out: numbers in it are set
-    /// for one execution at a time.
+    /// Takes the pack for these addresses from a shelf, or creates it. It is taken out, because its scalars are set for one execution at a time.
     fn ready(&self, addresses: &[u64], workspace: u64) -> Result<Box<Ready>, Error> {
         let hash = mixed(addresses.iter().copied().chain([workspace]));
         if let Some(mut packs) = self.shelf()
@@ -406,14 +406,14 @@ impl Plan {
         Ok(Box::new(Ready { hash, addresses: SmallVec::from_slice(addresses), workspace, pack }))
     }
 
-    /// A shelf that nobody is at, this thread's if possible.
+    /// Locks a free shelf, preferably this thread's.
     fn shelf(&self) -> Option<MutexGuard<'_, VecDeque<Box<Ready>>>> {
         let own = SHELF.try_with(|own| *own).unwrap_or(0);
         (0..SHELVES).find_map(|n| self.packs[(own + n) % SHELVES].try_lock())
     }
 }
 
-/// The part of a plan's JSON that is checked before cuDNN sees it.
+/// The part of a plan's JSON that is checked before cuDNN reads it.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct PlanHead {

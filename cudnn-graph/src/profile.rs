@@ -1,4 +1,4 @@
-//! What a plan must know of a device, as cuDNN's own JSON: plans are made from it on machines without that device.
+//! Device profiles: the properties of a device that a plan depends on, as cuDNN's own JSON. Plans can be built from a profile without the device.
 
 use crate::error::Error;
 use crate::ffi::codes::{Attribute, Kind};
@@ -8,17 +8,17 @@ use sdpa_driver::{Device, relaxed};
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Properties of a device (cuDNN 9.8), read off it or out of a file.
+/// Properties of a device (cuDNN 9.8), from a device or from a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceProfile {
     json: Map<String, Value>,
 }
 
-/// Keys that tell one card of a kind from the next, or change while it runs. They do not matter to a kernel.
+/// Keys that differ between cards of one kind, or change at run time. Kernels do not depend on them.
 const INCIDENTAL: [&str; 8] =
     ["pciDeviceId", "cudaDeviceId", "smClockRateKHz", "memClockRateKHz", "driverVer", "totalGlobalMem", "isTccDriver", "deviceName"];
 
-/// Profiles that come along: see `devprops/README.md` for where they are from.
+/// Bundled profiles: see `devprops/README.md` for their origin.
 const KNOWN: [(&str, &str); 4] = [
     ("a100", include_str!("../devprops/a100.json")),
     ("l40s", include_str!("../devprops/l40s.json")),
@@ -27,10 +27,10 @@ const KNOWN: [(&str, &str); 4] = [
 ];
 
 impl DeviceProfile {
-    /// A profile from its JSON.
+    /// Parses a profile from JSON.
     ///
     /// # Errors
-    /// [`Error::Profile`] when it is not an object or lacks the name, the architecture or the number of multiprocessors.
+    /// [`Error::Profile`] if it is not an object, or lacks the name, the architecture or the number of SMs.
     pub fn from_json(text: &str) -> Result<DeviceProfile, Error> {
         let fail = |field: &str, rule: String| Error::Profile { field: field.to_owned(), rule };
         let json: Map<String, Value> = serde_json::from_str(text).map_err(|e| fail("JSON", format!("must be an object: {e}")))?;
@@ -45,10 +45,10 @@ impl DeviceProfile {
         Ok(DeviceProfile { json })
     }
 
-    /// A device that need not be there, by name: one of [`DeviceProfile::NAMES`].
+    /// Returns a bundled profile by name: one of [`DeviceProfile::NAMES`].
     ///
     /// # Errors
-    /// The error of [`DeviceProfile::from_json`], for a name of no profile.
+    /// As for [`DeviceProfile::from_json`], for an unknown name.
     pub fn named(name: &str) -> Result<DeviceProfile, Error> {
         match KNOWN.iter().find(|(known, _)| *known == name) {
             Some((_, json)) => DeviceProfile::from_json(json),
@@ -56,13 +56,13 @@ impl DeviceProfile {
         }
     }
 
-    /// Devices whose profiles come along.
+    /// Names of the bundled profiles.
     pub const NAMES: [&str; 4] = ["a100", "l40s", "h200", "b200"];
 
-    /// The profile of a device that is there.
+    /// Returns the profile of a device in this machine.
     ///
     /// # Errors
-    /// cuDNN's own; runtimes before 9.8 have no profiles.
+    /// A cuDNN error; runtimes before 9.8 have no profiles.
     pub fn of_device(library: &'static Library, device: &'static Device) -> Result<DeviceProfile, Error> {
         let _entered = device.enter()?;
         let mut descriptor = Descriptor::new(library, Kind::DEVICEPROP)?;
@@ -75,28 +75,28 @@ impl DeviceProfile {
         self.json.get(key).and_then(Value::as_u64).unwrap_or(0)
     }
 
-    /// The vendor's name for the device.
+    /// Returns the vendor's name of the device.
     pub fn name(&self) -> &str {
         self.json.get("deviceName").and_then(Value::as_str).unwrap_or("")
     }
 
-    /// Compute capability: 90 for 9.0.
+    /// Returns the compute capability: 90 for 9.0.
     pub fn sm(&self) -> u32 {
         (self.number("deviceVer") / 10) as u32
     }
 
-    /// Number of multiprocessors of the device.
+    /// Returns the number of SMs.
     pub fn sm_count(&self) -> u32 {
         self.number("multiProcessorCount") as u32
     }
 
-    /// Whether plans for one are plans for the other: everything but names, addresses, clocks and memory is equal. A key
-    /// that one of them lacks (older libraries know fewer) does not count.
+    /// Returns whether both devices can use the same plans: everything except names, addresses, clocks and memory is equal. Keys that one of them
+    /// lacks are ignored, because older libraries know fewer.
     pub fn same_kernels(&self, other: &DeviceProfile) -> bool {
         self.difference(other).is_none()
     }
 
-    /// The first property by which plans for one are no plans for the other: its name, its value here, its value there.
+    /// Returns the first property that prevents sharing plans: its name, its value here, its value there.
     pub fn difference(&self, other: &DeviceProfile) -> Option<(&str, String, String)> {
         self.json
             .iter()
@@ -126,12 +126,12 @@ impl fmt::Display for DeviceProfile {
 pub enum Target<'a> {
     /// The device of a handle.
     Handle(&'a Handle<'a>),
-    /// A device that need not be there.
+    /// A device described by a profile, which need not be present.
     Profile(&'a DeviceProfile),
 }
 
 impl Target<'_> {
-    /// Compute capability: 90 for 9.0.
+    /// Returns the compute capability: 90 for 9.0.
     pub fn sm(&self) -> u32 {
         match self {
             Target::Handle(handle) => handle.device().sm(),
@@ -139,7 +139,7 @@ impl Target<'_> {
         }
     }
 
-    /// Number of multiprocessors of the device.
+    /// Returns the number of SMs.
     pub fn sm_count(&self) -> u32 {
         match self {
             Target::Handle(handle) => handle.device().sm_count(),
@@ -147,12 +147,12 @@ impl Target<'_> {
         }
     }
 
-    /// The device that plans are loaded into; none for a profile.
+    /// Returns the device on which plans are loaded; `None` for a profile.
     pub(crate) fn device(&self) -> Option<&'static Device> {
         self.handle().map(Handle::device)
     }
 
-    /// Runs what asks cuDNN for plans: in the context of the device, and so that no capture is disturbed.
+    /// Runs a function that requests plans from cuDNN, in the context of the device and without disturbing captures.
     pub(crate) fn within<R>(&self, run: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
         let _entered = self.device().map(Device::enter).transpose()?;
         relaxed(run)

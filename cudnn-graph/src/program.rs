@@ -1,10 +1,10 @@
-//! Backend descriptors as plain data: what encoding yields, what the fence replays, what golden files hold.
+//! Backend descriptors as plain data: the output of encoding, which `ffi` replays and golden files store.
 
 use crate::ffi::codes::{Attribute, AttributeType, Kind};
 use serde::Serialize;
 use std::fmt;
 
-/// A descriptor of one program: its place in [`Program::descriptors`].
+/// A descriptor of one program, by its index in [`Program::descriptors`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(transparent)]
 pub struct DescriptorId(pub(crate) usize);
@@ -21,18 +21,18 @@ pub enum Values {
     F32(Vec<f32>),
     /// 64-bit floats.
     F64(Vec<f64>),
-    /// One truth value.
+    /// One boolean.
     Bool(bool),
-    /// One number of an enumeration, with its name for readers.
+    /// One code of an enumeration, with its name for readers.
     Code(i32, String),
     /// Other descriptors of the same program.
     Descriptors(Vec<DescriptorId>),
-    /// The bytes of one number, behind a pointer.
+    /// The bytes of one scalar, passed by pointer.
     Bytes(Vec<u8>),
 }
 
 impl Values {
-    /// Whether they are elements of a type, as the fence hands them over.
+    /// Returns whether they are elements of this type.
     pub fn are(&self, ty: AttributeType) -> bool {
         const PLAIN: [AttributeType; 8] = [
             AttributeType::INT64,
@@ -68,7 +68,7 @@ pub struct Setting {
     pub values: Values,
 }
 
-/// One descriptor: created, set in this order, finalized.
+/// One descriptor: created, set in this order, then finalized.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Descriptor {
     /// The kind of descriptor.
@@ -79,16 +79,16 @@ pub struct Descriptor {
     pub settings: Vec<Setting>,
 }
 
-/// Descriptors in the order in which they are made; each refers to earlier ones only. The last is the operation graph,
-/// to which whoever replays the program adds a handle if there is one.
+/// Descriptors in order of creation; each refers only to earlier ones. The last is the operation graph, to which the replay adds a handle if there is
+/// one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Program {
-    /// Descriptors in the order in which they are made: each after those that it names.
+    /// Descriptors in order of creation.
     pub descriptors: Vec<Descriptor>,
 }
 
 impl Program {
-    /// Ids of all descriptors, in order.
+    /// Iterates over the ids of all descriptors, in order.
     pub fn ids(&self) -> impl Iterator<Item = DescriptorId> + use<> {
         (0..self.descriptors.len()).map(DescriptorId)
     }

@@ -15,21 +15,21 @@ pub struct Version {
 }
 
 impl Version {
-    /// The oldest runtime whose backend this crate speaks.
+    /// The oldest runtime that this crate supports.
     pub const OLDEST: Version = Version::new(9, 0, 0);
 
-    /// A version from its parts.
+    /// Creates a version from its parts.
     pub const fn new(major: u32, minor: u32, patch: u32) -> Version {
         Version { major, minor, patch }
     }
 
-    /// From the number that `cudnnGetVersion` returns: `major * 10000 + minor * 100 + patch`, and `major * 1000` before 9.
+    /// Decodes the number that `cudnnGetVersion` returns: `major * 10000 + minor * 100 + patch`, and `major * 1000` before 9.
     pub fn from_number(number: usize) -> Version {
         let n = u32::try_from(number).unwrap_or(u32::MAX);
         if n < 10_000 { Version::new(n / 1000, n / 100 % 10, n % 100) } else { Version::new(n / 10_000, n / 100 % 100, n % 100) }
     }
 
-    /// Whether this is `major.minor` or newer.
+    /// Returns whether this is `major.minor` or newer.
     pub fn at_least(self, major: u32, minor: u32) -> bool {
         self >= Version::new(major, minor, 0)
     }

@@ -1,4 +1,4 @@
-//! Attention as the interpreter has it, three times: composed of small ops, in the unified op, and as a plain loop over f64.
+//! Compares the interpreter's attention in three forms: composed of small ops, in the unified op, and as a plain loop over f64.
 
 use cudnn_graph::DType::{self, *};
 use cudnn_graph::ir::interp::{BindingError, InterpError, Precision, Value, run, run_all};
@@ -43,16 +43,16 @@ fn at(value: &Value, index: [usize; 4]) -> f64 {
     value.data[index.iter().zip(&value.dims).fold(0, |at, (i, d)| at * *d as usize + i)]
 }
 
-/// What a plain attention is told.
+/// Options of plain attention.
 #[derive(Clone, Default)]
 struct Plain {
-    /// Keeps (batch, row, column).
+    /// Returns whether (batch, row, column) is unmasked.
     keep: Option<fn(usize, usize, usize) -> bool>,
     softcap: bool,
     sink: Option<[f64; HQ]>,
     /// Lengths of queries and keys.
     lengths: Option<[[usize; B]; 2]>,
-    /// Multiplies the probabilities, (b, h, s_q, s_kv).
+    /// Factors of the probabilities, (b, h, s_q, s_kv).
     dropout: Option<Vec<f64>>,
 }
 
@@ -108,7 +108,7 @@ fn close(name: &str, got: &[f64], want: &[f64], bound: f64) {
     }
 }
 
-/// Inputs of an attention in this type, and where results go.
+/// Inputs of an attention in this type, and its results.
 struct Io {
     g: Graph,
     inputs: BTreeMap<TensorId, Value>,
@@ -150,7 +150,7 @@ fn id() -> TensorId {
     Graph::new().input("", F32, [1])
 }
 
-/// What a composite graph has between the products.
+/// Options of a composite graph between the GEMMs.
 #[derive(Clone, Copy)]
 struct Mods {
     softcap: bool,
@@ -158,7 +158,7 @@ struct Mods {
     /// Columns up to the diagonal.
     window: Option<i32>,
     lengths: Option<[[usize; B]; 2]>,
-    /// Aligns the masks to the lower right corner, by the lengths.
+    /// Aligns the masks to the bottom right, by the lengths.
     bottom_right: bool,
 }
 
@@ -177,7 +177,7 @@ fn bands(g: &mut Graph, mut s: TensorId, mods: Mods, lengths: Option<(TensorId, 
     s
 }
 
-/// The frontend's composite forward, with the transposed view of the keys made by a reshape.
+/// Builds the frontend's composite forward graph, with the transposed view of the keys as a reshape.
 fn composite(dtype: DType, mods: Mods) -> (Io, [TensorId; 2]) {
     let mut io = Io::new(dtype);
     let lengths = mods.lengths.map(|[q, kv]| (io.lengths("seq_q", q), io.lengths("seq_kv", kv)));
@@ -212,7 +212,7 @@ fn composite(dtype: DType, mods: Mods) -> (Io, [TensorId; 2]) {
     (io, [o, stats])
 }
 
-/// The same in the unified op. Its lengths pad on their own; alignment inside is by the same tensors.
+/// Builds the unified op. It pads by its lengths; the alignment inside reads the same tensors.
 fn unified(dtype: DType, mods: Mods) -> (Io, [TensorId; 2]) {
     if !mods.softcap && !mods.causal && mods.window.is_none() {
         return unified_plain(dtype, mods.lengths);
@@ -252,7 +252,7 @@ fn unified_plain(dtype: DType, lengths: Option<[[usize; B]; 2]>) -> (Io, [Tensor
     (io, [o, stats.unwrap()])
 }
 
-/// A unified op with a scale, and what `finish` adds.
+/// Builds a unified op with a scale and the additions of `finish`.
 fn forward(dtype: DType, finish: impl FnOnce(&mut Io, SdpaForward) -> SdpaForward) -> (Io, TensorId) {
     let mut io = Io::new(dtype);
     let o = io.output("o", dtype, [B, HQ, SQ, DV]);
@@ -275,12 +275,12 @@ fn cases() -> Vec<(Mods, Plain)> {
         (Mods { softcap: true, ..NONE }, capped.clone()),
         (Mods { causal: true, ..NONE }, keep(|_, i, j| j <= i, &Plain::default())),
         (Mods { causal: true, window: Some(2), softcap: true, ..NONE }, keep(|_, i, j| j <= i && j + 2 > i, &capped)),
-        // Nothing is left of any row.
+        // Every row is fully masked.
         (Mods { causal: true, window: Some(0), ..NONE }, keep(|_, _, _| false, &Plain::default())),
         (Mods { lengths: Some(LENGTHS), ..NONE }, padded.clone()),
-        // The cap of −∞ is a number: padding comes after the score ops.
+        // The cap turns −∞ into a number, so padding must come after the score ops.
         (Mods { softcap: true, lengths: Some(LENGTHS), ..NONE }, Plain { softcap: true, ..padded.clone() }),
-        // With fewer keys than queries, the first rows of the second entry see nothing.
+        // With fewer keys than queries, the first rows of the second entry attend to nothing.
         (
             Mods { causal: true, lengths: Some(LENGTHS), bottom_right: true, ..NONE },
             keep(|b, i, j| (i + LENGTHS[1][b]) as i64 - LENGTHS[0][b] as i64 >= j as i64, &padded),
@@ -307,7 +307,7 @@ fn composite_and_unified_attention_are_a_plain_loop() {
     }
 }
 
-/// The two forms share no code but the softmax of a row, and yet every bit.
+/// The two forms share only the softmax of a row, and yet agree in every bit.
 #[test]
 fn forms_agree_to_the_last_bit_in_f32_precision() {
     for dtype in [F32, F16, BF16] {
@@ -472,7 +472,7 @@ fn eight_bit_scales_multiply_and_divide_where_they_should() {
     close("amax_o", &out[&amax_o].data, &[largest(&want.o) * 4.0], 1e-13);
 }
 
-/// Gradients of `Σ dO ∘ o` by differences of the plain loop.
+/// Computes gradients of `Σ dO ∘ o` by differences of the plain loop.
 #[test]
 fn backward_is_the_slope_of_the_plain_loop() {
     let d_o = numbers([B, HQ, SQ, DV], 9);
@@ -552,7 +552,7 @@ fn rows_without_keys_have_no_gradient() {
     let out = run(&plain.verify().unwrap(), &io.inputs, Precision::F64).unwrap();
     assert!([dq, dk, dv].iter().all(|id| out[id].data.iter().all(|x| *x == 0.0)));
 
-    // The derivative of a score graph is for whoever makes graphs.
+    // The derivative of a score graph is up to the code that builds graphs.
     let mut scored = io.g.clone();
     let [input, output] = ["score", "capped"].map(|name| scored.tensor(Tensor::virtual_(name, F32, dims([B, HQ, SQ, SKV]))));
     let tanh = Pointwise { mode: Mode::TanhFwd, x: input, b: None, t: None, dy: None, y: output, compute: F32, params: Params::default() };

@@ -1,4 +1,4 @@
-//! Every op of the interpreter against a small loop, and what it says about inputs that do not fit.
+//! Compares every op of the interpreter with a small loop, and checks its errors for inputs that do not fit.
 
 use cudnn_graph::DType::{self, *};
 use cudnn_graph::ir::interp::{BindingError, InterpError, Precision, Value, run, run_all};
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 const INF: f64 = f64::INFINITY;
 
-/// Numbers that differ, and are no integers.
+/// Returns distinct numbers that are not integers.
 fn numbers(dims: &[i64]) -> Value {
     let n: i64 = dims.iter().product();
     Value::new(dims, (0..n).map(|i| ((i * 37 % 29) as f64 - 11.0) / 8.0).collect::<Vec<_>>())
@@ -20,7 +20,7 @@ fn eval(g: Graph, inputs: &[(TensorId, Value)], precision: Precision) -> BTreeMa
     run(&g, &inputs.iter().cloned().collect(), precision).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// One op of one input and one output.
+/// Runs one op with one input and one output.
 fn one(x: &Value, y: &[i64], types: [DType; 2], precision: Precision, op: impl FnOnce(TensorId, TensorId) -> Op) -> Vec<f64> {
     let mut g = Graph::new();
     let (a, b) = (g.input("x", types[0], x.dims.clone()), g.input("y", types[1], y));
@@ -205,7 +205,7 @@ fn a_view_keeps_elements_where_they_are_in_memory() {
         run(&g, &[(a, x.clone())].into(), Precision::F64).map(|out| out[&y].data.clone())
     };
     for mode in [None, Some(ReshapeMode::ViewOnly)] {
-        // The frontend's transposition: extents and strides of two axes change places.
+        // The frontend's transposition swaps extents and strides of two axes.
         for strides in [[12, 4, 1], [4, 8, 1], [100, 20, 3]] {
             let got = view(strides, [2, 4, 3], [strides[0], strides[2], strides[1]], mode).unwrap();
             for b in 0..2 {
@@ -216,9 +216,9 @@ fn a_view_keeps_elements_where_they_are_in_memory() {
                 }
             }
         }
-        // Packed to packed: the same row-major elements.
+        // From dense to dense: the same row-major elements.
         assert_eq!(view([12, 4, 1], [4, 3, 2], [6, 2, 1], mode).unwrap(), x.data);
-        // Memory that x does not have: past its end, or in a gap.
+        // Memory outside x: past its end, or in a gap.
         let Err(InterpError::View { at, offset }) = view([12, 4, 1], [2, 3, 4], [16, 4, 1], mode) else { panic!() };
         assert!(at.contains("= reshape(x t0)") && offset == 24, "{at} {offset}");
         assert!(matches!(view([100, 20, 3], [2, 3, 4], [12, 4, 1], mode), Err(InterpError::View { offset: 1, .. })));
@@ -245,7 +245,7 @@ fn transpose_and_slice_move_elements() {
     assert_eq!(got, want);
 }
 
-/// Results of a softmax over (1, 2, 2, 3) scores: y, stats, max, sum_exp.
+/// Returns the results of a softmax over (1, 2, 2, 3) scores: y, stats, max, sum_exp.
 fn softmax(scores: &[f64], sink: Option<[f64; 2]>, stats_log2: bool, precision: Precision) -> [Vec<f64>; 4] {
     let mut g = Graph::new();
     let (x, y) = (g.input("x", F32, [1, 2, 2, 3]), g.input("y", F32, [1, 2, 2, 3]));
@@ -366,7 +366,7 @@ fn paged_load_gathers_rows_or_columns() {
         let inputs = [(c, container.clone()), (n, Value::new([2, 1, 1, 1], lengths)), (table, Value::new([2, 1, 3, 1], pages))];
         run(&g.verify().unwrap(), &inputs.into(), Precision::F64).map(|out| out[&y].data.clone())
     };
-    // The last two pages of the second entry lie past its length: nobody looks at them.
+    // The last two pages of the second entry are past its length and are not read.
     let (rows, columns) = (load(false, pages).unwrap(), load(true, pages).unwrap());
     for b in 0..2i64 {
         for h in 0..2 {
@@ -408,7 +408,7 @@ fn block_scales_quantize_and_come_back() {
         assert_eq!(*y, if s == 0.0 { 0.0 } else { x.data[at] / s });
         assert!((back[at] - x.data[at]).abs() < 1e-12);
     }
-    // Powers of two, upwards: no element grows past the largest number.
+    // Scales round up to powers of two, so no element exceeds the largest number.
     let [y, scale, back] = of(F8E8M0, Precision::F32);
     assert_eq!(scale, [2f64.powi(-127), 1.0 / 32.0, 1.0, 1.0 / 64.0]);
     assert_eq!(y[6..9], [448.0, 96.0, 1.0], "100 rounds to a neighbour of 8 steps");
@@ -534,13 +534,13 @@ fn run_returns_device_results_and_run_all_everything() {
     let x = g.tensor(Tensor::device("x", F32, [2, 1, 1, 1]).ragged(Ragged { offsets, multiplier: None }));
     let two = g.tensor(Tensor { storage: Storage::Constant(Scalar::F32(2.0)), ..Tensor::by_value("two", F32, None, 1) });
     let m = g.pointwise(Mode::Mul, &[x, two]);
-    // In device memory, and read again.
+    // The tensor is in device memory, and is read again.
     let y = g.pointwise(Mode::Add, &[m, m]);
     g.output(y, "y", F16);
     let z = g.pointwise(Mode::Neg, &[y]);
     g.output(z, "z", F32);
     let g = g.verify().unwrap();
-    // Offsets of ragged tensors do not matter here.
+    // Offsets of ragged tensors have no effect here.
     let inputs = BTreeMap::from([(x, Value::new([2, 1, 1, 1], [1.0, 2.0]))]);
     let out = run(&g, &inputs, Precision::F32).unwrap();
     assert_eq!(out.keys().copied().collect::<Vec<_>>(), [y, z]);

@@ -1,12 +1,12 @@
-//! Every mode of the interpreter against a plain function of its own, on awkward numbers, and every backward mode against
-//! differences of its forward one.
+//! Compares every mode of the interpreter with an independent plain function on awkward numbers, and every backward mode with differences of its
+//! forward mode.
 
 use cudnn_graph::DType::{self, *};
 use cudnn_graph::ir::Mode;
 use cudnn_graph::ir::interp::{Operand, Precision, pointwise};
 use cudnn_graph::ir::pointwise::{Params, Signature};
 
-/// Operands that break things: zeros of both signs, infinities, not-a-number, subnormals, ties, large and small.
+/// Awkward operands: zeros of both signs, infinities, NaN, subnormals, ties, large and small numbers.
 const AWKWARD: [f64; 25] = [
     0.0,
     -0.0,
@@ -66,13 +66,13 @@ fn erfc_far(a: f64) -> f64 {
     (-a * a).exp() / std::f64::consts::PI.sqrt() / (a + fraction)
 }
 
-/// Φ, right in the lower tail too.
+/// Φ, accurate in the lower tail too.
 fn phi(x: f64) -> f64 {
     let z = -x / 2f64.sqrt();
     if z > 1.5 { 0.5 * erfc_far(z) } else { 0.5 * (1.0 - erf(z)) }
 }
 
-/// What grows times what vanishes faster, where f64 says ∞ · 0.
+/// Multiplies `x` by a factor that vanishes faster than it grows, where f64 gives ∞ · 0.
 fn times(x: f64, p: f64) -> f64 {
     if p == 0.0 && x.is_infinite() { 0.0f64.copysign(x) } else { x * p }
 }
@@ -87,11 +87,11 @@ fn extreme(o: Operand, first: bool) -> f64 {
 
 type Plain = fn(Operand) -> f64;
 
-/// A definition of each mode that shares nothing with the interpreter.
+/// A definition of each mode, independent of the interpreter.
 const TABLE: &[(Mode, Plain)] = &[
     (Mode::Add, |o| o.x + o.b),
     (Mode::Mul, |o| o.x * o.b),
-    // The number wins over not-a-number, and −0 is below 0.
+    // NaN loses to a number, and −0 is below 0.
     (Mode::Min, |o| extreme(o, o.x.total_cmp(&o.b).is_le())),
     (Mode::Max, |o| extreme(o, o.x.total_cmp(&o.b).is_ge())),
     (Mode::Sqrt, |o| o.x.sqrt()),
@@ -133,7 +133,7 @@ const TABLE: &[(Mode, Plain)] = &[
     (Mode::SwishFwd, |o| times(o.x, sigmoid(o.x))),
     (Mode::GeluApproxTanhFwd, |o| {
         let u = (2.0 / std::f64::consts::PI).sqrt() * (o.x + 0.044715 * o.x.powi(3));
-        // 1 + tanh u cancels far below 0: the same through an exponential.
+        // 1 + tanh u cancels far below 0, so use an exponential there.
         times(o.x, if u < 0.0 { (2.0 * u).exp() / (1.0 + (2.0 * u).exp()) } else { 0.5 * (1.0 + u.tanh()) })
     }),
     (Mode::ReluBwd, |o| o.dy * if o.x.is_nan() { o.x } else { truth(o.x > 0.0) }),
@@ -167,7 +167,7 @@ fn plain(mode: Mode) -> Plain {
     TABLE.iter().find(|row| row.0 == mode).unwrap_or_else(|| panic!("{mode} is not in the table")).1
 }
 
-/// The arithmetic that a mode is usually in.
+/// Returns the usual compute type of a mode.
 fn usual(mode: Mode) -> DType {
     match mode.signature() {
         Signature::Compare | Signature::LogicalBinary | Signature::LogicalUnary => Bool,
@@ -197,8 +197,8 @@ fn operands(mode: Mode) -> Vec<Operand> {
     all
 }
 
-/// Equal, both not-a-number, or closer than functions of two libraries are: the tail of a normal distribution has an exponential of
-/// a rounded square in it. Zeros differ by sign where `exact`.
+/// Returns whether numbers are equal, both NaN, or within the difference of two libraries: the tail of a normal distribution contains the exponential
+/// of a rounded square. With `exact`, the signs of zeros must agree.
 fn close(got: f64, want: f64, exact: bool) -> bool {
     if got.is_nan() || want.is_nan() {
         return got.is_nan() && want.is_nan();
@@ -209,7 +209,7 @@ fn close(got: f64, want: f64, exact: bool) -> bool {
     got == want || (want.is_finite() && (got - want).abs() <= 3e-14 * want.abs().max(1e-300))
 }
 
-/// Modes that are arithmetic: no rounding of a function is in them.
+/// Returns whether a mode is arithmetic, without the rounding of a function.
 fn exact(mode: Mode) -> bool {
     let arithmetic = [
         Mode::Add,
@@ -256,7 +256,7 @@ fn every_mode_agrees_with_its_plain_function_on_awkward_numbers() {
     }
 }
 
-/// Between the awkward numbers, where functions have their curves.
+/// A grid between the awkward numbers, where functions curve.
 #[test]
 fn functions_agree_on_a_grid() {
     for &mode in Mode::ALL.iter().filter(|m| [Signature::Unary, Signature::Backward].contains(&m.signature())) {
@@ -270,7 +270,7 @@ fn functions_agree_on_a_grid() {
     }
 }
 
-/// Digits from a table, beyond f64.
+/// Digits from a table, more precise than f64.
 #[test]
 fn erf_is_right_to_the_last_place() {
     let table = [
@@ -288,7 +288,7 @@ fn erf_is_right_to_the_last_place() {
     }
 }
 
-/// Constants that move the curves, for the modes that have some.
+/// Returns non-default constants for the modes that have some.
 fn variants(mode: Mode) -> Vec<Params> {
     let none = Params::default();
     let mut all = vec![none];
@@ -323,7 +323,7 @@ fn backward_modes_are_slopes_of_forward_modes() {
     assert_eq!(PAIRS.len(), Mode::ALL.iter().filter(|m| m.signature() == Signature::Backward).count());
     for (backward, forward) in PAIRS {
         for params in variants(backward) {
-            // Off the kinks, which lie at round numbers.
+            // Avoid the kinks, which are at round numbers.
             for i in -60..60 {
                 let x = f64::from(i) / 10.0 + 0.013;
                 let at = |x| pointwise(forward, &params, F64, Precision::F64, Operand { x, ..Operand::default() });
@@ -343,7 +343,7 @@ fn constants_default_to_what_the_modes_say() {
     let of = |mode, params: &Params, x: f64| pointwise(mode, params, F64, Precision::F64, Operand { x, dy: 1.0, ..Operand::default() });
     let relu = variants(Mode::ReluFwd)[1];
     assert_eq!([-1.25, -0.25, 0.5, 0.75, 2.0].map(|x| of(Mode::ReluFwd, &relu, x)), [-0.375, -0.25, 0.5, 0.75, 0.75]);
-    // At the clips: the slope from below, and 0.
+    // At the lower clip the derivative is that from below, at the upper clip 0.
     assert_eq!([-1.25, -0.25, 0.5, 0.75, 2.0].map(|x| of(Mode::ReluBwd, &relu, x)), [0.125, 0.125, 1.0, 0.0, 0.0]);
     assert_eq!(of(Mode::ReluFwd, &Params::default(), f64::NEG_INFINITY), 0.0, "a slope of 0 takes −∞ to the clip");
     assert_eq!(of(Mode::EluBwd, &Params { elu_alpha: Some(2.0), ..Params::default() }, 0.0), 2.0);
@@ -372,7 +372,7 @@ fn integers_wrap_truncate_and_divide_by_zero_to_zero() {
     assert_eq!(of(Mode::Max, I32, -3.0, 2.0), 2.0);
     // Operands become integers first.
     assert_eq!(of(Mode::Add, I32, 2.9, -1.9), 1.0);
-    // Past 2²⁴ an f32 would not know.
+    // Above 2²⁴ f32 could not tell them apart.
     assert_eq!(of(Mode::CmpLt, I32, 16_777_216.0, 16_777_217.0), 1.0);
 }
 
@@ -386,7 +386,7 @@ fn f32_precision_rounds_to_the_arithmetic() {
     assert_eq!(of(Mode::Add, F16, 2048.0, 1.0), 2048.0);
     assert_eq!(of(Mode::Add, BF16, 256.0, 1.0), 256.0);
     assert_eq!(of(Mode::Mul, F32, 1e30, 1e30), f64::INFINITY);
-    // Subnormals stay.
+    // Subnormals are kept.
     assert_eq!(of(Mode::Mul, F32, 2f64.powi(-100), 2f64.powi(-49)), 2f64.powi(-149));
     assert_eq!(of(Mode::CmpEq, F32, 16_777_216.0, 16_777_217.0), 1.0);
     assert_eq!(of(Mode::CmpEq, Bool, 16_777_216.0, 16_777_217.0), 0.0);

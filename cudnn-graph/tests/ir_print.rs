@@ -5,7 +5,7 @@ use cudnn_graph::ir::op::*;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Graph, Mode, Op, Ragged, Reordering, Scalar, Storage, Tensor, TensorId};
 
-/// A forward op with a score graph, and a mask in front of it: tensors of every storage.
+/// Returns a forward op with a score graph, after a mask: tensors of every storage.
 fn graph() -> Graph {
     let mut g = Graph::new();
     let q = g.input("q", F16, [1, 2, 4, 8]);
@@ -46,14 +46,14 @@ fn a_graph_prints_as_this() {
     assert_eq!(Graph::new().to_string(), "");
 }
 
-/// A tensor alone, which need not make sense.
+/// Returns a graph of one tensor, which may be invalid.
 fn alone(tensor: Tensor) -> Graph {
     let mut g = Graph::new();
     g.tensor(tensor);
     g
 }
 
-/// An op alone, over tensors that need not exist.
+/// Returns a graph of one op, over tensors that may not exist.
 fn only(op: Op) -> Graph {
     let mut g = Graph::new();
     g.push(op);
@@ -275,7 +275,7 @@ fn attention_ops() -> Vec<Op> {
     all
 }
 
-/// Graphs of which each differs from some other in one field.
+/// Returns graphs that each differ from some other in one field.
 fn variants() -> Vec<Graph> {
     let mut all = tensors();
     all.extend(pointwise_ops().into_iter().chain(linear_ops()).chain(attention_ops()).map(only));
@@ -295,7 +295,7 @@ fn different_graphs_print_differently() {
     assert!(n > 150, "{n} graphs");
 }
 
-/// JSON has no infinities and no negative zero of its own; both come back.
+/// JSON has no infinities and no negative zero; both survive the round trip.
 #[test]
 fn json_gives_the_same_graph_back() {
     for g in variants() {

@@ -1,8 +1,7 @@
-//! Verified graph + runtime version → [`Program`]. No library is touched.
+//! Encodes a verified graph for a runtime version as a [`Program`]. Uses no library.
 //!
-//! Every descriptor kind, attribute, element type and mode knows the version that brought it
-//! ([`crate::ffi::codes`]); a graph that needs anything newer than the runtime is refused here, with everything that is
-//! too new at once, and nothing newer is ever set.
+//! Every descriptor kind, attribute, element type and mode has the version that introduced it ([`crate::ffi::codes`]). A graph that needs anything
+//! newer than the runtime is refused here, with a list of everything that is too new, so nothing newer is ever set.
 
 mod op;
 mod sdpa;
@@ -15,12 +14,12 @@ use crate::version::Version;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// A feature that a graph needs and that the runtime is too old for.
+/// Features of a graph that the runtime is too old for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TooNew {
-    /// The version that the program is for.
+    /// The version of the runtime.
     pub runtime: Version,
-    /// Name and first version of each thing that it lacks.
+    /// Name and first version of each missing feature.
     pub needs: Vec<(String, Version)>,
 }
 
@@ -39,7 +38,7 @@ impl std::error::Error for TooNew {}
 /// Lowers a graph to backend descriptors for a runtime.
 ///
 /// # Errors
-/// Everything in the graph that the runtime is too old for.
+/// Every feature of the graph that the runtime is too old for.
 pub fn encode(graph: &Verified, runtime: Version) -> Result<Program, TooNew> {
     let mut encoder = Encoder {
         runtime,
@@ -62,10 +61,10 @@ struct Encoder<'a> {
     runtime: Version,
     graph: &'a Verified,
     descriptors: Vec<Descriptor>,
-    /// The descriptor of each tensor, once made.
+    /// The descriptor of each tensor, once created.
     tensors: Vec<Option<DescriptorId>>,
     needs: BTreeSet<(Version, String)>,
-    /// For tensors that the backend wants and the graph does not have.
+    /// Ids for tensors that the backend needs but the graph does not have.
     next_uid: i64,
 }
 

@@ -187,7 +187,7 @@ impl Encoder<'_> {
         self.softmax_over(x, y, [s.stats, s.max, s.sum_exp, s.sink], s.stats_log2)
     }
 
-    /// A softmax from one tensor descriptor to another, with stats, max, sum of exponentials and sink where there are some.
+    /// Encodes a softmax between tensor descriptors, with optional stats, max, sum of exponentials and sink.
     pub(super) fn softmax_over(&mut self, x: DescriptorId, y: DescriptorId, others: [Option<TensorId>; 4], log2: bool) -> DescriptorId {
         let [stats, max, sum_exp, sink] = others.map(|id| self.optional(id));
         self.push(Kind::OPERATION_SOFTMAX, "softmax", |d| {

@@ -9,7 +9,7 @@ use crate::ir::{Tensor, TensorId};
 use crate::program::{DescriptorId, Values};
 
 impl Encoder<'_> {
-    /// A finalized operation graph of its own, over the tensors of the outer one.
+    /// Encodes the score ops as a finalized operation graph over tensors of the outer graph.
     fn score(&mut self, score: Option<&ScoreGraph>) -> Option<(DescriptorId, i64, i64)> {
         let score = score?;
         let ops = self.ops(&score.ops);
@@ -17,12 +17,12 @@ impl Encoder<'_> {
         Some((inner, score.input.uid(), score.output.uid()))
     }
 
-    /// A softmax over stand-in scores, which carries the outputs that the unified op itself has no attribute for.
+    /// Encodes a softmax over placeholder scores. It carries outputs for which the unified op has no attribute.
     fn inner_softmax(&mut self, s: &SdpaForward) -> Option<DescriptorId> {
         if s.stats.is_none() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none() {
             return None;
         }
-        // Of a paged cache `k` is a container, whose third extent is that of a page.
+        // For a paged cache `k` is a page pool, whose third extent is the page size.
         let scores = attention_shape(self.graph, s).map_or(Dims(Vec::new()), |shape| Dims::from(shape.scores()));
         let mut stand_in = |name: &str| {
             let uid = self.next_uid;
@@ -35,7 +35,7 @@ impl Encoder<'_> {
 
     pub(super) fn sdpa_forward(&mut self, s: &SdpaForward) -> DescriptorId {
         use Attribute as A;
-        // Stats alone have an attribute of their own, which is all that runtimes before 9.21 know.
+        // Stats alone have their own attribute. Runtimes before 9.21 support only that.
         let plain_stats =
             self.runtime < A::OPERATION_SDPA_FWD_SOFTMAX_DESC.since() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none();
         let softmax = if plain_stats { None } else { self.inner_softmax(s) };

@@ -1,4 +1,4 @@
-//! cuDNN itself: finding it, its functions, handles.
+//! cuDNN itself: its search, functions and handles.
 
 use super::codes::Status;
 use super::log::{self, SetCallback};
@@ -30,20 +30,19 @@ table! {
 type LastError = unsafe extern "C" fn(*mut c_char, usize);
 type GetVersion = unsafe extern "C" fn() -> usize;
 
-/// Where to look for the libraries. Relative paths are taken from the current folder and made absolute; the current folder
-/// itself is never searched.
+/// Paths of the libraries. Relative paths are made absolute from the current folder, which is itself never searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Search {
-    /// `libcudnn.so.9`, or a folder that holds it. Else the variable `CUDNN_GRAPH_LIBRARY`, else the wheels of the active
-    /// Python environment, else the system's loader.
+    /// `libcudnn.so.9`, or a folder that contains it. Otherwise the variable `CUDNN_GRAPH_LIBRARY`, the wheels of the active Python environment, or
+    /// the system's loader, in this order.
     pub library: Option<PathBuf>,
-    /// `libcuda.so.1`. Else the variable `CUDNN_GRAPH_DRIVER`, else the system's loader.
+    /// `libcuda.so.1`. Otherwise the variable `CUDNN_GRAPH_DRIVER`, or the system's loader.
     pub driver: Option<PathBuf>,
 }
 
 impl Search {
-    /// Sets `libcudnn.so.9`, or a folder that holds it.
+    /// Sets the path of `libcudnn.so.9`, or of a folder that contains it.
     #[must_use]
     pub fn with_library(mut self, library: impl Into<Option<PathBuf>>) -> Self {
         self.library = library.into();
@@ -58,7 +57,7 @@ impl Search {
     }
 }
 
-/// The cuDNN of this process: one, never unloaded.
+/// The cuDNN of this process. It is unique and never unloaded.
 #[derive(Debug)]
 pub struct Library {
     main: Opened,
@@ -73,20 +72,20 @@ pub struct Library {
 static LIBRARY: Mutex<Option<&'static Library>> = Mutex::new(None);
 
 const FILE: &str = "libcudnn.so.9";
-/// Where wheels have it, in the folder `nvidia` of a Python environment, the full wheel first.
+/// Folders of wheels, in the folder `nvidia` of a Python environment, the full wheel first.
 const WHEELS: [&str; 2] = ["cudnn/lib", "cudnn_jit/lib"];
-/// Loaded in this order after the first, where they lie beside it: the slim wheels hold no others.
+/// Libraries loaded in this order after the first, if they are next to it. The slim wheels contain no others.
 const PARTS: [&str; 2] = ["libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9"];
-/// The run-time compiler, as the wheels lay it out relative to the folder of cuDNN's libraries.
+/// NVRTC's location in wheels, relative to the folder of cuDNN's libraries.
 const NVRTC: [&str; 4] =
     ["../../cu13/lib/libnvrtc.so.13", "../../cuda_nvrtc/lib/libnvrtc.so.13", "../../cuda_nvrtc/lib/libnvrtc.so.12", "libnvrtc.so.13"];
 
 impl Library {
-    /// The process's cuDNN, loaded on the first call that succeeds.
+    /// Returns the process's cuDNN, which the first successful call loads.
     ///
     /// # Errors
-    /// [`Error::Driver`] with every place searched, or with the function that the library lacks; [`Error::TooOld`]; [`Error::OtherLibrary`] when
-    /// another file is asked for than the one in use.
+    /// [`Error::Driver`] with every place searched, or with the missing function; [`Error::TooOld`]; [`Error::OtherLibrary`] if another file than the
+    /// one in use is requested.
     pub fn load(search: &Search) -> Result<&'static Library, Error> {
         let mut slot = LIBRARY.lock();
         if let Some(library) = *slot {
@@ -102,7 +101,7 @@ impl Library {
     }
 
     fn open(search: &Search) -> Result<Library, Error> {
-        // The engines link against libcuda.so.1: loaded first by path, it is found under that name.
+        // The engines link against libcuda.so.1. Loaded first by path, it is found under that name.
         Driver::load(search.driver.as_deref())?;
         let main = open_first("cuDNN (libcudnn.so.9)", &places(search))?;
         let folder = main.mapped_path().parent().map(Path::to_owned).unwrap_or_default();
@@ -116,7 +115,7 @@ impl Library {
         }
         // SAFETY: the type is that of the public header.
         let version: GetVersion = unsafe { main.function("cudnnGetVersion") }?;
-        // SAFETY: no arguments to be wrong about.
+        // SAFETY: the function has no arguments.
         let version = Version::from_number(unsafe { version() });
         if version < Version::OLDEST {
             return Err(Error::TooOld { path: main.mapped_path(), version });
@@ -141,17 +140,17 @@ impl Library {
         real(&asked) == real(&self.path())
     }
 
-    /// The version that the library says it is.
+    /// Returns the version that the library reports.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// Returns the file that the library was loaded from.
+    /// Returns the file of the library.
     pub fn path(&self) -> PathBuf {
         self.main.mapped_path()
     }
 
-    /// The parts of it that were loaded with it, and the run-time compiler if it lay beside them. The rest it loads itself.
+    /// Returns the parts loaded with it, and NVRTC if it was next to them. The library loads the rest itself.
     pub fn companions(&self) -> Vec<PathBuf> {
         self.parts.iter().chain(&self.nvrtc).map(|o| o.path.clone()).collect()
     }
@@ -160,7 +159,7 @@ impl Library {
     pub(super) fn error(&self, call: &'static str, subject: &str, status: i32) -> Error {
         let mut text = vec![0u8; 8192];
         if let Some(last_error) = self.last_error {
-            // SAFETY: the buffer is as long as is said; the library terminates the string inside it.
+            // SAFETY: the buffer has the stated length; the library terminates the string inside it.
             unsafe { last_error(text.as_mut_ptr().cast(), text.len()) };
         }
         let end = text.iter().position(|&b| b == 0).unwrap_or(text.len());
@@ -172,12 +171,12 @@ impl Library {
         if status == 0 { Ok(()) } else { Err(self.error(call, subject, status)) }
     }
 
-    /// A handle that submits to `stream`: one from the pool, or a new one. It goes back when dropped.
+    /// Returns a handle that submits to `stream`, from the pool or a new one. Dropping it returns it to the pool.
     ///
     /// # Errors
     /// cuDNN's own.
     pub fn handle<'s>(&'static self, stream: &'s Stream) -> Result<Handle<'s>, Error> {
-        // Of a stream that is captured, asked for each time.
+        // The number of a stream under capture may be unset, and is then queried each time.
         let (device, id) = (stream.device(), stream.id());
         let mut pooled = match near(device, id).or_else(|| take(&mut self.pool.lock(), device, id)) {
             Some(pooled) => pooled,
@@ -193,7 +192,7 @@ impl Library {
         Ok(Handle { library: self, stream, pooled: Some(pooled) })
     }
 
-    /// Also in the middle of a capture, by this or another thread: cuDNN allocates here.
+    /// Creates a handle, even during a capture by this or another thread: cuDNN allocates here.
     fn create(&self, device: &'static Device) -> Result<Pooled, Error> {
         let _entered = device.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -218,31 +217,30 @@ fn places(search: &Search) -> Vec<Place> {
     places
 }
 
-/// A handle and what it is bound to. Handles live as long as the process: destroying them while it ends races with the
-/// driver's own teardown.
+/// A handle and its binding. Handles live as long as the process: destroying them at its end would race with the driver's own teardown.
 #[derive(Debug)]
 struct Pooled {
     raw: Ptr,
     device: &'static Device,
-    /// By its number: another stream may come to have the same address.
+    /// The number of its stream. A later stream may have the same address, but not the same number.
     stream: Option<u64>,
     lane: &'static Lane,
 }
 
-// SAFETY: a handle may move between threads; it is used by one at a time because it is owned.
+// SAFETY: a handle may move between threads, and its owner is the only user.
 unsafe impl Send for Pooled {}
 
-/// One of the device of a stream; rather one that submits to the stream already.
+/// Takes a handle of the stream's device, preferably one that submits to the stream already.
 fn take(pool: &mut Vec<Pooled>, device: &Device, stream: Option<u64>) -> Option<Pooled> {
     let ordinal = device.ordinal();
     let same = pool.iter().rposition(|h| stream.is_some() && h.stream == stream && h.device.ordinal() == ordinal);
     same.or_else(|| pool.iter().rposition(|h| h.device.ordinal() == ordinal)).map(|at| pool.swap_remove(at))
 }
 
-/// Handles that a thread keeps, so that calls take no lock that other threads want.
+/// The most handles that a thread keeps, so that calls take no lock that other threads want.
 const NEAR: usize = 4;
 
-/// A thread's handles. They go to the pool of all when it ends.
+/// A thread's handles. They go to the shared pool when it ends.
 struct ThreadHandles {
     library: Option<&'static Library>,
     handles: Vec<Pooled>,
@@ -260,12 +258,12 @@ thread_local! {
     static HANDLES: RefCell<ThreadHandles> = const { RefCell::new(ThreadHandles { library: None, handles: Vec::new() }) };
 }
 
-/// One of this thread's.
+/// Takes one of this thread's handles.
 fn near(device: &Device, stream: Option<u64>) -> Option<Pooled> {
     HANDLES.try_with(|near| take(&mut near.try_borrow_mut().ok()?.handles, device, stream)).ok().flatten()
 }
 
-/// Gives a handle to this thread; back, if it has enough or is ending.
+/// Gives a handle to this thread; returns it if the thread has enough or is ending.
 fn keep_near(library: &'static Library, pooled: Pooled) -> Option<Pooled> {
     let mut pooled = Some(pooled);
     let _ = HANDLES.try_with(|near| {
@@ -284,7 +282,7 @@ fn keep_near(library: &'static Library, pooled: Pooled) -> Option<Pooled> {
 pub struct Handle<'s> {
     library: &'static Library,
     stream: &'s Stream,
-    /// Empty only while it is dropped.
+    /// `None` only during drop.
     pooled: Option<Pooled>,
 }
 
@@ -293,22 +291,22 @@ impl<'s> Handle<'s> {
         self.pooled.as_ref().map_or(std::ptr::null_mut(), |p| p.raw)
     }
 
-    /// The library that it belongs to.
+    /// Returns its library.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// The device that it submits to.
+    /// Returns the device to which it submits.
     pub fn device(&self) -> &'static Device {
         self.stream.device()
     }
 
-    /// The stream that it submits to.
+    /// Returns the stream to which it submits.
     pub fn stream(&self) -> &'s Stream {
         self.stream
     }
 
-    /// Empty only while it is dropped.
+    /// Returns its lane; `None` only during drop.
     pub(super) fn lane(&self) -> Option<&'static Lane> {
         self.pooled.as_ref().map(|p| p.lane)
     }

@@ -1,6 +1,6 @@
-//! Numbers of the backend API, from its public header (9.27.0), each with the version that brought it.
+//! Codes of the backend API, from its public header (9.27.0), each with the version that introduced it.
 //!
-//! Integer newtypes and not Rust enums: a number that a newer library returns must stay representable.
+//! Integer newtypes instead of Rust enums: a code that a newer library returns must be representable.
 
 use crate::version::Version;
 use serde::{Serialize, Serializer};
@@ -17,12 +17,12 @@ macro_rules! codes {
         impl $t {
             $(pub const $name: $t = $t($value);)*
 
-            /// Every number that this crate knows.
+            /// Every code that this crate knows.
             pub const ALL: &'static [$t] = &[$($t::$name,)*];
         }
 
         impl $t {
-            /// NVIDIA's name without its prefix; `None` for a number that this crate does not know.
+            /// Returns NVIDIA's name without its prefix; `None` for an unknown code.
             pub fn name(self) -> Option<&'static str> {
                 match self.0 {
                     $($value => Some(stringify!($name)),)*
@@ -30,7 +30,7 @@ macro_rules! codes {
                 }
             }
 
-            /// The version that brought it; 9.0 where the header names none later.
+            /// Returns the version that introduced it; 9.0 if the header names none.
             pub fn since(self) -> Version {
                 match self.0 {
                     $($value => since!($($major . $minor)?),)*
@@ -126,17 +126,17 @@ codes! {
 }
 
 impl Status {
-    /// True for the family of refusals, where another engine, form or executor may serve.
+    /// Returns whether it is a refusal: another engine, form or executor may work.
     pub fn is_unsupported(self) -> bool {
         (3000..4000).contains(&self.0)
     }
 
-    /// True where the device or its driver failed, which nothing recovers from.
+    /// Returns whether the device or its driver failed irrecoverably.
     pub fn is_execution(self) -> bool {
         (5000..6000).contains(&self.0)
     }
 
-    /// True where memory ran out: no other engine would fare better.
+    /// Returns whether memory ran out: no other engine would help.
     pub fn is_out_of_memory(self) -> bool {
         self == Status::INTERNAL_ERROR_HOST_ALLOCATION_FAILED || self == Status::INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     }

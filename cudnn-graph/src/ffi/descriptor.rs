@@ -13,24 +13,23 @@ pub struct Descriptor {
     library: &'static Library,
     raw: Ptr,
     kind: Kind,
-    /// What its attributes refer to.
+    /// Descriptors to which its attributes refer.
     kept: Vec<Descriptor>,
-    /// Of a plan: where its kernels are loaded.
+    /// For a plan, the device on which its kernels are loaded.
     device: Option<&'static Device>,
 }
 
-// SAFETY: descriptors have no tie to a thread.
+// SAFETY: descriptors are not tied to a thread.
 unsafe impl Send for Descriptor {}
-// SAFETY: shared references only read: attributes of a finalized descriptor, or the descriptor as an argument of another's
-// setter. That finalized plans may be executed by many threads at once, each with a handle and a variant pack of its own,
-// was settled by experiment (docs/threads.md).
+// SAFETY: shared references only read attributes of a finalized descriptor, or pass the descriptor to another one's setter. Experiments showed that
+// several threads may execute a finalized plan at once, each with its own handle and variant pack (docs/threads.md).
 unsafe impl Sync for Descriptor {}
 
 impl Descriptor {
-    /// A new descriptor without attributes.
+    /// Creates a descriptor without attributes.
     ///
     /// # Errors
-    /// cuDNN's own: a kind that it does not know.
+    /// A cuDNN error, for example for an unknown kind.
     pub(crate) fn new(library: &'static Library, kind: Kind) -> Result<Descriptor, Error> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the pointer is to a live pointer.
@@ -39,10 +38,10 @@ impl Descriptor {
         Ok(Descriptor { library, raw, kind, kept: Vec::new(), device: None })
     }
 
-    /// A new plan, whose kernels are unloaded in the context that they are loaded in.
+    /// Creates a plan descriptor. Dropping it unloads its kernels in the context in which they were loaded.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn plan(library: &'static Library, device: Option<&'static Device>) -> Result<Descriptor, Error> {
         let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
         plan.device = device;
@@ -53,7 +52,7 @@ impl Descriptor {
         self.raw
     }
 
-    /// The kind of descriptor.
+    /// Returns the kind of descriptor.
     pub fn kind(&self) -> Kind {
         self.kind
     }
@@ -69,7 +68,7 @@ impl Descriptor {
     /// Sets 64-bit integers.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_i64(&mut self, attribute: Attribute, values: &[i64]) -> Result<(), Error> {
         // SAFETY: type and count are those of the slice.
         unsafe { self.set_raw(attribute, AttributeType::INT64, values.len(), values.as_ptr().cast()) }
@@ -78,16 +77,16 @@ impl Descriptor {
     /// Sets a 32-bit integer.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_i32(&mut self, attribute: Attribute, value: i32) -> Result<(), Error> {
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::INT32, 1, (&raw const value).cast()) }
     }
 
-    /// Sets one number of an enumeration.
+    /// Sets one code of an enumeration.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_code(&mut self, attribute: Attribute, ty: AttributeType, code: i32) -> Result<(), Error> {
         // SAFETY: every enumeration of the API is an int.
         unsafe { self.set_raw(attribute, ty, 1, (&raw const code).cast()) }
@@ -96,16 +95,16 @@ impl Descriptor {
     /// Sets another descriptor, which outlives every use of this one.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_descriptor(&mut self, attribute: Attribute, other: &Descriptor) -> Result<(), Error> {
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw const other.raw).cast()) }
     }
 
-    /// Sets several other descriptors, and keeps them alive for as long as this one.
+    /// Sets several descriptors, and keeps them alive as long as this one.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_and_keep(&mut self, attribute: Attribute, others: Vec<Descriptor>) -> Result<(), Error> {
         let raw: Vec<Ptr> = others.iter().map(|d| d.raw).collect();
         // SAFETY: type and count are those of the slice.
@@ -117,34 +116,34 @@ impl Descriptor {
     /// Sets the handle.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_handle(&mut self, attribute: Attribute, handle: &Handle<'_>) -> Result<(), Error> {
         let raw = handle.raw();
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::HANDLE, 1, (&raw const raw).cast()) }
     }
 
-    /// Sets text.
+    /// Sets a text.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn set_text(&mut self, attribute: Attribute, text: &str) -> Result<(), Error> {
         let mut bytes = text.as_bytes().to_vec();
         bytes.push(0);
-        // SAFETY: there are that many characters, and a terminating zero behind them.
+        // SAFETY: there are that many characters, followed by a zero.
         unsafe { self.set_raw(attribute, AttributeType::CHAR, text.len(), bytes.as_ptr().cast()) }
     }
 
-    /// Sets addresses: of device memory, or of host memory that outlives every use of the descriptor.
+    /// Sets addresses of device memory, or of host memory that outlives every use of the descriptor.
     pub(super) fn set_addresses(&mut self, attribute: Attribute, addresses: &[u64]) -> Result<(), Error> {
-        // SAFETY: an address is as wide as a pointer here; cuDNN does not follow them before execution.
+        // SAFETY: an address is as wide as a pointer here, and cuDNN does not dereference them before execution.
         unsafe { self.set_raw(attribute, AttributeType::VOID_PTR, addresses.len(), addresses.as_ptr().cast()) }
     }
 
-    /// Ends the setting of attributes and lets cuDNN check them.
+    /// Ends the setting of attributes; cuDNN checks them.
     ///
     /// # Errors
-    /// cuDNN's own, about `subject`.
+    /// A cuDNN error about `subject`.
     pub(crate) fn finalize(&mut self, subject: &str) -> Result<(), Error> {
         // SAFETY: the descriptor is live.
         let status = unsafe { (self.library.table.descriptor_finalize)(self.raw) };
@@ -152,7 +151,7 @@ impl Descriptor {
     }
 
     /// # Safety
-    /// `elements` has room for `requested` elements of the type that `ty` names.
+    /// `elements` has space for `requested` elements of the type that `ty` names.
     unsafe fn get_raw(&self, attribute: Attribute, ty: AttributeType, requested: usize, elements: *mut c_void) -> Result<usize, Error> {
         let mut count = 0i64;
         // SAFETY: the caller upholds the contract.
@@ -165,17 +164,17 @@ impl Descriptor {
     }
 
     fn count(&self, attribute: Attribute, ty: AttributeType) -> Result<usize, Error> {
-        // SAFETY: nothing is requested.
+        // SAFETY: no element is requested.
         unsafe { self.get_raw(attribute, ty, 0, std::ptr::null_mut()) }
     }
 
     /// Reads one 64-bit integer.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn get_i64(&self, attribute: Attribute) -> Result<i64, Error> {
         let mut value = 0i64;
-        // SAFETY: room for one.
+        // SAFETY: there is space for one element.
         unsafe { self.get_raw(attribute, AttributeType::INT64, 1, (&raw mut value).cast()) }?;
         Ok(value)
     }
@@ -183,46 +182,46 @@ impl Descriptor {
     /// Reads one 32-bit integer.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn get_i32(&self, attribute: Attribute) -> Result<i32, Error> {
         let mut value = 0i32;
-        // SAFETY: room for one.
+        // SAFETY: there is space for one element.
         unsafe { self.get_raw(attribute, AttributeType::INT32, 1, (&raw mut value).cast()) }?;
         Ok(value)
     }
 
-    /// Reads numbers of an enumeration.
+    /// Reads codes of an enumeration.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn get_codes(&self, attribute: Attribute, ty: AttributeType) -> Result<Vec<i32>, Error> {
         let mut values = vec![0i32; self.count(attribute, ty)?];
         if values.is_empty() {
             return Ok(values);
         }
-        // SAFETY: room for as many as are requested.
+        // SAFETY: there is space for the requested elements.
         let count = unsafe { self.get_raw(attribute, ty, values.len(), values.as_mut_ptr().cast()) }?;
         values.truncate(count);
         Ok(values)
     }
 
-    /// Reads text.
+    /// Reads a text.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn get_text(&self, attribute: Attribute) -> Result<String, Error> {
         let mut bytes = vec![0u8; self.count(attribute, AttributeType::CHAR)?];
-        // SAFETY: room for as many as are requested.
+        // SAFETY: there is space for the requested elements.
         let count = unsafe { self.get_raw(attribute, AttributeType::CHAR, bytes.len(), bytes.as_mut_ptr().cast()) }?;
         bytes.truncate(count);
         let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
         Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
     }
 
-    /// Reads descriptors of one kind; at most `limit`, or as many as cuDNN says there are.
+    /// Reads descriptors of one kind: at most `limit`, or as many as cuDNN reports.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub(crate) fn get_descriptors(&self, attribute: Attribute, kind: Kind, limit: Option<usize>) -> Result<Vec<Descriptor>, Error> {
         let wanted = match limit {
             Some(limit) => limit,
@@ -233,7 +232,7 @@ impl Descriptor {
             return Ok(found);
         }
         let mut raw: Vec<Ptr> = found.iter().map(Descriptor::raw).collect();
-        // SAFETY: cuDNN fills the descriptors that the elements point to; there are as many as are requested.
+        // SAFETY: cuDNN fills the descriptors to which the elements point; there are as many as requested.
         let count = unsafe { self.get_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, raw.len(), raw.as_mut_ptr().cast()) }?;
         found.truncate(count);
         Ok(found)
@@ -243,9 +242,9 @@ impl Descriptor {
 impl Drop for Descriptor {
     fn drop(&mut self) {
         let _entered = self.device.and_then(|device| device.enter().ok());
-        // SAFETY: the descriptor is ours and is not used again.
+        // SAFETY: the descriptor is owned here and is not used again.
         let destroy = || unsafe { (self.library.table.descriptor_destroy)(self.raw) };
-        // A plan unloads its kernels.
+        // Destroying a plan unloads its kernels.
         let status = if self.kind == Kind::EXECUTION_PLAN { relaxed(destroy) } else { destroy() };
         if status != 0 {
             tracing::warn!(status, kind = %self.kind, "cudnnBackendDestroyDescriptor");
@@ -253,16 +252,15 @@ impl Drop for Descriptor {
     }
 }
 
-/// Makes every descriptor of a program, in order. The last is the finalized operation graph; with a handle, it is bound to
-/// the handle's device.
+/// Creates every descriptor of a program, in order. The last is the finalized operation graph; with a handle, it is bound to the handle's device.
 ///
 /// # Errors
-/// cuDNN's own, naming the descriptor.
+/// A cuDNN error that names the descriptor.
 pub(crate) fn replay(library: &'static Library, program: &Program, handle: Option<&Handle<'_>>) -> Result<Vec<Descriptor>, Error> {
     let mut made: Vec<Descriptor> = Vec::with_capacity(program.descriptors.len());
     for (n, plain) in program.descriptors.iter().enumerate() {
         let mut descriptor = Descriptor::new(library, plain.kind)?;
-        // Behind the pointer of a constant; alive until the descriptor is finalized.
+        // Constants to which attributes point; alive until the descriptor is finalized.
         let mut constants: Vec<Vec<u8>> = Vec::new();
         for s in &plain.settings {
             if !s.values.are(s.ty) {
@@ -270,7 +268,7 @@ pub(crate) fn replay(library: &'static Library, program: &Program, handle: Optio
                 return Err(Error::Program(text));
             }
             let raw_of = |id: &DescriptorId| made[id.0].raw;
-            // SAFETY: in each arm, type and count are those of the data pointed to.
+            // SAFETY: in each arm, type and count are those of the data.
             unsafe {
                 match &s.values {
                     Values::I64(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),

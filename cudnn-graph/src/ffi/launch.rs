@@ -1,4 +1,4 @@
-//! The safe tier: executions that own what they use until the device is done with it.
+//! Safe execution: each execution owns the resources that it uses until the device is done.
 
 use crate::bind::{BindingError, BindingErrors, Bindings};
 use crate::error::Error;
@@ -7,7 +7,7 @@ use crate::plan::Plan;
 use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::sync::Arc;
 
-/// Buffers and numbers for the tensors of a plan, by id.
+/// Buffers and scalars for the tensors of a plan, by id.
 #[derive(Debug, Default)]
 pub struct OwnedBindings {
     buffers: Vec<(TensorId, Arc<Buffer>, u64)>,
@@ -15,7 +15,7 @@ pub struct OwnedBindings {
 }
 
 impl OwnedBindings {
-    /// Bindings without any tensor.
+    /// Creates bindings without any tensor.
     pub fn new() -> OwnedBindings {
         OwnedBindings::default()
     }
@@ -26,14 +26,14 @@ impl OwnedBindings {
         self.buffer_at(tensor, buffer, 0)
     }
 
-    /// Binds a buffer from the byte `offset` on.
+    /// Binds a buffer from byte `offset` on.
     #[must_use]
     pub fn buffer_at(mut self, tensor: TensorId, buffer: &Arc<Buffer>, offset: u64) -> Self {
         self.buffers.push((tensor, buffer.clone(), offset));
         self
     }
 
-    /// Binds a number.
+    /// Binds a scalar.
     #[must_use]
     pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
         self.values.push((tensor, value));
@@ -41,32 +41,31 @@ impl OwnedBindings {
     }
 }
 
-/// An execution that the device may still be working on. It keeps the plan, the buffers and the workspace alive; dropping it
-/// waits.
+/// An execution that may still be running. It keeps the plan, the buffers and the workspace alive. Dropping it waits.
 #[derive(Debug)]
 #[must_use = "dropping it waits for the device"]
 pub struct InFlight {
     event: Event,
     _plan: Arc<Plan>,
     _buffers: Vec<Arc<Buffer>>,
-    /// Empty only once it was waited for.
+    /// `None` only after waiting.
     workspace: Option<Buffer>,
     _stream: Arc<Stream>,
 }
 
 impl InFlight {
-    /// Whether the device is done.
+    /// Returns whether the device is done.
     ///
     /// # Errors
-    /// A driver error: also that of a kernel which failed.
+    /// A driver error, also if a kernel failed.
     pub fn done(&self) -> Result<bool, Error> {
         Ok(self.event.passed()?)
     }
 
-    /// Waits until the device is done; the workspace, for the next execution.
+    /// Waits until the device is done, and returns the workspace for the next execution.
     ///
     /// # Errors
-    /// A driver error: also that of a kernel which failed.
+    /// A driver error, also if a kernel failed.
     pub fn wait(mut self) -> Result<Buffer, Error> {
         self.event.synchronize()?;
         match self.workspace.take() {
@@ -86,29 +85,29 @@ impl Drop for InFlight {
     }
 }
 
-/// Submits a plan to a stream. The workspace is this execution's alone until it was waited for.
+/// Submits a plan to a stream. Only this execution uses the workspace until it was waited for.
 ///
 /// # Errors
-/// Everything that is wrong with the bindings, also a buffer of another device, before anything runs; [`BindingError::Addressing`] for a plan
-/// that takes lengths, offsets or pages, which [`launch_addressed`] is for; cuDNN's own.
+/// Every mistake in the bindings, including a buffer of another device, before anything runs; [`BindingError::Addressing`] for a plan with lengths,
+/// offsets or pages, which needs [`launch_addressed`]; a cuDNN error.
 pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, workspace: Buffer) -> Result<InFlight, Error> {
     let addressing: Vec<BindingError> =
         plan.ports().device.iter().filter(|p| p.addressing).map(|p| BindingError::Addressing { name: p.name.clone() }).collect();
     if !addressing.is_empty() {
         return Err(BindingErrors(addressing).into());
     }
-    // SAFETY: no tensor says where anything is.
+    // SAFETY: no tensor determines addresses.
     unsafe { launch_addressed(plan, stream, bindings, workspace) }
 }
 
-/// [`launch`] for plans whose tensors say where they read and write.
+/// Launches plans with tensors that determine the addresses they access, as [`launch`] does otherwise.
 ///
 /// # Safety
-/// Until the device is done, what such tensors ([`DevicePort::addressing`](crate::bind::DevicePort::addressing)) hold lies within the
-/// extents of what they speak of: lengths from 0 to the extent, offsets within the buffer, pages that are there.
+/// Until the device is done, the contents of such tensors ([`DevicePort::addressing`](crate::bind::DevicePort::addressing)) are in range: lengths
+/// from 0 to the extent, offsets within the buffer, pages within the pool.
 ///
 /// # Errors
-/// As [`launch`].
+/// As for [`launch`].
 pub unsafe fn launch_addressed(
     plan: &Arc<Plan>,
     stream: &Arc<Stream>,
@@ -127,13 +126,12 @@ pub unsafe fn launch_addressed(
     same_device(stream, &workspace)?;
     let handle = plan.library().handle(stream)?;
     let scratch = DeviceSlice { address: workspace.address(), bytes: workspace.bytes() as u64 };
-    // Made before anything runs, so that nothing which the device uses is let go of where it cannot be had.
+    // Create the event before anything runs: without an event, no resource that the device uses could be freed safely.
     let event = Event::new(stream.device(), false)?;
-    // SAFETY: every slice is inside an owned buffer of the stream's device; buffers, plan and workspace are kept by the
-    // result until the event has passed. Two executions that share a buffer race only on its contents, which say where nothing is, or are
-    // the caller's to answer for.
+    // SAFETY: every slice is inside an owned buffer of the stream's device. The result keeps buffers, plan and workspace until the event has passed.
+    // Two executions that share a buffer race only on its contents; these determine no addresses, or the caller vouches for them.
     let submitted = unsafe { plan.execute(&handle, &raw, scratch) };
-    // What has no mark is waited for, before anything of it goes.
+    // Without a recorded event, wait for the stream before any resource is freed.
     let recorded = stream.record_again(&event).or_else(|error| stream.synchronize().and(Err(error)));
     drop(handle);
     let running = InFlight {

@@ -1,50 +1,48 @@
-//! What cuDNN logs while it looks for engines: where heuristics return an empty list, the last-error text is empty, and the reasons
-//! are in the log alone.
+//! cuDNN's log during the search for engines. If heuristics return an empty list, the last-error text is empty too, and only the log has the reasons.
 //!
-//! The callback is set once, when the library is loaded, and keeps nothing but what a thread listens to.
+//! The callback is set once, when the library is loaded. It keeps messages only while a thread listens.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
 
-/// The type of the callback; the third argument describes the call, and is not read.
+/// The type of the callback. The third argument describes the call and is not read.
 pub(super) type Callback = unsafe extern "C" fn(i32, *mut c_void, *const c_void, *const c_char);
 /// `cudnnSetCallback`.
 pub(super) type SetCallback = unsafe extern "C" fn(u32, *mut c_void, Option<Callback>) -> i32;
 
-/// Errors and warnings.
+/// The mask for errors and warnings.
 pub(super) const MASK: u32 = (1 << 1) | (1 << 2);
 
 thread_local! {
     static HEARD: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
 }
 
-/// Takes a message if this thread listens.
+/// Records a message if this thread listens.
 pub(super) unsafe extern "C" fn hear(_severity: i32, _user: *mut c_void, _debug: *const c_void, message: *const c_char) {
     if message.is_null() {
         return;
     }
-    // A thread that ends, or one that is here already, does not listen.
+    // A thread that is ending, or is already inside, does not listen.
     let _ = HEARD.try_with(|heard| {
         if let Ok(mut heard) = heard.try_borrow_mut()
             && let Some(lines) = heard.as_mut()
         {
             let mut line = message;
             loop {
-                // SAFETY: cuDNN passes lines that end with a zero each, and an empty one behind the last; they live during the
-                // call.
+                // SAFETY: cuDNN passes zero-terminated lines followed by an empty one, which live during the call.
                 let text = unsafe { CStr::from_ptr(line) };
                 if text.is_empty() {
                     break;
                 }
                 lines.push(text.to_string_lossy().into_owned());
-                // SAFETY: behind the zero of a line that is not the last there is another line.
+                // SAFETY: another line follows a line that is not the last.
                 line = unsafe { line.add(text.count_bytes() + 1) };
             }
         }
     });
 }
 
-/// What cuDNN says in the log of this thread while `run` runs.
+/// Runs `run`, and returns cuDNN's log messages of this thread.
 pub(crate) fn listen<T>(run: impl FnOnce() -> T) -> (T, Vec<String>) {
     HEARD.with(|heard| *heard.borrow_mut() = Some(Vec::new()));
     let result = run();
@@ -52,7 +50,7 @@ pub(crate) fn listen<T>(run: impl FnOnce() -> T) -> (T, Vec<String>) {
     (result, lines)
 }
 
-/// What says nothing about a graph: that other engines are for other graphs and devices.
+/// Messages that say nothing about the graph: other engines are for other graphs and devices.
 const EMPTY: [&str; 5] = [
     "redirecting to",
     "is supported for this engine",
@@ -61,7 +59,7 @@ const EMPTY: [&str; 5] = [
     "knob must be set",
 ];
 
-/// The reasons in a log, each once, the first one the most exact. Code of the library and what says nothing are left out.
+/// Returns the distinct reasons in a log, the most exact one first. Leaves out source code of the library and uninformative messages.
 pub(crate) fn reasons(lines: &[String]) -> Vec<String> {
     let mut reasons: Vec<String> = Vec::new();
     for line in lines {
@@ -94,7 +92,7 @@ mod tests {
     #[test]
     fn only_a_thread_that_listens_hears() {
         let say = |text: &[u8]| {
-            // SAFETY: the lines end with zeros, and an empty one is behind them.
+            // SAFETY: the lines are zero-terminated and followed by an empty one.
             unsafe { hear(2, std::ptr::null_mut(), std::ptr::null(), text.as_ptr().cast()) };
         };
         say(b"before\0\0");

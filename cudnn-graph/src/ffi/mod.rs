@@ -1,8 +1,7 @@
-//! The fence: the only unsafe code of this crate. That of the driver, of devices and their memory is `sdpa-driver`'s.
+//! The only unsafe code of this crate. `sdpa-driver` has that for the driver, devices and their memory.
 //!
-//! What crosses inwards: programs as plain data, checked bindings, paths. What crosses outwards: owned handles that clean
-//! up after themselves, statuses with the library's own text. Raw addresses of device memory enter through functions that
-//! are `unsafe` for the caller, with the contract written on them.
+//! Inputs are programs as plain data, checked bindings, and paths. Outputs are owned handles and statuses with the library's own text. Raw addresses
+//! of device memory enter through functions that are `unsafe` for the caller and state their contract.
 #![allow(unsafe_code)]
 
 pub mod backend;

@@ -1,25 +1,25 @@
-//! Variant packs, cuDNN's word for the addresses and numbers that a plan executes on.
+//! Variant packs: cuDNN's term for the addresses and scalars of an execution.
 
 use super::backend::{Handle, Library};
 use super::codes::{Attribute, Kind};
 use super::descriptor::Descriptor;
 use crate::error::Error;
 
-/// Addresses and numbers for one plan, finalized: it can be executed any number of times.
+/// Finalized addresses and scalars for one plan, for any number of executions.
 ///
-/// Numbers from host memory live in the pack; cuDNN reads them at each execution, so they can change without a new pack.
+/// Scalars from host memory are stored in the pack. cuDNN reads them at each execution, so they can change without a new pack.
 #[derive(Debug)]
 pub struct Pack {
     descriptor: Descriptor,
-    /// One 8-byte slot per by-value tensor. Boxed: cuDNN holds their addresses.
+    /// One 8-byte slot per by-value tensor. Boxed, because cuDNN keeps their addresses.
     slots: Box<[u64]>,
 }
 
 impl Pack {
-    /// A pack over device addresses and as many number slots as there are by-value tensors.
+    /// Creates a pack over device addresses, with one slot per by-value tensor.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub fn new(
         library: &'static Library,
         device_uids: &[i64],
@@ -39,7 +39,7 @@ impl Pack {
         Ok(Pack { descriptor, slots })
     }
 
-    /// Sets the number of the `n`th by-value tensor: its bytes, in memory order, from the first.
+    /// Sets the value of the `n`th by-value tensor: its bytes in memory order.
     pub fn set_value(&mut self, n: usize, bytes: &[u8]) {
         if let Some(slot) = self.slots.get_mut(n) {
             let mut wide = [0u8; 8];
@@ -53,14 +53,14 @@ impl Pack {
     /// Submits a plan to the handle's stream.
     ///
     /// # Safety
-    /// Every address of the pack is device memory of the handle's device, as large as the plan's tensor or workspace, free of
-    /// conflicting use until the stream has passed this call.
+    /// Every address of the pack is device memory of the handle's device, as large as the plan's tensor or workspace. No other work conflicts with
+    /// its use until the stream has passed this call.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// A cuDNN error.
     pub unsafe fn execute(&mut self, handle: &Handle<'_>, plan: &Descriptor) -> Result<(), Error> {
         let library = handle.library();
-        // SAFETY: handle, plan and pack are live; memory is the caller's.
+        // SAFETY: handle, plan and pack are live; the caller vouches for the memory.
         let status = unsafe { (library.table.execute)(handle.raw(), plan.raw(), self.descriptor.raw()) };
         library.check("cudnnBackendExecute", "a plan", status)
     }

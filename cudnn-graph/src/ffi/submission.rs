@@ -1,10 +1,10 @@
-//! What one call submits through a handle.
+//! The work that one call submits through a handle.
 
 use super::backend::Handle;
 use crate::error::Error;
 use std::ops::Deref;
 
-/// One call's stay with a handle: a stay with its stream, whose end is marked on the handle's lane.
+/// One call through a handle: a call on its stream, whose end is marked on the handle's lane.
 #[derive(Debug)]
 pub struct Submission<'h> {
     handle: &'h Handle<'h>,
@@ -12,7 +12,7 @@ pub struct Submission<'h> {
 }
 
 impl Handle<'_> {
-    /// Begins a call: what is submitted through the result is on the handle's stream, and its end is marked on the handle's lane.
+    /// Begins a call on the handle's stream. The handle's lane marks its end.
     ///
     /// # Errors
     /// A driver error.
@@ -22,7 +22,7 @@ impl Handle<'_> {
 }
 
 impl<'h> Submission<'h> {
-    /// The handle.
+    /// Returns the handle.
     pub fn handle(&self) -> &'h Handle<'h> {
         self.handle
     }

@@ -1,10 +1,10 @@
-//! How block scales and pages lie, for the rules and for the meaning of the ops that have them.
+//! Layouts of block scales and pages, for verification and interpretation.
 
 use super::op::PagedLoad;
 use super::tensor::{Reordering, Tensor};
 
 impl PagedLoad {
-    /// True when `y` is (b, h, d, s): its third axis is the innermost.
+    /// Returns whether `y` is (b, h, d, s): its third axis is the innermost.
     pub(crate) fn transposed(&self, y: &Tensor) -> bool {
         match y.strides.0[..] {
             [_, _, third, last] => third < last,
@@ -13,9 +13,9 @@ impl PagedLoad {
     }
 }
 
-/// Elements per scale along each axis of a tensor of extents `dims`. An axis along which the scale has fewer elements has
-/// blocks; such axes take the sizes above 1 in order. The list of sizes itself does not say which axis is meant: NVIDIA's
-/// frontend gives {1, 32} both for keys, whose blocks lie along the third axis, and for queries, where it is the fourth.
+/// Returns the elements per scale along each axis of a tensor of extents `dims`. An axis along which the scale has fewer elements has blocks; such
+/// axes take the sizes above 1 in order. The list of sizes alone does not identify the axis. NVIDIA's frontend writes {1, 32} both for keys, with
+/// blocks along the third axis, and for queries, with blocks along the fourth.
 pub(crate) fn blocks_of(dims: &[i64], scale: &Tensor, block: &[i32]) -> Result<Vec<i64>, String> {
     let (scale_dims, mut sizes) = (&scale.dims.0, block.iter().filter(|&&size| size != 1));
     if let Some(size) = block.iter().find(|&&size| size < 1) {

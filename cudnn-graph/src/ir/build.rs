@@ -1,5 +1,5 @@
-//! The builder: each method appends an op and gives its result a type. Nothing here fails; what makes no sense
-//! gets a best guess of a type, and verify says so.
+//! The builder: each method appends an op and infers the type of its result. No method fails; for invalid operands it guesses a type, and `verify`
+//! reports the mistake.
 
 use super::Graph;
 use super::op::{BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, Slice, Softmax, Transpose};
@@ -8,34 +8,34 @@ use super::tensor::{Ragged, Scalar, Storage, Tensor, TensorId};
 use super::ty::{DType, Dims, Strides};
 
 impl Graph {
-    /// Adds a tensor as it is.
+    /// Adds a tensor unchanged.
     pub fn tensor(&mut self, tensor: Tensor) -> TensorId {
         self.tensors.push(tensor);
         TensorId(self.tensors.len() as u32 - 1)
     }
 
-    /// Adds an op as it is.
+    /// Adds an op unchanged.
     pub fn push(&mut self, op: Op) {
         self.ops.push(op);
     }
 
-    /// A dense input in device memory, bound by this name.
+    /// Adds a dense input in device memory, bound by this name.
     pub fn input(&mut self, name: &str, dtype: DType, dims: impl Into<Dims>) -> TensorId {
         self.tensor(Tensor::device(name, dtype, dims))
     }
 
-    /// A number in host memory that the graph itself supplies: (1, 1, 1, 1).
+    /// Adds a scalar in host memory that the graph supplies: (1, 1, 1, 1).
     pub fn scalar(&mut self, value: Scalar) -> TensorId {
         let name = format!("scalar{}", self.tensors.len());
         self.tensor(Tensor::by_value(name, value.dtype(), Some(value), 4))
     }
 
-    /// A number in host memory that the caller supplies at each execution: (1, 1, 1, 1).
+    /// Adds a scalar in host memory that the caller supplies at each execution: (1, 1, 1, 1).
     pub fn parameter(&mut self, name: &str, dtype: DType) -> TensorId {
         self.tensor(Tensor::by_value(name, dtype, None, 4))
     }
 
-    /// Makes a result an output in device memory, bound by this name, of this type.
+    /// Makes a result an output in device memory with this type, bound by this name.
     pub fn output(&mut self, id: TensorId, name: &str, dtype: DType) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.name = name.to_owned();
@@ -61,7 +61,7 @@ impl Graph {
         id
     }
 
-    /// Packs batch entries of a result one behind the other; `None`: as the strides say.
+    /// Packs batch entries of a result contiguously; `None`: laid out by its strides.
     pub fn set_ragged(&mut self, id: TensorId, ragged: Option<Ragged>) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.ragged = ragged;
@@ -69,7 +69,7 @@ impl Graph {
         id
     }
 
-    /// Changes the bytes that the address of a tensor is a multiple of.
+    /// Changes the alignment of a tensor's address, in bytes.
     pub fn set_alignment(&mut self, id: TensorId, bytes: u32) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.alignment = bytes;
@@ -77,7 +77,7 @@ impl Graph {
         id
     }
 
-    /// Takes out the ops from the `from`th on: those of an inner graph.
+    /// Removes and returns the ops from the `from`th on, for an inner graph.
     pub fn take_ops(&mut self, from: usize) -> Vec<Op> {
         self.ops.split_off(from.min(self.ops.len()))
     }
@@ -86,14 +86,13 @@ impl Graph {
         self.get(id).map_or_else(|| Dims(vec![1]), |t| t.dims.clone())
     }
 
-    /// A virtual result named after its op and its number.
+    /// Adds a virtual result named after its op and its number.
     pub fn result(&mut self, op: &str, dtype: DType, dims: Dims) -> TensorId {
         let name = format!("{op}{}", self.tensors.len());
         self.tensor(Tensor::virtual_(name, dtype, dims))
     }
 
-    /// `y = mode(inputs)` in f32 arithmetic; comparisons yield truth values. Inputs are x, b, t in that order, and dy, x
-    /// for backward modes.
+    /// Adds `y = mode(inputs)` in f32 arithmetic; comparisons return booleans. Inputs are x, b, t in that order, and dy, x for backward modes.
     pub fn pointwise(&mut self, mode: Mode, inputs: &[TensorId]) -> TensorId {
         let (compute, dtype) = match mode.signature() {
             Signature::Compare | Signature::LogicalBinary | Signature::LogicalUnary => (DType::Bool, DType::Bool),
@@ -113,14 +112,14 @@ impl Graph {
         y
     }
 
-    /// `y = mode(inputs)` in f32 arithmetic, into a tensor that is there already.
+    /// Adds `y = mode(inputs)` in f32 arithmetic, into an existing tensor.
     pub fn pointwise_into(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId) {
         self.push_pointwise(mode, inputs, y, DType::F32, Params::default());
     }
 
     fn push_pointwise(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId, compute: DType, params: Params) {
         let at = |n: usize| inputs.get(n).copied();
-        // Without inputs, the op reads its own result: verify reports that.
+        // Without inputs, the op reads its own result, which verify reports.
         let first = at(0).unwrap_or(y);
         let op = match mode.signature() {
             Signature::Backward => Pointwise { mode, x: at(1).unwrap_or(y), b: None, t: None, dy: Some(first), y, compute, params },
@@ -136,12 +135,12 @@ impl Graph {
         self.push(Op::Pointwise(op));
     }
 
-    /// The index along `axis` of a tensor like `x`, i32.
+    /// Adds the index along `axis` of a tensor like `x`, i32.
     pub fn gen_index(&mut self, x: TensorId, axis: i64) -> TensorId {
         self.pointwise_as(Mode::GenIndex, &[x], DType::I32, DType::I32, Params { axis: Some(axis), ..Params::default() })
     }
 
-    /// `a · b`, virtual f32.
+    /// Adds `a · b`, virtual f32.
     pub fn matmul(&mut self, a: TensorId, b: TensorId) -> TensorId {
         let (da, db) = (self.dims(a).0, self.dims(b).0);
         let mut dims = da.clone();
@@ -156,14 +155,14 @@ impl Graph {
         c
     }
 
-    /// Folds `x` to these extents, virtual f32.
+    /// Reduces `x` to these extents, virtual f32.
     pub fn reduce(&mut self, mode: ReductionMode, x: TensorId, dims: impl Into<Dims>) -> TensorId {
         let y = self.result("reduction", DType::F32, dims.into());
         self.push(Op::Reduction(Reduction { mode, x, y, compute: DType::F32, deterministic: false }));
         y
     }
 
-    /// The elements of `x` under other extents and strides.
+    /// Reinterprets the elements of `x` with other extents and strides.
     pub fn reshape(&mut self, x: TensorId, dims: impl Into<Dims>, strides: impl Into<Strides>, mode: Option<ReshapeMode>) -> TensorId {
         let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
         let y = self.result("reshape", dtype, dims.into());
@@ -172,7 +171,7 @@ impl Graph {
         y
     }
 
-    /// The axes of `x` in another order: axis `i` of the result is axis `permutation[i]` of `x`.
+    /// Permutes the axes of `x`: axis `i` of the result is axis `permutation[i]` of `x`.
     pub fn transpose(&mut self, x: TensorId, permutation: &[i64]) -> TensorId {
         let (dtype, old) = (self.get(x).map_or(DType::F32, |t| t.dtype), self.dims(x).0);
         let at = |&axis: &i64| usize::try_from(axis).ok().and_then(|a| old.get(a).copied()).unwrap_or(1);
@@ -181,7 +180,7 @@ impl Graph {
         y
     }
 
-    /// `x[start..limit]` along each axis.
+    /// Adds `x[start..limit]` along each axis.
     pub fn slice(&mut self, x: TensorId, start: &[i64], limit: &[i64]) -> TensorId {
         let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
         let dims = start.iter().zip(limit).map(|(s, l)| l.saturating_sub(*s)).collect();
@@ -190,7 +189,7 @@ impl Graph {
         y
     }
 
-    /// Softmax over the last axis (cuDNN 9.20), virtual f32; `stats` is its natural-log sum of exponentials, with those of `sink`.
+    /// Adds a softmax over the last axis (cuDNN 9.20), virtual f32. `stats` is its natural-log sum of exponentials, including `sink`.
     pub fn softmax(&mut self, x: TensorId, stats: Option<TensorId>, sink: Option<TensorId>) -> TensorId {
         let dims = self.dims(x);
         let y = self.result("softmax", DType::F32, dims);
@@ -198,7 +197,7 @@ impl Graph {
         y
     }
 
-    /// Drops what lies right of a diagonal (cuDNN 9.20): keeps `row + shift + align >= col`.
+    /// Masks out scores right of a diagonal (cuDNN 9.20): keeps `row + shift + align >= col`.
     pub fn band_mask_right(
         &mut self,
         x: TensorId,
@@ -209,7 +208,7 @@ impl Graph {
         self.band_mask(x, fill, BandSide::Right, shift, None, lengths)
     }
 
-    /// Drops what lies left of a diagonal (cuDNN 9.20): keeps `col + left - align > row`.
+    /// Masks out scores left of a diagonal (cuDNN 9.20): keeps `col + left - align > row`.
     pub fn band_mask_left(&mut self, x: TensorId, fill: TensorId, left: TensorId, lengths: Option<(TensorId, TensorId)>) -> TensorId {
         self.band_mask(x, fill, BandSide::Left, None, Some(left), lengths)
     }

@@ -1,4 +1,4 @@
-//! Floating point numbers in files. JSON has no infinities, and masks are made of them: what is not finite is a string.
+//! Floating-point numbers in files. JSON has no infinities, which masks need, so non-finite numbers are strings.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

@@ -1,10 +1,10 @@
 //! The intermediate representation: tensors, and ops that read and write them.
 //!
-//! `Graph` (append-only, anything goes) → [`verify`] → [`Verified`] (owns the graph) → encode, interpret, print.
-//! Nothing in here knows that cuDNN exists as a library.
+//! `Graph` (append-only, unchecked) → [`verify`] → [`Verified`] (owns the graph) → encode, interpret, print. This module is independent of the cuDNN
+//! library.
 //!
-//! Ops are kept exactly as they were written. Graphs are not hash-consed and nothing is simplified: cuDNN's engines
-//! match the very ops, so a duplicate index generator or a multiplication by 1.0 can be what a kernel is found by.
+//! Ops are kept exactly as written. Graphs are neither hash-consed nor simplified: cuDNN's engines match exact ops, so a duplicate index generator or
+//! a multiplication by 1.0 may be part of the pattern of a kernel.
 
 mod blocks;
 mod build;
@@ -26,7 +26,7 @@ pub use verify::{Verified, VerifyError, VerifyErrors};
 
 use serde::{Deserialize, Serialize};
 
-/// Tensors and ops, in the order in which they were made. [`Graph::verify`] says whether they make sense.
+/// Tensors and ops, in the order of creation. [`Graph::verify`] checks them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Graph {
     pub(crate) tensors: Vec<Tensor>,
@@ -34,22 +34,22 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// An empty graph.
+    /// Creates an empty graph.
     pub fn new() -> Graph {
         Graph::default()
     }
 
-    /// Every tensor; a [`TensorId`] is its place.
+    /// Returns every tensor; a [`TensorId`] is its index.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// Every op, producers before consumers once verified.
+    /// Returns every op; in a verified graph producers precede consumers.
     pub fn ops(&self) -> &[Op] {
         &self.ops
     }
 
-    /// Tensors whose contents say where ops read and write, each once: see [`Op::addressing`], and offsets of ragged tensors.
+    /// Returns the tensors whose contents determine the addresses that ops access, each once: see [`Op::addressing`], and offsets of ragged tensors.
     pub fn addressing(&self) -> Vec<TensorId> {
         let offsets = self.tensors.iter().filter_map(|t| t.ragged.map(|r| r.offsets));
         let mut all: Vec<TensorId> = self.ops.iter().flat_map(Op::addressing).chain(offsets).collect();
@@ -58,17 +58,17 @@ impl Graph {
         all
     }
 
-    /// The tensor behind an id, or `None` for an id of another graph.
+    /// Returns the tensor of an id; `None` for an id of another graph.
     pub fn get(&self, id: TensorId) -> Option<&Tensor> {
         self.tensors.get(id.index())
     }
 
-    /// Ids of all tensors, in order.
+    /// Iterates over the ids of all tensors, in order.
     pub fn ids(&self) -> impl Iterator<Item = TensorId> + use<> {
         (0..self.tensors.len() as u32).map(TensorId)
     }
 
-    /// The tensor that a caller binds under `name`.
+    /// Returns the tensor that a caller binds under `name`.
     pub fn find(&self, name: &str) -> Option<TensorId> {
         self.ids().find(|id| {
             let tensor = &self.tensors[id.index()];

@@ -5,7 +5,7 @@ use super::tensor::TensorId;
 use super::ty::DType;
 use serde::{Deserialize, Serialize};
 
-/// One op. Several spellings of the same arithmetic are not the same to cuDNN: engines match the exact ops.
+/// One op. Different ops with the same result are different to cuDNN: engines match exact ops.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "op")]
 pub enum Op {
@@ -13,9 +13,9 @@ pub enum Op {
     Pointwise(Pointwise),
     /// `c = a · b`.
     Matmul(Matmul),
-    /// Folds axes of `x` down to their extent in `y`.
+    /// Reduces axes of `x` to their extents in `y`.
     Reduction(Reduction),
-    /// The elements of `x` under other extents or strides.
+    /// The elements of `x` with other extents or strides.
     Reshape(Reshape),
     /// The axes of `x` in another order (9.22).
     Transpose(Transpose),
@@ -25,13 +25,13 @@ pub enum Op {
     Rng(Rng),
     /// Softmax over the last axis (9.20).
     Softmax(Softmax),
-    /// Drops scores on one side of a diagonal (9.20).
+    /// Masks out scores on one side of a diagonal (9.20).
     BandMask(BandMask),
     /// Gathers the pages of a key or value cache (9.4).
     PagedLoad(PagedLoad),
-    /// Narrow elements with a scale per block (9.7).
+    /// Quantizes elements with a scale per block (9.7).
     BlockScaleQuantize(BlockScaleQuantize),
-    /// Widens narrow elements by the scale of their block (9.7).
+    /// Dequantizes elements by the scale of their block (9.7).
     BlockScaleDequantize(BlockScaleDequantize),
     /// Attention in one op, the unified form (9.13).
     SdpaForward(Box<SdpaForward>),
@@ -40,8 +40,8 @@ pub enum Op {
 }
 
 impl Op {
-    /// Tensors whose *contents* say where the op reads and writes: lengths, offsets, pages. What lies outside of the extents there leads
-    /// an engine outside of its operands.
+    /// Returns the tensors whose *contents* determine the addresses that the op accesses: lengths, offsets, pages. If such contents are out of range,
+    /// an engine accesses memory outside of its operands.
     pub fn addressing(&self) -> Vec<TensorId> {
         let all = match self {
             Op::Matmul(m) => vec![m.m_override, m.n_override, m.k_override],
@@ -80,14 +80,13 @@ pub struct Pointwise {
     pub dy: Option<TensorId>,
     /// Result; the outgoing gradient of backward modes.
     pub y: TensorId,
-    /// Type of the arithmetic.
+    /// Compute type.
     pub compute: DType,
     /// Constants of the mode.
     pub params: Params,
 }
 
-/// `c = a · b` over the last two axes; leading axes broadcast, and a leading axis of `a` may be a multiple of `b`'s
-/// (query heads that share a key head).
+/// `c = a · b` over the last two axes. Leading axes broadcast, and a leading axis of `a` may be a multiple of `b`'s (query heads of a GQA group).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Matmul {
     /// Left operand, (…, m, k).
@@ -96,13 +95,13 @@ pub struct Matmul {
     pub b: TensorId,
     /// Result, (…, m, n).
     pub c: TensorId,
-    /// Rows that count, per batch entry.
+    /// Valid rows per batch entry.
     pub m_override: Option<TensorId>,
-    /// Columns that count, per batch entry.
+    /// Valid columns per batch entry.
     pub n_override: Option<TensorId>,
-    /// Inner elements that count, per batch entry.
+    /// Valid inner elements per batch entry.
     pub k_override: Option<TensorId>,
-    /// The value of rows and columns that do not count.
+    /// The value of invalid rows and columns.
     #[serde(default, with = "super::float::optional")]
     pub padding: Option<f64>,
     /// Type of the accumulation.
@@ -147,7 +146,7 @@ impl ReductionMode {
         ReductionMode::MulNoZeros,
     ];
 
-    /// The name in printed graphs.
+    /// Returns the name in printed graphs.
     pub fn name(self) -> &'static str {
         match self {
             ReductionMode::Add => "add",
@@ -163,7 +162,7 @@ impl ReductionMode {
     }
 }
 
-/// Folds each axis of `x` to its extent in `y`, which divides it: to 1, or in groups of neighbours (head folding).
+/// Reduces each axis of `x` to its extent in `y`, which divides it: to 1, or in groups of neighbours (head folding).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reduction {
     /// The operation that combines elements.
@@ -174,32 +173,32 @@ pub struct Reduction {
     pub y: TensorId,
     /// Type of the accumulation.
     pub compute: DType,
-    /// Ask for the same bits on every run (9.11).
+    /// Whether to require deterministic results (9.11).
     pub deterministic: bool,
 }
 
-/// The way in which a reshape reads its input (9.22; older runtimes know only the view).
+/// How a reshape reads its input (9.22; older runtimes support only the view).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReshapeMode {
-    /// The same memory under other extents and strides: element `n` of memory stays where it is.
+    /// Reads the same memory with other extents and strides: element `n` of memory is unchanged.
     ViewOnly,
-    /// The same elements in row-major order of the extents.
+    /// Reads the elements in row-major order of the extents.
     Logical,
 }
 
-/// The elements of `x` under other extents or strides. Without a mode, a view.
+/// The elements of `x` with other extents or strides. Without a mode, a view.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reshape {
     /// The tensor that is read.
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// The order in which elements are read; `None`: a view, the only mode of runtimes before 9.22.
+    /// The order in which elements are read. `None`: a view, the only mode before 9.22.
     pub mode: Option<ReshapeMode>,
 }
 
-/// `y` with axis `i` taken from axis `permutation[i]` of `x`.
+/// `y` whose axis `i` is axis `permutation[i]` of `x`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Transpose {
     /// The tensor that is read.
@@ -247,7 +246,7 @@ pub enum Seed {
     Tensor(TensorId),
 }
 
-/// Random numbers. Their bits are the library's own: [`crate::ir::interp`] takes them from the caller.
+/// Random numbers. Their bits are specific to the library: [`crate::ir::interp`] receives them from the caller.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rng {
     /// The tensor that is written.
@@ -273,38 +272,38 @@ pub struct Softmax {
     pub max: Option<TensorId>,
     /// Row sum of exponentials, f32.
     pub sum_exp: Option<TensorId>,
-    /// One more score per head that takes probability and has no value, f32 (1, h, 1, 1).
+    /// An extra score per head that takes probability and has no value, f32 (1, h, 1, 1).
     pub sink: Option<TensorId>,
-    /// Stats in base 2 (9.27).
+    /// Whether stats are in base 2 (9.27).
     pub stats_log2: bool,
 }
 
-/// The part of the scores that a band mask keeps.
+/// The side of the diagonal that a band mask keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BandSide {
     /// Keeps `row + shift + align ≥ col`.
     Right,
-    /// Keeps `col + left − align > row`. The bound has the alignment folded in when lengths are fixed.
+    /// Keeps `col + left − align > row`. If lengths are fixed, the bound includes the alignment.
     Left,
 }
 
-/// Replaces scores on one side of a diagonal by `fill`. `align` is `seq_kv − seq_q` when both lengths are given, else 0.
+/// Replaces scores on one side of a diagonal by `fill`. `align` is `seq_kv − seq_q` if both lengths are given, else 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BandMask {
     /// Scores, (…, seq_q, seq_kv).
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// Replaces dropped scores: one f32 by value.
+    /// The value of masked-out scores: one f32 by value.
     pub fill: TensorId,
-    /// The side that is dropped.
+    /// The side that is masked out.
     pub side: BandSide,
-    /// By-value i32: how far right of the diagonal a right mask still keeps. Absent: 0.
+    /// By-value i32: the number of columns right of the diagonal that a right mask keeps. Absent: 0.
     pub shift_right: Option<TensorId>,
-    /// By-value i32 or f32: how many columns up to the diagonal a left mask keeps.
+    /// By-value i32 or f32: the number of columns up to the diagonal that a left mask keeps.
     pub left: Option<TensorId>,
-    /// Query length, by value or (b, 1, 1, 1): aligns to the lower right corner.
+    /// Query length, by value or (b, 1, 1, 1). Aligns the band to the bottom right.
     pub seq_q: Option<TensorId>,
     /// Key length, by value or (b, 1, 1, 1).
     pub seq_kv: Option<TensorId>,
@@ -313,13 +312,13 @@ pub struct BandMask {
 /// Gathers pages: `y[b, h, s, d]` (or its transpose) from `container[page_table[b, 0, s / block, 0], h, s % block, d]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PagedLoad {
-    /// The pages, (blocks, h, block, d).
+    /// The page pool, (blocks, h, block, d).
     pub container: TensorId,
     /// Lengths, (b, 1, 1, 1), i32 or i64.
     pub seq_len: TensorId,
-    /// Numbers of pages, (b, 1, ⌈max / block⌉, 1), i32.
+    /// Page numbers, (b, 1, ⌈max / block⌉, 1), i32.
     pub page_table: TensorId,
-    /// Result, (b, h, s, d), or (b, h, d, s) when its strides say that the third axis is innermost.
+    /// Result, (b, h, s, d), or (b, h, d, s) if its strides make the third axis innermost.
     pub y: TensorId,
 }
 
@@ -328,20 +327,20 @@ pub struct PagedLoad {
 pub struct BlockScaleQuantize {
     /// The tensor that is read.
     pub x: TensorId,
-    /// Narrow elements, written.
+    /// Quantized elements, written.
     pub y: TensorId,
     /// One scale per block, an output.
     pub scale: TensorId,
     /// Elements per block along the last axis.
     pub block: Vec<i32>,
-    /// Type of the arithmetic.
+    /// Compute type.
     pub compute: DType,
 }
 
 /// `y = x · scale`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleDequantize {
-    /// Narrow elements, read.
+    /// Quantized elements, read.
     pub x: TensorId,
     /// One scale per block.
     pub scale: TensorId,
@@ -349,7 +348,7 @@ pub struct BlockScaleDequantize {
     pub y: TensorId,
     /// Elements per block along each blocked axis.
     pub block: Vec<i32>,
-    /// Type of the arithmetic.
+    /// Compute type.
     pub compute: DType,
 }
 
@@ -360,42 +359,42 @@ pub struct ScoreGraph {
     pub input: TensorId,
     /// The modified score, which the softmax reads.
     pub output: TensorId,
-    /// The ops, each after those whose results it reads.
+    /// The ops, in topological order.
     pub ops: Vec<Op>,
 }
 
 /// Dropout of a unified attention op (9.21).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Dropout {
-    /// The probability that a weight is dropped, in [0, 1).
+    /// The probability that an element of P is dropped, in [0, 1).
     #[serde(with = "super::float::f32")]
     pub probability: f32,
     /// Seed of the random numbers: one i64.
     pub seed: TensorId,
-    /// Number of random numbers that are skipped: one i64.
+    /// Number of random numbers to skip: one i64.
     pub offset: TensorId,
-    /// The random numbers, an output, for checks.
+    /// The random numbers, an output, for tests.
     pub rng_dump: Option<TensorId>,
 }
 
 /// Scales of 8-bit attention (9.25).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fp8Scales {
-    /// Multiplies the elements of `q`: one f32.
+    /// Descale of `q`: one f32.
     pub descale_q: TensorId,
-    /// Multiplies the elements of `k`: one f32.
+    /// Descale of `k`: one f32.
     pub descale_k: TensorId,
-    /// Multiplies the elements of `v`: one f32.
+    /// Descale of `v`: one f32.
     pub descale_v: TensorId,
-    /// Multiplies the probabilities back.
+    /// Descale of P.
     pub descale_s: TensorId,
-    /// Multiplies the probabilities before they are narrowed.
+    /// Scale of P before it is rounded.
     pub scale_s: TensorId,
-    /// Multiplies the output before it is narrowed.
+    /// Scale of the output before it is rounded.
     pub scale_o: TensorId,
-    /// Largest magnitude of the probabilities, an output.
+    /// Amax of P, an output.
     pub amax_s: TensorId,
-    /// Largest magnitude of the output, an output.
+    /// Amax of the output, an output.
     pub amax_o: TensorId,
 }
 
@@ -404,13 +403,13 @@ pub struct Fp8Scales {
 pub struct SdpaForward {
     /// Queries, (b, h_q, s_q, d_qk).
     pub q: TensorId,
-    /// Keys, (b, h_k, s_kv, d_qk), or the container of a paged cache.
+    /// Keys, (b, h_k, s_kv, d_qk), or the pool of a paged cache.
     pub k: TensorId,
-    /// Values, (b, h_v, s_kv, d_v), or the container of a paged cache.
+    /// Values, (b, h_v, s_kv, d_v), or the pool of a paged cache.
     pub v: TensorId,
     /// Output, (b, h_q, s_q, d_v).
     pub o: TensorId,
-    /// Multiplies the scores: one f32; absent: 1.
+    /// Factor of the scores: one f32; absent: 1.
     pub attn_scale: Option<TensorId>,
     /// Ops on the scaled score (9.21).
     pub score: Option<ScoreGraph>,
@@ -420,7 +419,7 @@ pub struct SdpaForward {
     pub max: Option<TensorId>,
     /// Row sum of exponentials, f32 (b, h_q, s_q, 1) (9.21).
     pub sum_exp: Option<TensorId>,
-    /// One more score per head, which has no value: f32 (1, h_q, 1, 1) (9.21).
+    /// An extra score per head that has no value: f32 (1, h_q, 1, 1) (9.21).
     pub sink: Option<TensorId>,
     /// One bit per 128 × 128 tile, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (9.14).
     pub block_mask: Option<TensorId>,
@@ -436,14 +435,14 @@ pub struct SdpaForward {
     pub cu_seq_len_q: Option<TensorId>,
     /// Prefix sums of key lengths, (b + 1, 1, 1, 1) (9.24).
     pub cu_seq_len_kv: Option<TensorId>,
-    /// Dropout of weights (9.21).
+    /// Dropout of P (9.21).
     pub dropout: Option<Dropout>,
     /// Scales of attention over 8-bit floats (9.25).
     pub fp8: Option<Fp8Scales>,
 }
 
 impl SdpaForward {
-    /// Plain attention: nothing optional.
+    /// Creates plain attention, without optional operands.
     pub fn plain(q: TensorId, k: TensorId, v: TensorId, o: TensorId) -> SdpaForward {
         SdpaForward {
             q,
@@ -484,7 +483,7 @@ pub struct SdpaBackward {
     pub d_o: TensorId,
     /// Natural-log sum of exponentials, f32 (b, h_q, s_q, 1).
     pub stats: TensorId,
-    /// Multiplies the scores: one f32; absent: 1.
+    /// Factor of the scores: one f32; absent: 1.
     pub attn_scale: Option<TensorId>,
     /// Gradient of `q`.
     pub dq: TensorId,
@@ -496,6 +495,6 @@ pub struct SdpaBackward {
     pub seq_len_q: Option<TensorId>,
     /// Lengths of the keys, i32, (batch, 1, 1, 1).
     pub seq_len_kv: Option<TensorId>,
-    /// The forward score ops again; the library differentiates them (unpublished before 9.28).
+    /// The forward score ops, which the library differentiates (unpublished before 9.28).
     pub score: Option<ScoreGraph>,
 }

@@ -1,4 +1,4 @@
-//! What an op reads and writes, and its name.
+//! Operands and names of ops.
 
 use super::op::{Op, ScoreGraph, SdpaForward, Seed};
 use super::tensor::TensorId;
@@ -12,7 +12,7 @@ pub struct Operand {
     pub tensor: TensorId,
 }
 
-/// The tensors that an op reads and writes, in field order. Ops of an inner [`ScoreGraph`] are not among them.
+/// The tensors that an op reads and writes, in field order, without those of an inner [`ScoreGraph`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Operands {
     /// Tensors that the op reads.
@@ -34,7 +34,7 @@ impl Operands {
 }
 
 impl Op {
-    /// The name in printed graphs; a pointwise op goes by its mode.
+    /// Returns the name in printed graphs; that of a pointwise op is its mode.
     pub fn name(&self) -> &'static str {
         match self {
             Op::Pointwise(p) => p.mode.name(),
@@ -54,7 +54,7 @@ impl Op {
         }
     }
 
-    /// The tensors that it reads and writes.
+    /// Returns the tensors that it reads and writes.
     pub fn operands(&self) -> Operands {
         let none = Operands::default();
         match self {
@@ -114,7 +114,7 @@ impl Op {
         }
     }
 
-    /// The ops inside a unified attention op.
+    /// Returns the score ops of a unified attention op.
     pub fn score(&self) -> Option<&ScoreGraph> {
         match self {
             Op::SdpaForward(s) => s.score.as_ref(),

@@ -12,13 +12,13 @@ pub enum Signature {
     Identity,
     /// `y = f(x, b)` on numbers.
     Binary,
-    /// `y = x ? b`, a truth value or 0 / 1.
+    /// `y = x ? b`, a boolean or 0 / 1.
     Compare,
-    /// `y = x and / or b` on truth values.
+    /// `y = x and / or b` on booleans.
     LogicalBinary,
     /// `y = not x`.
     LogicalUnary,
-    /// `y` = the index along an axis; `x` gives the extents only.
+    /// `y` = the index along an axis; only the extents of `x` are read.
     Index,
     /// `y = t ? x : b`.
     Select,
@@ -37,7 +37,7 @@ macro_rules! modes {
             /// Every mode, in declaration order.
             pub const ALL: &'static [Mode] = &[$(Mode::$variant,)*];
 
-            /// The name in printed graphs.
+            /// Returns the name in printed graphs.
             pub fn name(self) -> &'static str {
                 match self { $(Mode::$variant => $name,)* }
             }
@@ -163,27 +163,27 @@ impl fmt::Display for Mode {
     }
 }
 
-/// Constants of the modes that have some. An absent one takes cuDNN's default.
+/// Constants of modes. An absent one has cuDNN's default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Params {
     /// Axis of [`Mode::GenIndex`].
     pub axis: Option<i64>,
-    /// Below it relu yields `lower_clip + slope · (x − lower_clip)`; 0.
+    /// Below it relu returns `lower_clip + slope · (x − lower_clip)`; default 0.
     #[serde(default, with = "super::float::optional")]
     pub relu_lower_clip: Option<f64>,
-    /// Relu never exceeds it; +∞.
+    /// Upper limit of relu; default +∞.
     #[serde(default, with = "super::float::optional")]
     pub relu_upper_clip: Option<f64>,
-    /// Slope of relu below the lower clip; 0.
+    /// Slope of relu below the lower clip; default 0.
     #[serde(default, with = "super::float::optional")]
     pub relu_lower_slope: Option<f64>,
-    /// `alpha` of elu; 1.
+    /// `alpha` of elu; default 1.
     #[serde(default, with = "super::float::optional")]
     pub elu_alpha: Option<f64>,
-    /// `beta` of softplus; 1.
+    /// `beta` of softplus; default 1.
     #[serde(default, with = "super::float::optional")]
     pub softplus_beta: Option<f64>,
-    /// `beta` of swish; 1.
+    /// `beta` of swish; default 1.
     #[serde(default, with = "super::float::optional")]
     pub swish_beta: Option<f64>,
 }

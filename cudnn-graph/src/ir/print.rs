@@ -1,6 +1,6 @@
 //! The text form of a graph: one line per tensor, then one line per op, score ops indented under theirs.
 //!
-//! Everything that distinguishes two graphs is in it, and nothing else: equal graphs print the same everywhere.
+//! The text contains exactly what distinguishes two graphs: equal graphs print the same everywhere.
 //!
 //! ```text
 //! t0 "q" f16 [1,2,4,8] strides [64,32,8,1] device
@@ -9,7 +9,7 @@
 //! y t2 = mul(x t0, b t1) compute f32
 //! ```
 //!
-//! What has its usual value is left out: alignment 16, reordering none, no ragged offsets, absent operands and constants.
+//! Defaults are left out: alignment 16, reordering none, no ragged offsets, absent operands and constants.
 
 use super::op::{BandSide, Distribution, Op, ReshapeMode, Seed};
 use super::operands::Operand;
@@ -52,7 +52,7 @@ pub(crate) struct TensorLine<'g> {
 
 impl Display for TensorLine<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        // Taken apart, so that a new field does not compile until it is printed.
+        // Destructured, so that a new field does not compile until it is printed.
         let Tensor { name, dtype, dims, strides, storage, alignment, reordering, ragged } = self.tensor;
         write!(f, "{} {name:?} {dtype} {dims} strides {strides} {}", self.id, StorageText(*storage))?;
         if *alignment != 16 {
@@ -86,7 +86,7 @@ impl Display for StorageText {
     }
 }
 
-/// A number whose type shows: `1.0`, `1`, `1i64`.
+/// A number with a visible type: `1.0`, `1`, `1i64`.
 struct ScalarText(Scalar);
 
 impl Display for ScalarText {
@@ -155,7 +155,7 @@ impl Display for OpLine<'_> {
                 }
                 match r.seed {
                     Seed::Value(seed) => write!(f, " seed {seed}")?,
-                    // Among the operands already.
+                    // Printed with the operands.
                     Seed::Tensor(_) => {}
                 }
             }

@@ -1,4 +1,4 @@
-//! Tensors of a graph: what cuDNN calls a tensor descriptor.
+//! Tensors of a graph: cuDNN's tensor descriptors.
 
 use super::ty::{DType, Dims, Strides};
 use serde::{Deserialize, Serialize};
@@ -10,12 +10,12 @@ use std::fmt;
 pub struct TensorId(pub(crate) u32);
 
 impl TensorId {
-    /// The unique id that cuDNN knows the tensor by: its place plus one, as 0 is not an id there.
+    /// Returns cuDNN's unique id of the tensor: its index plus one, because 0 is not a valid id.
     pub fn uid(self) -> i64 {
         i64::from(self.0) + 1
     }
 
-    /// Place in [`crate::ir::Graph::tensors`].
+    /// Returns the index in [`crate::ir::Graph::tensors`].
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -46,7 +46,7 @@ pub enum Scalar {
 }
 
 impl Scalar {
-    /// The element type of the tensor that it belongs to.
+    /// Returns the element type of its tensor.
     pub fn dtype(self) -> DType {
         match self {
             Scalar::F32(_) => DType::F32,
@@ -55,7 +55,7 @@ impl Scalar {
         }
     }
 
-    /// The number, widened.
+    /// Returns the number as f64.
     pub fn to_f64(self) -> f64 {
         match self {
             Scalar::F32(x) => f64::from(x),
@@ -75,17 +75,17 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// The place of a tensor's elements.
+/// Where the elements of a tensor are.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
     /// In device memory, bound by the caller at execution.
     Device,
-    /// Nowhere: it exists inside the fused kernel only.
+    /// Virtual: it exists only inside the fused kernel.
     Virtual,
-    /// One number in host memory, read at every execution. With a value the graph supplies it; without, the caller does.
+    /// A scalar in host memory, read at every execution. The graph supplies the value, or with `None` the caller does.
     ByValue(Option<Scalar>),
-    /// One number compiled into the kernel (cuDNN 9.22).
+    /// A scalar compiled into the kernel (cuDNN 9.22).
     Constant(Scalar),
 }
 
@@ -93,14 +93,14 @@ pub enum Storage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reordering {
-    /// As the strides say.
+    /// Determined by the strides.
     #[default]
     None,
-    /// The interleaving that block scales of 8-bit tensor cores want (cuDNN 9.7).
+    /// The interleaving of block scales for 8-bit tensor cores (cuDNN 9.7).
     F8x128x4,
 }
 
-/// Batch entries of different lengths packed one behind the other.
+/// Packed batch entries of different lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Ragged {
     /// The first element of each batch entry, in elements: (batch + 1, 1, 1, 1), i32 or i64.
@@ -109,7 +109,7 @@ pub struct Ragged {
     pub multiplier: Option<i64>,
 }
 
-/// A tensor: type, extents, strides, and where its elements are.
+/// A tensor: type, extents, strides and storage.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Tensor {
     /// A name for messages and bindings; unique among the tensors that a caller binds.
@@ -120,9 +120,9 @@ pub struct Tensor {
     pub dims: Dims,
     /// Strides, in elements.
     pub strides: Strides,
-    /// The place of the elements.
+    /// Where its elements are.
     pub storage: Storage,
-    /// Bytes that the base address is a multiple of.
+    /// Alignment of the base address, in bytes.
     pub alignment: u32,
     /// Element order beyond strides.
     pub reordering: Reordering,
@@ -131,18 +131,17 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A dense tensor in device memory.
+    /// Creates a dense tensor in device memory.
     pub fn device(name: impl Into<String>, dtype: DType, dims: impl Into<Dims>) -> Tensor {
         Tensor::new(name, dtype, dims, Storage::Device)
     }
 
-    /// A tensor inside the fused kernel. Its strides have no memory behind them but must be there: they tell
-    /// engines which axis is innermost.
+    /// Creates a tensor inside the fused kernel. Its strides describe no memory, but engines need them to know which axis is innermost.
     pub fn virtual_(name: impl Into<String>, dtype: DType, dims: impl Into<Dims>) -> Tensor {
         Tensor::new(name, dtype, dims, Storage::Virtual)
     }
 
-    /// A number from host memory. `rank` axes of extent 1.
+    /// Creates a scalar from host memory with `rank` axes of extent 1.
     pub fn by_value(name: impl Into<String>, dtype: DType, value: Option<Scalar>, rank: usize) -> Tensor {
         Tensor::new(name, dtype, vec![1; rank], Storage::ByValue(value))
     }
@@ -160,31 +159,31 @@ impl Tensor {
         self
     }
 
-    /// Sets the bytes that the base address is a multiple of.
+    /// Sets the alignment of the base address, in bytes.
     #[must_use]
     pub fn alignment(mut self, bytes: u32) -> Tensor {
         self.alignment = bytes;
         self
     }
 
-    /// Packs batch entries of different lengths one behind the other.
+    /// Packs batch entries of different lengths contiguously.
     #[must_use]
     pub fn ragged(mut self, ragged: Ragged) -> Tensor {
         self.ragged = Some(ragged);
         self
     }
 
-    /// True when there is no memory behind it.
+    /// Returns whether it has no memory.
     pub fn is_virtual(&self) -> bool {
         self.storage == Storage::Virtual
     }
 
-    /// True when the caller gives a device address for it.
+    /// Returns whether the caller passes a device address for it.
     pub fn is_device(&self) -> bool {
         self.storage == Storage::Device
     }
 
-    /// True for a number from host memory or one compiled in.
+    /// Returns whether it is a scalar from host memory or a compiled constant.
     pub fn is_scalar_value(&self) -> bool {
         match self.storage {
             Storage::ByValue(_) | Storage::Constant(_) => true,
@@ -192,7 +191,7 @@ impl Tensor {
         }
     }
 
-    /// Bytes that a buffer behind it must reach; `None` past `i64`.
+    /// Returns the bytes that its buffer must have; `None` past `i64`.
     pub fn bytes(&self) -> Option<u64> {
         let elements = u64::try_from(self.strides.extent(&self.dims)?).ok()?;
         elements.checked_mul(u64::from(self.dtype.bits())).map(|bits| bits.div_ceil(8))

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The element type of a tensor, or the arithmetic type of an op.
+/// The element type of a tensor, or the compute type of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -23,7 +23,7 @@ pub enum DType {
     I32,
     /// Signed 64-bit integer.
     I64,
-    /// A truth value (one bit in cuDNN's virtual tensors).
+    /// A boolean (one bit in cuDNN's virtual tensors).
     Bool,
     /// 8-bit float, 4 exponent bits, no infinities (OCP E4M3).
     F8E4M3,
@@ -53,7 +53,7 @@ impl DType {
         DType::F4E2M1,
     ];
 
-    /// The name used in printed graphs, files and options.
+    /// Returns the name used in printed graphs, files and options.
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -72,7 +72,7 @@ impl DType {
         }
     }
 
-    /// Bits of one element in device memory.
+    /// Returns the bits of one element in device memory.
     pub fn bits(self) -> u32 {
         match self {
             DType::F64 | DType::I64 => 64,
@@ -83,12 +83,12 @@ impl DType {
         }
     }
 
-    /// Bytes that `elements` elements take, rounded up.
+    /// Returns the bytes of `elements` elements, rounded up.
     pub fn bytes(self, elements: u64) -> u64 {
         (elements * u64::from(self.bits())).div_ceil(8)
     }
 
-    /// True for every floating point type, the narrow ones included.
+    /// Returns whether it is a floating-point type, including the narrow ones.
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 | DType::F4E2M1 => true,
@@ -96,7 +96,7 @@ impl DType {
         }
     }
 
-    /// True for the integer types; `Bool` is not one of them.
+    /// Returns whether it is an integer type; `Bool` is not one.
     pub fn is_integer(self) -> bool {
         !self.is_float() && self != DType::Bool
     }
@@ -120,13 +120,13 @@ pub struct Dims(pub Vec<i64>);
 pub struct Strides(pub Vec<i64>);
 
 impl Dims {
-    /// Product of the extents, or `None` past `i64`.
+    /// Returns the product of the extents; `None` past `i64`.
     pub fn elements(&self) -> Option<i64> {
         self.0.iter().try_fold(1i64, |n, &d| n.checked_mul(d))
     }
 
-    /// The strides of a dense tensor of these extents, the last axis innermost.
-    /// Saturates where the product does not fit; [`crate::ir::verify`] reports that.
+    /// Returns the strides of a dense tensor of these extents, with the last axis innermost. Saturates if the product does not fit;
+    /// [`crate::ir::verify`] reports that.
     pub fn packed(&self) -> Strides {
         let mut next = 1i64;
         let mut strides: Vec<i64> = self
@@ -143,13 +143,12 @@ impl Dims {
         Strides(strides)
     }
 
-    /// Number of axes.
+    /// Returns the number of axes.
     pub fn rank(&self) -> usize {
         self.0.len()
     }
 
-    /// The extents that result when two operands are broadcast against each other,
-    /// axis by axis from the last; `None` where two extents differ and neither is 1.
+    /// Returns the extents of two operands broadcast against each other, axis by axis from the last; `None` if two extents differ and neither is 1.
     pub fn broadcast(&self, other: &Dims) -> Option<Dims> {
         let rank = self.rank().max(other.rank());
         let at = |d: &Dims, axis: usize| -> i64 {
@@ -169,8 +168,8 @@ impl Dims {
 }
 
 impl Strides {
-    /// Index of the last element plus one, that is, how many elements a buffer must reach; `None` past `i64`
-    /// or with a negative stride.
+    /// Returns the index of the last element plus one, which is the number of elements that a buffer must have; `None` past `i64` or with a negative
+    /// stride.
     pub fn extent(&self, dims: &Dims) -> Option<i64> {
         self.0.iter().zip(&dims.0).try_fold(1i64, |n, (&s, &d)| {
             if s < 0 || d < 1 {

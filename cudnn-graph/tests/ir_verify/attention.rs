@@ -3,7 +3,7 @@
 use crate::flow::over;
 use crate::*;
 
-/// A forward op whose operands `spoil` changes before they become tensors.
+/// Builds a forward op whose operands `spoil` changes before they become tensors.
 fn sdpa(
     spoil: impl FnOnce(&mut Graph, &mut [Tensor; 4]),
     finish: impl FnOnce(&mut Graph, SdpaForward) -> SdpaForward,
@@ -60,7 +60,7 @@ fn sdpa_forward_rules() {
             },
         )
     };
-    /// Pages of 4 rows for k and of 2 for v, and what is there of tables and lengths.
+    /// Builds pages of 4 rows for k and of 2 for v, with these tables and lengths.
     fn paged(k: Table, v: Table, lengths: bool) -> impl FnOnce(&mut Graph) {
         sdpa(
             |_, t| {
@@ -133,7 +133,7 @@ fn sdpa_forward_rules() {
     assert_eq!(errors.0.iter().filter(|e| e.message.contains("8-bit scales, but")).count(), 3, "{errors}");
 }
 
-/// A score graph that is right.
+/// Builds a valid score graph.
 fn over_score(g: &mut Graph) {
     over(g, Tensor::virtual_("score", F32, [2, 4, 5, 7]));
 }

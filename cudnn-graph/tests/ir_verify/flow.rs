@@ -1,9 +1,9 @@
-//! Rules of who writes and who reads.
+//! Rules of data flow.
 
 use crate::*;
 use cudnn_graph::ir::Scalar;
 
-/// `o = softmax(score(q·kᵀ)) · v` with a score graph that `ops` fills in; it returns the output.
+/// Builds `o = softmax(score(q·kᵀ)) · v` with a score graph from `ops`, which returns its output.
 fn scored(g: &mut Graph, ops: impl FnOnce(&mut Graph, TensorId) -> (TensorId, Vec<Op>)) {
     let (q, k, v) = qkv(g);
     let o = g.input("o", F16, [2, 4, 5, 8]);
@@ -93,12 +93,12 @@ fn flow_rules() {
     ]);
 }
 
-/// One op of two operands.
+/// Builds an op of two operands.
 fn binary(mode: Mode, x: TensorId, b: TensorId, y: TensorId) -> Op {
     Op::Pointwise(Pointwise { mode, x, b: Some(b), t: None, dy: None, y, compute: F32, params: Params::default() })
 }
 
-/// A score graph over this input that adds a bias.
+/// Builds a score graph over this input that adds a bias.
 pub(crate) fn over(g: &mut Graph, input: Tensor) {
     let (q, k, v) = qkv(g);
     let (o, bias) = (g.input("o", F16, [2, 4, 5, 8]), g.input("bias", F32, [2, 4, 5, 7]));
@@ -181,7 +181,7 @@ fn score_rules() {
     ]);
 }
 
-/// Engines match a log-sum-exp even where no stats are wanted.
+/// Engines match a log-sum-exp even if no stats are requested.
 #[test]
 fn a_virtual_result_may_be_left_unread() {
     good(|g| {

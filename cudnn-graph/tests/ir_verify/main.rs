@@ -1,4 +1,4 @@
-//! One hand-built graph per rule of `ir::verify`: each is refused with one error that names the culprit.
+//! One hand-built graph per rule of `ir::verify`. Each is refused with one error that names the op or tensor.
 
 mod attention;
 mod flow;
@@ -11,7 +11,7 @@ use cudnn_graph::ir::op::*;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Graph, Mode, Op, Storage, Tensor, TensorId};
 
-/// A bad graph, what the error stands at, and what it says.
+/// A bad graph, the op or tensor in the error, and its message.
 pub(crate) struct Case {
     graph: Graph,
     at: &'static str,
@@ -35,13 +35,13 @@ pub(crate) fn check(cases: Vec<Case>) {
     }
 }
 
-/// An id that no graph of these tests has.
+/// Returns an id that no graph of these tests has.
 pub(crate) fn stranger() -> TensorId {
     let mut other = Graph::new();
     (0..100).map(|_| other.input("x", F32, [1])).last().unwrap()
 }
 
-/// `y = exp(x)` over a tensor of the caller's.
+/// Builds `y = exp(x)` over a caller's tensor.
 pub(crate) fn exp_of(g: &mut Graph, x: Tensor) {
     let dims = x.dims.clone();
     let x = g.tensor(x);
@@ -57,7 +57,7 @@ pub(crate) fn value(dtype: DType, storage: Storage, dims: &[i64]) -> Tensor {
     Tensor { storage, dims: dims.to_vec().into(), strides: vec![1; dims.len()].into(), ..Tensor::device("value", dtype, [1]) }
 }
 
-/// One op over inputs with these names, types and extents; the ids come in the same order.
+/// Builds one op over inputs with these names, types and extents; ids have the same order.
 pub(crate) fn over_inputs<const N: usize, F>(inputs: [(&str, DType, &[i64]); N], op: F) -> impl FnOnce(&mut Graph) + use<N, F>
 where
     F: FnOnce([TensorId; N]) -> Op,
@@ -81,7 +81,7 @@ fn several_mistakes_are_all_reported_once() {
     let x = g.tensor(Tensor::device("x", F32, [2, 0]));
     let a = g.tensor(Tensor::device("a", F32, [2, 3]).alignment(3));
     g.input("idle", F32, [1]);
-    // Over a tensor without a shape: not checked further.
+    // The input has no shape, so the op is not checked further.
     let shapeless = g.pointwise(Mode::Exp, &[x]);
     g.output(shapeless, "y0", F32);
     let lost = g.pointwise(Mode::Add, &[a, stranger()]);

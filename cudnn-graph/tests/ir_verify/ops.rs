@@ -1,4 +1,4 @@
-//! Rules of products, reductions, moves, random numbers, softmax, masks, pages and scales.
+//! Rules of GEMMs, reductions, moves, random numbers, softmax, masks, pages and scales.
 
 use crate::*;
 
@@ -82,7 +82,7 @@ fn reduction_and_move_rules() {
         move |x, y| Op::Slice(Slice { x, y, start, limit, step })
     };
     good(two((F32, &[2, 8, 5]), (F32, &[2, 2, 1]), reduce(F32)));
-    // An extent that is 1 already: nothing is left to fold.
+    // The extent is 1 already, so there is nothing to reduce.
     good(two((F32, &[2, 1]), (F32, &[2, 1]), reduce(F32)));
     good(two((F32, &[2, 3, 4]), (F16, &[2, 4, 3]), reshape(None)));
     good(two((F32, &[2, 3, 4]), (F16, &[4, 2, 3]), transpose(&[2, 0, 1])));
@@ -194,7 +194,7 @@ fn softmax_rules() {
 
 #[test]
 fn band_mask_rules() {
-    /// Which operands there are, and how.
+    /// The operands of a band mask, with their types and extents.
     struct B {
         side: BandSide,
         x: Vec<i64>,

@@ -15,7 +15,7 @@ struct Pw {
 }
 
 impl Pw {
-    /// Operands as the mode wants them.
+    /// Returns valid operands of a mode.
     fn good(mode: Mode) -> Pw {
         use cudnn_graph::ir::pointwise::Signature::*;
         let number = |dtype| (dtype, vec![2, 3]);

@@ -1,8 +1,8 @@
 //! The unified attention op: `o = softmax(score(q·kᵀ · scale)) · v`.
 //!
-//! In the order of the steps: product, scale, score ops, padding and block mask, softmax with the sink, dropout, narrowing
-//! of the probabilities to the type of `v`, product. Padding is a score of −∞ at and past the key length, and in rows at and
-//! past the query length; keys and values there are never read. Sums are in f32, in order.
+//! Steps in order: q·kᵀ, scale, score ops, padding and block mask, softmax with the sink, dropout, rounding of P to the type of `v`, P·v. Padding is
+//! a score of −∞ in columns at and past the key length and in rows at and past the query length; keys and values there are never read. Sums are in
+//! f32, in order.
 
 use super::axes::{count, place};
 use super::pages::gather;
@@ -14,13 +14,13 @@ use crate::ir::shape::{AttentionShape, attention_shape};
 use crate::ir::tensor::TensorId;
 use crate::ir::ty::DType;
 
-/// How many rows and columns of each batch entry count.
+/// The number of valid rows and columns of each batch entry.
 pub(super) struct Lengths {
     pub(super) q: Vec<i64>,
     pub(super) kv: Vec<i64>,
 }
 
-/// From lengths, or from their prefix sums, or the whole extent.
+/// Returns lengths from a tensor of lengths, from prefix sums, or from the extent.
 pub(super) fn lengths(
     state: &State<'_>,
     each: Option<TensorId>,
@@ -38,32 +38,32 @@ pub(super) fn lengths(
     Ok(vec![all; batch as usize])
 }
 
-/// One row of an attention: where its elements are.
+/// The position of one row of an attention.
 pub(super) struct At {
     pub(super) batch: i64,
     pub(super) head: i64,
     pub(super) row: i64,
 }
 
-/// Every row, in the order of (b, h, s_q).
+/// Iterates over the rows, in the order of (b, h, s_q).
 pub(super) fn rows(s: &AttentionShape) -> impl Iterator<Item = At> + use<> {
     let (heads, rows) = (s.heads_q, s.seq_q);
     (0..s.batch).flat_map(move |batch| (0..heads).flat_map(move |head| (0..rows).map(move |row| At { batch, head, row })))
 }
 
-/// Σ of products in f32, in order.
+/// Returns a dot product in f32, summed in order.
 pub(super) fn dot(state: &State<'_>, a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).fold(0.0, |sum, (a, b)| accumulate(state.precision, DType::F32, sum, a * b))
 }
 
-/// Row `row` of one head of a (b, h, s, d) operand that has `heads` heads for the `heads_q` of the scores.
+/// Returns row `row` of one head of a (b, h, s, d) operand. Its `heads` heads serve the `heads_q` heads of the scores.
 pub(super) fn row_of<'v>(data: &'v [f64], s: &AttentionShape, heads: i64, at: &At, row: i64, (rows, dim): (i64, i64)) -> &'v [f64] {
     let head = at.head / (s.heads_q / heads);
     let from = place(&[s.batch, heads, rows, dim], [at.batch, head, row, 0]);
     &data[from..from + dim as usize]
 }
 
-/// The scaled scores, −∞ where rows or columns do not count, unmasked otherwise.
+/// Returns the scaled scores without masks; −∞ in invalid rows and columns.
 pub(super) fn scores(state: &State<'_>, s: &AttentionShape, q: &[f64], k: &[f64], lengths: &Lengths, factors: &[f64]) -> Vec<f64> {
     let mut scores = vec![f64::NEG_INFINITY; count(&s.scores())];
     for at in rows(s).filter(|at| at.row < lengths.q[at.batch as usize]) {
@@ -121,7 +121,7 @@ pub(super) fn forward(state: &mut State<'_>, op: &SdpaForward) -> Result<(), Int
         let mut sums = vec![0.0; s.dim_v as usize];
         for col in 0..counts.kv[at.batch as usize] {
             let value = row_of(&v, &s, s.heads_v, &at, col, (s.seq_kv, s.dim_v));
-            // A row that does not count has no probabilities, whatever the values are.
+            // An invalid row has no probabilities, whatever the values are.
             if at.row < counts.q[at.batch as usize] {
                 for (sum, v) in sums.iter_mut().zip(value) {
                     *sum = accumulate(precision, DType::F32, *sum, row[col as usize] * v);
@@ -143,7 +143,7 @@ pub(super) fn forward(state: &mut State<'_>, op: &SdpaForward) -> Result<(), Int
     state.store_optional(fp8.map(|f| f.amax_o), vec![amax_o])
 }
 
-/// The rows of `k` or `v`, out of its pages if it has some.
+/// Returns the rows of `k` or `v`, gathered from its pages if it is paged.
 fn cache(state: &State<'_>, id: TensorId, table: Option<TensorId>, counts: &Lengths, dims: &[i64]) -> Result<Vec<f64>, InterpError> {
     match table {
         Some(table) => gather(state, id, table, &counts.kv, dims),
@@ -151,7 +151,7 @@ fn cache(state: &State<'_>, id: TensorId, table: Option<TensorId>, counts: &Leng
     }
 }
 
-/// The score ops on scaled scores.
+/// Applies the score ops to scaled scores.
 fn replay(state: &mut State<'_>, score: &ScoreGraph, scores: Vec<f64>) -> Result<Vec<f64>, InterpError> {
     state.store(score.input, scores)?;
     for op in &score.ops {
@@ -175,7 +175,7 @@ fn replay(state: &mut State<'_>, score: &ScoreGraph, scores: Vec<f64>) -> Result
     Ok(state.value(score.output)?.data.clone())
 }
 
-/// −∞ where padding or the block mask takes a score away.
+/// Sets scores to −∞ where padding or the block mask excludes them.
 fn mask(state: &State<'_>, op: &SdpaForward, s: &AttentionShape, counts: &Lengths, scores: &mut [f64]) -> Result<(), InterpError> {
     let tiles = state.optional(op.block_mask)?;
     for (at, row) in rows(s).zip(scores.chunks_mut(s.seq_kv as usize)) {
@@ -193,7 +193,7 @@ fn mask(state: &State<'_>, op: &SdpaForward, s: &AttentionShape, counts: &Length
     Ok(())
 }
 
-/// Multiplies by the random numbers, 1 where a probability stays, and by 1 / (1 − chance); returns the random numbers.
+/// Applies dropout: multiplies by random numbers, 1 for kept probabilities, and by 1 / (1 − chance). Returns the random numbers.
 fn dropout(state: &State<'_>, op: &SdpaForward, p: &mut [f64]) -> Result<Vec<f64>, InterpError> {
     let Some(dropout) = &op.dropout else { return Ok(Vec::new()) };
     if dropout.probability == 0.0 {

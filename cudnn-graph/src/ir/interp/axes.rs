@@ -1,4 +1,4 @@
-//! Walking over elements by their indices.
+//! Iterates over elements by index.
 
 use super::Value;
 
@@ -16,17 +16,17 @@ pub(super) fn each(dims: &[i64], mut f: impl FnMut(&[i64])) {
     }
 }
 
-/// Place of an index among row-major elements.
+/// Returns the row-major position of an index.
 pub(super) fn place(dims: &[i64], index: impl IntoIterator<Item = i64>) -> usize {
     dims.iter().zip(index).fold(0i64, |at, (&d, i)| at * d + i) as usize
 }
 
-/// How many elements the extents multiply to; verified tensors are bounded before they are computed.
+/// Returns the product of the extents; verified tensors are bounded before they are computed.
 pub(super) fn count(dims: &[i64]) -> usize {
     dims.iter().product::<i64>() as usize
 }
 
-/// Where an operand of fewer or shorter axes has its element for an index of the result.
+/// Maps an index of the result to an element of an operand with fewer or shorter axes.
 pub(super) struct Broadcast {
     steps: Vec<i64>,
 }

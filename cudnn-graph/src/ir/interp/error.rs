@@ -1,4 +1,4 @@
-//! What can be wrong with inputs, and what has no definition.
+//! Errors of inputs, and ops without a definition.
 
 use crate::ir::tensor::TensorId;
 
@@ -6,7 +6,7 @@ use crate::ir::tensor::TensorId;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InterpError {
-    /// Everything that is wrong with the inputs.
+    /// Every mistake in the inputs.
     #[error("{}", lines(.0))]
     Bindings(Vec<BindingError>),
     /// The result of a view has an element where its input has none in memory.
@@ -14,10 +14,10 @@ pub enum InterpError {
     View {
         /// The op.
         at: String,
-        /// Elements from the base address.
+        /// Offset in elements from the base address.
         offset: i64,
     },
-    /// A page table names a page that the container does not have.
+    /// A page table refers to a page outside the pool.
     #[error("{at}: page {page} of batch entry {batch} is block {block}, of {blocks}")]
     Page {
         /// The op.
@@ -26,12 +26,12 @@ pub enum InterpError {
         batch: i64,
         /// Column of the page table.
         page: i64,
-        /// The number of the block that stands there.
+        /// The page number in the table.
         block: i64,
-        /// Number of blocks of the container.
+        /// Number of pages in the pool.
         blocks: i64,
     },
-    /// There is no definition of this here.
+    /// The interpreter does not define this.
     #[error("{at}: {what} is not defined here")]
     NotDefined {
         /// The op.
@@ -49,7 +49,7 @@ pub enum InterpError {
     },
 }
 
-/// One thing that is wrong with the inputs.
+/// A mistake in an input.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindingError {
@@ -61,7 +61,7 @@ pub enum BindingError {
         /// Its name.
         name: String,
     },
-    /// The result of a random number generator has no value: its bits are the library's own.
+    /// The result of a random number generator has no value. Its bits are specific to the library, so the caller must pass them.
     #[error("{tensor} {name:?} holds random numbers, which the caller gives: {at}")]
     RandomBits {
         /// The tensor.
@@ -71,13 +71,13 @@ pub enum BindingError {
         /// The op.
         at: String,
     },
-    /// Dropout that does not dump its random numbers: there is no tensor to give them by.
+    /// Dropout does not output its random numbers, so the caller cannot pass them.
     #[error("dropout needs an rng_dump, by which the caller gives its random numbers: {at}")]
     HiddenRandomBits {
         /// The op.
         at: String,
     },
-    /// A value for a tensor that takes none: a result, or a number that the graph supplies.
+    /// A value for a tensor that takes none: a result, or a scalar that the graph supplies.
     #[error("{tensor} {name:?} is no input")]
     NotAnInput {
         /// The tensor.
@@ -103,7 +103,7 @@ pub enum BindingError {
         /// Extents of the value.
         got: Vec<i64>,
     },
-    /// Not as many elements as the extents say.
+    /// The number of elements differs from the extents.
     #[error("{tensor} {name:?} has {want} elements, its value {got}")]
     Elements {
         /// The tensor.
@@ -115,34 +115,34 @@ pub enum BindingError {
         /// Elements of the value.
         got: usize,
     },
-    /// An element that an integer or a bool cannot be.
+    /// An element is not a valid integer or boolean.
     #[error("element {index} of {tensor} {name:?} is {value}")]
     Element {
         /// The tensor.
         tensor: TensorId,
         /// Its name.
         name: String,
-        /// Place of the first such element.
+        /// Position of the first such element.
         index: usize,
         /// The element.
         value: f64,
     },
-    /// A result too large to be computed here.
+    /// A result is too large to be computed here.
     #[error("{tensor} {name:?} has more than {limit} elements")]
     TooLarge {
         /// The tensor.
         tensor: TensorId,
         /// Its name.
         name: String,
-        /// The most elements that are computed here.
+        /// The largest number of elements that is computed here.
         limit: i64,
     },
-    /// An attention with more scores than can be computed here.
+    /// An attention has more scores than can be computed here.
     #[error("more than {limit} scores: {at}")]
     HiddenTooLarge {
         /// The op.
         at: String,
-        /// The most scores that are computed here.
+        /// The largest number of scores that is computed here.
         limit: i64,
     },
 }

@@ -1,8 +1,8 @@
 //! The gradient of the unified attention op.
 //!
-//! `P = exp(q·kᵀ·scale − stats)`, 0 in rows whose stats are −∞ and where padding takes a score away; `dP = dO·vᵀ`;
-//! `dS = P ∘ (dP − rowsum(dO ∘ o)) · scale`; `dv = Pᵀ·dO`, `dq = dS·k`, `dk = dSᵀ·q`, summed over the query heads that share a head.
-//! `P` is narrowed to the type of `dO` and `dS` to that of `q` in front of the products.
+//! `P = exp(q·kᵀ·scale − stats)`, 0 in rows with stats of −∞ and in padding; `dP = dO·vᵀ`; `dS = P ∘ (dP − rowsum(dO ∘ o)) · scale`; `dv = Pᵀ·dO`,
+//! `dq = dS·k`, `dk = dSᵀ·q`, summed over the query heads of a GQA group. Before the GEMMs, `P` is rounded to the type of `dO` and `dS` to that of
+//! `q`.
 
 use super::attention::{Lengths, dot, lengths, row_of, rows, scores};
 use super::axes::place;

@@ -1,4 +1,4 @@
-//! Inputs: which tensors need a value, and what a value must be.
+//! Inputs: which tensors need a value, and which values are valid.
 
 use super::axes::count;
 use super::{BindingError, InterpError, Precision, Value};
@@ -12,19 +12,19 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The largest tensor that is computed here.
 const LIMIT: i64 = 1 << 28;
 
-/// What the caller has to do about a tensor.
+/// Whether the caller has to pass a value for a tensor.
 #[derive(Clone)]
 enum Need {
-    /// Nothing: an op writes it, or the graph supplies it.
+    /// No: an op writes it, or the graph supplies it.
     Nothing,
-    /// Nothing, but a value does no harm: nothing reads it here.
+    /// Optional: nothing reads it here.
     Optional,
     Value,
-    /// The random numbers of this op.
+    /// Yes: the random numbers of this op.
     RandomBits(String),
 }
 
-/// The values of all tensors before the first op.
+/// Returns the values of all tensors before the first op.
 pub(super) fn bind(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Precision) -> Result<Vec<Option<Value>>, InterpError> {
     let mut errors = Vec::new();
     let needs = needs(graph, &mut errors);
@@ -127,7 +127,7 @@ fn needs(graph: &Verified, errors: &mut Vec<BindingError>) -> Vec<Need> {
         .collect()
 }
 
-/// Scores are computed whole, though no tensor has them.
+/// Returns whether there are too many scores: they are all computed, although no tensor holds them.
 fn too_many(shape: &AttentionShape) -> bool {
     shape.scores().iter().try_fold(1i64, |n, &d| n.checked_mul(d)).is_none_or(|n| n > LIMIT)
 }
@@ -148,7 +148,7 @@ fn wrong(id: TensorId, tensor: &Tensor, value: &Value) -> Option<BindingError> {
     if tensor.dtype.is_float() {
         return None;
     }
-    // The conversion keeps what is an integer, or a bool, of that width already.
+    // The conversion leaves valid integers and booleans of that width unchanged.
     let index = value.data.iter().position(|&x| Precision::F64.convert(x, tensor.dtype) != x)?;
     Some(BindingError::Element { tensor: id, name: name(), index, value: value.data[index] })
 }

@@ -1,13 +1,13 @@
-//! Matrix products and reductions.
+//! GEMMs and reductions.
 
 use super::axes::{count, each, place};
 use super::scalar::least;
 use super::{InterpError, State, accumulate};
 use crate::ir::op::{Matmul, Reduction, ReductionMode};
 
-/// `c[.., i, j] = Σ_k a[.., i, k] · b[.., k, j]`, in the order of `k`. Along a leading axis, index `i` of `c` uses `i` of an operand
-/// as long, 0 of one of extent 1, and `i / (a's extent / b's extent)` of a shorter `b`: neighbouring heads share a head.
-/// Rows, columns and inner elements past an override do not count: the padding value, else 0, stands in such rows and columns.
+/// Computes `c[.., i, j] = Σ_k a[.., i, k] · b[.., k, j]`, in the order of `k`. Along a leading axis, index `i` of `c` reads index `i` of an operand
+/// of the same extent and 0 of one of extent 1. Of a shorter `b` it reads `i / (a's extent / b's extent)`, so adjacent heads share one. Rows, columns
+/// and inner elements past an override are invalid: such rows and columns are the padding value, or 0.
 pub(super) fn matmul(state: &mut State<'_>, op: &Matmul) -> Result<(), InterpError> {
     let dims = state.dims(op.c)?;
     let (a, b) = (state.value(op.a)?, state.value(op.b)?);
@@ -38,14 +38,14 @@ pub(super) fn matmul(state: &mut State<'_>, op: &Matmul) -> Result<(), InterpErr
     state.store(op.c, c)
 }
 
-/// Element `j` of an axis of `y` folds the neighbours `j·g .. (j+1)·g` of `x`, where `g` is the ratio of their extents.
+/// Reduces the neighbours `j·g .. (j+1)·g` of `x` to element `j` of `y` along each axis, where `g` is the ratio of their extents.
 pub(super) fn reduction(state: &mut State<'_>, op: &Reduction) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let dims = state.dims(op.y)?;
     let folded = (x.data.len() / count(&dims).max(1)) as f64;
     let (start, zero_counts) = match op.mode {
         ReductionMode::Add | ReductionMode::Avg | ReductionMode::Norm1 | ReductionMode::Norm2 => (0.0, true),
-        // The maximum of magnitudes and the extremes start from not-a-number, against which every number wins.
+        // Extremes start from NaN, to which every number is preferred.
         ReductionMode::Min | ReductionMode::Max | ReductionMode::Amax => (f64::NAN, true),
         ReductionMode::Mul => (1.0, true),
         ReductionMode::MulNoZeros => (1.0, false),

@@ -1,13 +1,12 @@
-//! The definition of every op: [`Verified`] and values of its inputs → values of its results.
+//! The definition of every op: computes the results of a [`Verified`] graph from values of its inputs.
 //!
-//! Meant to be read and to be right, not to be fast. Every executor is measured against it; `docs/numerics.md` has its
-//! conventions in one place.
+//! Written for clarity and correctness, not for speed. Every executor is compared with it; `docs/numerics.md` collects its conventions.
 //!
 //! - A [`Value`] holds the logical elements of a tensor in row-major order. Strides matter to reshapes that are views only;
 //!   ragged packing, reordering and alignment do not matter, and offsets of ragged tensors need no value.
-//! - Every op computes in f64, rounded as [`Precision`] says: per pointwise op once, per term of a sum once, and once more when
-//!   the result becomes an element of its tensor.
-//! - Random bits are the library's own. The caller gives the result of an rng op, and the numbers that dropout dumps.
+//! - Every op computes in f64, rounded as [`Precision`] determines: once per pointwise op, once per term of a sum, and once more when the result is
+//!   stored in its tensor.
+//! - Random bits are specific to the library. The caller passes the result of an rng op, and the random numbers of dropout.
 //!
 //! ```
 //! use cudnn_graph::ir::interp::{run, Precision, Value};
@@ -53,26 +52,26 @@ use std::collections::BTreeMap;
 pub struct Value {
     /// Extents of the axes, outermost first.
     pub dims: Vec<i64>,
-    /// As many elements as the extents multiply to.
+    /// The elements; their number is the product of the extents.
     pub data: Vec<f64>,
 }
 
 impl Value {
-    /// Elements under these extents.
+    /// Creates a value from extents and elements.
     pub fn new(dims: impl Into<Vec<i64>>, data: impl Into<Vec<f64>>) -> Value {
         Value { dims: dims.into(), data: data.into() }
     }
 
-    /// One number, of rank 4 as parameters are.
+    /// Creates a single number of rank 4, like a parameter.
     pub fn scalar(x: f64) -> Value {
         Value::new([1, 1, 1, 1], [x])
     }
 }
 
-/// Returns the contents of every device tensor that an operation writes.
+/// Returns the contents of every device tensor that an op writes.
 ///
 /// # Errors
-/// As [`run_all`].
+/// As for [`run_all`].
 pub fn run(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Precision) -> Result<BTreeMap<TensorId, Value>, InterpError> {
     let mut all = run_all(graph, inputs, precision)?;
     let written: std::collections::BTreeSet<TensorId> = graph.ops().iter().flat_map(|op| op.operands().outputs).map(|o| o.tensor).collect();
@@ -80,10 +79,10 @@ pub fn run(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Prec
     Ok(all)
 }
 
-/// Returns the contents of every tensor: inputs, values and virtual results too.
+/// Returns the contents of every tensor, including inputs, scalars and virtual results.
 ///
 /// # Errors
-/// Everything that is wrong with the inputs; or the first op whose operands cannot be read, or that has no definition here.
+/// Every mistake in the inputs; or the first op whose operands cannot be read, or that has no definition here.
 pub fn run_all(
     graph: &Verified,
     inputs: &BTreeMap<TensorId, Value>,
@@ -105,7 +104,7 @@ fn step(state: &mut State<'_>, op: &Op) -> Result<(), InterpError> {
         Op::Reshape(op) => moves::reshape(state, op),
         Op::Transpose(op) => moves::transpose(state, op),
         Op::Slice(op) => moves::slice(state, op),
-        // The caller has given its result.
+        // The caller passed its result.
         Op::Rng(_) => Ok(()),
         Op::Softmax(op) => softmax::softmax(state, op),
         Op::BandMask(op) => softmax::band_mask(state, op),
@@ -123,7 +122,7 @@ struct State<'g> {
     precision: Precision,
     inputs: &'g BTreeMap<TensorId, Value>,
     values: Vec<Option<Value>>,
-    /// The op at hand, for messages.
+    /// The current op, for messages.
     op: Option<&'g Op>,
 }
 
@@ -145,7 +144,7 @@ impl State<'_> {
         id.map(|id| self.value(id)).transpose()
     }
 
-    /// The one element of an optional operand.
+    /// Returns the single element of an optional operand.
     fn number(&self, id: Option<TensorId>) -> Result<Option<f64>, InterpError> {
         Ok(self.optional(id)?.and_then(|value| value.data.first().copied()))
     }
@@ -154,7 +153,7 @@ impl State<'_> {
         Ok(self.tensor(id)?.dims.0.clone())
     }
 
-    /// Makes `data` the elements of `id`, rounded to its element type.
+    /// Stores `data` as the elements of `id`, rounded to its element type.
     fn store(&mut self, id: TensorId, mut data: Vec<f64>) -> Result<(), InterpError> {
         let tensor = self.tensor(id)?;
         let (dtype, dims) = (tensor.dtype, tensor.dims.0.clone());
@@ -174,7 +173,7 @@ impl State<'_> {
 
 fn elementwise(state: &mut State<'_>, op: &Pointwise) -> Result<(), InterpError> {
     let dims = state.dims(op.y)?;
-    // An index generator reads extents only, which may be those of a tensor without a value.
+    // An index generator reads only extents, possibly those of a tensor without a value.
     let x = if op.mode == Mode::GenIndex { None } else { Some(state.value(op.x)?) };
     let [x, b, t, dy] =
         [x, state.optional(op.b)?, state.optional(op.t)?, state.optional(op.dy)?].map(|v| v.map(|v| (Broadcast::new(v, &dims), v)));
@@ -189,7 +188,7 @@ fn elementwise(state: &mut State<'_>, op: &Pointwise) -> Result<(), InterpError>
     state.store(op.y, y)
 }
 
-/// What a sum becomes after each term: the rule of every accumulation.
+/// Adds a term to a sum. Every accumulation uses this rule.
 fn accumulate(precision: Precision, compute: DType, sum: f64, term: f64) -> f64 {
     precision.convert(sum + term, compute)
 }

@@ -5,8 +5,8 @@ use super::{InterpError, State};
 use crate::ir::op::{Reshape, ReshapeMode, Slice, Transpose};
 use crate::ir::ty::{Dims, Strides};
 
-/// Logical: the same row-major elements. Else a view: an element of `y` is the element of `x` at the same memory offset, as
-/// the strides of both put it. Where several elements of `x` share an offset, the first one counts.
+/// Logical: the same row-major elements. Otherwise a view: an element of `y` is the element of `x` at the same memory offset, by the strides of both.
+/// If several elements of `x` share an offset, the first one counts.
 pub(super) fn reshape(state: &mut State<'_>, op: &Reshape) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let y = match op.mode {
@@ -14,7 +14,7 @@ pub(super) fn reshape(state: &mut State<'_>, op: &Reshape) -> Result<(), InterpE
         Some(ReshapeMode::ViewOnly) | None => {
             let (from, to) = (state.tensor(op.x)?, state.tensor(op.y)?);
             let mut memory: Vec<(i64, f64)> = offsets(&from.dims, &from.strides).into_iter().zip(x.data.iter().copied()).collect();
-            // Stable: the first of equals stays first.
+            // The sort is stable: the first of equal offsets stays first.
             memory.sort_by_key(|&(offset, _)| offset);
             let at = |offset: i64| {
                 let first = memory.partition_point(|&(other, _)| other < offset);
@@ -27,14 +27,14 @@ pub(super) fn reshape(state: &mut State<'_>, op: &Reshape) -> Result<(), InterpE
     state.store(op.y, y)
 }
 
-/// Memory offsets of all elements, row-major.
+/// Returns the memory offsets of all elements, row-major.
 fn offsets(dims: &Dims, strides: &Strides) -> Vec<i64> {
     let mut all = Vec::new();
     each(&dims.0, |index| all.push(index.iter().zip(&strides.0).map(|(i, s)| i * s).sum()));
     all
 }
 
-/// Axis `i` of the result is axis `permutation[i]` of `x`.
+/// Permutes axes: axis `i` of the result is axis `permutation[i]` of `x`.
 pub(super) fn transpose(state: &mut State<'_>, op: &Transpose) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let mut y = Vec::with_capacity(x.data.len());
@@ -48,7 +48,7 @@ pub(super) fn transpose(state: &mut State<'_>, op: &Transpose) -> Result<(), Int
     state.store(op.y, y)
 }
 
-/// Index `i` of the result is index `start + i · step` of `x`, per axis.
+/// Slices per axis: index `i` of the result is index `start + i · step` of `x`.
 pub(super) fn slice(state: &mut State<'_>, op: &Slice) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let mut y = Vec::new();

@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// In f64, whatever the graph says: no float is ever rounded to a narrower type.
+    /// In f64, whatever the graph's types: floats are never rounded to a narrower type.
     F64,
-    /// As the graph says: the result of every operation is rounded to its arithmetic, every tensor to its element type.
+    /// With the graph's types: the result of every op is rounded to its compute type, and every tensor to its element type.
     F32,
 }
 
 impl Precision {
-    /// `x` as an element of a tensor, or as the result of an arithmetic, of this type.
+    /// Converts `x` to an element of a tensor, or to the result of an arithmetic, of this type.
     ///
-    /// Integers drop the fraction and saturate, not-a-number becomes 0; a bool is whether `x` differs from 0. That holds in
-    /// either precision, since it is a conversion and no rounding.
+    /// Integers drop the fraction and saturate, and NaN becomes 0. A boolean is true if `x` differs from 0. This is a conversion, not rounding, and
+    /// is the same in either precision.
     pub fn convert(self, x: f64, dtype: DType) -> f64 {
         match dtype {
             DType::I8 => f64::from(x as i8),
@@ -33,7 +33,7 @@ impl Precision {
         }
     }
 
-    /// The result of f32 arithmetic.
+    /// Returns the result of f32 arithmetic.
     pub(super) fn f32(self, x: f64) -> f64 {
         self.convert(x, DType::F32)
     }
@@ -41,20 +41,19 @@ impl Precision {
 
 /// A narrow binary float.
 struct Format {
-    /// Bits behind the point.
+    /// Mantissa bits.
     fraction: i32,
     /// Exponent of the smallest normal number.
     least: i32,
     largest: f64,
-    /// What is too large becomes: an infinity, or the largest number.
+    /// Whether too large values become the largest number instead of infinity.
     saturates: bool,
     nan: f64,
 }
 
-/// Rounds to the nearest, ties to the even one. The 16-bit types overflow to infinity; the 8- and 4-bit ones saturate, as
-/// conversions in OCP's 8-bit and microscaling formats do, infinities included. F4E2M1 has no not-a-number and takes its
-/// largest number instead. F8E8M0 goes to the next power of two upwards, so that what is divided by a scale never grows;
-/// what is not positive becomes not-a-number, but zero the smallest scale.
+/// Rounds to the nearest number, ties to even. The 16-bit types overflow to infinity. The 8- and 4-bit types saturate, infinities included, as
+/// conversions in OCP's 8-bit and microscaling formats do. F4E2M1 has no NaN, which becomes its largest number. F8E8M0 rounds up to the next power of
+/// two, so that dividing by a scale never overflows; zero becomes the smallest scale, and negative values become NaN.
 fn round(x: f64, dtype: DType) -> f64 {
     let ieee = |fraction, least, largest| Format { fraction, least, largest, saturates: false, nan: f64::NAN };
     let ocp = |fraction, least, largest, nan| Format { fraction, least, largest, saturates: true, nan };
@@ -77,7 +76,7 @@ fn nearest(x: f64, to: &Format) -> f64 {
     let rounded = if x.is_infinite() {
         x
     } else {
-        // The distance between neighbours, a power of two: dividing by it is exact, wherever these formats reach.
+        // The distance between neighbours is a power of two, so dividing by it is exact in the range of these formats.
         let step = 2f64.powi(exponent(x).max(to.least) - to.fraction);
         (x / step).round_ties_even() * step
     };
@@ -90,7 +89,7 @@ fn nearest(x: f64, to: &Format) -> f64 {
     }
 }
 
-/// ⌊log2 |x|⌋ of a finite number; subnormals and zero count as tiny.
+/// Returns ⌊log2 |x|⌋ of a finite number; subnormals and zero count as tiny.
 fn exponent(x: f64) -> i32 {
     ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023
 }
@@ -110,7 +109,7 @@ fn power_of_two_above(x: f64) -> f64 {
     if below == x { x } else { 2.0 * below }
 }
 
-/// The largest number of a float type.
+/// Returns the largest number of a float type.
 pub(super) fn largest(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => f64::from(f32::MAX),
@@ -138,7 +137,7 @@ mod tests {
         a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
     }
 
-    /// Every 16-bit number, what lies next to it, and the ties between neighbours.
+    /// Every 16-bit number, its neighbours in f64, and the ties between adjacent numbers.
     #[test]
     fn sixteen_bits_round_as_half_does() {
         for bits in 0..=u16::MAX {
@@ -156,14 +155,14 @@ mod tests {
         }
     }
 
-    /// A tie in the first 24 bits that more bits decide: through f32 it would go to the even neighbour.
+    /// A tie in the first 24 bits that further bits decide: rounding through f32 would go to the even neighbour.
     #[test]
     fn f64_rounds_once() {
         let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
         assert_eq!(Precision::F32.convert(x, DType::F16), 1.0 + 2f64.powi(-10));
     }
 
-    /// All numbers of a format, from its fields.
+    /// Returns all numbers of a format, from its fields.
     fn members(exponent_bits: u32, fraction_bits: u32, bias: i32) -> Vec<f64> {
         let mut all = Vec::new();
         for e in 0..1i32 << exponent_bits {
@@ -182,9 +181,9 @@ mod tests {
     #[test]
     fn narrow_floats_round_to_the_nearest_member_and_saturate() {
         let formats = [
-            // S.1111.111 is not-a-number.
+            // S.1111.111 is NaN.
             (DType::F8E4M3, members(4, 3, 7).into_iter().filter(|&x| x <= 448.0).collect::<Vec<_>>(), f64::NAN),
-            // The last exponent is infinity and not-a-number.
+            // The last exponent is infinity and NaN.
             (DType::F8E5M2, members(5, 2, 15).into_iter().filter(|&x| x <= 57344.0).collect(), f64::NAN),
             (DType::F4E2M1, members(2, 1, 1), 6.0),
         ];

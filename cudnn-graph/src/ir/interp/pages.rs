@@ -8,8 +8,8 @@ use crate::ir::blocks::blocks_of;
 use crate::ir::op::{BlockScaleDequantize, BlockScaleQuantize, PagedLoad};
 use crate::ir::tensor::TensorId;
 
-/// `y[b, h, s, d] = container[table[b, 0, s / block, 0], h, s % block, d]`; 0 at and past the length of a batch entry, whose pages
-/// are not looked at.
+/// Gathers `y[b, h, s, d] = container[table[b, 0, s / block, 0], h, s % block, d]`; 0 at and past the length of a batch entry. Pages after the length
+/// are not read.
 pub(super) fn paged_load(state: &mut State<'_>, op: &PagedLoad) -> Result<(), InterpError> {
     let to = state.tensor(op.y)?;
     let (transposed, dims) = (op.transposed(to), to.dims.0.clone());
@@ -30,7 +30,7 @@ pub(super) fn paged_load(state: &mut State<'_>, op: &PagedLoad) -> Result<(), In
     state.store(op.y, y)
 }
 
-/// The rows of a paged cache as (b, h, s, d).
+/// Returns the rows of a paged cache as (b, h, s, d).
 pub(super) fn gather(
     state: &State<'_>,
     container: TensorId,
@@ -64,7 +64,7 @@ pub(super) fn gather(
     }
 }
 
-/// For each element of `x`, the place of its scale.
+/// Returns the position of the scale for each element of `x`.
 fn scale_places(state: &State<'_>, x: &Value, scale: TensorId, block: &[i32]) -> Result<Vec<usize>, InterpError> {
     let scale = state.tensor(scale)?;
     let sizes = blocks_of(&x.dims, scale, block).map_err(|_| InterpError::NotDefined { at: state.at(), what: "such a block scale" })?;
@@ -73,8 +73,8 @@ fn scale_places(state: &State<'_>, x: &Value, scale: TensorId, block: &[i32]) ->
     Ok(places)
 }
 
-/// `scale = largest magnitude of the block / largest number of y's type`, rounded to the type of the scale; `y = x / scale`, 0 where
-/// the scale is 0. A scale without a block, which reordering may pad, is 0.
+/// Computes `scale = largest magnitude of the block / largest number of y's type`, rounded to the type of the scale, and `y = x / scale`, 0 where the
+/// scale is 0. A scale without a block, from padding by reordering, is 0.
 pub(super) fn quantize(state: &mut State<'_>, op: &BlockScaleQuantize) -> Result<(), InterpError> {
     let x = state.value(op.x)?.clone();
     let places = scale_places(state, &x, op.scale, &op.block)?;
@@ -91,7 +91,7 @@ pub(super) fn quantize(state: &mut State<'_>, op: &BlockScaleQuantize) -> Result
     state.store(op.y, y)
 }
 
-/// `y = x · scale`.
+/// Computes `y = x · scale`.
 pub(super) fn dequantize(state: &mut State<'_>, op: &BlockScaleDequantize) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let places = scale_places(state, x, op.scale, &op.block)?;

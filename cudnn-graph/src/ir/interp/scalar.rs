@@ -1,18 +1,23 @@
 //! The definition of every [`Mode`] on one element.
 //!
-//! Not-a-number in, not-a-number out, but for min and max (the number wins), comparisons (false, but ≠ is true), logic
-//! (true: it is not 0), selects (the choice that is not taken does not matter), and powers (`x⁰ = 1ʸ = 1`, as in C).
-//! Where a formula says ∞ · 0, its limit is taken: gelu and swish of −∞ are −0.
+//! NaN propagates, with these exceptions:
+//! - `min` and `max` return the operand that is not NaN.
+//! - Comparisons are false, but ≠ is true.
+//! - Logic treats it as true, because it is not 0.
+//! - Selects ignore the branch that is not selected.
+//! - Powers follow C: `x⁰ = 1ʸ = 1`.
 //!
-//! Functions come from `libm`, so that the same bits come out on every machine. Each is computed in f64, within about one unit
-//! in the last place (3e-14 of its value for the activations, which are made of several), and a mode is rounded once, at its end.
+//! Where a formula gives ∞ · 0, its limit is used: gelu and swish of −∞ are −0.
+//!
+//! Functions come from `libm`, so every machine gets the same bits. Each is computed in f64, within about one unit in the last place (3e-14 of its
+//! value for activations, which combine several). A mode is rounded once, at its end.
 
 use super::number::Precision;
 use crate::ir::pointwise::{Mode, Params};
 use crate::ir::ty::DType;
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-/// Operands of one element; those that the mode has no use for do not matter.
+/// Operands of one element. A mode ignores those that it does not use.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Operand {
     /// First operand; the forward input of backward modes.
@@ -27,7 +32,7 @@ pub struct Operand {
     pub index: i64,
 }
 
-/// `mode` of one element, in the arithmetic `compute`. Operands are converted to it first (but not to bool), the result last.
+/// Evaluates `mode` for one element, in the arithmetic `compute`. Operands are first converted to it (but not to bool), the result last.
 pub fn pointwise(mode: Mode, params: &Params, compute: DType, precision: Precision, operand: Operand) -> f64 {
     let into = |x: f64| if compute == DType::Bool { x } else { precision.convert(x, compute) };
     let Operand { x, b, t, dy, index } = operand;
@@ -109,7 +114,7 @@ pub fn pointwise(mode: Mode, params: &Params, compute: DType, precision: Precisi
     into(y)
 }
 
-/// Arithmetic on integers: it wraps, and what is divided by zero is zero. `None` for modes that are no arithmetic.
+/// Integer arithmetic. It wraps, and division by zero is zero. `None` for modes that are not arithmetic.
 fn integer(mode: Mode, x: i64, b: i64) -> Option<i64> {
     match mode {
         Mode::Add => Some(x.wrapping_add(b)),
@@ -170,7 +175,7 @@ fn integer(mode: Mode, x: i64, b: i64) -> Option<i64> {
     }
 }
 
-/// The smaller of two numbers; −0 is smaller than 0, and a number wins over not-a-number.
+/// Returns the smaller of two numbers. −0 is smaller than 0, and NaN loses to a number.
 pub(super) fn least(x: f64, b: f64) -> f64 {
     if x.is_nan() {
         return b;
@@ -178,7 +183,7 @@ pub(super) fn least(x: f64, b: f64) -> f64 {
     if x < b || b.is_nan() || (x == b && x.is_sign_negative()) { x } else { b }
 }
 
-/// Has the sign of `b`.
+/// Returns the remainder with the sign of `b`.
 fn floor_mod(x: f64, b: f64) -> f64 {
     let rest = libm::fmod(x, b);
     if rest == 0.0 {
@@ -190,7 +195,7 @@ fn floor_mod(x: f64, b: f64) -> f64 {
     }
 }
 
-/// `x · p` for a `p` that falls to 0 faster than `x` grows.
+/// Returns `x · p` for a `p` that falls to 0 faster than `x` grows.
 fn vanishing(x: f64, p: f64) -> f64 {
     if p == 0.0 && !x.is_nan() { p.copysign(x) } else { x * p }
 }
@@ -204,7 +209,7 @@ fn sigmoid(x: f64) -> f64 {
     }
 }
 
-/// Value and slope. At the lower clip the slope is the lower one, at the upper clip 0.
+/// Returns value and derivative. At the lower clip the derivative is the lower slope, at the upper clip 0.
 fn relu(params: &Params, x: f64) -> (f64, f64) {
     let lower = params.relu_lower_clip.unwrap_or(0.0);
     let upper = params.relu_upper_clip.unwrap_or(f64::INFINITY);
@@ -219,7 +224,7 @@ fn relu(params: &Params, x: f64) -> (f64, f64) {
     if y >= upper && upper != f64::INFINITY { (upper, 0.0) } else { (y, dy) }
 }
 
-/// Value and slope; at 0 the slope is that from below.
+/// Returns value and derivative; at 0 the derivative is that from below.
 fn elu(params: &Params, x: f64) -> (f64, f64) {
     let alpha = params.elu_alpha.unwrap_or(1.0);
     if x > 0.0 { (x, 1.0) } else { (alpha * libm::expm1(x), alpha * libm::exp(x)) }
@@ -227,11 +232,11 @@ fn elu(params: &Params, x: f64) -> (f64, f64) {
 
 fn softplus(beta: f64, x: f64) -> f64 {
     let z = beta * x;
-    // NaN lives on in the second term.
+    // The second term keeps NaN.
     (z.max(0.0) + libm::log1p(libm::exp(-z.abs()))) / beta
 }
 
-/// Φ: the chance that a normal variable is below `x`.
+/// Returns Φ, the probability that a normal variable is below `x`.
 fn normal_below(x: f64) -> f64 {
     0.5 * libm::erfc(-x * FRAC_1_SQRT_2)
 }
@@ -240,7 +245,7 @@ fn normal_density(x: f64) -> f64 {
     libm::exp(-0.5 * x * x) / (2.0 * PI).sqrt()
 }
 
-/// What the tanh of gelu_approx_tanh is taken of: `0.5 · (1 + tanh u) = sigmoid(2u)`.
+/// Returns the argument of the tanh in gelu_approx_tanh: `0.5 · (1 + tanh u) = sigmoid(2u)`.
 fn gelu_angle(x: f64) -> f64 {
     (2.0 / PI).sqrt() * (x + 0.044715 * x * x * x)
 }

@@ -14,9 +14,8 @@ pub(super) struct Row {
     pub(super) stats: f64,
 }
 
-/// Turns scores into probabilities, in f32 steps: difference to the maximum, exponential, sum in order (the sink last),
-/// quotient. The maximum, the sum and the statistics include the sink. A row of nothing but −∞ has probabilities 0, sum 0, and
-/// −∞ for maximum and statistics, never not-a-number; +∞ makes not-a-number.
+/// Turns scores into probabilities, in f32 steps: difference to the maximum, exponential, sum in order (the sink last), quotient. The maximum, the
+/// sum and the statistics include the sink. A row of only −∞ has probabilities 0, sum 0, and maximum and statistics of −∞, never NaN; +∞ gives NaN.
 pub(super) fn normalize(precision: Precision, scores: &mut [f64], sink: Option<f64>) -> Row {
     if scores.iter().chain(&sink).all(|&s| s == f64::NEG_INFINITY) {
         scores.fill(0.0);
@@ -61,8 +60,8 @@ pub(super) fn softmax(state: &mut State<'_>, op: &Softmax) -> Result<(), InterpE
     state.store_optional(op.sum_exp, sum_exp)
 }
 
-/// Keeps `row + shift + align ≥ col` (right) or `col + left − align > row` (left), where `align = seq_kv − seq_q` when both lengths
-/// are given, else 0. What is not kept becomes `fill`.
+/// Keeps `row + shift + align ≥ col` (right) or `col + left − align > row` (left), where `align = seq_kv − seq_q` if both lengths are given, else 0.
+/// Masked-out scores become `fill`.
 pub(super) fn band_mask(state: &mut State<'_>, op: &BandMask) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let fill = state.number(Some(op.fill))?.unwrap_or(f64::NEG_INFINITY);
@@ -87,7 +86,7 @@ pub(super) fn band_mask(state: &mut State<'_>, op: &BandMask) -> Result<(), Inte
     state.store(op.y, y)
 }
 
-/// One length for all, or one per batch entry.
+/// Returns the length of a batch entry: one for all, or one per batch entry.
 fn length(value: &Value, batch: i64) -> f64 {
     let at = if value.data.len() == 1 { 0 } else { batch as usize };
     value.data.get(at).copied().unwrap_or(0.0)

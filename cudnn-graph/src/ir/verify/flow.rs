@@ -1,4 +1,4 @@
-//! Rules of who writes and who reads.
+//! Rules of data flow: which op writes and reads each tensor.
 
 use super::{VerifyError, tensor_error};
 use crate::ir::Graph;
@@ -8,13 +8,13 @@ use crate::ir::print::OpLine;
 use crate::ir::tensor::{Storage, TensorId};
 use std::collections::HashSet;
 
-/// An op, and the place among all sites of the op whose score ops it belongs to.
+/// An op. For a score op, also the index of the site to which it belongs.
 pub(super) struct Site<'g> {
     pub(super) op: &'g Op,
     inside: Option<usize>,
 }
 
-/// Every op, each followed by its score ops.
+/// Returns every op, each followed by its score ops.
 pub(super) fn sites(graph: &Graph) -> Vec<Site<'_>> {
     let mut all = Vec::new();
     for op in &graph.ops {
@@ -27,18 +27,18 @@ pub(super) fn sites(graph: &Graph) -> Vec<Site<'_>> {
     all
 }
 
-/// What is known about one tensor.
+/// Uses of one tensor.
 #[derive(Clone, Default)]
 struct Use {
-    /// Sites, one for each operand that writes it.
+    /// The sites that write it, one per operand.
     writers: Vec<usize>,
     read: bool,
-    /// The site whose score it is, before (`input`) or after (`output`) the score ops.
+    /// The site whose score graph has it as input or output.
     input_of: Option<usize>,
     output_of: Option<usize>,
 }
 
-/// Reports what is wrong with the flow; says for each site whether its op may be checked further.
+/// Reports mistakes of the data flow, and returns for each site whether its op can be checked further.
 pub(super) fn check(graph: &Graph, sites: &[Site<'_>], errors: &mut Vec<VerifyError>) -> Vec<bool> {
     if graph.ops.is_empty() {
         errors.push(VerifyError { at: "graph".to_owned(), message: "there is no op".to_owned() });
@@ -96,16 +96,16 @@ fn tensor_message(graph: &Graph, sites: &[Site<'_>], id: TensorId, found: &Use) 
         Storage::ByValue(_) | Storage::Constant(_) => (n > 0).then(|| format!("a value cannot be the result of an op ({})", writers())),
         Storage::Device => (n > 1).then(|| format!("{n} operands write it ({})", writers())),
         Storage::Virtual if n > 1 => Some(format!("{n} operands write it ({})", writers())),
-        // Ends of a score are reported at the op that has them.
+        // Errors at the ends of a score graph are reported at its op.
         Storage::Virtual if n == 0 && found.input_of.is_none() && found.output_of.is_none() => {
             Some("it is virtual, but no op writes it".to_owned())
         }
-        // One that nobody reads is legal: engines match a log-sum-exp even where no stats are wanted.
+        // An unread virtual tensor is legal: engines match a log-sum-exp even if no stats are requested.
         Storage::Virtual => None,
     }
 }
 
-/// Ids, order and scope of one op; false when its types need not be looked at.
+/// Checks ids, order and scope of one op; returns false if its types cannot be checked.
 fn op_flow(graph: &Graph, sites: &[Site<'_>], uses: &[Use], here: usize, fail: &mut impl FnMut(String)) -> bool {
     let site = &sites[here];
     let all = site.op.operands();
@@ -129,7 +129,7 @@ fn op_flow(graph: &Graph, sites: &[Site<'_>], uses: &[Use], here: usize, fail: &
     for Operand { field, tensor } in all.inputs {
         let (Some(found), true) = (uses.get(tensor.index()), seen.insert(tensor)) else { continue };
         if own_input == Some(tensor) {
-            // Who else writes it is reported at the op that has the score ops.
+            // Other writers of the score input are reported at the op that has the score ops.
         } else if found.writers.contains(&here) {
             fail(format!("{field} {tensor} is its own result"));
             usable = false;

@@ -1,4 +1,4 @@
-//! Rules of matrix products, reductions, and ops that only move elements.
+//! Rules of GEMMs, reductions, and ops that only move elements.
 
 use super::{At, Class};
 use crate::ir::op::{Matmul, Reduction, Reshape, Slice, Transpose};
@@ -89,7 +89,7 @@ pub(super) fn slice(at: &mut At<'_>, op: &Slice) {
     }
 }
 
-/// The extents of `x` with the last one 1.
+/// Returns the extents of `x` with the last one set to 1.
 pub(super) fn rows(at: &At<'_>, x: TensorId) -> Vec<i64> {
     let mut dims = at.dims(x).to_vec();
     if let Some(last) = dims.last_mut() {

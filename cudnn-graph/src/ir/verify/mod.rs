@@ -1,7 +1,7 @@
-//! Verification: [`Graph`] → [`Verified`], or every broken rule at once.
+//! Verifies a [`Graph`]: returns [`Verified`], or every broken rule.
 //!
-//! A broken rule is a bug of whoever made the graph, never of the caller of an attention. Each cause is reported once:
-//! an op over a tensor that does not exist, or whose shape makes no sense, is not checked further.
+//! A broken rule is a bug of the code that built the graph, never of the caller of an attention. Each cause is reported once: an op with a missing or
+//! misshapen tensor is not checked further.
 //!
 //! # Tensors
 //!
@@ -10,18 +10,16 @@
 //! - The alignment is a power of two.
 //! - A by-value or constant tensor has one element, and a value of its element type if it has a value.
 //! - Tensors that a caller binds (device ones, and by-value ones without a value) have names, and no two the same.
-//! - Ragged offsets are (batch + 1, 1, 1, 1) for the batch of the tensor that has them, i32 or i64, in device memory, and no
-//!   op's result; a multiplier is at least 1. A value has none.
+//! - Ragged offsets are (batch + 1, 1, 1, 1) for the batch of their tensor, i32 or i64, in device memory, and not the result of an op; a multiplier
+//!   is at least 1. A scalar has none.
 //!
 //! # Flow
 //!
 //! - There is an op, and every id is one of this graph.
-//! - A virtual tensor is written by exactly one operand (and may go unread), a device tensor is written by at most one, a value
-//!   by none. Every tensor is used.
-//! - No op reads its own result, and producers stand before consumers.
-//! - Score ops ([`Op::score`]): at least one, pointwise and band masks only. Their results are virtual and stay inside.
-//!   What they read from outside is not virtual. Input and output are virtual f32 (b, h_q, s_q, s_kv); no op writes the input,
-//!   a score op writes the output.
+//! - A virtual tensor is written by exactly one operand (and may be unread), a device tensor by at most one, a scalar by none. Every tensor is used.
+//! - No op reads its own result, and producers precede consumers.
+//! - Score ops ([`Op::score`]): at least one, pointwise and band masks only. Their results are virtual and are not read outside. Tensors that they
+//!   read from outside are not virtual. Input and output are virtual f32 (b, h_q, s_q, s_kv); no op writes the input, a score op writes the output.
 //!
 //! # Ops
 //!
@@ -71,17 +69,17 @@ use super::tensor::{Tensor, TensorId};
 use super::ty::{DType, Dims};
 use std::fmt;
 
-/// A graph that has passed every rule; it owns the graph.
+/// A graph that passed every rule; it owns the graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verified(Graph);
 
 impl Verified {
-    /// The graph that passed every rule.
+    /// Returns the verified graph.
     pub fn graph(&self) -> &Graph {
         &self.0
     }
 
-    /// The graph, to be changed and verified again.
+    /// Returns the graph, to be changed and verified again.
     pub fn into_inner(self) -> Graph {
         self.0
     }
@@ -101,7 +99,7 @@ impl std::ops::Deref for Verified {
 pub struct VerifyError {
     /// The op or tensor, as printed.
     pub at: String,
-    /// The rule that is broken, and by what.
+    /// The broken rule, with the values that break it.
     pub message: String,
 }
 
@@ -142,7 +140,7 @@ impl Graph {
     }
 }
 
-/// Every tensor that an op names, its score ops' ends included.
+/// Iterates over every tensor that an op names, including the ends of its score graph.
 fn named_tensors(op: &Op) -> impl Iterator<Item = TensorId> {
     let all = op.operands();
     let ends = op.score().map(|s| [s.input, s.output]).into_iter().flatten();
@@ -168,7 +166,7 @@ fn check_op(at: &mut At<'_>) {
     }
 }
 
-/// One op whose tensors all exist and have shapes that make sense, and where its mistakes go.
+/// One op with valid tensors, and the list of its mistakes.
 struct At<'g> {
     graph: &'g Graph,
     op: &'g Op,
@@ -192,7 +190,7 @@ impl<'g> At<'g> {
         self.errors.push(VerifyError { at: OpLine(self.op).to_string(), message: message.into() });
     }
 
-    /// Reports `message` unless `holds`, and passes `holds` on.
+    /// Reports `message` unless `holds`, and returns `holds`.
     fn rule(&mut self, holds: bool, message: impl FnOnce() -> String) -> bool {
         if !holds {
             self.fail(message());
@@ -215,7 +213,7 @@ impl<'g> At<'g> {
         self.rule(class.has(got), || format!("{field} {id} is {got}, not {}", class.name()));
     }
 
-    /// `id` has one element of `class`.
+    /// Checks that `id` has one element of `class`.
     fn one(&mut self, field: &str, id: TensorId, class: Class) {
         let dims = self.tensor(id).dims.clone();
         self.rule(dims.elements() == Some(1), || format!("{field} {id} is {dims}, not one element"));
@@ -227,7 +225,7 @@ impl<'g> At<'g> {
         self.rule(holds, || format!("{field} {id} is not a value from the host"));
     }
 
-    /// `x` and `y` hold the same kind of thing: numbers, or truth values.
+    /// Checks that `x` and `y` are both numbers or both booleans.
     fn same_kind(&mut self, x: TensorId, y: TensorId) {
         let (from, to) = (self.dtype(x), self.dtype(y));
         self.rule((from == DType::Bool) == (to == DType::Bool), || format!("x {x} is {from}, but y {y} is {to}"));
@@ -244,14 +242,14 @@ impl<'g> At<'g> {
     }
 }
 
-/// What an operand or an arithmetic may be.
+/// The allowed types of an operand or a computation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     F32,
     Float,
     Integer,
     Number,
-    /// Bools and integers.
+    /// Booleans and integers.
     Logic,
     FloatArithmetic,
     IntegerArithmetic,

@@ -118,7 +118,7 @@ fn types(at: &mut At<'_>, op: &Pointwise) {
     }
 }
 
-/// True for the arithmetic that [`crate::ir::interp`] defines on integers too.
+/// Returns whether [`crate::ir::interp`] defines the mode on integers too.
 fn works_on_integers(mode: Mode) -> bool {
     [Mode::Add, Mode::Sub, Mode::Mul, Mode::Min, Mode::Max, Mode::Div, Mode::Mod, Mode::FloorMod, Mode::AddSquare, Mode::Abs, Mode::Neg]
         .contains(&mode)

@@ -6,7 +6,7 @@ use crate::ir::tensor::{Storage, Tensor, TensorId};
 use crate::ir::ty::{DType, MAX_RANK};
 use std::collections::{HashMap, HashSet};
 
-/// Reports what is wrong with tensors; says for each whether its shape makes sense.
+/// Reports mistakes of tensors, and returns for each whether its shape is valid.
 pub(super) fn check(graph: &Graph, errors: &mut Vec<VerifyError>) -> Vec<bool> {
     let shapes: Vec<Result<(), String>> = graph.tensors.iter().map(shape).collect();
     let sound: Vec<bool> = shapes.iter().map(Result::is_ok).collect();
@@ -35,7 +35,7 @@ pub(super) fn check(graph: &Graph, errors: &mut Vec<VerifyError>) -> Vec<bool> {
     sound
 }
 
-/// Tensors without a sound shape that an op made of an older such tensor: the builder has passed the mistake on.
+/// Returns misshapen tensors that an op made from an older misshapen tensor: the builder copied the mistake.
 fn inherited(graph: &Graph, sound: &[bool]) -> HashSet<TensorId> {
     let broken = |id: TensorId| sound.get(id.index()) == Some(&false);
     let mut inherited = HashSet::new();
