@@ -1,4 +1,4 @@
-//! A pass of cuDNN for positive scales, with another executor for the rest. The scale is a value of the call, so no choice before it knows the scale.
+//! A cuDNN pass for positive scales, with another executor for other scales. The scale is a value of the call, so executor selection cannot know it.
 
 use crate::cudnn::unsupported::check_scale;
 use crate::error::Error;
@@ -7,10 +7,11 @@ use crate::host::{HostBackward, HostForward};
 use std::fmt::{Debug, Formatter, Result as Formatted};
 use std::sync::{Arc, OnceLock};
 
-/// Finds an executor, or says why it is not there.
+/// Finds an executor, or returns why it is missing.
 pub(crate) type Find = Box<dyn Fn() -> Result<Arc<dyn Executor>, Error> + Send + Sync>;
 
-/// A pass that cuDNN prepared. A call whose scale is 0 or below goes to the first other executor that supports the problem, prepared on the first such call.
+/// A pass that cuDNN prepared. A call whose scale is 0 or below goes to the first other executor that supports the problem, which is prepared on the
+/// first such call.
 pub(crate) struct AnyScale<P: ?Sized> {
     positive: Arc<P>,
     other: OnceLock<Arc<P>>,

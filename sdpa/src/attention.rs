@@ -7,7 +7,7 @@ use sdpa_core::{
 };
 use std::sync::{Arc, OnceLock};
 
-/// The dispatcher of every [`attention`] that is not given one.
+/// The dispatcher of every [`attention`] call without one of its own.
 static SHARED: OnceLock<Dispatcher> = OnceLock::new();
 
 mod sealed {
@@ -66,7 +66,7 @@ pub fn attention<P: Pass>(problem: &P) -> AttentionCall<'_, P> {
     }
 }
 
-/// A call in the making: see [`attention`].
+/// A call under construction: see [`attention`].
 #[derive(Debug)]
 #[must_use = "nothing is computed before `forward` or `backward`"]
 pub struct AttentionCall<'a, P> {
@@ -102,13 +102,13 @@ impl Execution {
 }
 
 impl<'a, P> AttentionCall<'a, P> {
-    /// Sets the dispatcher that chooses the executor and keeps the plans, in place of the one of the process.
+    /// Sets the dispatcher that selects the executor and keeps the plans, instead of the process's own.
     pub fn with(mut self, dispatcher: &'a Dispatcher) -> Self {
         self.dispatcher = Some(dispatcher);
         self
     }
 
-    /// Sets the executor that has to run the problem: a name, or a [`Preference`].
+    /// Sets the executor that must run the problem: a name, or a [`Preference`].
     ///
     /// ```
     /// use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Shape};
@@ -124,7 +124,7 @@ impl<'a, P> AttentionCall<'a, P> {
         self
     }
 
-    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores; `None` for `1 / √dim_qk`.
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
         self
@@ -136,7 +136,7 @@ impl<'a, P> AttentionCall<'a, P> {
         self
     }
 
-    /// Adds where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    /// Adds destinations of amax values, for a pass of 8-bit floats.
     pub fn amax(mut self, amax: impl IntoIterator<Item = HostAmax<'a>>) -> Self {
         self.amax.extend(amax);
         self
@@ -148,19 +148,19 @@ impl<'a, P> AttentionCall<'a, P> {
 }
 
 impl<'a> AttentionCall<'a, Problem> {
-    /// Sets where `stats` are written, for a problem that [asks for them](crate::AttentionSpec::with_stats).
+    /// Sets the destination of `stats`, for a problem that [computes them](crate::AttentionSpec::with_stats).
     pub fn stats(mut self, stats: &'a mut [f32]) -> Self {
         self.statistics[0] = Some(stats);
         self
     }
 
-    /// Sets where the largest score of each row is written, for a problem that [asks for it](crate::AttentionSpec::with_row_max).
+    /// Sets the destination of the largest score of each row, for a problem that [computes it](crate::AttentionSpec::with_row_max).
     pub fn row_max(mut self, row_max: &'a mut [f32]) -> Self {
         self.statistics[1] = Some(row_max);
         self
     }
 
-    /// Sets where the sum of exponentials of each row is written, for a problem that [asks for it](crate::AttentionSpec::with_sum_exp).
+    /// Sets the destination of the sum of exponentials of each row, for a problem that [computes it](crate::AttentionSpec::with_sum_exp).
     pub fn sum_exp(mut self, sum_exp: &'a mut [f32]) -> Self {
         self.statistics[2] = Some(sum_exp);
         self
@@ -170,7 +170,7 @@ impl<'a> AttentionCall<'a, Problem> {
     ///
     /// # Errors
     /// The errors of [`Dispatcher::prepare`]; [`Error::Spec`] with every mistake of the call, before anything runs: slices that are too short or of
-    /// another element type, statistics missing or too many, parameters missing, unknown or unlike their declaration.
+    /// another element type, statistics missing or superfluous, parameters missing, unknown or unlike their declaration.
     pub fn forward(
         self,
         q: impl Into<Elements<'a>>,
@@ -185,14 +185,14 @@ impl<'a> AttentionCall<'a, Problem> {
 }
 
 impl<'a> AttentionCall<'a, BackwardProblem> {
-    /// Adds where gradients of declared parameters are written: each that the problem asks for, once.
+    /// Adds destinations of gradients of declared parameters: each that the problem computes, once.
     pub fn gradients(mut self, gradients: impl IntoIterator<Item = HostGradient<'a>>) -> Self {
         self.gradients.extend(gradients);
         self
     }
 
-    /// Prepares the backward pass, computes it, and waits for it. Reads the operands of the forward pass, its output and `stats`, and the gradient `d_o`
-    /// of that output; writes the gradients of `q`, `k` and `v`.
+    /// Prepares the backward pass, computes it, and waits for it. Reads the forward pass's operands, output and `stats`, and the output's gradient
+    /// `d_o`; writes the gradients of `q`, `k` and `v`.
     ///
     /// # Errors
     /// The errors of [`AttentionCall::forward`].

@@ -1,8 +1,9 @@
-//! The list of executors, and the choice among them.
+//! The list of executors, and executor selection.
 //!
-//! An automatic choice asks one after the other and keeps every reason against those that it passes over: those of the caller
-//! ([`Dispatcher::with`]); cuDNN, which no Apple machine has; native CUDA kernels on the same GPUs; Metal, which no other machine has; the CPU, which takes everything. It falls
-//! through on *unsupported* only, and only before anything runs. An executor that is named runs the problem or says why not.
+//! Automatic selection tries executors in order and keeps every reason against those that it passes over. The order is: the caller's own
+//! ([`Dispatcher::with`]); cuDNN, never on Apple machines; native CUDA kernels on the same GPUs; Metal, only on Apple machines; the CPU, which
+//! supports every problem. It continues only on *unsupported*, and only before anything runs. An executor selected by name runs the problem or
+//! returns why not.
 
 use crate::Unproven;
 #[cfg(feature = "cudnn")]
@@ -24,13 +25,13 @@ use std::sync::Arc;
 #[cfg(any(feature = "cudnn", feature = "cuda", feature = "metal"))]
 use std::sync::OnceLock;
 
-/// The executor that has to run a problem: the first that can, or one alone. Exhaustive: programs translate it to options of their own.
+/// The executor that must run a problem: the first that can, or a single one. Exhaustive: programs translate it to options of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Preference {
-    /// The first of [`Dispatcher::executors_for`] that takes the problem.
+    /// The first of [`Dispatcher::executors_for`] that supports the problem.
     #[default]
     Auto,
-    /// This one, or an error that says why not.
+    /// This executor, or an error with the reason.
     Named(ExecutorName),
 }
 
@@ -40,7 +41,7 @@ impl From<ExecutorName> for Preference {
     }
 }
 
-/// A pass made ready: on which executor, and why not on those that were asked before it. What is `prepared` may be kept, and called any number of times.
+/// A prepared pass, with its executor and the refusals of those tried before. `prepared` may be kept and called any number of times.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Choice<P: ?Sized = dyn Prepared> {
@@ -48,14 +49,14 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     pub executor: ExecutorName,
     /// The prepared pass.
     pub prepared: Arc<P>,
-    /// The refusals of the executors that were asked before.
+    /// The refusals of the executors that were tried before.
     pub declined: Vec<Unsupported>,
-    /// What the executor's ledger does not cover of the problem: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` where it covers the problem, and
-    /// for executors without ledgers.
+    /// The features of the problem that the executor's ledger does not cover: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` if it covers
+    /// all, and for executors without ledgers.
     pub unproven: Option<Arc<Unproven>>,
 }
 
-/// The executors of a program, and the choice among them: make one, and keep it. The driver, cuDNN and an Apple GPU are looked for on first use.
+/// The executors of a program and their selection. Create one and keep it. The driver, cuDNN and an Apple GPU are searched on first use.
 #[derive(Debug, Default)]
 pub struct Dispatcher {
     given: Vec<Arc<dyn Executor>>,
@@ -78,21 +79,21 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// All executors that are compiled in, cuDNN set up by `options`. [`Dispatcher::default`] takes the usual ones.
+    /// Creates a dispatcher of all compiled-in executors, with these options for cuDNN. [`Dispatcher::default`] uses default options.
     #[cfg(feature = "cudnn")]
     pub fn new(options: CudnnOptions) -> Dispatcher {
         Dispatcher { options, ..Dispatcher::default() }
     }
 
-    /// With the executor `sdpa::cuda` set up by these options, in place of the usual ones for the driver and the device of cuDNN's.
+    /// Sets the options of the executor `sdpa::cuda`. By default it uses the driver and device of cuDNN's options.
     #[cfg(feature = "cuda")]
     #[must_use]
     pub fn with_kernels(self, options: CudaOptions) -> Dispatcher {
         Dispatcher { kernels: Some(options), cuda: OnceLock::new(), ..self }
     }
 
-    /// With a cache on disk of the kernels that `sdpa::cuda` compiles, in place of that of its options. `None` changes nothing. Without it there is none:
-    /// `KernelCache::of_user` is the one that the command line and the Python package use.
+    /// Sets the disk cache of kernels that `sdpa::cuda` compiles, instead of the one in its options. `None` changes nothing. The default is no disk
+    /// cache; the command line and the Python package use `KernelCache::of_user`.
     ///
     /// ```
     /// use sdpa::Dispatcher;
@@ -108,8 +109,8 @@ impl Dispatcher {
         Dispatcher { kernel_cache: cache.or(self.kernel_cache), cuda: OnceLock::new(), ..self }
     }
 
-    /// With an executor of the caller's, which is asked before those that are there, and before those given earlier. Of two with one name the
-    /// one given last is there.
+    /// Adds an executor of the caller's, which is tried before the existing ones and before those added earlier. It replaces an executor of the same
+    /// name.
     ///
     /// ```
     /// use sdpa::{AttentionSpec, DType, Dispatcher, Layout, Preference, Shape};
@@ -155,7 +156,7 @@ impl Dispatcher {
         self
     }
 
-    /// Every executor that is asked, in this order.
+    /// Returns every executor, in the order of trying.
     ///
     /// ```
     /// use sdpa::{Dispatcher, ExecutorName};
@@ -169,9 +170,9 @@ impl Dispatcher {
         names
     }
 
-    /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
-    /// where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), and where cuDNN's ledger does not cover the problem; where it
-    /// is timed (`Dispatcher::timed`), the faster first of those that are proven.
+    /// Returns every executor, in the order of trying for a forward problem. It is that of [`Dispatcher::executors`], except that the kernels of
+    /// `sdpa::cuda` precede cuDNN in two cases: they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), or cuDNN's
+    /// ledger does not cover the problem. If the problem is timed (`Dispatcher::timed`), the faster of the proven ones is first.
     ///
     /// ```
     /// use sdpa::{AttentionSpec, DType, Dispatcher, Layout, Shape};
@@ -185,22 +186,23 @@ impl Dispatcher {
         kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
 
-    /// Every executor, in the order in which they are asked for a backward problem: see [`Dispatcher::executors_for`], with `sdpa::cuda::cudnn_first_backward`.
+    /// Returns every executor, in the order of trying for a backward problem: see [`Dispatcher::executors_for`], with
+    /// `sdpa::cuda::cudnn_first_backward`.
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first_backward(problem))
     }
 
-    /// Whether the kernels of `sdpa::cuda` come before cuDNN for a forward problem.
+    /// Returns whether the kernels of `sdpa::cuda` precede cuDNN for a forward problem.
     pub(crate) fn are_kernels_first(&self, problem: &Problem) -> bool {
         self.are_kernels_preferred(problem) || self.is_unproven(|cudnn| cudnn.unproven(problem))
     }
 
-    /// Whether they do for a backward problem.
+    /// Returns whether the kernels of `sdpa::cuda` precede cuDNN for a backward problem.
     pub(crate) fn are_kernels_first_backward(&self, problem: &BackwardProblem) -> bool {
         self.are_kernels_preferred_backward(problem) || self.is_unproven(|cudnn| cudnn.unproven_backward(problem))
     }
 
-    /// Whether a ledger of cuDNN leaves a problem unproven. Without a ledger nothing is known against cuDNN.
+    /// Returns whether a ledger of cuDNN leaves a problem unproven. Without a ledger nothing speaks against cuDNN.
     #[cfg_attr(not(feature = "cudnn"), allow(unused_variables, reason = "there is no cuDNN"))]
     fn is_unproven(&self, unproven: impl Fn(&dyn Executor) -> Option<Arc<Unproven>>) -> bool {
         #[cfg(feature = "cudnn")]
@@ -209,7 +211,7 @@ impl Dispatcher {
         false
     }
 
-    /// Whether they are the faster ones for a forward problem, as far as that is known.
+    /// Returns whether the kernels are faster for a forward problem, as far as known.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     fn are_kernels_preferred(&self, problem: &Problem) -> bool {
         #[cfg(all(feature = "cudnn", feature = "cuda"))]
@@ -223,7 +225,7 @@ impl Dispatcher {
         false
     }
 
-    /// Whether they are the faster ones for a backward problem, as far as that is known.
+    /// Returns whether the kernels are faster for a backward problem, as far as known.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     fn are_kernels_preferred_backward(&self, problem: &BackwardProblem) -> bool {
         #[cfg(all(feature = "cudnn", feature = "cuda"))]
@@ -238,9 +240,9 @@ impl Dispatcher {
         false
     }
 
-    /// Whether the family of kernels that a problem would get comes before cuDNN: it is tuned for the device, and the problem is no exception. Kernels that an old
-    /// NVRTC makes come after cuDNN, and so do all where plan files are attached to cuDNN, and none of kernels: who has made plans wants them used.
-    /// Without a device, the order is that of the fastest family.
+    /// Returns whether the kernel family for a problem precedes cuDNN: it is tuned for the device, and the problem is no exception. Kernels compiled
+    /// by an old NVRTC come after cuDNN. So do all kernels if plan files are attached to cuDNN but no kernel files, because the caller wants those
+    /// plans used. Without a device, the order is that of the fastest family.
     #[cfg(feature = "cuda")]
     fn is_preferred(&self, is_exception: impl Fn(Family) -> bool, family: impl Fn(&CudaExecutor) -> Result<Family, Unsupported>) -> bool {
         let is_first = Family::ALL.map(|family| is_tuned(family) && !is_exception(family));
@@ -260,10 +262,10 @@ impl Dispatcher {
             }
     }
 
-    /// The cuDNN executor, or what is missing for it.
+    /// Returns the cuDNN executor, or the error that names the missing part.
     ///
     /// # Errors
-    /// The environment's, with the places searched. That there is no cuDNN, no driver or no device is remembered; any other failure is not.
+    /// A failure of the environment, with the places searched. A missing cuDNN, driver or device is remembered; any other failure is not.
     #[cfg(feature = "cudnn")]
     pub fn cudnn(&self) -> Result<&Arc<CudnnExecutor>, BackendError> {
         if let Some(known) = self.cudnn.get() {
@@ -271,16 +273,16 @@ impl Dispatcher {
         }
         match CudnnExecutor::new(self.options.clone()) {
             Err(error) if !error.is_absence() => Err(error),
-            // Of two threads that are here at once, one looked for nothing.
+            // If two threads race here, one drops its result.
             answer => self.cudnn.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
         }
     }
 
-    /// The executor `sdpa::cuda`, with its own kernels on an NVIDIA GPU, or what is missing for it. Without [`Dispatcher::with_kernels`] driver and device are those
-    /// of the options for cuDNN, where that is compiled in.
+    /// Returns the executor `sdpa::cuda`, with native kernels on an NVIDIA GPU, or the error that names the missing part. Without
+    /// [`Dispatcher::with_kernels`] it uses the driver and device of cuDNN's options, if cuDNN is compiled in.
     ///
     /// # Errors
-    /// The environment's, with the places searched. That there is no driver, no device or no NVRTC is remembered; any other failure is not.
+    /// A failure of the environment, with the places searched. A missing driver, device or NVRTC is remembered; any other failure is not.
     #[cfg(feature = "cuda")]
     pub fn cuda(&self) -> Result<&Arc<CudaExecutor>, sdpa_cuda::DriverError> {
         if let Some(known) = self.cuda.get() {
@@ -288,12 +290,12 @@ impl Dispatcher {
         }
         match CudaExecutor::new(self.cuda_options()) {
             Err(error) if !error.is_absence() => Err(error),
-            // Of two threads that are here at once, one looked for nothing.
+            // If two threads race here, one drops its result.
             answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
         }
     }
 
-    /// The options that the executor `sdpa::cuda` is made with.
+    /// Returns the options of the executor `sdpa::cuda`.
     #[cfg(feature = "cuda")]
     fn cuda_options(&self) -> CudaOptions {
         #[cfg(feature = "cudnn")]
@@ -305,7 +307,7 @@ impl Dispatcher {
         options
     }
 
-    /// The executors that compute what cuDNN refuses at the call: native CUDA kernels, then the CPU.
+    /// Returns the executors that run calls which cuDNN refuses because of the scale: native CUDA kernels, then the CPU.
     #[cfg(feature = "cudnn")]
     fn after_cudnn(&self) -> Vec<Find> {
         vec![
@@ -325,19 +327,19 @@ impl Dispatcher {
         ]
     }
 
-    /// The CPU executor.
+    /// Returns the CPU executor.
     #[cfg(feature = "cpu")]
     pub fn cpu(&self) -> &CpuExecutor {
         &self.cpu
     }
 
-    /// The Metal executor; without an Apple GPU it declines everything, with the reason.
+    /// Returns the Metal executor. Without an Apple GPU it refuses every problem, with the reason.
     #[cfg(feature = "metal")]
     pub fn metal(&self) -> &MetalExecutor {
         self.metal.get_or_init(MetalExecutor::new)
     }
 
-    /// An executor by name.
+    /// Returns an executor by name.
     fn executor(&self, name: ExecutorName) -> Result<&dyn Executor, Error> {
         if let Some(given) = self.given.iter().find(|given| given.name() == name) {
             return Ok(&**given);
@@ -362,8 +364,9 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// The executor that a pass which only fills results is reported under, without asking any: the CPU for an automatic choice, and an executor of the
-    /// caller's that is named, which need not know such passes. `None` for one of this build, whose library or device may be missing.
+    /// Returns the executor name for a pass that only fills results, without asking any executor: the CPU for automatic selection, or a named
+    /// executor of the caller's, which need not support such passes. `None` for a named executor of this build, whose library or device may be
+    /// missing.
     fn fills_for(&self, preference: Preference) -> Option<ExecutorName> {
         match preference {
             Preference::Auto => Some(ExecutorName::CPU),
@@ -371,15 +374,15 @@ impl Dispatcher {
         }
     }
 
-    /// Chooses an executor and makes the problem ready on it. Where there is no batch entry, query or key, the pass fills results and no executor is
-    /// asked: an automatic choice reports the CPU.
+    /// Selects an executor and prepares the problem on it. Without a batch entry, query or key the pass only fills results, and no executor is asked:
+    /// automatic selection reports the CPU.
     ///
-    /// cuDNN computes positive scales only. If an automatic choice takes cuDNN, a call with a scale of 0 or below runs on the native CUDA kernels, or on the
-    /// CPU if they do not support the problem. [`Report::engine`](crate::executor::Report::engine) says which one ran.
+    /// cuDNN computes only positive scales. If automatic selection chooses cuDNN, a call with a scale of 0 or below runs on the native CUDA kernels,
+    /// or on the CPU if they do not support the problem. [`Report::engine`](crate::executor::Report::engine) names the one that ran.
     ///
     /// # Errors
-    /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
-    /// takes every problem.
+    /// For a named executor, every reason against it. For automatic selection only failures of the environment, because the CPU supports every
+    /// problem.
     ///
     /// # Examples
     ///
@@ -415,17 +418,17 @@ impl Dispatcher {
         Ok(choice)
     }
 
-    /// Whether this build's cuDNN was chosen for the caller: it computes positive scales only.
+    /// Returns whether automatic selection chose this build's cuDNN, which computes only positive scales.
     #[cfg(feature = "cudnn")]
     fn may_refuse_scales(&self, preference: Preference, executor: ExecutorName) -> bool {
         let is_own = || self.given.iter().all(|given| given.name() != executor);
         preference == Preference::Auto && executor == ExecutorName::CUDNN && is_own()
     }
 
-    /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
+    /// Selects an executor and prepares the backward problem on it. It may differ from that of the forward pass.
     ///
     /// # Errors
-    /// As [`Dispatcher::prepare`].
+    /// As for [`Dispatcher::prepare`].
     ///
     /// # Examples
     ///
@@ -462,8 +465,8 @@ impl Dispatcher {
     }
 }
 
-/// Whether the kernels of a family are tuned for the devices that they are asked for. There is no wildcard arm, on purpose: a new family is measured before it comes
-/// before cuDNN.
+/// Returns whether a kernel family is tuned for its devices. There is deliberately no wildcard arm: a new family must be measured before it precedes
+/// cuDNN.
 #[cfg(feature = "cuda")]
 fn is_tuned(family: Family) -> bool {
     match family {
@@ -472,7 +475,7 @@ fn is_tuned(family: Family) -> bool {
     }
 }
 
-/// These names, the kernels of `sdpa::cuda` before cuDNN if they are first.
+/// Returns these names with the kernels of `sdpa::cuda` before cuDNN if `are_first` returns true.
 fn kernels_first(mut names: Vec<ExecutorName>, are_first: impl FnOnce() -> bool) -> Vec<ExecutorName> {
     let at = |name| names.iter().position(|other| *other == name);
     if let (Some(cudnn), Some(cuda)) = (at(ExecutorName::CUDNN), at(ExecutorName::CUDA))
@@ -484,7 +487,7 @@ fn kernels_first(mut names: Vec<ExecutorName>, are_first: impl FnOnce() -> bool)
     names
 }
 
-/// A named executor, or the first of `names` that takes what is asked: each is found and asked in turn, until one does not decline.
+/// Selects the named executor, or the first of `names` that supports the problem. Each is found and asked in turn, until one does not refuse.
 pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     preference: Preference,
     names: impl FnOnce() -> N,
@@ -525,7 +528,7 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     })
 }
 
-/// The executors of this build, in the order in which they are asked.
+/// The executors of this build, in the order of trying.
 const COMPILED_IN: &[ExecutorName] = &[
     #[cfg(feature = "cudnn")]
     ExecutorName::CUDNN,
@@ -537,7 +540,7 @@ const COMPILED_IN: &[ExecutorName] = &[
     ExecutorName::CPU,
 ];
 
-/// Whether there is no library, driver or device: nothing that a caller has to see who leaves the choice to us.
+/// Returns whether a library, driver or device is missing. Automatic selection then skips the executor without an error.
 fn is_absence(error: &Error) -> bool {
     #[cfg(feature = "cudnn")]
     if error.failure::<BackendError>().is_some_and(BackendError::is_absence) {

@@ -1,9 +1,8 @@
-//! Guides to this library. They exist in the documentation only.
+//! Guides to this library. This module contains only documentation.
 //!
-//! A page may link to another that is not here: benchmarks, tables of support, and how the library is built and tested. Those are in `docs/` of the
-//! repository.
+//! Pages may link to others that are not here: benchmarks, support tables, building and testing. These are in `docs/` of the repository.
 
-// Pages name one another by file name. The definitions of `links.md` come first, and the first definition of a link is the one that holds.
+// Pages link to each other by file name. The definitions of `links.md` come first, and Markdown uses the first definition of a link.
 macro_rules! pages {
     ($($(#[$when:meta])* $name:ident $file:literal)*) => {
         $(
@@ -21,7 +20,7 @@ pages! {
     migration "migration.md"
     masks "masks.md"
     score_mods "score_mods.md"
-    // There is no cudarc on Apple platforms: the page is shown there, its blocks do not compile.
+    // cudarc is not available on Apple platforms: the page is shown there, but its code blocks do not compile.
     #[cfg(all(feature = "cudarc", any(feature = "cudnn", feature = "cuda"), any(not(doctest), not(target_vendor = "apple"))))]
     gpu_buffers "gpu-buffers.md"
     packed "packed.md"

@@ -1,4 +1,4 @@
-//! Scaled dot product attention, `o = softmax(mask(q·kᵀ · attn_scale)) · v`, on whatever this machine has.
+//! Scaled dot product attention, `o = softmax(mask(q·kᵀ · attn_scale)) · v`, on the hardware of this machine.
 //!
 //! ```
 //! use sdpa::{AttentionSpec, DType, Dispatcher, HostForward, Layout, Mask, Preference, Shape};
@@ -19,43 +19,43 @@
 //!
 //! # Features
 //!
-//! `cpu`, `cuda`, `cudnn` and `metal` are the executors, all on by default; without `default-features` only what is named is compiled. `cudarc`, on by
-//! default: cudarc's streams and slices. `metrics`: counters of the caches of plans.
+//! `cpu`, `cuda`, `cudnn` and `metal` are the executors, all enabled by default; without `default-features` only the named ones are compiled.
+//! `cudarc`, enabled by default, supports cudarc's streams and slices. `metrics` adds counters of the plan caches.
 //!
 //! # Crates in signatures
 //!
-//! [`half`] has the 16-bit floats, [`smallvec`] the lists of device parameters, and `sdpa::cudarc::cudarc` is cudarc: each in the version that this crate is built
-//! with.
+//! [`half`] has the 16-bit floats, [`smallvec`] the lists of device parameters, and `sdpa::cudarc::cudarc` is cudarc: each in the version with which
+//! this crate is built.
 //!
 //! # The data path
 //!
-//! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it or says everything that is wrong.
-//! The [`Dispatcher`] asks executors for the problem; what it returns is [`Prepared`] and can be called any number of times.
-//! [`attention`] does all of it in one call over slices. Every stage can be looked at: `cargo sdpa inspect`.
+//! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it, or returns every mistake. The [`Dispatcher`] selects an
+//! executor for the problem; its result is [`Prepared`] and can be called any number of times. [`attention`] does all of this in one call over
+//! slices. `cargo sdpa inspect` prints every stage.
 //!
 //! # Executors
 //!
 //! | name | runs on | types | limits |
 //! |---|---|---|---|
 //! | [`cudnn`] | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16; 8-bit floats from 9.0 on | dims multiples of 8, at most 256; positive scale |
-//! | [`cuda`] | NVIDIA GPUs of compute capability 8.0 and newer, through the driver and NVRTC alone; chosen by itself on Hopper but for a few [exceptions](cuda::EXCEPTIONS), and where cuDNN declines or is not there | f16, bf16, f32 | dims at most 256; pages forward alone |
-//! | [`metal`] | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; executed so far on an emulation of MSL and on an NVIDIA GPU | f32, f16, bf16 | dims at most 256 |
+//! | [`cuda`] | NVIDIA GPUs of compute capability 8.0 and newer, through the driver and NVRTC alone; selected automatically on Hopper except for a few [exceptions](cuda::EXCEPTIONS), and where cuDNN is unsupported or missing | f16, bf16, f32 | dims at most 256; pages only in the forward pass |
+//! | [`metal`] | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; tested so far only on an emulation of MSL and on an NVIDIA GPU | f32, f16, bf16 | dims at most 256 |
 //! | [`cpu`] | every machine, all cores, SIMD chosen at run time | f32, f16, bf16, 8-bit floats | none |
 //!
-//! An automatic choice ([`Preference::Auto`]) keeps every reason against the executors it passed over; an executor that is named
+//! Automatic selection ([`Preference::Auto`]) keeps every reason against the executors it passes over. An executor selected by name
 //! ([`Preference::Named`]) never falls back.
 //!
 //! # Device memory
 //!
-//! [`Dispatcher::prepare_device`] chooses among the executors on NVIDIA GPUs for callers with device memory of their own, as [`Dispatcher::prepare`] does for
-//! those with host memory; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices. [`device`] has the calls, and
-//! [`cudnn::CudnnExecutor::attention`] the plans of cuDNN themselves.
+//! [`Dispatcher::prepare_device`] selects among the executors on NVIDIA GPUs for callers with device memory, as [`Dispatcher::prepare`] does for host
+//! memory. `sdpa::cudarc` (feature `cudarc`, enabled by default) takes cudarc's streams and slices. [`device`] has the calls, and
+//! [`cudnn::CudnnExecutor::attention`] returns cuDNN's plans.
 //!
 //! # Where to go next
 //!
-//! Score_mods and masks of your own: [`ScoreMod::new`], [`Mask::new`]; by name: [`library`]. Gradients: [`AttentionSpec::backward`]. Documents without
-//! padding: [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. An executor of your
-//! own: [`Dispatcher::with`]. The [`guide`] has a page for each topic; figures and the glossary are in `docs/` of the repository.
+//! Custom score_mods and masks: [`ScoreMod::new`], [`Mask::new`]; by name: [`library`]. Gradients: [`AttentionSpec::backward`]. Packed sequences:
+//! [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. Custom executors:
+//! [`Dispatcher::with`]. The [`guide`] has a page for each topic; benchmarks and the glossary are in `docs/` of the repository.
 
 #[cfg(feature = "cudnn")]
 mod any_scale;

@@ -1,11 +1,11 @@
-//! The choice among executors on NVIDIA GPUs, for callers with device memory of their own.
+//! Executor selection on NVIDIA GPUs, for callers with device memory.
 
 use crate::dispatch::{Choice, Dispatcher, Preference, absent, choose};
 use crate::{BackwardProblem, Error, ExecutorName, Problem};
 use sdpa_cache::CacheTrace;
 use sdpa_nvidia::{Device, DevicePass, NvidiaExecutor};
 
-/// Those of this build, in the order in which they are asked.
+/// The executors of this build on NVIDIA GPUs, in the order of trying.
 const ON_NVIDIA: [ExecutorName; cfg!(feature = "cudnn") as usize + cfg!(feature = "cuda") as usize] = [
     #[cfg(feature = "cudnn")]
     ExecutorName::CUDNN,
@@ -13,13 +13,13 @@ const ON_NVIDIA: [ExecutorName; cfg!(feature = "cudnn") as usize + cfg!(feature 
     ExecutorName::CUDA,
 ];
 
-/// The device tier: executors whose callers have device memory of their own. Those are the ones on NVIDIA GPUs; executors of the caller's
-/// ([`Dispatcher::with`]), the CPU and Metal compute over host memory, and are not asked.
+/// The device tier, for callers with device memory, has the executors on NVIDIA GPUs. The caller's own executors ([`Dispatcher::with`]), the CPU and
+/// Metal compute over host memory and are not tried.
 impl Dispatcher {
-    /// The device of the executors on NVIDIA GPUs: of whichever is there.
+    /// Returns the device of the executors on NVIDIA GPUs, from the first that is available.
     ///
     /// # Errors
-    /// The environment's, where none is.
+    /// A failure of the environment, if none is available.
     pub fn device(&self) -> Result<&'static Device, Error> {
         let mut missing = None;
         for name in ON_NVIDIA {
@@ -31,11 +31,11 @@ impl Dispatcher {
         Err(missing.unwrap_or_else(|| absent(ExecutorName::new("none"), "no executor is compiled in".to_owned())))
     }
 
-    /// Chooses an executor and makes the problem ready on it, for calls over device memory: in the order of [`Dispatcher::executors_for`], and it falls
-    /// through as that of host memory does, on *unsupported* only, before anything runs.
+    /// Selects an executor and prepares the problem on it, for calls over device memory. The order is that of [`Dispatcher::executors_for`]. Like the
+    /// selection for host memory, it continues only on *unsupported*, before anything runs.
     ///
-    /// Each executor keeps what it made by problem, so that asking again costs a look into a cache, and what was [`prepared`](Choice::prepared) may be kept: a
-    /// call of it asks nobody.
+    /// Each executor caches plans by problem, so preparing again costs a cache lookup. [`prepared`](Choice::prepared) may be kept: its calls involve
+    /// no selection.
     ///
     /// ```
     /// use sdpa::device::{DeviceCall, DeviceForward};
@@ -62,12 +62,12 @@ impl Dispatcher {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// Without batch entries, queries or keys, results are set on the stream. That is unsupported where results have gaps between rows, and for row
-    /// statistics next to a sink; [`Dispatcher::prepare`] takes these over host memory.
+    /// Without batch entries, queries or keys, results are set on the stream. This is unsupported for results with gaps between rows, and for row
+    /// statistics with a sink; [`Dispatcher::prepare`] supports these over host memory.
     ///
     /// # Errors
-    /// For a named executor, whatever speaks against it. For an automatic choice [`Error::Unsupported`] with what each says that was asked, where nobody takes
-    /// the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) where nobody is there), or a failure of the environment.
+    /// For a named executor, every reason against it. For automatic selection, [`Error::Unsupported`] with the reasons of all tried executors if none
+    /// supports the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) if none is available), or a failure of the environment.
     pub fn prepare_device(&self, problem: &Problem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
         choose(
             preference,
@@ -78,8 +78,8 @@ impl Dispatcher {
         )
     }
 
-    /// Chooses an executor and makes the backward problem ready on it, for calls over device memory, in the order of
-    /// [`Dispatcher::executors_for_backward`]. It need not be the one of the forward pass.
+    /// Selects an executor and prepares the backward problem on it, for calls over device memory, in the order of
+    /// [`Dispatcher::executors_for_backward`]. It may differ from that of the forward pass.
     ///
     /// # Errors
     /// The errors of [`Dispatcher::prepare_device`].
@@ -93,8 +93,8 @@ impl Dispatcher {
         )
     }
 
-    /// What the caches of executors on NVIDIA GPUs know of themselves, of those that were asked for something; `None` where none was. Written as JSON, what
-    /// `cargo sdpa cache report` reads.
+    /// Returns the full record of the caches of executors on NVIDIA GPUs that were used; `None` if none was. As JSON it is the input of `cargo sdpa
+    /// cache report`.
     pub fn cache_trace(&self) -> Option<CacheTrace> {
         let mut trace: Option<CacheTrace> = None;
         #[cfg(feature = "cudnn")]
@@ -109,7 +109,7 @@ impl Dispatcher {
         trace
     }
 
-    /// One of this build's own executors, by name.
+    /// Returns one of this build's executors by name.
     fn on_nvidia(&self, name: ExecutorName) -> Result<&dyn NvidiaExecutor, Error> {
         #[cfg(feature = "cudnn")]
         if name == ExecutorName::CUDNN {
@@ -124,7 +124,7 @@ impl Dispatcher {
     }
 }
 
-/// Nothing is allocated for it.
+/// Returns the order of trying without allocating.
 fn in_order(kernels_are_first: impl FnOnce() -> bool) -> [ExecutorName; ON_NVIDIA.len()] {
     let mut names = ON_NVIDIA;
     if names.len() > 1 && kernels_are_first() {

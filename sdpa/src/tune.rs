@@ -1,4 +1,4 @@
-//! Timing the executors on one NVIDIA GPU beside one another, where that is asked for.
+//! Times the executors on one NVIDIA GPU against each other, if the options ask for it.
 
 use crate::dispatch::Dispatcher;
 use crate::{BackwardProblem, Error, ExecutorName, Problem, Unsupported};
@@ -9,10 +9,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The times of executors for one pass, measured beside one another: the least of several runs each.
+/// Times of executors for one pass, measured in turns: the least of several runs each.
 #[derive(Clone, Debug)]
 pub struct Timed {
-    /// Each that takes the pass, in the order in which they are asked without timing. `None`: its results were not those of the first.
+    /// Every executor that supports the pass, in the order of trying without timing. `None`: its results differed from those of the first.
     pub times: Vec<(ExecutorName, Option<Duration>)>,
     time: BuildTime,
 }
@@ -24,7 +24,7 @@ impl Timed {
         times.min_by_key(|(_, time)| *time).map(|(name, _)| name)
     }
 
-    /// Whether native CUDA kernels were; `None` where nobody was.
+    /// Returns whether native CUDA kernels were fastest; `None` if no executor was.
     pub(crate) fn are_kernels_faster(&self) -> Option<bool> {
         self.fastest().map(|name| name == ExecutorName::CUDA)
     }
@@ -53,7 +53,7 @@ impl CacheValue for Timed {
     }
 }
 
-/// The measured times, by pass.
+/// Measured times by pass.
 #[derive(Debug)]
 pub(crate) struct Tuned(PlanCache<Job, Arc<Timed>, Unsupported>);
 
@@ -65,9 +65,9 @@ impl Default for Tuned {
 
 /// Why a pass was not timed.
 enum Untimed {
-    /// One of the executors does not take it.
+    /// One of the executors does not support it.
     Alone(Unsupported),
-    /// Out of memory for the operands above all.
+    /// Timing failed, typically out of memory for the operands.
     Failed(String),
 }
 
@@ -103,10 +103,10 @@ impl BuildError for Untimed {
 }
 
 impl Dispatcher {
-    /// The times of a forward pass on cuDNN and on native CUDA kernels, where the options for cuDNN say [`tune`](sdpa_cudnn::CudnnOptions::tune) and both take
-    /// the problem: from an earlier call, or measured now, which takes as long as both need to be built, and eight runs of each on memory of its own. Then
-    /// the dispatcher asks the faster executor first. The [exceptions](sdpa_cuda::EXCEPTIONS) do not matter then. `None` also where there is not
-    /// memory enough; a warning says so. Problems without batch entries, queries or keys are not timed.
+    /// Returns the times of a forward pass on cuDNN and on native CUDA kernels, if cuDNN's options set [`tune`](sdpa_cudnn::CudnnOptions::tune) and
+    /// both support the problem. They come from an earlier call, or are measured now: this builds both and runs each eight times on memory of its
+    /// own. The dispatcher then tries the faster executor first and ignores the [exceptions](sdpa_cuda::EXCEPTIONS). `None` also if there is not
+    /// enough memory, with a warning. Problems without batch entries, queries or keys are not timed.
     pub fn timed(&self, problem: &Problem) -> Option<Arc<Timed>> {
         if problem.is_empty() {
             return None;
@@ -115,7 +115,7 @@ impl Dispatcher {
         self.timed_as(&JobQuery::Forward(problem), ready)
     }
 
-    /// The times of a backward pass: see [`Dispatcher::timed`].
+    /// Returns the times of a backward pass: see [`Dispatcher::timed`].
     pub fn timed_backward(&self, problem: &BackwardProblem) -> Option<Arc<Timed>> {
         if problem.forward().is_empty() {
             return None;
@@ -130,7 +130,7 @@ impl Dispatcher {
     }
 
     fn timed_as(&self, query: &JobQuery<'_>, ready: impl Fn(&dyn NvidiaExecutor) -> Result<Arc<DevicePass>, Error>) -> Option<Arc<Timed>> {
-        // Asked at every choice: nothing else is, where nobody wants it.
+        // Selection asks at every call, so return early if timing is off.
         if !self.options.tune {
             return None;
         }
@@ -141,7 +141,7 @@ impl Dispatcher {
             let passes = [(ExecutorName::CUDNN, ready(&**cudnn)?), (ExecutorName::CUDA, ready(&**cuda)?)];
             let contenders = passes.each_ref().map(|(name, ready)| Contender { name: name.name(), ready: &**ready });
             let job = query.to_key();
-            // A capture of this or another thread's stream is not disturbed.
+            // Timing does not disturb a capture of this or another thread.
             let timed = cudnn.device().relaxed(|| race(&cudnn.device().stream()?, &job, &contenders));
             let times = timed.map_err(|error| Untimed::Failed(error.to_string()))?;
             let names = passes.iter().map(|(name, _)| *name);

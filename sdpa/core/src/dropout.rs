@@ -26,8 +26,8 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Creates dropout with probability `p`. [`AttentionSpec::validate`](crate::AttentionSpec::validate) checks that `p` is more than 0 and less than
-    /// 1.
+    /// Creates dropout with probability `p`. [`AttentionSpec::validate`](crate::AttentionSpec::validate) checks that `p` is between 0 and 1,
+    /// both excluded.
     pub fn new(p: f32) -> Dropout {
         Dropout { p }
     }

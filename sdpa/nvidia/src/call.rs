@@ -19,12 +19,12 @@ pub(crate) fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice
     }
 }
 
-/// Checks a call of a pass against its job. `workspace_bytes` is what the pass needs. Packed operands and statistics may have memory for any number of tokens:
-/// it is the pass that reads and writes no others.
+/// Checks a call of a pass against its job. `workspace_bytes` is the size that the pass needs. Packed operands and statistics may have memory for any
+/// number of tokens: the pass itself accesses no others.
 ///
 /// # Errors
-/// Operands of the other pass, row statistics, parameters and gradients missing, unknown, doubled or of another type, memory that is too short or
-/// misaligned, a scale that is not finite, workspace that is too small.
+/// Operands of the other pass; row statistics, parameters and gradients missing, unknown, repeated or of another type; memory that is too short or
+/// misaligned; a scale that is not finite; a workspace that is too small.
 pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64) -> Result<(), SpecErrors> {
     let (problem, mut errors) = (job.problem(), Vec::new());
     for operand in Operand::ALL {
@@ -55,7 +55,7 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
             memory(&mut errors, statistic.name(), slice, DType::F32.bytes(elements), 16);
         }
     }
-    // Inline: a call that is right allocates nothing.
+    // Inline storage: a valid call allocates nothing.
     let given: SmallVec<[(&str, Supplied); 8]> = call
         .params
         .iter()
@@ -78,7 +78,7 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
         }
     }
     errors.extend(params::check(job.params(), problem.extents(), &given, true).err().into_iter().flat_map(|e| e.0));
-    // Plans are shared by specifications that differ in defaults: no default is known here.
+    // Specifications with different defaults share a plan, so the plan knows no default.
     let left = job.params().iter().filter(|p| p.default.is_some() && given.iter().all(|(name, _)| *name != p.name));
     errors.extend(left.map(|p| SpecError::new(format!("parameter {}", p.name), "missing", "every parameter of a call over device memory")));
     let wanted: &[GradientSpec] = match job {

@@ -1,5 +1,5 @@
-//! Attention over cudarc's streams and slices, on whichever executor of NVIDIA GPUs. Slices may be views of a part (`CudaView`), which begin at any element
-//! that is aligned as the specification says.
+//! Attention over cudarc's streams and slices, on any executor on NVIDIA GPUs. Slices may be views (`CudaView`) that begin at any element with the
+//! alignment in the specification.
 //!
 //! ```no_run
 //! use sdpa_core::half::bf16;
@@ -23,7 +23,7 @@
 //! ```
 #![allow(unsafe_code)]
 
-/// The crate whose streams and slices calls take, in the version that they take.
+/// The crate of the streams and slices, in the version that calls use.
 pub use ::cudarc;
 /// The module of cudarc with contexts, streams and slices.
 pub use ::cudarc::driver;
@@ -43,9 +43,9 @@ use sdpa_driver::{Device, DeviceSlice, RawStream, Stream};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// An element type that attention over cudarc's slices takes.
+/// An element type of cudarc's slices that attention supports.
 pub trait Element: DeviceRepr {
-    /// The element type as data.
+    /// The element type as a value.
     const DTYPE: DType;
 }
 
@@ -68,7 +68,7 @@ pub enum CudarcError {
     /// The specification, the executor or the environment.
     #[error(transparent)]
     Sdpa(#[from] Error),
-    /// An error of the driver that cudarc tells.
+    /// A driver error from cudarc.
     #[error("cudarc: {0}")]
     Driver(#[from] DriverError),
 }
@@ -83,7 +83,7 @@ impl From<SpecErrors> for CudarcError {
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct Param<'a> {
-    /// The name that it was declared by.
+    /// The name in its declaration.
     pub name: &'a str,
     /// Its value in this call.
     pub value: Value<'a>,
@@ -103,11 +103,11 @@ pub enum Value<'a> {
     BF16(&'a dyn DevicePtr<half::bf16>),
     /// A tensor of i32, dense.
     I32(&'a dyn DevicePtr<i32>),
-    /// A tensor of i32, dense, given as u32: numbers below 2³¹, of the same bits.
+    /// A tensor of i32, dense, passed as u32: numbers below 2³¹ with the same bits.
     U32(&'a dyn DevicePtr<u32>),
-    /// A tensor of i64, dense: boundaries of packed documents, the seed and offset of dropout.
+    /// A tensor of i64, dense: `cu_seqlens`, or the seed and offset of dropout.
     I64(&'a dyn DevicePtr<i64>),
-    /// A tensor of truth values, dense: bytes, 0 or 1.
+    /// A tensor of booleans, dense: bytes, 0 or 1.
     Bool(&'a dyn DevicePtr<u8>),
 }
 
@@ -122,15 +122,15 @@ pub struct Forward<'a, T> {
     pub v: &'a dyn DevicePtr<T>,
     /// Output, strided as the specification says.
     pub o: &'a mut dyn DevicePtrMut<T>,
-    /// (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; there exactly when the specification asks for stats.
+    /// (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; required exactly if the specification requests stats.
     pub stats: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// As stats, the largest score of each row; there exactly when the specification asks for it.
+    /// As stats, the largest score of each row; required exactly if the specification requests it.
     pub row_max: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// As stats, the sum of exponentials of each row; there exactly when the specification asks for it.
+    /// As stats, the sum of exponentials of each row; required exactly if the specification requests it.
     pub sum_exp: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// Multiplies the scores; positive. `None`: `1 / √dim_qk`.
+    /// Factor of the scores; positive. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters; a scalar that is not named here has its default.
+    /// Values of declared parameters. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
 }
 
@@ -145,7 +145,7 @@ pub struct Backward<'a, T> {
     pub v: &'a dyn DevicePtr<T>,
     /// Output of the forward pass, strided as the specification says.
     pub o: &'a dyn DevicePtr<T>,
-    /// (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense: the forward pass's.
+    /// `stats` of the forward pass: (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
     pub stats: &'a dyn DevicePtr<f32>,
     /// Gradient of the output, strided as the specification says.
     pub d_o: &'a dyn DevicePtr<T>,
@@ -155,11 +155,11 @@ pub struct Backward<'a, T> {
     pub dk: &'a mut dyn DevicePtrMut<T>,
     /// Gradient of the values, strided as the specification says.
     pub dv: &'a mut dyn DevicePtrMut<T>,
-    /// Multiplies the scores: the scale of the forward pass. `None`: `1 / √dim_qk`.
+    /// Factor of the scores, as in the forward pass. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, those of the forward pass.
+    /// Values of declared parameters, as in the forward pass.
     pub params: &'a [Param<'a>],
-    /// Gradients of declared parameters: each that the specification asks for, once, of the type that it asks for.
+    /// Destinations of gradients of declared parameters: each in the specification once, with its element type.
     pub gradients: Vec<(&'a str, ValueMut<'a>)>,
 }
 
@@ -171,7 +171,7 @@ impl<'a> Param<'a> {
 }
 
 impl<'a, T> Forward<'a, T> {
-    /// A call over these slices, with the default scale, no parameters, and nothing written but `o`.
+    /// Creates a call over these slices with the default scale and no parameters, which writes only `o`.
     pub fn new(
         q: &'a dyn DevicePtr<T>,
         k: &'a dyn DevicePtr<T>,
@@ -181,28 +181,28 @@ impl<'a, T> Forward<'a, T> {
         Forward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] }
     }
 
-    /// Sets where `stats` are written, for a specification that asks for them.
+    /// Sets the destination of `stats`, for a specification that requests them.
     #[must_use]
     pub fn stats(mut self, stats: &'a mut dyn DevicePtrMut<f32>) -> Self {
         self.stats = Some(stats);
         self
     }
 
-    /// Sets where the largest score of each row is written, for a specification that asks for it.
+    /// Sets the destination of the largest score of each row, for a specification that requests it.
     #[must_use]
     pub fn row_max(mut self, row_max: &'a mut dyn DevicePtrMut<f32>) -> Self {
         self.row_max = Some(row_max);
         self
     }
 
-    /// Sets where the sum of exponentials of each row is written, for a specification that asks for it.
+    /// Sets the destination of the sum of exponentials of each row, for a specification that requests it.
     #[must_use]
     pub fn sum_exp(mut self, sum_exp: &'a mut dyn DevicePtrMut<f32>) -> Self {
         self.sum_exp = Some(sum_exp);
         self
     }
 
-    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores; `None` for `1 / √dim_qk`.
     #[must_use]
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
@@ -218,8 +218,8 @@ impl<'a, T> Forward<'a, T> {
 }
 
 impl<'a, T> Backward<'a, T> {
-    /// A call that reads the operands of the forward pass, its output and `stats`, and the gradient `d_o` of that output, and writes the gradients of `q`,
-    /// `k` and `v`; with the default scale and no parameters.
+    /// Creates a call that reads the forward pass's operands, output and `stats`, and the output's gradient `d_o`. It writes the gradients of `q`,
+    /// `k` and `v`, with the default scale and no parameters.
     pub fn new(
         (q, k, v): (&'a dyn DevicePtr<T>, &'a dyn DevicePtr<T>, &'a dyn DevicePtr<T>),
         (o, stats): (&'a dyn DevicePtr<T>, &'a dyn DevicePtr<f32>),
@@ -229,7 +229,7 @@ impl<'a, T> Backward<'a, T> {
         Backward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &[], gradients: Vec::new() }
     }
 
-    /// Sets what multiplies the scores; `None` for `1 / √dim_qk`.
+    /// Sets the factor of the scores; `None` for `1 / √dim_qk`.
     #[must_use]
     pub fn attn_scale(mut self, attn_scale: impl Into<Option<f32>>) -> Self {
         self.attn_scale = attn_scale.into();
@@ -243,7 +243,7 @@ impl<'a, T> Backward<'a, T> {
         self
     }
 
-    /// Adds where gradients of declared parameters are written, by name.
+    /// Adds destinations of gradients of declared parameters, by name.
     #[must_use]
     pub fn gradients(mut self, gradients: impl IntoIterator<Item = (&'a str, ValueMut<'a>)>) -> Self {
         self.gradients.extend(gradients);
@@ -272,22 +272,22 @@ impl ValueMut<'_> {
     }
 }
 
-/// A pass over one specification made ready, to be called with cudarc's slices.
+/// A prepared pass of one specification, for calls with cudarc's slices.
 #[derive(Debug)]
 pub struct Attention {
     device: &'static Device,
     dtype: DType,
-    /// With the defaults of this specification.
+    /// The declared parameters, with the defaults of this specification.
     params: Vec<Declared>,
-    /// Gradients of parameters that a backward pass is asked for.
+    /// Parameters whose gradients a backward pass computes.
     wrt: Vec<GradientSpec>,
     prepared: OnDevice<DeviceSlice, Stream>,
 }
 
-/// Slices of one call: their addresses, with the guards that order them with other streams, and where they are.
+/// Slices of one call: their addresses and devices, and the guards that order them with other streams.
 struct Slices<'a> {
     stream: &'a Arc<CudaStream>,
-    // Inline: a call that hits allocates nothing.
+    // Inline storage: a call that hits allocates nothing.
     guards: SmallVec<[SyncOnDrop<'a>; 16]>,
     errors: Vec<SpecError>,
 }
@@ -344,47 +344,47 @@ impl<'a> Slices<'a> {
 }
 
 impl Attention {
-    /// Takes a forward pass from the executor's cache, or makes it ready.
+    /// Prepares a forward pass, or takes it from the executor's cache.
     ///
     /// # Errors
-    /// Every rule that the specification breaks; every reason why the executor does not run it, or a failure of the environment.
+    /// Every rule that the specification breaks; every reason why the executor does not support it, or a failure of the environment.
     pub fn new<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
         Ok(Attention::of(executor.prepare_device(&problem)?, &problem, executor.device()))
     }
 
-    /// Takes a backward pass from the executor's cache, or makes it ready.
+    /// Prepares a backward pass, or takes it from the executor's cache.
     ///
     /// # Errors
-    /// As [`Attention::new`].
+    /// As for [`Attention::new`].
     pub fn backward_of<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &BackwardSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
         Ok(Attention::of_backward(executor.prepare_device_backward(&problem)?, &problem, executor.device()))
     }
 
-    /// Over a forward pass that was made ready for this problem on this device, by whoever was chosen.
+    /// Wraps a forward pass that any executor prepared for this problem on this device.
     pub fn of(prepared: OnDevice<DeviceSlice, Stream>, problem: &Problem, device: &'static Device) -> Attention {
         let params = problem.params().to_vec();
         Attention { device, dtype: problem.dtype(), params, wrt: Vec::new(), prepared }
     }
 
-    /// Over a backward pass that was made ready for this problem on this device, by whoever was chosen.
+    /// Wraps a backward pass that any executor prepared for this problem on this device.
     pub fn of_backward(prepared: OnDevice<DeviceSlice, Stream>, problem: &BackwardProblem, device: &'static Device) -> Attention {
         let (params, wrt) = (problem.params().to_vec(), problem.wrt().to_vec());
         Attention { device, dtype: problem.forward().dtype(), params, wrt, prepared }
     }
 
-    /// The pass that calls run.
+    /// Returns the pass that calls run.
     pub fn prepared(&self) -> &OnDevice<DeviceSlice, Stream> {
         &self.prepared
     }
 
-    /// Submits one forward pass to `stream`, which must be of the executor's device. Nothing waits; cudarc's events order it
-    /// with other streams.
+    /// Submits one forward pass to `stream`, which must be on the executor's device. Returns without waiting; cudarc's events order it with other
+    /// streams.
     ///
     /// # Errors
-    /// Slices of another type or device, too short or misaligned, parameters that are missing or unlike their declaration, all
-    /// before anything runs; cudarc's and the executor's own.
+    /// Slices of another type or device, too short or misaligned, parameters missing or unlike their declaration, all before anything runs; errors of
+    /// cudarc and of the executor.
     pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
@@ -396,15 +396,15 @@ impl Attention {
                 .sum_exp(call.sum_exp.map(|s| slices.write("sum_exp", s)))
                 .attn_scale(call.attn_scale)
                 .params(&params);
-        // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
-        // events, recorded as the guards go, keep other streams off them.
+        // SAFETY: cudarc's slices are device memory of the stated length, freed in stream order. Its events, recorded when the guards are dropped,
+        // keep other streams from using them.
         unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
     }
 
     /// Submits one backward pass; see [`Attention::forward`].
     ///
     /// # Errors
-    /// As [`Attention::forward`].
+    /// As for [`Attention::forward`].
     pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
@@ -425,12 +425,12 @@ impl Attention {
     }
 
     /// # Safety
-    /// As [`DevicePrepared::submit`](sdpa_core::DevicePrepared::submit), for memory of the stream's device.
+    /// As for [`DevicePrepared::submit`](sdpa_core::DevicePrepared::submit), for memory of the stream's device.
     unsafe fn submit(&self, stream: &Arc<CudaStream>, slices: Slices<'_>, call: &DeviceCall<'_, DeviceSlice>) -> Result<(), CudarcError> {
         if !slices.errors.is_empty() {
             return Err(SpecErrors(slices.errors).into());
         }
-        // SAFETY: cudarc keeps the stream alive for as long as this borrow of it, and the device was checked.
+        // SAFETY: cudarc keeps the stream alive during this borrow, and the device was checked.
         let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
         // SAFETY: the caller upholds the contract.
         Ok(unsafe { self.prepared.submit(&borrowed, call) }?)

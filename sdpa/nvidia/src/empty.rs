@@ -1,4 +1,4 @@
-//! Passes over device memory of problems without a batch entry, a query or a key: results are set on the stream, and no kernel runs.
+//! Device passes of problems without a batch entry, a query or a key: they set results on the stream and run no kernel.
 #![allow(unsafe_code)]
 
 use crate::call;
@@ -10,18 +10,18 @@ use sdpa_core::error::{Error, ExecutorName, Reason, SpecErrors, Unsupported};
 use sdpa_core::{DType, Operand, Statistic, empty};
 use sdpa_driver::{DeviceSlice, Stream};
 
-/// A pass that sets results.
+/// A pass that only sets results.
 #[derive(Debug)]
 struct Empty {
     job: Job,
     failed: fn(sdpa_driver::Error) -> Error,
 }
 
-/// Returns the pass of a problem without batch entries, queries or keys; `None` of any other. Executors try it before they look for a kernel. `failed` makes
-/// the executor's error of the driver's.
+/// Returns the pass of a problem without batch entries, queries or keys; `None` for any other. Executors try it before they look for a kernel.
+/// `failed` converts a driver error to the executor's.
 ///
 /// # Errors
-/// Results with gaps between their rows, and row statistics next to a sink, which is a number in device memory.
+/// Results with gaps between their rows, and row statistics with a sink, whose value is in device memory.
 pub fn prepare(
     query: &JobQuery<'_>,
     executor: ExecutorName,
@@ -40,13 +40,13 @@ pub fn prepare(
 }
 
 impl Empty {
-    /// Operands that are written and have elements.
+    /// Iterates over written operands that have elements.
     fn written(&self) -> impl Iterator<Item = Operand> {
         let writes = |(operand, tensor): &(Operand, sdpa_core::TensorSpec)| self.job.writes(*operand) && !tensor.is_empty();
         self.job.tensors().filter(writes).map(|(operand, _)| operand)
     }
 
-    /// Row statistics that are written and have elements.
+    /// Iterates over written row statistics that have elements.
     fn statistics(&self) -> impl Iterator<Item = Statistic> {
         let written = match &self.job {
             Job::Forward(problem) if problem.stats_elements() > 0 => Statistic::ALL.map(|which| problem.computes(which)),
@@ -73,7 +73,7 @@ impl Empty {
         gaps.chain(beside_sink).collect()
     }
 
-    /// Memory that is set, with the number that it is set to, in a call that was checked.
+    /// Returns the memory to set in a checked call, with the values.
     fn results(&self, call: &DeviceCall<'_, DeviceSlice>) -> Result<Vec<(DeviceSlice, f32)>, SpecErrors> {
         let (problem, mut errors, mut results) = (self.job.problem(), Vec::new(), Vec::new());
         let exactly =
@@ -121,7 +121,7 @@ impl DevicePrepared for Empty {
         let results = self.results(call)?;
         let submission = stream.begin().map_err(self.failed)?;
         for (slice, value) in results {
-            // SAFETY: the slice lies within memory of the call, which is as large as the caller promises and used by nothing else.
+            // SAFETY: the slice is within memory of the call. The caller promises its size, and that nothing else uses it.
             let set = unsafe { if value == 0.0 { submission.zero(slice) } else { submission.fill(slice, value) } };
             set.map_err(self.failed)?;
         }

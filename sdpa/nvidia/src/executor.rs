@@ -1,13 +1,13 @@
-//! The interface of executors on NVIDIA GPUs to callers with device memory of their own.
+//! The interface of executors on NVIDIA GPUs for callers with device memory.
 
 use sdpa_core::device::{DeviceExecutor, DevicePrepared};
 use sdpa_driver::{Device, DeviceSlice, Stream};
 
-/// A pass made ready, whichever executor made it: calls are addresses of device memory, submitted to streams.
+/// A prepared pass of any executor: calls have addresses of device memory and are submitted to streams.
 pub type DevicePass = dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>;
 
 /// An executor on one NVIDIA GPU.
 pub trait NvidiaExecutor: DeviceExecutor<Memory = DeviceSlice, Stream = Stream> {
-    /// The device that everything runs on.
+    /// Returns the device on which everything runs.
     fn device(&self) -> &'static Device;
 }

@@ -1,4 +1,4 @@
-//! Attention over host memory: up, run, down.
+//! Attention over host memory: upload, run, download.
 
 use crate::job::Job;
 use sdpa_core::device::{DeviceCall, DeviceGradient, DeviceParam, DeviceParams, DeviceValue, OnDevice, with_defaults};
@@ -12,7 +12,7 @@ use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::ops::Range;
 use std::time::Duration;
 
-/// A pass made ready on a GPU, for callers with host memory: operands go up, the pass runs, results come down. It is [`Prepared`] and
+/// A pass prepared on a GPU, for callers with host memory. It uploads operands, runs, and downloads results. It implements [`Prepared`] and
 /// [`PreparedBackward`].
 #[derive(Debug)]
 pub struct Hosted {
@@ -26,7 +26,7 @@ pub struct Hosted {
 type Uploaded = Vec<Option<(DType, Buffer)>>;
 
 impl Hosted {
-    /// A pass that `ready` runs on `stream`, which nobody else uses; `failed` makes the executor's error of the driver's.
+    /// Wraps a pass that `ready` runs on `stream`, which nothing else uses. `failed` converts a driver error to the executor's.
     pub fn new(job: Job, ready: OnDevice<DeviceSlice, Stream>, stream: Stream, failed: fn(sdpa_driver::Error) -> Error) -> Hosted {
         Hosted { job, ready, stream, failed }
     }
@@ -48,7 +48,7 @@ impl Hosted {
         Ok(buffer)
     }
 
-    /// A result, or workspace. All ones is NaN in every float type: an element that no kernel writes shows.
+    /// Allocates a result, or workspace, filled with ones. These are NaN in every float type, so an element that no kernel writes is visible.
     fn result(&self, bytes: u64) -> Result<Buffer, sdpa_driver::Error> {
         let mut buffer = self.buffer(bytes)?;
         buffer.fill(&self.stream, 0xff)?;
@@ -95,11 +95,11 @@ impl Hosted {
         Ok(())
     }
 
-    /// Submits a call over buffers of this device, and waits for it; the time between.
+    /// Submits a call over buffers of this device, waits for it, and returns the time.
     fn submit(&self, call: &DeviceCall<'_, DeviceSlice>) -> Result<Duration, Error> {
         let start: Event = self.stream.record(true).map_err(self.failed)?;
-        // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream has been waited for, also
-        // where this returns early: freeing device memory waits for what uses it.
+        // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream was waited for. After an early return, freeing
+        // device memory waits for work that uses it.
         #[allow(unsafe_code, reason = "host memory in, host memory out: the device tier's contract is kept here")]
         let submitted = unsafe { self.ready.submit(&self.stream, call) };
         let end = self.stream.record(true).map_err(self.failed)?;
@@ -143,7 +143,7 @@ struct Place {
 }
 
 impl Place {
-    /// Of packed documents, all of them as one batch entry.
+    /// Returns the layout of a tensor; packed sequences count as one batch entry.
     fn new(tensor: &TensorSpec, documents: Option<&[Range<usize>]>) -> Place {
         match documents {
             Some(documents) => {
@@ -159,11 +159,11 @@ impl Place {
     }
 
     fn bytes(&self, dtype: DType) -> u64 {
-        // A tensor without elements has an address too.
+        // A tensor without elements needs an address too.
         dtype.bytes(self.elements().max(1) as u64)
     }
 
-    /// Downloads it and keeps what lies between its elements.
+    /// Downloads the tensor and keeps the gaps between its elements.
     fn scatter<T: Copy + Default>(
         &self,
         to: &mut [T],
@@ -188,7 +188,7 @@ impl Place {
     }
 }
 
-/// A plan of the other direction.
+/// Returns the error of a plan for the other direction.
 fn other_pass() -> Error {
     Error::Spec(SpecErrors(vec![SpecError::new("pass", "the other one", "what was prepared")]))
 }
@@ -210,12 +210,12 @@ impl PreparedBackward for Hosted {
 }
 
 impl Hosted {
-    /// Either pass, of a call that was checked.
+    /// Runs either pass of a checked call.
     fn run(&self, call: HostCall<'_>, attn_scale: f32) -> Result<Report, Error> {
         let problem = self.job.problem();
         let failed = self.failed;
         let documents = problem.documents(call.params)?;
-        // Keys in pages lie in their containers, whole, whatever queries are.
+        // Paged keys are in whole pools, even if queries are packed.
         let of = |side: Side| documents.as_ref().filter(|_| problem.packs(side)).map(|documents| documents.of(side));
         let place = |operand: Operand| Ok::<_, Error>(Place::new(&self.tensor(operand)?, of(operand.side())));
         let mut operands: [Option<Buffer>; Operand::ALL.len()] = std::array::from_fn(|_| None);

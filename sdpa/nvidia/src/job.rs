@@ -1,4 +1,4 @@
-//! A pass over an attention problem, and the operands that it reads and writes.
+//! One pass over an attention problem, with the operands that it reads and writes.
 
 use crate::key::JobQuery;
 use sdpa_core::backward::BackwardProblem;
@@ -9,7 +9,7 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Fact};
 use serde::Serialize;
 
-/// One pass over one problem, forward or backward: what executors on NVIDIA GPUs make plans for, and key them by.
+/// A forward or backward pass over one problem: the unit for which executors on NVIDIA GPUs make plans, and the key of these.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Job {
@@ -32,7 +32,7 @@ impl From<BackwardProblem> for Job {
 }
 
 impl Job {
-    /// The attention problem of either pass.
+    /// Returns the attention problem of either pass.
     pub fn problem(&self) -> &Problem {
         match self {
             Job::Forward(problem) => problem,
@@ -40,7 +40,7 @@ impl Job {
         }
     }
 
-    /// Which pass it is.
+    /// Returns the direction of the pass.
     pub fn direction(&self) -> Direction {
         match self {
             Job::Forward(_) => Direction::Forward,
@@ -48,17 +48,17 @@ impl Job {
         }
     }
 
-    /// `forward` or `backward`.
+    /// Returns `forward` or `backward`.
     pub fn name(&self) -> &'static str {
         self.direction().name()
     }
 
-    /// Every strided operand of the pass, with its extents, strides and alignment.
+    /// Iterates over every strided operand of the pass, with its extents, strides and alignment.
     pub fn tensors(&self) -> impl Iterator<Item = (Operand, TensorSpec)> {
         self.direction().operands().iter().filter_map(|&operand| Some((operand, *self.tensor(operand)?)))
     }
 
-    /// A strided operand; `None` where the pass has no such.
+    /// Returns a strided operand; `None` if the pass does not have it.
     pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
         match self {
             Job::Forward(problem) => problem.tensor(operand),
@@ -66,17 +66,17 @@ impl Job {
         }
     }
 
-    /// Every fact of the pass: see [`Problem::facts`].
+    /// Iterates over every fact of the pass: see [`Problem::facts`].
     pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
         JobQuery::from(self).facts()
     }
 
-    /// A strided operand as it lies in memory: see [`Problem::in_memory`]. `None` where the pass has no such.
+    /// Returns a strided operand as it is in memory: see [`Problem::in_memory`]. `None` if the pass does not have it.
     pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
         JobQuery::from(self).in_memory(operand)
     }
 
-    /// The element type of an operand.
+    /// Returns the element type of an operand.
     pub fn dtype_of(&self, operand: Operand) -> DType {
         match self {
             Job::Forward(problem) => problem.dtype_of(operand),
@@ -84,12 +84,12 @@ impl Job {
         }
     }
 
-    /// Whether the pass writes an operand.
+    /// Returns whether the pass writes an operand.
     pub fn writes(&self, operand: Operand) -> bool {
         operand.written(self.direction()) == Some(true)
     }
 
-    /// Every declared parameter.
+    /// Returns every declared parameter.
     pub fn params(&self) -> &[Declared] {
         match self {
             Job::Forward(problem) => problem.params(),
@@ -97,7 +97,7 @@ impl Job {
         }
     }
 
-    /// Whether the caller asked for the same bits on every run.
+    /// Returns whether the caller requires determinism.
     pub fn deterministic(&self) -> bool {
         match self {
             Job::Forward(_) => false,
@@ -105,7 +105,7 @@ impl Job {
         }
     }
 
-    /// The same job with an operand made [dense](TensorSpec::densely).
+    /// Makes an operand [dense](TensorSpec::densely).
     pub fn densely(self, operand: Operand) -> Job {
         match self {
             Job::Forward(problem) => Job::Forward(Box::new(problem.densely(operand))),

@@ -1,4 +1,4 @@
-//! A pass as the key of a cache.
+//! Passes as cache keys.
 
 use crate::job::Job;
 use sdpa_cache::{CacheKey, Difference, Fields, Query};
@@ -11,7 +11,7 @@ use sdpa_core::spec::{Layout, TensorSpec};
 use sdpa_core::{BlockScale, DROPOUT_OFFSET, DROPOUT_SEED, DType, Direction, Fact, Fp8Scale, Operand, SINK};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
+/// Returns the name of a dense layout, or the strides. A name keeps the field equal when only an extent differs. Tensors are as in memory.
 fn strides(tensor: &TensorSpec) -> String {
     let dense = Layout::ALL.into_iter().find(|layout| {
         let strides = layout.strides(tensor.dims);
@@ -20,7 +20,7 @@ fn strides(tensor: &TensorSpec) -> String {
     dense.map_or_else(|| format!("{:?}", tensor.strides), |layout| layout.name().to_owned())
 }
 
-/// A borrowed problem, by which a [`Job`] is found in a cache without a copy of it.
+/// A borrowed problem, which finds a [`Job`] in a cache without a copy.
 #[derive(Clone, Copy, Debug, Hash)]
 pub enum JobQuery<'a> {
     /// A forward pass over this problem.
@@ -30,7 +30,7 @@ pub enum JobQuery<'a> {
 }
 
 impl<'a> JobQuery<'a> {
-    /// Which pass it is.
+    /// Returns the direction of the pass.
     pub fn direction(self) -> Direction {
         match self {
             JobQuery::Forward(_) => Direction::Forward,
@@ -38,7 +38,7 @@ impl<'a> JobQuery<'a> {
         }
     }
 
-    /// The attention problem of either pass.
+    /// Returns the attention problem of either pass.
     pub fn problem(self) -> &'a Problem {
         match self {
             JobQuery::Forward(problem) => problem,
@@ -46,7 +46,7 @@ impl<'a> JobQuery<'a> {
         }
     }
 
-    /// Every fact of the pass: see [`Problem::facts`].
+    /// Iterates over every fact of the pass: see [`Problem::facts`].
     pub fn facts(self) -> impl Iterator<Item = Fact<'a>> {
         let (forward, backward) = match self {
             JobQuery::Forward(problem) => (Some(problem.facts()), None),
@@ -55,7 +55,7 @@ impl<'a> JobQuery<'a> {
         forward.into_iter().flatten().chain(backward.into_iter().flatten())
     }
 
-    /// A strided operand as it lies in memory: see [`Problem::in_memory`]. `None` where the pass has no such.
+    /// Returns a strided operand as it is in memory: see [`Problem::in_memory`]. `None` if the pass does not have it.
     pub fn in_memory(self, operand: Operand) -> Option<TensorSpec> {
         match self {
             JobQuery::Forward(problem) => problem.in_memory(operand),
@@ -94,7 +94,7 @@ impl Query<Job> for JobQuery<'_> {
     }
 }
 
-/// An expression in a label: all of it, or where it is long its value without what is declared, and a hash of the text by which it is compared.
+/// Shortens an expression for a label: if it is long, to its value without declarations, and a hash of the compared text.
 fn short(text: &str, compared: &str) -> String {
     const MOST: usize = 60;
     if text.chars().count() <= MOST {
@@ -110,8 +110,8 @@ fn short(text: &str, compared: &str) -> String {
     format!("{cut} #{:08x}", state.finish() as u32)
 }
 
-/// What expressions declare, where their normal forms do not say it: a mask may declare a tensor that its normal form no longer reads, and masks of one
-/// normal form may declare in different orders.
+/// Returns the declarations of expressions that normal forms do not show. A mask may declare a tensor that its normal form no longer reads, and masks
+/// of one normal form may declare in different orders.
 fn declared(p: &Problem) -> Option<String> {
     let kept = p.kept();
     let scores = p.score_mod().into_iter().flat_map(|trace| trace.params()).map(|p| p.name.as_str());
@@ -142,7 +142,7 @@ fn declared(p: &Problem) -> Option<String> {
     (!is_known).then(|| all.iter().map(text).collect::<Vec<_>>().join(", "))
 }
 
-/// The words of a label that a fact adds after the extents. What has none is told by the head of the label, or by the fields of the key alone.
+/// Returns the words that a fact adds to a label after the extents. Other facts are in the head of the label, or only in the fields of the key.
 fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
     match fact {
         Fact::BlockScaled(is_scaled) => is_scaled.then(|| "block-scaled".to_owned()),
@@ -151,13 +151,13 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
         Fact::Dropout(dropout) => dropout.map(|dropout| format!("dropout {}", dropout.p())),
         Fact::PageSize(page_size) => page_size.map(|page_size| format!("paged by {page_size}")),
         Fact::ScoreMod(score_mod) => score_mod.map(|score_mod| short(&score_mod.to_string(), &score_mod.without_defaults().to_string())),
-        // All parts of the masks in one expression.
+        // One expression covers all parts of the masks.
         Fact::Band(..) => {
             let kept = problem.kept();
             (!kept.is_full()).then(|| short(&kept.to_string(), &kept.without_defaults().to_string()))
         }
         Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
-        // In the head.
+        // These are in the head.
         Fact::Dtype(_)
         | Fact::Batch(_)
         | Fact::HeadsQ(_)
@@ -166,7 +166,7 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
         | Fact::SeqKv(_)
         | Fact::DimQk(_)
         | Fact::DimV(_) => None,
-        // In the fields.
+        // These are only in the fields.
         Fact::OutputDtype(_)
         | Fact::Strides(..)
         | Fact::Alignment(..)
@@ -186,7 +186,7 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
     }
 }
 
-/// The field of a key that a fact is in: its name and its value. `None` where the field of another fact tells it, or where it follows from others.
+/// Returns the name and value of a fact's key field. `None` if the field of another fact covers it, or if it follows from others.
 fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
     let p = job.problem();
     let of_fp8 = |name: &'static str, value: String| p.dtype().is_fp8().then_some((name, value));
@@ -210,7 +210,7 @@ fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
             let [_, name] = operand.fields();
             Some((name, alignment.to_string()))
         }
-        // All of how documents are packed in one field.
+        // One field covers the whole packing.
         Fact::Packed(_) => {
             let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
             let packed = p.packed().map(|packed| {
@@ -223,14 +223,14 @@ fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
         Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => None,
         Fact::Sink(has_sink) => Some(("sink", has_sink.to_string())),
         Fact::Dropout(dropout) => Some(("dropout", or(dropout.map(|dropout| dropout.p().to_string()), "none"))),
-        // Both of pages in one field.
+        // One field covers both facts of paging.
         Fact::Pages(_) => {
             let paged = p.paged().map(|paged| format!("{} pages of {} tokens", paged.pages, paged.page_size));
             Some(("paged", or(paged, "no")))
         }
         Fact::PageSize(_) => None,
         Fact::ScoreMod(score_mod) => Some(("score_mod", or(score_mod.map(|trace| trace.without_defaults().to_string()), "none"))),
-        // All parts of the masks in one field.
+        // One field covers all parts of the masks.
         Fact::Band(..) => Some(("mask", p.kept().without_defaults().to_string())),
         Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
         Fact::Parameters(_) => declared(p).map(|declared| ("parameters", declared)),
@@ -240,7 +240,7 @@ fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
         Fact::GradientDtype(dtype) => of_fp8("dtype of gradients", dtype.to_string()),
         Fact::Gradient(gradient) => Some(("gradient", or(gradient.map(|gradient| gradient.trace.without_defaults().to_string()), "none"))),
         Fact::GradientsOf(wrt) => Some(("wrt", wrt.iter().map(|g| format!("{} {}", g.name, g.dtype)).collect::<Vec<_>>().join(", "))),
-        // The traces of the score_mod and its derivative declare them, and the element types.
+        // The traces of the score_mod and its derivative, and the element types, determine them.
         Fact::BackwardParameters(_) => None,
         Fact::Deterministic(is_deterministic) => Some(("deterministic", is_deterministic.to_string())),
     }
@@ -273,7 +273,7 @@ impl CacheKey for Job {
     }
 }
 
-/// What to do where only these fields differ: the first row that has them all.
+/// Advice for keys that differ only in these fields. The first row that contains all differing fields applies.
 const ADVICE: [(&[&str], &str); 8] = [
     (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
     (&["packed"], "only how documents are packed differs: say the most tokens that a step has, and keep to one type of boundaries"),
@@ -291,7 +291,7 @@ const ADVICE: [(&[&str], &str); 8] = [
     (&LAYOUTS_AND_ALIGNMENTS, "only strides or alignments differ: the same tensors come in two layouts"),
 ];
 
-/// Fields of strides.
+/// Fields of strides and alignments.
 const LAYOUTS_AND_ALIGNMENTS: [&str; 16] = [
     "layout of q",
     "layout of k",
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0; tanh(score / cap) * cap");
     }
 
-    /// Reports tell keys apart by their labels.
+    /// Labels must differ, because reports identify keys by them.
     #[test]
     fn long_expressions_that_begin_alike_have_labels_of_their_own() {
         let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(reach("3.0"), reach("4.0"));
     }
 
-    /// Two passes of one text are one key, or `explain` finds no difference between them.
+    /// Passes with different fields are different keys, or `explain` would find no difference between them.
     #[test]
     fn passes_that_differ_differ_in_a_field() {
         let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };

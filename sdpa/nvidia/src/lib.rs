@@ -16,5 +16,5 @@ pub use executor::{DevicePass, NvidiaExecutor};
 pub use host::Hosted;
 pub use job::Job;
 pub use key::JobQuery;
-// Types that calls over device memory take, so that a caller needs no other crate.
+// Types in calls over device memory, re-exported so that a caller needs no other crate.
 pub use sdpa_driver::{Buffer, Device, DeviceSlice, RawStream, Stream};

@@ -1,11 +1,11 @@
-//! The folder that programs of one user share: compiled kernels, ledgers.
+//! The user's folder of this library: compiled kernels, ledgers.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Turns caches on disk off, or on.
+/// The variable that turns disk caches on or off.
 const SWITCH: &str = "SDPA_CACHE";
-/// The folder in place of the user's.
+/// The variable with a folder to use instead of the user's.
 const FOLDER: &str = "SDPA_CACHE_DIR";
 
 /// An environment variable with an invalid value.
@@ -25,7 +25,7 @@ fn wrong(variable: &'static str, value: OsString, expected: &'static str) -> Set
     SettingError { variable, value: value.to_string_lossy().into_owned(), expected }
 }
 
-/// Whether caches on disk are on: `SDPA_CACHE` is not `off`.
+/// Returns whether disk caches are on: `SDPA_CACHE` is not `off`.
 ///
 /// # Errors
 /// `SDPA_CACHE` is neither `on` nor `off`.
@@ -33,8 +33,8 @@ pub fn are_caches_on() -> Result<bool, SettingError> {
     switch(|name| std::env::var_os(name))
 }
 
-/// A folder of this user: `name` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on macOS `~/Library/Caches/sdpa`). `None` where
-/// the user has no home. Touches no disk.
+/// Returns a folder of this user: `name` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on macOS
+/// `~/Library/Caches/sdpa`). `None` if the user has no home. Accesses no disk.
 ///
 /// # Errors
 /// `SDPA_CACHE_DIR` is not an absolute path.
@@ -42,7 +42,7 @@ pub fn folder(name: &str) -> Result<Option<PathBuf>, SettingError> {
     Ok(base(|name| std::env::var_os(name))?.map(|base| base.join(name)))
 }
 
-/// An empty variable is one that is not set, as XDG says.
+/// Returns a variable; an empty one counts as unset, as in the XDG specification.
 fn value(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<OsString> {
     variable(name).filter(|value| !value.is_empty())
 }
@@ -60,7 +60,7 @@ fn base(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<PathBuf>, 
         Some(folder) if Path::new(&folder).is_absolute() => Ok(Some(PathBuf::from(folder))),
         Some(folder) => Err(wrong(FOLDER, folder, "an absolute path")),
         None => {
-            // XDG: a relative path is ignored.
+            // The XDG specification says to ignore relative paths.
             let absolute = |name| value(&variable, name).map(PathBuf::from).filter(|path| path.is_absolute());
             let caches = if cfg!(target_vendor = "apple") { "Library/Caches" } else { ".cache" };
             Ok(absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(caches))).map(|caches| caches.join("sdpa")))

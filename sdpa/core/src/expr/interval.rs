@@ -75,9 +75,10 @@ impl Trace {
         values
     }
 
-    /// Returns the least and greatest possible value of each value, for indices (batch, head, q, k) within these inclusive bounds; booleans are 0 and
-    /// 1. Parameters may have any value. Floats that depend on parameters, on the score or on functions that devices approximate have the range
-    /// `None`.
+    /// Returns the least and greatest possible value of each value, for indices (batch, head, q, k) within these inclusive bounds.
+    ///
+    /// Booleans are 0 and 1. Parameters may have any value. Floats that depend on parameters, on the score or on functions that devices approximate
+    /// have the range `None`.
     ///
     /// ```
     /// use sdpa_core::expr::Trace;

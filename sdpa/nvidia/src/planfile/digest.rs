@@ -1,28 +1,28 @@
-//! SHA-256, as a key and as a checksum.
+//! SHA-256, used as keys and checksums.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use std::fmt;
 use std::str::FromStr;
 
-/// A SHA-256, as a key and as a checksum. Texts and files have it as 64 hexadecimal digits.
+/// A SHA-256, used as a key or checksum. Its text form is 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {
-    /// The digest of these bytes.
+    /// Returns the digest of these bytes.
     pub fn of(bytes: &[u8]) -> Digest {
         Digest(Sha256::digest(bytes).into())
     }
 
-    /// A digest of several parts: where one ends and the next begins counts.
+    /// Starts a digest of several parts, which depends on the boundaries between them.
     pub fn parts() -> Parts {
         Parts(Sha256::new())
     }
 }
 
-/// A digest in the making: each part goes in after its length.
+/// A digest under construction. Each part is hashed after its length.
 #[derive(Clone, Debug)]
 pub struct Parts(Sha256);
 
@@ -35,13 +35,13 @@ impl Parts {
         self
     }
 
-    /// The digest of the parts.
+    /// Returns the digest of the parts.
     pub fn finish(self) -> Digest {
         Digest(self.0.finalize().into())
     }
 }
 
-/// The checksum of a file so far.
+/// The running checksum of a file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Running(Sha256);
 
@@ -67,7 +67,7 @@ impl fmt::Debug for Digest {
     }
 }
 
-/// A text that is no digest.
+/// A text that is not a digest.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the digest is {0:?}: must be 64 hexadecimal digits")]
 pub struct NotADigest(pub String);

@@ -1,13 +1,13 @@
-//! Errors of a file of plans.
+//! Errors of plan files.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a file of plans was not read or not written.
+/// Why a plan file was not read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanFileError {
-    /// The operating system says no.
+    /// The operating system refused an operation.
     #[error("{action} {}: {source}", path.display())]
     Io {
         /// The file or folder.
@@ -17,7 +17,7 @@ pub enum PlanFileError {
         /// The operating system's error.
         source: io::Error,
     },
-    /// The file is no file of plans.
+    /// The file is not a plan file.
     #[error("{} is not a file of plans", path.display())]
     NotAPlanFile {
         /// The file.
@@ -30,7 +30,7 @@ pub enum PlanFileError {
         path: PathBuf,
         /// The format version of the file.
         found: u32,
-        /// The newest format version that is known.
+        /// The newest format version that this library supports.
         known: u32,
     },
     /// The file ends too early.
@@ -38,14 +38,14 @@ pub enum PlanFileError {
     Truncated {
         /// The file.
         path: PathBuf,
-        /// The part that is cut off.
+        /// The truncated part.
         what: String,
-        /// Bytes that the file would have with it, or more.
+        /// The least size of the complete file in bytes.
         needs: u64,
-        /// Bytes that it has.
+        /// The actual size in bytes.
         has: u64,
     },
-    /// A checksum does not hold.
+    /// A checksum does not match.
     #[error("{} is damaged: the checksum of its {what} does not hold", path.display())]
     Damaged {
         /// The file.
@@ -65,7 +65,7 @@ pub enum PlanFileError {
         /// The rule.
         rule: String,
     },
-    /// Anybody may change the file, or put another one there.
+    /// Every user may change the file, or replace it.
     #[error("{} has mode {mode:04o}: everybody may write it, and plans are machine code", path.display())]
     Permissions {
         /// The file, or its folder.
@@ -81,23 +81,23 @@ pub enum PlanFileError {
         /// Permission bits.
         mode: u32,
     },
-    /// Somebody else may change the file, or put another one there.
+    /// Another user may change the file, or replace it.
     #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
     Owner {
         /// The file, or a folder on the way to it.
         path: PathBuf,
         /// The user id of its owner.
         owner: u32,
-        /// The user id of who reads or writes.
+        /// The user id of the process that reads or writes.
         user: u32,
     },
-    /// The path is no regular file: a folder, a device, a link to nothing.
+    /// The path is not a regular file, but a folder, a device or a dangling link.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
         /// The path.
         path: PathBuf,
     },
-    /// The path of a folder of records is something else.
+    /// The path of a folder of records is not a folder.
     #[error("{} is not a folder", path.display())]
     NotAFolder {
         /// The path.
@@ -122,7 +122,7 @@ impl PlanFileError {
         move |source| PlanFileError::Io { path: path.to_owned(), action, source }
     }
 
-    /// Whether nothing is lost by writing over the file: it is a file of plans that can no longer be read, or is not there.
+    /// Returns whether overwriting loses nothing: it is an unreadable plan file, or does not exist.
     pub fn is_replaceable(&self) -> bool {
         match self {
             PlanFileError::Truncated { .. } | PlanFileError::Damaged { .. } | PlanFileError::Corrupt { .. } => true,
@@ -139,7 +139,7 @@ impl PlanFileError {
     }
 }
 
-/// A field that breaks a rule of the format, wherever it was found.
+/// A field that breaks a rule of the format.
 #[derive(Debug)]
 pub struct Fault {
     pub(super) what: String,
@@ -148,17 +148,17 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// The field, what it holds, and the rule.
+    /// Creates a fault from the field, its value, and the rule.
     pub fn new(what: impl Into<String>, value: impl ToString, rule: impl Into<String>) -> Fault {
         Fault { what: what.into(), value: value.to_string(), rule: rule.into() }
     }
 
-    /// It was read there.
+    /// Converts it to the error of reading a file.
     pub(super) fn read(self, path: &Path) -> PlanFileError {
         PlanFileError::Corrupt { path: path.to_owned(), what: self.what, value: self.value, rule: self.rule }
     }
 
-    /// It was to be written there.
+    /// Converts it to the error of writing a file.
     pub(super) fn unwritten(self, path: &Path) -> PlanFileError {
         PlanFileError::Refused { path: path.to_owned(), what: self.what, value: self.value, rule: self.rule }
     }

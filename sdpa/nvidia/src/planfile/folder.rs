@@ -70,7 +70,7 @@ struct Kept {
 }
 
 impl Folder {
-    /// A folder that need not exist yet, and the bytes that its files may have together. Touches no disk.
+    /// Describes a folder, which may not exist yet, with the limit for the total size of its files. Accesses no disk.
     pub fn new(path: impl Into<PathBuf>, limit: u64) -> Folder {
         Folder { path: path.into(), limit }
     }
@@ -85,7 +85,7 @@ impl Folder {
         self.limit
     }
 
-    /// Returns the payload of a record, and marks it as used now. `None` where there is no such record, or one under another head.
+    /// Returns the payload of a record, and marks it as used now. `None` if there is no such record, or only one under another head.
     ///
     /// # Errors
     /// [`PlanFileError`]: the folder or the file is refused, damaged, or cannot be read.
@@ -107,14 +107,14 @@ impl Folder {
         }
         let payload = file.read(key)?;
         if payload.is_some() {
-            // The order of eviction. Without permission to write, the folder is one that nothing is evicted from.
+            // File times order the eviction. Without write permission nothing is evicted from the folder, so failures are ignored.
             File::options().write(true).open(&path).and_then(|file| file.set_modified(SystemTime::now())).ok();
         }
         Ok(payload)
     }
 
-    /// Writes a record, over whatever has its name, then deletes the least recently used records until all are within the limit. A record that exceeds the
-    /// limit alone is not written. The file is not flushed to the disk: what a power failure leaves of it has a wrong checksum.
+    /// Writes a record, replacing one of its name, then deletes the least recently used records until all are within the limit. A record that exceeds
+    /// the limit alone is not written. The file is not flushed to disk: after a power failure an incomplete file has a wrong checksum.
     ///
     /// # Errors
     /// [`PlanFileError`]: the folder is refused, or cannot be made or written to.
@@ -138,7 +138,7 @@ impl Folder {
         Ok(usage(&self.kept()?))
     }
 
-    /// Deletes every record, and says what was deleted. Other files stay.
+    /// Deletes every record, and returns what was deleted. Other files stay.
     ///
     /// # Errors
     /// [`PlanFileError`]: the folder is refused, or a file cannot be deleted.
@@ -152,7 +152,7 @@ impl Folder {
         self.path.join(format!("{key}.{EXTENSION}"))
     }
 
-    /// Whether the folder exists. One that another user may change is an error.
+    /// Returns whether the folder exists. A folder that another user may change is an error.
     fn is_there(&self) -> Result<bool, PlanFileError> {
         match metadata(&self.path) {
             Err(PlanFileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -170,7 +170,7 @@ impl Folder {
         let reading = || PlanFileError::io(&self.path, "reading");
         for entry in std::fs::read_dir(&self.path).map_err(reading())? {
             let path = entry.map_err(reading())?.path();
-            // Another process deletes files of the folder too.
+            // Another process may be deleting files of the folder.
             let Ok(facts) = std::fs::symlink_metadata(&path) else { continue };
             let used = facts.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             if path.extension().is_some_and(|extension| extension == EXTENSION) && facts.is_file() {
@@ -182,7 +182,8 @@ impl Folder {
         Ok(kept)
     }
 
-    /// Every writer does this after it has written, so the last of several leaves the folder within its limit.
+    /// Deletes the least recently used records. Every writer does this after it has written, so the last of several leaves the folder within its
+    /// limit.
     fn trim(&self) -> Result<(), PlanFileError> {
         let mut kept = self.kept()?;
         kept.sort_by_key(|kept| kept.used);
@@ -207,7 +208,7 @@ fn metadata(path: &Path) -> Result<Metadata, PlanFileError> {
     std::fs::metadata(path).map_err(PlanFileError::io(path, "asking about"))
 }
 
-/// Another process may have been faster.
+/// Deletes a file. Another process may have deleted it already.
 fn remove(path: &Path) -> Result<(), PlanFileError> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(PlanFileError::io(path, "deleting")(error)),
@@ -251,7 +252,7 @@ mod tests {
         folder.put(&Here(1), record(1, 100)).unwrap();
         folder.put(&Here(1), record(2, 100)).unwrap();
         assert_eq!(folder.get(&Here(1), &record(1, 0).key).unwrap(), Some(vec![1; 100]));
-        // Another head, another key.
+        // Another head or another key finds nothing.
         assert_eq!(folder.get(&Here(2), &record(1, 0).key).unwrap(), None);
         assert_eq!(folder.get(&Here(1), &record(3, 0).key).unwrap(), None);
         assert_eq!(folder.usage().unwrap().records, 2);
@@ -261,7 +262,7 @@ mod tests {
         assert!(path.join("letter").exists());
     }
 
-    /// A file under the name of another key is not that key's.
+    /// A file under the name of another key is not returned for that key.
     #[test]
     fn a_renamed_record_is_absent() {
         let (_parent, path) = parent();
@@ -305,7 +306,7 @@ mod tests {
             file.set_modified(SystemTime::now() - Duration::from_secs(1000 - seconds)).unwrap();
         };
         (0..3).for_each(|n| put(n, u64::from(n)));
-        // A hit makes the oldest the newest.
+        // A hit makes the oldest record the newest.
         assert!(folder.get(&Here(1), &record(0, 0).key).unwrap().is_some());
         put(3, 10);
         let there: Vec<bool> = (0..4).map(|n| folder.file(&record(n, 0).key).exists()).collect();
@@ -314,11 +315,11 @@ mod tests {
             put(n, u64::from(n));
             assert!(folder.usage().unwrap().bytes <= 3 * one);
         }
-        // One that is too large alone leaves the others alone.
+        // A record that exceeds the limit alone evicts no other.
         folder.put(&Here(1), record(99, 4000)).unwrap();
         assert_eq!(folder.usage().unwrap().records, 3);
         assert!(!folder.file(&record(99, 0).key).exists());
-        // A smaller limit than the folder has.
+        // The limit is smaller than the folder's content.
         Folder::new(&path, one).put(&Here(1), record(50, 1000)).unwrap();
         assert_eq!(folder.usage().unwrap().records, 1);
     }
@@ -387,7 +388,7 @@ mod tests {
             folder.put(&Here(1), record(1, 10)).unwrap();
             assert!(folder.get(&Here(1), &record(1, 0).key).unwrap().is_some());
         }
-        // A file in place of the folder.
+        // A file at the path of the folder.
         let other = Folder::new(&file, 1 << 20);
         assert!(matches!(other.get(&Here(1), &record(1, 0).key), Err(PlanFileError::NotAFolder { .. })));
         assert!(other.put(&Here(1), record(1, 10)).is_err());

@@ -1,4 +1,4 @@
-//! The bytes of a file: see the table in [`super`].
+//! The bytes of a plan file: see the table in [`super`].
 
 use super::digest::{Digest, Running};
 use super::error::Fault;
@@ -10,15 +10,15 @@ use std::collections::BTreeMap;
 pub(super) const MAGIC: [u8; 8] = *b"\x89sdpa\r\n\x1a";
 pub(super) const VERSION: u32 = 1;
 
-/// Magic, version, length of the header.
+/// Bytes of magic, version and header length.
 pub(super) const LEAD: u64 = 16;
-/// Number of records, length of the index.
+/// Bytes of the number of records and the length of the index.
 pub(super) const COUNTS: u64 = 8;
 pub(super) const CHECKSUM: u64 = 32;
-/// An entry of the index with an empty label.
+/// Bytes of an index entry with an empty label.
 const SMALLEST_ENTRY: u64 = 32 + 4 + 8 + 8 + 32;
 
-/// The most that a field may hold, for readers and writers alike.
+/// The largest value of a field, for readers and writers.
 #[derive(Debug)]
 pub(super) struct Limit {
     what: &'static str,
@@ -38,14 +38,14 @@ impl Limit {
         Ok(())
     }
 
-    /// The value as the file has it.
+    /// Converts a value to its form in the file.
     fn number(&self, value: usize) -> Result<u32, Fault> {
         self.check(value as u64)?;
         u32::try_from(value).map_err(|_| Fault::new(self.what, value, format!("at most {}", u32::MAX)))
     }
 }
 
-/// A payload in a file.
+/// The position of a payload in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Slot {
     pub(super) entry: Entry,
@@ -59,7 +59,7 @@ impl Slot {
     }
 }
 
-/// Fields, one after another.
+/// Parses consecutive fields.
 #[derive(Debug)]
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
@@ -89,7 +89,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Whether an index of so many bytes can have so many records.
+/// Checks that an index of this size can have this many records.
 pub(super) fn check_counts(records: u32, bytes: u32) -> Result<(), Fault> {
     let (records, bytes) = (u64::from(records), u64::from(bytes));
     RECORDS.check(records)?;
@@ -100,7 +100,7 @@ pub(super) fn check_counts(records: u32, bytes: u32) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The index in these bytes; payloads begin at `start`.
+/// Parses the index; payloads begin at `start`.
 pub(super) fn read_index(bytes: &[u8], records: u32, start: u64) -> Result<Vec<Slot>, Fault> {
     let mut fields = Fields(bytes);
     let mut slots: Vec<Slot> = Vec::new();
@@ -136,7 +136,7 @@ fn read_slot(fields: &mut Fields<'_>, i: u32, start: u64) -> Result<Slot, Fault>
     Ok(Slot { entry: Entry { key, label: label.to_owned(), bytes }, offset, checksum })
 }
 
-/// Everything of a file that comes before the payloads; they follow in the order of their keys.
+/// Returns the bytes of a file before the payloads, which follow in the order of their keys.
 pub(super) fn head(header: &impl Head, records: &BTreeMap<Digest, Record>) -> Result<Vec<u8>, Fault> {
     header.check()?;
     let json = serde_json::to_vec(header).map_err(|e| Fault::new("header", e, "JSON"))?;
@@ -149,7 +149,7 @@ pub(super) fn head(header: &impl Head, records: &BTreeMap<Digest, Record>) -> Re
 
     let index: u64 = records.values().map(|r| SMALLEST_ENTRY + r.label.len() as u64).sum();
     out.extend(RECORDS.number(records.len())?.to_le_bytes());
-    // Limits on records and labels keep the index below 2³².
+    // The limits on records and labels keep the index below 2³².
     out.extend((index as u32).to_le_bytes());
     let mut offset = out.len() as u64 + index + CHECKSUM;
     for record in records.values() {

@@ -1,20 +1,20 @@
-//! What may be read and replaced: regular files of this user or root, which not everybody may write, in folders where nobody else may put
-//! another one in their place. A file that passes is as trustworthy as the program and the libraries that the same two users install.
+//! Checks which files may be read and replaced: regular files of this user or root that not every user may write, in folders where no other user may
+//! replace them. Such a file is as trustworthy as the program and the libraries that the same users install.
 
 use super::error::PlanFileError;
 use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file that is opened to be read.
+/// Opens a file for reading.
 pub(super) fn open(path: &Path) -> Result<File, PlanFileError> {
-    // Asked before it is opened: opening a pipe waits for who writes it.
+    // Check before opening: opening a pipe waits for its writer.
     let facts = std::fs::metadata(path).map_err(PlanFileError::io(path, "opening"))?;
     if !facts.is_file() {
         return Err(PlanFileError::NotAFile { path: path.to_owned() });
     }
     let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?;
-    // Of a link too: who writes to its folder may point it elsewhere.
+    // Check the folder of a link too: its writers may redirect the link.
     check_folder(folder(path))?;
     check_folder(folder(&real))?;
     let file = File::open(&real).map_err(PlanFileError::io(path, "opening"))?;
@@ -29,18 +29,18 @@ pub(super) fn open(path: &Path) -> Result<File, PlanFileError> {
     }
 }
 
-/// A place for a file.
+/// A path where a file can be written.
 #[derive(Debug)]
 pub(super) struct Target {
-    /// As the caller wrote it.
+    /// The path from the caller.
     pub(super) path: PathBuf,
-    /// Links followed.
+    /// The path with links resolved.
     pub(super) file: PathBuf,
     pub(super) folder: PathBuf,
 }
 
 impl Target {
-    /// A place where a regular file is or may be put.
+    /// Checks a path where a regular file exists or can be created.
     pub(super) fn new(path: &Path) -> Result<Target, PlanFileError> {
         let not_a_file = || PlanFileError::NotAFile { path: path.to_owned() };
         let is_free = match std::fs::metadata(path) {
@@ -63,7 +63,7 @@ impl Target {
         };
         let file = match followed {
             Some(file) => file,
-            // A link to nothing. A file that is there by now is one that another process has just put there.
+            // A dangling link. If the file exists by now, another process has just created it.
             None if std::fs::symlink_metadata(path).is_ok_and(|facts| facts.is_symlink()) => return Err(not_a_file()),
             None => {
                 let parent = std::fs::canonicalize(parent).map_err(PlanFileError::io(parent, "looking for"))?;
@@ -83,7 +83,7 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// Refuses what another user owns or may write to, by its group too: a folder of kernels belongs to one user.
+/// Refuses files that another user owns or may write, even by group: a folder of kernels belongs to one user.
 pub(super) fn check_private(path: &Path, facts: &Metadata) -> Result<(), PlanFileError> {
     check_owner(path, facts, user())?;
     match mode(facts) {
@@ -92,7 +92,7 @@ pub(super) fn check_private(path: &Path, facts: &Metadata) -> Result<(), PlanFil
     }
 }
 
-/// Makes a folder, and those on the way to it, for this user alone. One that exists stays as it is.
+/// Creates a folder, and its missing parents, for this user alone. An existing folder is unchanged.
 pub(super) fn make_private(path: &Path) -> Result<(), PlanFileError> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);
@@ -101,7 +101,7 @@ pub(super) fn make_private(path: &Path) -> Result<(), PlanFileError> {
     builder.create(path).map_err(PlanFileError::io(path, "making"))
 }
 
-/// Refuses a folder in which somebody else may replace the files of others, and one on the way to it; the sticky bit forbids that.
+/// Refuses a folder where another user may replace files, and any such parent. The sticky bit prevents replacing.
 pub(super) fn check_folder(path: &Path) -> Result<(), PlanFileError> {
     let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?;
     for folder in real.ancestors() {
@@ -117,7 +117,7 @@ pub(super) fn check_folder(path: &Path) -> Result<(), PlanFileError> {
 
 const ROOT: u32 = 0;
 
-/// Refuses what belongs to somebody else than a user and root.
+/// Refuses files of users other than this one and root.
 fn check_owner(path: &Path, facts: &Metadata, user: u32) -> Result<(), PlanFileError> {
     let owner = owner(facts);
     if owner == user || owner == ROOT { Ok(()) } else { Err(PlanFileError::Owner { path: path.to_owned(), owner, user }) }
@@ -128,7 +128,7 @@ fn owner(facts: &Metadata) -> u32 {
     std::os::unix::fs::MetadataExt::uid(facts)
 }
 
-/// There are no such numbers elsewhere.
+/// Other platforms have no user ids.
 #[cfg(not(unix))]
 fn owner(_: &Metadata) -> u32 {
     ROOT
@@ -149,7 +149,7 @@ fn mode(facts: &Metadata) -> u32 {
     std::os::unix::fs::MetadataExt::mode(facts) & 0o7777
 }
 
-/// There are no such bits elsewhere.
+/// Other platforms have no permission bits.
 #[cfg(not(unix))]
 fn mode(_: &Metadata) -> u32 {
     0
@@ -167,10 +167,10 @@ mod tests {
         assert_eq!(mine, user());
         assert!(check_owner(file.path(), &facts, mine).is_ok());
         if mine == ROOT {
-            // Root may give it to somebody else: then it is not read.
+            // Root may give the file to another user; it is then not read.
             std::os::unix::fs::chown(file.path(), Some(4711), None).unwrap();
             assert!(matches!(open(file.path()), Err(PlanFileError::Owner { owner: 4711, user: ROOT, .. })));
-            // Nor where a folder on the way is somebody else's.
+            // A file below another user's folder is not read either.
             let folder = tempfile::tempdir().unwrap();
             let inner = folder.path().join("inner");
             std::fs::create_dir(&inner).unwrap();

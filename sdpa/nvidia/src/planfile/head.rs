@@ -1,29 +1,29 @@
-//! What all records of a file were made by and for.
+//! Headers of plan files: the compiler and target of all records.
 
 use super::error::Fault;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::{Debug, Display};
 
-/// What all records of a file were made by and for: stands in front of them as JSON.
+/// The header of a plan file: the compiler and target of all its records. Stored before them as JSON.
 pub trait Head: Clone + Debug + PartialEq + Serialize + DeserializeOwned {
-    /// Why records of a file are of no use here.
+    /// Why records of a file cannot be used here.
     type Mismatch: Display;
 
-    /// Why records under this head are none under the one `here`; `None` when they are.
+    /// Returns why records with this header cannot be used under the header `here`; `None` if they can.
     fn mismatch(&self, here: &Self) -> Option<Self::Mismatch>;
 
-    /// The head of a file with records of both, which do not mismatch.
+    /// Returns the header of a file with records of both headers, which match.
     #[must_use]
     fn joined(&self, other: &Self) -> Self {
         let _ = other;
         self.clone()
     }
 
-    /// Whether it may stand in a file.
+    /// Checks whether the header may be stored in a file.
     ///
     /// # Errors
-    /// The field that may not.
+    /// The invalid field.
     fn check(&self) -> Result<(), Fault> {
         Ok(())
     }

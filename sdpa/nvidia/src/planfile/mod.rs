@@ -1,10 +1,9 @@
-//! A container for machine code: one file, written as a whole, read record by record. Each executor has a [`Head`] of its own, which says what all records of a
-//! file were made by and for.
+//! A container for machine code: one file, written as a whole and read record by record. Each executor has its own [`Head`], which describes the
+//! compiler and target of all records.
 //!
-//! **Records are machine code. Load only files that you trust.** What is checked is accident and permissions, not malice:
-//! a file that was cut off or damaged is an error and never a wrong plan. A file is read only where it belongs to this user or root and not
-//! everybody may write it, and where no folder on the way to it lets anybody else put another one in its place: whoever may write a file can
-//! put any code into it, with checksums that hold.
+//! **Records are machine code. Load only files that you trust.** The checks detect accidents and wrong permissions, not malice: a truncated or
+//! damaged file is an error, never a wrong plan. A file is read only if it belongs to this user or root, not every user may write it, and no folder
+//! on its path lets another user replace it. A user who may write a file can put any code into it, with valid checksums.
 //!
 //! ```
 //! use sdpa_nvidia::planfile::{self, Digest, Fault, Head, PlanFile, Record};
@@ -35,14 +34,14 @@
 //!
 //! # Sharing
 //!
-//! A file is never changed, only replaced: [`write()`] and [`add`] move a finished file over the old one, and who has the old one
-//! open goes on reading that. [`add`] holds an advisory lock on a file beside it, named like it with `.lock` at the end, which
-//! stays; [`write()`] and readers take no lock. A process that is killed while it writes may leave a `.sdpa-*.tmp` behind.
+//! A file is never changed, only replaced: [`write()`] and [`add`] move a finished file over the old one, and processes that have the old one open
+//! keep reading it. [`add`] holds an advisory lock on a file next to it, with `.lock` appended to its name, which is never deleted. [`write()`] and
+//! readers take no lock. A process that is killed while it writes may leave a `.sdpa-*.tmp` file.
 //!
 //! # Format
 //!
-//! Version 1. Numbers are little endian, texts UTF-8. A checksum is the SHA-256 of *everything before it in the file*, but for
-//! those of payloads, which are of the payload.
+//! Version 1. Numbers are little endian, texts UTF-8. A checksum is the SHA-256 of *everything before it in the file*, except that those of payloads
+//! cover only the payload.
 //!
 //! | bytes | what | rule |
 //! |---|---|---|
@@ -63,7 +62,7 @@
 //! | 32 | checksum | |
 //! | | payloads | the file ends with the last |
 //!
-//! What is before the version stays as it is in every version to come. A field more is a version more.
+//! Everything up to the version field stays the same in all future versions. A new field needs a new version.
 
 mod digest;
 mod error;

@@ -1,4 +1,4 @@
-//! A file that is open: header and index in memory, payloads on demand.
+//! An open plan file: header and index in memory, payloads read on demand.
 
 use super::digest::{Digest, Running};
 use super::error::{Fault, PlanFileError};
@@ -10,7 +10,7 @@ use std::cmp::Ordering;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file of plans. It stays readable when another one is put in its place.
+/// An open plan file. It stays readable after another file replaces it.
 #[derive(Debug)]
 pub struct PlanFile<H> {
     path: PathBuf,
@@ -22,7 +22,7 @@ pub struct PlanFile<H> {
 /// The index entry of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The key that the payload is found by.
+    /// The key of the payload.
     pub key: Digest,
     /// A name for people.
     pub label: String,
@@ -34,7 +34,7 @@ impl<H: Head> PlanFile<H> {
     /// Opens a file and reads header and index.
     ///
     /// # Errors
-    /// [`PlanFileError`], whatever the file holds: nothing of it is used before its checksum holds.
+    /// [`PlanFileError`], for any content: nothing is used before its checksum was verified.
     pub fn open(path: impl AsRef<Path>) -> Result<PlanFile<H>, PlanFileError> {
         let path = path.as_ref();
         let source = Source::new(guard::open(path)?);
@@ -50,15 +50,15 @@ impl<H: Head> PlanFile<H> {
         &self.header
     }
 
-    /// Every record, in the order of keys.
+    /// Iterates over every record, in the order of keys.
     pub fn entries(&self) -> impl ExactSizeIterator<Item = &Entry> {
         self.slots.iter().map(|slot| &slot.entry)
     }
 
-    /// The payload of a key; `None` when the file has no such record.
+    /// Returns the payload of a key; `None` if the file has no such record.
     ///
     /// # Errors
-    /// [`PlanFileError`]; a payload whose checksum does not hold is never returned.
+    /// [`PlanFileError`]; a payload with a wrong checksum is never returned.
     pub fn read(&self, key: &Digest) -> Result<Option<Vec<u8>>, PlanFileError> {
         let found = self.slots.binary_search_by(|slot| slot.entry.key.cmp(key)).ok();
         found.and_then(|i| self.slots.get(i)).map(|slot| self.payload(slot)).transpose()
@@ -67,7 +67,7 @@ impl<H: Head> PlanFile<H> {
     fn payload(&self, slot: &Slot) -> Result<Vec<u8>, PlanFileError> {
         let what = || format!("payload {:?}", slot.entry.label);
         let bytes = match self.source.read(slot.offset, slot.entry.bytes) {
-            // It was long enough when it was opened: somebody cuts files that are in use.
+            // It was long enough when it was opened, so another process has truncated it.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                 let has = self.source.length().map_err(PlanFileError::io(&self.path, "asking about"))?;
                 return Err(PlanFileError::Truncated { path: self.path.clone(), what: what(), needs: slot.end(), has });
@@ -81,7 +81,7 @@ impl<H: Head> PlanFile<H> {
     }
 }
 
-/// The part of a file before the payloads, while it is read.
+/// The part of a file before the payloads, during parsing.
 #[derive(Debug)]
 struct Beginning<'a> {
     path: &'a Path,
@@ -132,7 +132,7 @@ impl Beginning<'_> {
         }
     }
 
-    /// The next bytes and, behind them, the checksum of all so far, which holds.
+    /// Reads the next bytes and the checksum after them, and verifies it over everything so far.
     fn checked(&mut self, what: &str, length: u64) -> Result<Vec<u8>, PlanFileError> {
         let bytes = self.next(what, length)?;
         let holds = self.checksum.so_far();
@@ -148,7 +148,7 @@ impl Beginning<'_> {
             return Err(self.truncated(what, end));
         }
         let bytes = match self.source.read(self.at, length) {
-            // It became shorter since it was asked about.
+            // It was truncated since its size was queried.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(self.truncated(what, end)),
             read => read.map_err(PlanFileError::io(self.path, "reading"))?,
         };

@@ -1,14 +1,14 @@
-//! Reads anywhere in a file that several threads share.
+//! Positioned reads in a file that several threads share.
 
 use std::fs::File;
 use std::io;
 
-/// An open file, read at positions.
+/// An open file for positioned reads.
 #[derive(Debug)]
 pub(super) struct Source {
     #[cfg(unix)]
     file: File,
-    /// Elsewhere a read moves the position of the file.
+    /// On other platforms a read moves the file position, so it needs a lock.
     #[cfg(not(unix))]
     file: parking_lot::Mutex<File>,
 }
@@ -47,7 +47,7 @@ impl Source {
 }
 
 impl Source {
-    /// So many bytes. The caller has checked that the file is that long.
+    /// Reads `length` bytes. The caller has checked that the file is long enough.
     pub(super) fn read(&self, offset: u64, length: u64) -> io::Result<Vec<u8>> {
         let length = usize::try_from(length).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let mut bytes = Vec::new();

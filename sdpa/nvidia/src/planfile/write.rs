@@ -1,4 +1,4 @@
-//! Files that are there as a whole or not at all.
+//! Atomic writes: a file exists completely or not at all.
 
 use super::digest::Digest;
 use super::error::PlanFileError;
@@ -12,10 +12,10 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// A plan to be kept.
+/// A plan to store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The key that the plan is found by.
+    /// The key of the plan.
     pub key: Digest,
     /// A name for people.
     pub label: String,
@@ -23,24 +23,23 @@ pub struct Record {
     pub payload: Vec<u8>,
 }
 
-/// Writes a file with these records and no others, over any regular file that is there. Of records with one key the last one
-/// counts; equal calls write equal files. No lock is taken: records that somebody else is adding at that time may be lost.
+/// Writes a file with exactly these records, replacing any regular file. Of several records with one key the last one counts; equal calls write equal
+/// files. Takes no lock: records that another process is adding at the time may be lost.
 ///
 /// # Errors
-/// [`PlanFileError`]; what was there is then as it was, unless only making the new file durable failed.
+/// [`PlanFileError`]. An existing file is then unchanged, unless only flushing the new file failed.
 pub fn write(path: impl AsRef<Path>, header: &impl Head, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
     let target = Target::new(path.as_ref())?;
     replace(&target, header, &by_key(records))
 }
 
-/// Adds records to a file, in place of those with their keys. Of several processes that add at once, each one's records
-/// are there in the end.
+/// Adds records to a file, replacing those with the same keys. If several processes add at once, all of their records are kept.
 ///
-/// A file whose header does not match is replaced, and so is one that is cut off, damaged or missing; a record whose payload is
-/// damaged is dropped. Files of newer formats and of something else are left alone.
+/// Replaces a file whose header does not match, and one that is truncated, damaged or missing. A record with a damaged payload is dropped. Files of
+/// newer formats, and other files, are left unchanged.
 ///
 /// # Errors
-/// [`PlanFileError`]; what was there is then as it was, unless only making the new file durable failed.
+/// [`PlanFileError`]. An existing file is then unchanged, unless only flushing the new file failed.
 pub fn add<H: Head>(path: impl AsRef<Path>, header: &H, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
     let target = Target::new(path.as_ref())?;
     let records = by_key(records);
@@ -67,7 +66,7 @@ pub fn add<H: Head>(path: impl AsRef<Path>, header: &H, records: impl IntoIterat
     replace(&target, &joined, &all)
 }
 
-/// Writes a file with one record, as [`write()`] does, but leaves it to the system when it reaches the disk.
+/// Writes a file with one record, as [`write()`] does, but without flushing it to disk.
 pub(super) fn store(path: &Path, header: &impl Head, record: Record) -> Result<(), PlanFileError> {
     let target = Target::new(path)?;
     put(&target, header, &by_key([record]), |_| Ok(()))
@@ -77,7 +76,7 @@ fn by_key(records: impl IntoIterator<Item = Record>) -> BTreeMap<Digest, Record>
     records.into_iter().map(|record| (record.key, record)).collect()
 }
 
-/// The records of a file that can be read, and whether those are all.
+/// Returns the readable records of a file, and whether those are all.
 fn kept(file: &PlanFile<impl Head>) -> Result<(BTreeMap<Digest, Record>, bool), PlanFileError> {
     let mut all = BTreeMap::new();
     let mut complete = true;
@@ -94,7 +93,7 @@ fn kept(file: &PlanFile<impl Head>) -> Result<(BTreeMap<Digest, Record>, bool), 
     Ok((all, complete))
 }
 
-/// The right to add, until it is dropped. The file of the lock stays: a lock on a file that somebody deletes locks nobody out.
+/// Locks a file for adding until the result is dropped. The lock file is never deleted: a lock on a deleted file would exclude no other process.
 fn lock(target: &Target) -> Result<File, PlanFileError> {
     let mut name = target.file.clone().into_os_string();
     name.push(".lock");
@@ -104,7 +103,7 @@ fn lock(target: &Target) -> Result<File, PlanFileError> {
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o644);
     let opened = match options.open(&path) {
-        // Made by another user; reading is enough for a lock.
+        // Another user created it; read access is enough for a lock.
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(&path),
         opened => opened,
     };
@@ -122,7 +121,7 @@ fn replace(target: &Target, header: &impl Head, records: &BTreeMap<Digest, Recor
     sync_folder(&target.folder).map_err(PlanFileError::io(&target.folder, "syncing"))
 }
 
-/// Moves a finished file over the one that is there.
+/// Moves a finished file over the existing one.
 fn put(
     target: &Target,
     header: &impl Head,
@@ -143,7 +142,7 @@ fn put(
 
 const TEMPORARY: [&str; 2] = [".sdpa-", ".tmp"];
 
-/// Whether a file is one that a process has not finished, by its name.
+/// Returns whether a file name is that of an unfinished write.
 pub(super) fn is_temporary(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.starts_with(TEMPORARY[0]) && name.ends_with(TEMPORARY[1])
@@ -152,23 +151,23 @@ pub(super) fn is_temporary(path: &Path) -> bool {
 fn temporary(folder: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(TEMPORARY[0]).suffix(TEMPORARY[1]);
-    // Readable by all, as far as the umask allows.
+    // Readable by all, as far as the umask permits.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
     builder.tempfile_in(folder)
 }
 
-/// Makes the new name durable.
+/// Flushes the new name to disk.
 #[cfg(unix)]
 fn sync_folder(folder: &Path) -> io::Result<()> {
     match File::open(folder)?.sync_all() {
-        // File systems that have no such thing.
+        // Some file systems do not support this.
         Err(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
         synced => synced,
     }
 }
 
-/// Folders cannot be opened elsewhere.
+/// Other platforms cannot open folders.
 #[cfg(not(unix))]
 fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())

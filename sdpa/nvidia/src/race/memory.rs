@@ -1,7 +1,7 @@
-//! Device memory for one call of a pass, which every contender is given.
+//! Device memory for calls of a pass, which all contenders share.
 //!
-//! Floats are random, lengths the longest that the problem allows, pages one behind the other, other whole numbers 0, declared scalars the
-//! default scale: small, and not 0.
+//! Floats are random, lengths the longest that the problem permits, and pages consecutive. Other integers are 0. Declared scalars are the default
+//! scale, which is small and not 0.
 
 use crate::job::Job;
 use half::{bf16, f16};
@@ -13,19 +13,19 @@ use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, DType, DeviceAmax, F8E4M3, F8E5M2, Fp8Scale, Operand, Packed, Side, Statistic, packed, params};
 use sdpa_driver::{Buffer, DeviceSlice, Error, Stream};
 
-/// A dense tensor, or all that a strided one spans.
+/// A dense tensor, or the whole span of a strided one.
 struct Tensor {
     dtype: DType,
     buffer: Buffer,
 }
 
-/// Everything that a call reads and writes: random numbers, lengths as long as they may be, pages one behind the other.
+/// All memory that a call accesses: random numbers, the longest lengths, consecutive pages.
 pub struct Memory<'a> {
     stream: &'a Stream,
     job: &'a Job,
     operands: [Option<Tensor>; Operand::ALL.len()],
     statistics: [Option<Tensor>; Statistic::ALL.len()],
-    /// By the place of the parameter among the declared; `None` for scalars.
+    /// By index among the declared parameters; `None` for scalars.
     params: Vec<Option<Tensor>>,
     gradients: Vec<(&'a str, Tensor)>,
     /// One f32 each.
@@ -33,13 +33,13 @@ pub struct Memory<'a> {
     workspace: Buffer,
 }
 
-/// Numbers of a tensor, by name.
+/// Results as numbers, by tensor name.
 pub type Results = Vec<(String, Vec<f32>)>;
 
-/// Random numbers are repeated after so many.
+/// Period of the random numbers.
 const PATTERN: usize = 65_521;
 
-/// Evenly spread between −1 and 1, a tensor's own.
+/// Returns numbers spread evenly between −1 and 1, different for each seed.
 fn pattern(seed: u64) -> impl Iterator<Item = f32> + Clone {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let numbers: Vec<f32> = (0..PATTERN)
@@ -76,13 +76,13 @@ impl Tensor {
             DType::F8E4M3 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::F8E5M2 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::I32 | DType::I64 | DType::Bool => self.buffer.fill(stream, 0)?,
-            // Ones.
+            // The bits of 1.0.
             DType::F8E8M0 => self.buffer.fill(stream, 127)?,
         }
         Ok(())
     }
 
-    /// Documents that are as long as one another, where it has boundaries.
+    /// Fills `cu_seqlens` with sequences of equal lengths.
     fn boundaries(&mut self, stream: &Stream, packed: &Packed, declared: &Declared, problem: &Problem) -> Result<(), Error> {
         let Some(side) = Side::ALL.into_iter().find(|&side| packed.boundaries(side) == declared.name) else { return Ok(()) };
         let all: Vec<i64> = (0..=problem.batch()).map(|n| n * (problem.total(side) / problem.batch())).collect();
@@ -94,7 +94,7 @@ impl Tensor {
         Ok(())
     }
 
-    /// Its floats, widened.
+    /// Returns its floats as f32.
     fn numbers(&self, stream: &Stream) -> Result<Vec<f32>, Error> {
         Ok(match self.dtype {
             DType::F16 => {
@@ -124,10 +124,10 @@ impl Tensor {
 }
 
 impl<'a> Memory<'a> {
-    /// For calls of a pass with this much workspace.
+    /// Allocates memory for calls of a pass with this much workspace.
     ///
     /// # Errors
-    /// The driver's: out of memory above all.
+    /// A driver error, typically out of memory.
     pub fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
         let problem = job.problem();
         let mut operands = [const { None }; Operand::ALL.len()];
@@ -143,7 +143,7 @@ impl<'a> Memory<'a> {
             operands[operand as usize] = Some(random(Tensor::new(stream, job.dtype_of(operand), elements)?)?);
         }
         let mut statistics = [const { None }; Statistic::ALL.len()];
-        // A backward problem has stats and no other.
+        // A backward problem has stats and no other statistic.
         for statistic in Statistic::ALL.into_iter().filter(|statistic| problem.computes(*statistic)) {
             statistics[statistic as usize] = Some(random(Tensor::new(stream, DType::F32, problem.stats_elements())?)?);
         }
@@ -163,7 +163,7 @@ impl<'a> Memory<'a> {
                 SEQ_LEN_KV => Some(problem.seq_kv()),
                 _ => None,
             };
-            // Pages of an entry are its own, as far as there are so many.
+            // Each entry has its own pages, as far as there are enough.
             if let Some(paged) = problem.paged().filter(|_| p.name == PAGE_TABLE) {
                 let table: Vec<i32> = (0..tensor.elements() as i64).map(|n| (n % paged.pages) as i32).collect();
                 tensor.buffer.upload(stream, 0, &table)?;
@@ -192,7 +192,7 @@ impl<'a> Memory<'a> {
         Ok(Memory { stream, job, operands, statistics, params, gradients, amax, workspace })
     }
 
-    /// Gives a call over this memory to `submit`.
+    /// Passes a call over this memory to `submit`.
     pub fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
         let scale = self.job.problem().default_scale();
         let value = |tensor: &Option<Tensor>| match tensor {
@@ -229,10 +229,10 @@ impl<'a> Memory<'a> {
         written.chain(statistics).chain(self.gradients.iter().map(|(name, tensor)| (*name, tensor)))
     }
 
-    /// Makes every result not-a-number.
+    /// Fills every result with NaN.
     ///
     /// # Errors
-    /// The driver's.
+    /// A driver error.
     pub fn poison(&mut self) -> Result<(), Error> {
         let (job, stream) = (self.job, self.stream);
         let written = Operand::ALL.into_iter().zip(&mut self.operands).filter(|(operand, _)| job.writes(*operand));
@@ -247,15 +247,15 @@ impl<'a> Memory<'a> {
     /// Returns the results by name, after the pass has finished.
     ///
     /// # Errors
-    /// The driver's.
+    /// A driver error.
     pub fn read(&self) -> Result<Results, Error> {
         self.results().map(|(name, tensor)| Ok((name.to_owned(), tensor.numbers(self.stream)?))).collect()
     }
 
-    /// The bytes of what was written, one result behind the other. Waits for them.
+    /// Waits, and returns the bytes of all results, concatenated.
     ///
     /// # Errors
-    /// The driver's.
+    /// A driver error.
     pub fn bytes(&self) -> Result<Vec<u8>, Error> {
         let mut all = Vec::new();
         for (_, tensor) in self.results() {

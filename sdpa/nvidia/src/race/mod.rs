@@ -1,4 +1,4 @@
-//! Timing: passes that were made ready for one problem, by whomever, run in turns over the same memory.
+//! Timing: passes that were prepared for one problem, by any executors, run in turns over the same memory.
 #![allow(unsafe_code)]
 
 mod memory;
@@ -11,9 +11,9 @@ use sdpa_core::device::DevicePrepared;
 use sdpa_driver::{DeviceSlice, Stream};
 use std::time::Duration;
 
-/// Rounds in which every contender runs once; the first of all is not counted.
+/// Rounds in which every contender runs once. The very first run does not count.
 const ROUNDS: usize = 7;
-/// An executor that takes this many times as long as the fastest one drops out of the next round.
+/// A contender that takes this many times as long as the fastest drops out of the next round.
 const HOPELESS: f32 = 1.5;
 
 /// A pass that takes part.
@@ -29,19 +29,19 @@ pub struct Contender<'a> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RaceError {
-    /// The environment: out of memory for the operands above all.
+    /// The environment failed, typically out of memory for the operands.
     #[error(transparent)]
     Driver(#[from] sdpa_driver::Error),
-    /// A contender does not run.
+    /// A contender failed.
     #[error(transparent)]
     Pass(#[from] sdpa_core::Error),
 }
 
-/// The least time of each contender, a whole pass each: on random numbers, lengths as long as they may be, pages one behind the other. `None` for one whose
-/// results are not close to those of the first, which is the one to be trusted.
+/// Returns the least time of each contender for a whole pass, on random numbers, the longest lengths and consecutive pages. `None` for a contender
+/// whose results are not close to those of the first, which is the reference.
 ///
 /// # Errors
-/// The environment's, and whatever a contender's call says.
+/// A failure of the environment, or the error of a contender's call.
 pub fn race(stream: &Stream, job: &Job, contenders: &[Contender<'_>]) -> Result<Vec<Option<Duration>>, RaceError> {
     let workspace = contenders.iter().map(|c| c.ready.workspace_bytes()).max().unwrap_or(0);
     let mut memory = Memory::new(stream, job, workspace)?;
@@ -80,10 +80,10 @@ pub fn race(stream: &Stream, job: &Job, contenders: &[Contender<'_>]) -> Result<
 }
 
 impl Contender<'_> {
-    /// Runs the whole pass once; the time that it took, in milliseconds.
+    /// Runs the whole pass once and returns its time in milliseconds.
     fn run(&self, stream: &Stream, memory: &Memory<'_>) -> Result<f32, RaceError> {
         let start = stream.record(true)?;
-        // SAFETY: the memory is this device's, as large as it says, outlives the wait below, and nobody else has it.
+        // SAFETY: the memory is on this device with the stated size, outlives the wait below, and nothing else uses it.
         let submitted = memory.call(|call| unsafe { self.ready.submit(stream, call) });
         let end = stream.record(true)?;
         end.synchronize()?;

@@ -1,11 +1,12 @@
-//! Whether two contenders computed the same, up to what rounding explains.
+//! Compares results of two contenders, up to rounding.
 
 use super::memory::Results;
 
-/// Of an element's magnitude, and of the root mean square of its tensor: four times what f16 and bf16 engines were seen to differ by.
+/// Tolerances relative to an element's magnitude, and to the root mean square of its tensor: four times the observed difference of f16 and bf16
+/// engines.
 const TOLERANCE: [f32; 2] = [0.03, 0.05];
 
-/// Whether the results of a contender are those of another.
+/// Returns whether the results of two contenders are close.
 pub(super) fn close(want: &Results, got: &Results) -> bool {
     want.iter().all(|(name, want)| got.iter().any(|(other, got)| other == name && near(want, got)))
 }
@@ -15,7 +16,7 @@ fn near(want: &[f32], got: &[f32]) -> bool {
     let squares: f64 = finite.clone().map(|x| f64::from(*x).powi(2)).sum();
     let typical = (squares / finite.count().max(1) as f64).sqrt() as f32;
     let same = |(want, got): (&f32, &f32)| {
-        // Neither pass writes the gaps between rows.
+        // No pass writes the gaps between rows.
         let both_nan = want.is_nan() && got.is_nan();
         let near = want.is_finite() && (want - got).abs() <= TOLERANCE[0] * want.abs() + TOLERANCE[1] * typical;
         both_nan || want == got || near
