@@ -1,4 +1,4 @@
-//! The parameters that all kernels share, from the attention of a pass.
+//! Builds the parameters that all kernels share from the attention of a pass.
 
 use crate::params::{AttentionParams, FAR};
 use crate::schedule::{Address, BlockLists, Builder, Number};
@@ -6,22 +6,22 @@ use crate::work::steps;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, SINK, Side};
 
-/// The tile and its L2 head section, which a kernel takes from its parameters.
+/// The tile height and the L2 head section, which a kernel reads from its parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiling {
     /// Queries of a tile.
     pub(crate) queries: u32,
-    /// Heads that are worked on together, so that their operands fit L2.
+    /// Number of heads that are processed together, so that their operands fit L2.
     pub(crate) heads_in_l2: i64,
 }
 
-/// A bound of differences of indices, or what stands for none.
+/// Converts a bound on differences of indices; an absent bound becomes `none`.
 fn bound(x: Option<i64>, none: i32) -> i32 {
     x.map_or(none, |x| i32::try_from(x).map_or(none, |x| x.clamp(-FAR, FAR)))
 }
 
 impl Builder<'_> {
-    /// The parameters that all kernels share.
+    /// Returns the parameters that all kernels share.
     pub(crate) fn attention_params(&mut self, tiling: Tiling, lists: &BlockLists) -> AttentionParams {
         let attention = self.attention;
         let (region, ends, [batch, heads_q, seq_q, seq_kv]) = (attention.region, attention.ends, attention.extents);

@@ -1,4 +1,4 @@
-//! The kernels' view of a backward problem, and what they do not support.
+//! The kernels' view of a backward problem, and its limits.
 
 use crate::places::captured;
 use crate::problem::Forward;
@@ -12,50 +12,50 @@ use sdpa_core::{DType, SINK, Side, packed};
 use sdpa_nvidia::JobQuery;
 use std::sync::Arc;
 
-/// Roots of a gradient: the score, its gradient, and one for each parameter.
+/// Root index of the gradient along the score in a gradient's trace, after the score; gradients of parameters follow.
 pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
-/// A declared parameter whose gradient is asked for.
+/// A declared parameter whose gradient is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
     /// The name of the parameter.
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient lies dense; none of a scalar. The extents of a table.
+    /// The axes of the parameter, over which its gradient is dense; none for a scalar. For a table, its extents.
     pub axes: Axes,
-    /// Roots of a table: pairs of a gradient and the index at which it is added.
+    /// Roots for reads of a table: pairs of a gradient and the index to which it is added.
     pub reads: Vec<[usize; 2]>,
 }
 
 /// The kernels' view of a backward problem.
 #[derive(Clone, Debug)]
 pub struct Backward {
-    /// The attention. What its traces read is of both passes.
+    /// The attention. Its captured parameters include those of the backward traces.
     pub forward: Forward,
-    /// Gradient of the output. Any stride may be 0: what TMA does not take is copied.
+    /// Gradient of the output. Any stride may be 0: a layout that TMA does not support is copied first.
     pub d_o: TensorSpec,
     /// Gradients of queries, keys and values.
     pub gradients: [TensorSpec; 3],
-    /// The derivative of the score_mod: its second root is the gradient of the score, further ones are those of [`Backward::along`].
+    /// The derivative of the score_mod. Its second root is the gradient of the score; the others belong to [`Backward::along`].
     pub gradient: Option<Arc<Trace>>,
-    /// Parameters of score_mods whose gradients are asked for, in the order of the roots.
+    /// Parameters of score_mods whose gradients are computed, in the order of the roots.
     pub along: Vec<Along>,
-    /// Whether gradients of parameters are added up in one order.
+    /// Whether gradients of parameters are summed in a fixed order.
     pub deterministic: bool,
-    /// Element type of the gradient of the sinks, where that is asked for.
+    /// Element type of the gradient of the sinks, if it is computed.
     pub sink_gradient: Option<DType>,
 }
 
 impl Backward {
-    /// As [`Forward::weight`], of a pass that computes scores again and their slopes.
+    /// As [`Forward::weight`], for a pass that recomputes scores and computes their derivatives.
     pub(crate) fn weight(&self) -> u32 {
         let slopes = self.gradient.as_deref().map_or(0, |trace| self.forward.weight_of(trace));
         slopes.max(self.forward.weight())
     }
 
-    /// Makes it of a problem.
+    /// Creates the view of a problem.
     ///
     /// # Errors
     /// Every limit of the kernels that the problem breaks.
@@ -76,7 +76,7 @@ impl Backward {
         Ok(Backward::of_supported(problem, Forward::of_supported(problem.forward())))
     }
 
-    /// The view of a problem that is supported.
+    /// Creates the view of a supported problem.
     pub(crate) fn of_supported(problem: &BackwardProblem, mut forward: Forward) -> Backward {
         let gradient = problem.gradient().map(|gradient| Arc::new(gradient.trace.clone()));
         let traces = [forward.score_mod.as_deref(), gradient.as_deref(), forward.keep.as_deref()];
@@ -104,10 +104,10 @@ impl Backward {
         }
     }
 
-    /// The tile of the kernel, on a device of so many multiprocessors.
+    /// Returns the tile configuration of the kernel, on a device of this many SMs.
     ///
     /// # Errors
-    /// Head dims that there is no tile for.
+    /// There is no tile for these head dims.
     pub fn tile(&self, multiprocessors: u32) -> Result<BackwardTile, Unsupported> {
         let [q, _, v, _] = self.forward.tensors;
         let tile = BackwardTile::of(q.dims[3], v.dims[3]).ok_or_else(|| {
@@ -118,12 +118,12 @@ impl Backward {
         Ok(BackwardTile { shares: self.shares(&tile, multiprocessors), ..tile })
     }
 
-    /// Whether wide heads may use 2-CTA clusters: a warpgroup then has either scores or dP in registers, and few registers for anything else.
+    /// Returns whether wide heads may use 2-CTA clusters. A warpgroup then has either scores or dP in registers, and few registers for anything else.
     fn may_use_clusters(&self) -> bool {
         self.along.is_empty() && !self.forward.is_tight()
     }
 
-    /// Whether `d_o` is copied first, to where TMA takes it.
+    /// Returns whether `d_o` is copied first, to a layout that TMA supports.
     pub fn copies_d_o(&self) -> bool {
         self.forward.packed.is_none() && !copies(&self.d_o)
     }

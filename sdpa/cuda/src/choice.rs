@@ -1,21 +1,21 @@
-//! When cuDNN is asked before these kernels: exceptions to a rule, each with its cause and what was measured.
+//! Problems for which cuDNN is tried before these kernels: exceptions to a rule, each with its cause and its measurement.
 //!
-//! Where both executors support a problem on Hopper, the dispatcher asks these kernels first. `benches/results/2026-11-26-choice*.jsonl` holds the times of 1,201
-//! problems on an H100. docs/cuda.md, "The choice", says for how many of them this order takes the faster executor.
+//! If both executors support a problem on Hopper, the dispatcher tries these kernels first. `benches/results/2026-11-26-choice*.jsonl` holds the
+//! times of 1,201 problems on an H100. docs/cuda.md, "The choice", says for how many of them this order selects the faster executor.
 
 use crate::family::Family;
 use sdpa_core::expr::{Node, ParamKind, Trace, Unary};
 use sdpa_core::{BackwardProblem, DType, Problem, Side};
 use std::fmt;
 
-/// Problems of which cuDNN's kernels were the faster ones.
+/// A class of problems for which cuDNN's kernels were faster.
 #[derive(Clone, Copy, Debug)]
 pub struct Exception {
-    /// Which problems, as a phrase.
+    /// The problems, as a phrase.
     pub what: &'static str,
-    /// The cause, as far as it is known.
+    /// The cause, as far as known.
     pub cause: &'static str,
-    /// cuDNN's time divided by the time of these kernels, in the median of the measured problems.
+    /// cuDNN's time divided by the time of these kernels, median over the measured problems.
     pub speed: f64,
     passes: Passes,
     holds: fn(&Problem) -> bool,
@@ -33,13 +33,13 @@ impl fmt::Display for Exception {
     }
 }
 
-/// Returns the exception that a forward problem is of, with kernels of this family. `None` where no exception was measured, and for data types that cuDNN does not
-/// support.
+/// Returns the exception that covers a forward problem, with kernels of this family. `None` if there is none, and for element types that cuDNN does
+/// not support.
 pub fn cudnn_first(family: Family, problem: &Problem) -> Option<&'static Exception> {
     found(family, Passes::Forward, problem)
 }
 
-/// Returns the exception that a backward problem is of, as [`cudnn_first`].
+/// Returns the exception that covers a backward problem, as [`cudnn_first`].
 pub fn cudnn_first_backward(family: Family, problem: &BackwardProblem) -> Option<&'static Exception> {
     found(family, Passes::Backward, problem.forward())
 }
@@ -49,16 +49,16 @@ fn found(family: Family, passes: Passes, problem: &Problem) -> Option<&'static E
     exceptions(family).iter().find(|row| both && row.passes == passes && (row.holds)(problem))
 }
 
-/// The exceptions of a family. There is no wildcard arm, on purpose: those of one family say nothing about the kernels of another.
+/// Returns the exceptions of a family. There is deliberately no wildcard arm: the exceptions of one family say nothing about another's kernels.
 fn exceptions(family: Family) -> &'static [Exception] {
     match family {
         Family::Wgmma => &EXCEPTIONS,
-        // Not tuned: cuDNN comes first without exceptions.
+        // This family is not tuned: cuDNN comes first without exceptions.
         Family::Mma => &[],
     }
 }
 
-/// The exceptions of the kernels with `wgmma`, measured on an H100.
+/// The exceptions of the WGMMA kernels, measured on an H100.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
         what: "more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule",
@@ -127,25 +127,25 @@ pub const EXCEPTIONS: [Exception; 8] = [
 
 const FEW_QUERIES: i64 = 128;
 
-/// Sines beyond which cuDNN's forward kernels run out of registers.
+/// With more sines than this, cuDNN's forward kernels run out of registers.
 const MOST_SINES: usize = 15;
 
-/// Tiles that every multiprocessor has one of, and about half of them: with fewer, cuDNN leaves the others idle, as by its times it splits no keys but
-/// those of one query.
+/// Tiles for all SMs, and for about half of them. With fewer tiles cuDNN leaves the other SMs idle; its times indicate that it splits keys only for a
+/// single query.
 const ALL: i64 = 132;
 const HALF: i64 = 64;
 
-/// Tiles of queries of all heads.
+/// Returns the number of query tiles over all heads.
 fn tiles(problem: &Problem) -> i64 {
     problem.batch() * problem.heads_q() * ((problem.seq_q() + 127) / 128)
 }
 
-/// Whether a block of keys comes as eight copies or more, for more queries than one group has.
+/// Returns whether a KV block needs eight or more copies, for more queries than one warpgroup has.
 fn has_many_small_pieces(problem: &Problem) -> bool {
     problem.paged().is_some_and(|paged| paged.page_size <= 16) && problem.seq_q() > 64 && tiles(problem) >= HALF
 }
 
-/// Tokens of the shorter side; of packed documents on average.
+/// Returns the tokens of the shorter side; for packed sequences the average.
 fn shorter(problem: &Problem) -> i64 {
     let seq = |side| if problem.packs(side) { problem.total(side) / problem.batch().max(1) } else { problem.seq(side) };
     Side::ALL.map(seq).into_iter().min().unwrap_or(0)
@@ -155,7 +155,7 @@ fn widest(problem: &Problem) -> i64 {
     problem.dim_qk().max(problem.dim_v())
 }
 
-/// Sines and cosines that a score_mod computes.
+/// Returns the number of sines and cosines in a score_mod.
 fn sines(problem: &Problem) -> usize {
     let is_sine = |node: &&Node| matches!(node, Node::Unary(Unary::Sin | Unary::Cos, _));
     problem.score_mod().map_or(0, |trace| trace.nodes().iter().filter(is_sine).count())
@@ -166,7 +166,7 @@ fn has_tanh(problem: &Problem) -> bool {
     problem.score_mod().is_some_and(|trace| trace.nodes().iter().copied().any(is_tanh))
 }
 
-/// Whether a mask reads whole numbers: which document a token is of, or where it begins or ends.
+/// Returns whether a mask reads integers, such as document numbers or bounds.
 fn reads_documents(problem: &Problem) -> bool {
     let documents = |rest: &Trace| {
         rest.params().iter().all(|p| match p.kind {

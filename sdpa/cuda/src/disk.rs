@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A folder that keeps compiled kernels for other processes: one file for each compiled kernel source.
+/// A folder that keeps compiled kernels for other processes, one file per compiled kernel source.
 ///
-/// [`CudaOptions::kernel_cache`](crate::CudaOptions::kernel_cache) gives it to an executor, which looks there before it compiles and adds what it has compiled. A
-/// kernel is found by a SHA-256 of its source, the architecture, the compiler's options, NVRTC's version and size, and the version of this crate. A damaged
-/// file is compiled again and replaced. No fault of the folder fails a call: the kernel is compiled, and a warning says why.
+/// An executor with [`CudaOptions::kernel_cache`](crate::CudaOptions::kernel_cache) looks there before it compiles, and adds the kernels that it
+/// compiles. The key is a SHA-256 of the source, the architecture, the compiler's options, NVRTC's version and size, and the version of this crate. A
+/// damaged file is compiled again and replaced. An error of the folder never fails a call: the kernel is compiled, and a warning gives the reason.
 ///
 /// **A kernel is machine code.** The folder is made with mode 0700, and one that another user owns or may write to is refused.
 ///
@@ -39,19 +39,19 @@ impl KernelCache {
     /// The default limit, in bytes: 256 MiB, about a thousand kernels.
     pub const LIMIT: u64 = 256 << 20;
 
-    /// The cache in this folder, which is made when the first kernel is kept.
+    /// Describes the cache in this folder, which is created with the first kernel.
     pub fn new(folder: impl Into<PathBuf>) -> KernelCache {
         KernelCache(Folder::new(folder, KernelCache::LIMIT))
     }
 
-    /// Sets the limit for the total size of the files. The least recently used are deleted first.
+    /// Sets the limit for the total size of the files. The least recently used kernels are deleted first.
     #[must_use]
     pub fn with_limit(self, bytes: u64) -> KernelCache {
         KernelCache(Folder::new(self.0.path(), bytes))
     }
 
-    /// The cache of this user: the folder `kernels` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on macOS
-    /// `~/Library/Caches/sdpa`). `None` where `SDPA_CACHE` is `off`, or where the user has no home. Touches no disk.
+    /// Returns the cache of this user: the folder `kernels` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on
+    /// macOS `~/Library/Caches/sdpa`). `None` if `SDPA_CACHE` is `off`, or the user has no home. Accesses no disk.
     ///
     /// # Errors
     /// `SDPA_CACHE` is neither `on` nor `off`, or `SDPA_CACHE_DIR` is not an absolute path.
@@ -94,11 +94,11 @@ impl KernelCache {
     }
 }
 
-/// The kernel cache of an executor, which may be replaced while the executor runs. Only a build of a kernel looks at it.
+/// The kernel cache of an executor, which may be replaced while the executor runs. Only builds of kernels access it.
 #[derive(Debug)]
 pub(crate) struct Disk {
     cache: RwLock<Option<KernelCache>>,
-    /// Whether a warning was logged. Later faults are debug events.
+    /// Whether a warning was logged. Later errors are debug events.
     warned: AtomicBool,
 }
 
@@ -162,7 +162,7 @@ impl Compiler {
     }
 }
 
-/// Digests everything that the machine code of a kernel depends on.
+/// Digests everything on which the machine code of a kernel depends.
 fn digest(key: &KernelKey, compiler: &Compiler) -> Digest {
     let Compiler { version: [major, minor], bytes } = compiler;
     let compiler = format!("NVRTC {major}.{minor}, {bytes} bytes");

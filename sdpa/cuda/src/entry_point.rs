@@ -1,4 +1,4 @@
-//! The entry points of the kernel sources: launches name their kernel by them.
+//! The entry points of the kernel sources. A launch identifies its kernel by one.
 
 use std::ffi::CStr;
 use std::fmt::{self, Display};
@@ -6,7 +6,7 @@ use std::fmt::{self, Display};
 /// A `__global__` function of a kernel source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryPoint {
-    /// The forward pass, of either family.
+    /// The forward pass, of both families.
     Forward,
     /// Lists query tiles before the forward kernel, for packed sequences and split-KV.
     TileList,
@@ -18,7 +18,7 @@ pub enum EntryPoint {
     Backward,
     /// The log-sum-exp and delta of each row, before either backward pass.
     BackwardPreprocess,
-    /// Converts the dQ accumulator, for head dims whose main kernel does not.
+    /// Converts the dQ accumulator, for head dims whose main kernel does not do it.
     ConvertDq,
     /// dQ with `mma.sync`.
     BackwardDq,
@@ -26,14 +26,14 @@ pub enum EntryPoint {
     BackwardDkv,
     /// The gradient of the sinks with `mma.sync`.
     SinkGradient,
-    /// Adds up a gradient of a parameter in one order, with `mma.sync`.
+    /// Sums a gradient of a parameter in a fixed order, with `mma.sync`.
     ReduceGradient,
     /// Rounds a gradient of a parameter to its element type.
     ConvertGradient,
 }
 
 impl EntryPoint {
-    /// The name of the function in the source.
+    /// Returns the name of the function in the source.
     pub fn name(self) -> &'static CStr {
         match self {
             EntryPoint::Forward => c"attention_forward",

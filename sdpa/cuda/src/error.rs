@@ -1,21 +1,21 @@
-//! Errors, by who must act.
+//! Errors, grouped by who has to act.
 
 use sdpa_core::{ExecutorName, SpecErrors, Unsupported};
 
-/// Anything that can go wrong with attention by this crate's kernels.
+/// Any error of attention on the native CUDA kernels.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The caller: the specification or the call breaks a rule.
+    /// The specification or the call breaks a rule; the caller has to change it.
     #[error(transparent)]
     Spec(#[from] SpecErrors),
-    /// Nobody, or another executor: there is no kernel for the problem.
+    /// There is no kernel for the problem; another executor may run it.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// The environment: the driver, NVRTC, a device, memory.
+    /// The driver, NVRTC, the device or memory failed.
     #[error(transparent)]
     Driver(#[from] sdpa_driver::Error),
-    /// A bug of this library, with what is impossible.
+    /// A bug of this library, with the violated assumption.
     #[error("a bug of sdpa, please report it: {0}")]
     Bug(String),
 }

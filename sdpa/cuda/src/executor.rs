@@ -1,4 +1,4 @@
-//! The executor: one device, its compiler, its caches of kernels and of plans.
+//! The executor: one device, its compiler, and its caches of kernels and plans.
 
 use crate::disk::{Disk, KernelCache};
 use crate::error::Error;
@@ -33,22 +33,23 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CudaOptions {
-    /// `libcuda.so.1`. Else the variable `CUDNN_GRAPH_DRIVER`, else the system's loader.
+    /// `libcuda.so.1`. Otherwise the variable `CUDNN_GRAPH_DRIVER`, or the system's loader.
     pub driver: Option<PathBuf>,
-    /// `libnvrtc.so.13`, or a folder that has it. Else the variable `SDPA_NVRTC`, else the wheels of the active Python environment, else the system's loader.
+    /// `libnvrtc.so.13`, or a folder that contains it. Otherwise the variable `SDPA_NVRTC`, the wheels of the active Python environment, or the
+    /// system's loader, in this order.
     pub nvrtc: Option<PathBuf>,
-    /// The device's number, as the driver counts.
+    /// The driver's ordinal of the device.
     pub ordinal: u32,
-    /// The tile for every problem whose head dims it holds, in place of [`Tile::of`]: for timing.
+    /// The tile for every problem whose head dims fit it, instead of [`Tile::of`]; for timing.
     pub tile: Option<Tile>,
-    /// The only family of kernels that is asked, in place of every one that the device runs, the fastest first: for tests and timing.
+    /// The only family of kernels to try, instead of all that the device runs, fastest first; for tests and timing.
     pub family: Option<Family>,
-    /// Bounds of the plans that are kept.
+    /// Limits on cached plans.
     pub plans: Limits,
-    /// Bounds of the kernels that are kept: problems that differ in lengths alone share them.
+    /// Limits on cached kernels. Problems that differ only in lengths share kernels.
     pub kernels: Limits,
-    /// The cache on disk that kernels are looked for in before they are compiled, and kept in. Else none: [`KernelCache::of_user`] is the one that the command
-    /// line and the Python package use.
+    /// The disk cache in which kernels are looked up before they are compiled, and stored. `None` by default; the command line and the Python package
+    /// use [`KernelCache::of_user`].
     pub kernel_cache: Option<KernelCache>,
 }
 
@@ -60,21 +61,21 @@ impl CudaOptions {
         self
     }
 
-    /// Sets the file of NVRTC, or a folder that has it.
+    /// Sets the file of NVRTC, or a folder that contains it.
     #[must_use]
     pub fn with_nvrtc(mut self, nvrtc: impl Into<Option<PathBuf>>) -> Self {
         self.nvrtc = nvrtc.into();
         self
     }
 
-    /// Sets the number of the device, as the driver counts.
+    /// Sets the driver's ordinal of the device.
     #[must_use]
     pub fn with_ordinal(mut self, ordinal: u32) -> Self {
         self.ordinal = ordinal;
         self
     }
 
-    /// Sets the tile configuration for every problem whose head dims it holds.
+    /// Sets the tile configuration for every problem whose head dims fit it.
     #[must_use]
     pub fn with_tile(mut self, tile: impl Into<Option<Tile>>) -> Self {
         self.tile = tile.into();
@@ -88,21 +89,21 @@ impl CudaOptions {
         self
     }
 
-    /// Sets the bounds of the plans that are kept.
+    /// Sets the limits on cached plans.
     #[must_use]
     pub fn with_plans(mut self, plans: Limits) -> Self {
         self.plans = plans;
         self
     }
 
-    /// Sets the bounds of the kernels that are kept.
+    /// Sets the limits on cached kernels.
     #[must_use]
     pub fn with_kernels(mut self, kernels: Limits) -> Self {
         self.kernels = kernels;
         self
     }
 
-    /// Sets the cache on disk that kernels are looked for in before they are compiled.
+    /// Sets the disk cache in which kernels are looked up before they are compiled.
     #[must_use]
     pub fn with_kernel_cache(mut self, kernel_cache: impl Into<Option<KernelCache>>) -> Self {
         self.kernel_cache = kernel_cache.into();
@@ -118,8 +119,8 @@ impl Default for CudaOptions {
     }
 }
 
-/// Attention on one NVIDIA GPU by this crate's kernels: on compute capability 9.0 by those written for it, where they take a problem, else, and on other
-/// devices from 8.0 on, by those with `mma.sync`.
+/// Attention through the native CUDA kernels on one NVIDIA GPU. On compute capability 9.0 it uses the WGMMA kernels if they support the problem.
+/// Otherwise, and on other devices from 8.0 on, it uses the `mma.sync` kernels.
 #[derive(Debug)]
 pub struct CudaExecutor {
     device: &'static Device,
@@ -133,10 +134,10 @@ pub struct CudaExecutor {
 }
 
 impl CudaExecutor {
-    /// Finds the driver, the device and the run-time compiler.
+    /// Finds the driver, the device and NVRTC.
     ///
     /// # Errors
-    /// What is missing, with the places searched.
+    /// Names the missing driver, device or NVRTC, with the paths searched.
     pub fn new(options: CudaOptions) -> Result<CudaExecutor, sdpa_driver::Error> {
         let device = Driver::load(options.driver.as_deref())?.device(options.ordinal)?;
         let nvrtc = Nvrtc::load(options.nvrtc.as_deref())?;
@@ -152,17 +153,17 @@ impl CudaExecutor {
         })
     }
 
-    /// The device that everything runs on.
+    /// Returns the device on which everything runs.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// The run-time compiler.
+    /// Returns NVRTC.
     pub fn nvrtc(&self) -> &Nvrtc {
         &self.nvrtc
     }
 
-    /// Whether the plan of a pass is there, and if not, what is nearest to it and what differs. Changes nothing.
+    /// Explains whether the plan of a pass is cached. On a miss, names the nearest key and the fields that differ. Changes nothing.
     pub fn explain(&self, job: &Job) -> Explanation {
         self.plans.explain(job)
     }
@@ -172,12 +173,12 @@ impl CudaExecutor {
         [self.plans.snapshot(), self.kernels.snapshot()]
     }
 
-    /// The kernel cache on disk.
+    /// Returns the disk cache of kernels.
     pub fn kernel_cache(&self) -> Option<KernelCache> {
         self.disk.cache()
     }
 
-    /// Replaces the kernel cache on disk, for kernels that are built from now on. `None` turns it off.
+    /// Replaces the disk cache for kernels that are built from now on. `None` turns it off.
     pub fn set_kernel_cache(&self, cache: Option<KernelCache>) {
         self.disk.set(cache);
     }
@@ -187,7 +188,7 @@ impl CudaExecutor {
         self.kernels.values().into_iter().map(|(_, kernel)| kernel.origin).collect()
     }
 
-    /// The plan of a forward pass, from the cache or made now; the flag says whether it was there.
+    /// Returns the plan of a forward pass, from the cache or made now. The flag is true on a hit.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every reason, or a failure of the environment.
@@ -196,7 +197,7 @@ impl CudaExecutor {
         self.plans.get_or_build(&JobQuery::Forward(problem), build)
     }
 
-    /// The plan of a backward pass, from the cache or made now; the flag says whether it was there.
+    /// Returns the plan of a backward pass, from the cache or made now. The flag is true on a hit.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every reason, or a failure of the environment.
@@ -205,23 +206,24 @@ impl CudaExecutor {
         self.plans.get_or_build(&JobQuery::Backward(problem), build)
     }
 
-    /// Whether kernels of the tuned family are what [exceptions](crate::EXCEPTIONS) were measured of: not those that NVRTC before 12.9 makes.
+    /// Returns whether the kernels of the tuned family are those for which [exceptions](crate::EXCEPTIONS) were measured. NVRTC before 12.9 compiles
+    /// slower ones.
     pub fn is_as_measured(&self) -> bool {
         kernel::is_fast(self.nvrtc.version())
     }
 
-    /// The family of kernels that takes a forward problem, on this device.
+    /// Returns the family of kernels that supports a forward problem on this device.
     ///
     /// # Errors
-    /// Why none does.
+    /// Why no family does.
     pub fn family(&self, problem: &Problem) -> Result<Family, Unsupported> {
         self.target.supported_forward(problem).map(|(family, _)| family)
     }
 
-    /// The family of kernels that takes a backward problem, on this device.
+    /// Returns the family of kernels that supports a backward problem on this device.
     ///
     /// # Errors
-    /// Why none does.
+    /// Why no family does.
     pub fn backward_family(&self, problem: &BackwardProblem) -> Result<Family, Unsupported> {
         self.target.supported_backward(problem).map(|(family, _)| family)
     }
@@ -231,21 +233,21 @@ impl CudaExecutor {
             let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, &self.disk, self.device, key)?));
             self.kernels.get_or_build(key, build).map(|(kernel, _)| kernel)
         };
-        // A build in the middle of a capture, of this or another thread's stream, does not disturb it.
+        // A build does not disturb a capture of this or another thread.
         self.device.relaxed(|| {
             let kernels = schedule.kernels.iter().map(kernel).collect::<Result<_, _>>()?;
             Ok(Arc::new(CudaPlan::new(job, schedule, kernels, &self.setup_stream)?))
         })
     }
 
-    /// A plan over host memory.
+    /// Wraps a plan for host memory.
     fn hosted(&self, job: Job, plan: Arc<CudaPlan>) -> Result<Arc<Hosted>, sdpa_core::Error> {
         let stream = self.device.stream().map_err(failed)?;
         Ok(Arc::new(Hosted::new(job, plan, stream, failed)))
     }
 }
 
-/// An error of the driver's as one of this executor's.
+/// Converts a driver error to one of this executor.
 fn failed(error: sdpa_driver::Error) -> sdpa_core::Error {
     Error::from(error).into()
 }

@@ -1,4 +1,4 @@
-//! The facts of a problem, as the kernels with `wgmma` support them. Those with `mma.sync` have `mma/fact.rs`.
+//! The facts of a problem that the WGMMA kernels support. `mma/fact.rs` has those of the `mma.sync` kernels.
 
 use crate::params::FAR;
 use crate::tile::MOST_DIM;
@@ -6,21 +6,21 @@ use crate::unsupported::Check;
 use sdpa_core::{DType, Direction, Fact, Operand, Side, TensorSpec, packed};
 use sdpa_nvidia::JobQuery;
 
-/// Rows that TMA swizzles together: pages are whole multiples.
+/// Rows of a TMA swizzle pattern. Pages must be whole multiples.
 const LEAST_PIECE: i64 = 8;
 
-/// Queries and keys per head, for kernels of both families.
+/// Checks queries or keys per head, for kernels of both families.
 pub(crate) fn extent(check: &mut Check, name: &str, extent: i64) {
-    // Indices and bounds are i32 with room for their sums.
+    // Indices and bounds are i32, and so must be their sums.
     check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
 }
 
-/// Head dims, for kernels of both families.
+/// Checks a head dim, for kernels of both families.
 pub(crate) fn dim(check: &mut Check, name: &str, dim: i64) {
     check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
 }
 
-/// Tokens of packed documents, for kernels of both families: they are counted as indices are.
+/// Checks tokens of packed sequences, for kernels of both families: they are counted like indices.
 pub(crate) fn tokens(check: &mut Check, pass: JobQuery<'_>, side: Side) {
     if pass.problem().packs(side) {
         let total = pass.problem().total(side);
@@ -28,17 +28,17 @@ pub(crate) fn tokens(check: &mut Check, pass: JobQuery<'_>, side: Side) {
     }
 }
 
-/// An operand as TMA sees it; `None` where no rule of TMA decides.
+/// Returns an operand as TMA sees it; `None` if no rule of TMA applies.
 fn through_tma(pass: JobQuery<'_>, operand: Operand) -> Option<TensorSpec> {
     let packs = pass.problem().packs(operand.side());
     let tensor = pass.in_memory(operand).map(|tensor| if packs { packed::memory(&tensor, 2) } else { tensor });
-    // `dtype` alone declines f32. `d_o` is copied where TMA does not take it.
+    // The rule for `dtype` refuses f32. `d_o` is copied if TMA does not support its layout.
     tensor.filter(|_| pass.problem().dtype() != DType::F32 && operand != Operand::DO)
 }
 
 /// Adds a reason for each limit of the kernels that a fact of a pass breaks.
 ///
-/// There is no wildcard arm, on purpose: a new fact belongs here once the kernels compute it, or with a reason.
+/// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {
     match fact {
         Fact::Dtype(dtype) => check.that(matches!(dtype, DType::F16 | DType::BF16), "dtype", dtype, "the kernels take f16 and bf16"),
@@ -61,7 +61,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
                 check.alignment(*operand, &tensor);
             }
         }
-        // `Packs` in `problem`; the strides of a packed `d_o` are checked in `backward`.
+        // `Packs` in `problem` represents them; `backward` checks the strides of a packed `d_o`.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
         Fact::MostTokens(side, _) => tokens(check, pass, *side),
         Fact::Pages(pages) => {
@@ -73,7 +73,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
             let limit = format!("a multiple of {LEAST_PIECE}: TMA swizzles as many rows together");
             check.that(page_size % LEAST_PIECE == 0, "paged.page_size", page_size, limit);
         }
-        // The kernel source has each of these: `Forward` in `problem`, `Backward` in `backward`.
+        // The kernel sources implement each of these: `Forward` in `problem`, `Backward` in `backward`.
         Fact::Sink(_)
         | Fact::Dropout(_)
         | Fact::ScoreMod(_)

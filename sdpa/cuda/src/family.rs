@@ -1,21 +1,21 @@
-//! The families of kernels: the instructions that they are written with, and the devices that have these.
+//! The families of kernels: their instructions, and the devices that have these.
 
 use std::fmt::{self, Display};
 
-/// The kernels of a pass, by the instructions of the tensor cores that they ask for.
+/// The kernels of a pass, by their tensor core instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// `wgmma` and TMA: compute capability 9.0, tuned for it.
+    /// `wgmma` and TMA: for compute capability 9.0, and tuned for it.
     Wgmma,
-    /// `mma.sync` and copies that threads ask for: compute capability 8.0 and all after it. Right, and not tuned.
+    /// `mma.sync` and asynchronous copies by threads: for compute capability 8.0 and later. Correct but not tuned.
     Mma,
 }
 
 impl Family {
-    /// Both, the faster first.
+    /// Both families, the faster one first.
     pub const ALL: [Family; 2] = [Family::Wgmma, Family::Mma];
 
-    /// The position in [`Family::ALL`].
+    /// Returns the position in [`Family::ALL`].
     const fn position(self) -> usize {
         match self {
             Family::Wgmma => 0,
@@ -23,7 +23,7 @@ impl Family {
         }
     }
 
-    /// Whether a device of this compute capability (90 for 9.0) has its instructions.
+    /// Returns whether a device of this compute capability (90 for 9.0) has its instructions.
     pub fn runs_on(self, sm: u32) -> bool {
         match self {
             Family::Wgmma => sm == 90,
@@ -31,7 +31,7 @@ impl Family {
         }
     }
 
-    /// The compute capabilities that it is for, in words.
+    /// Returns a description of its compute capabilities.
     pub(crate) fn devices(self) -> &'static str {
         match self {
             Family::Wgmma => "the kernels with wgmma are for compute capability 9.0",
@@ -39,10 +39,10 @@ impl Family {
         }
     }
 
-    /// The architecture that its text is compiled for, on a device of this compute capability.
+    /// Returns the architecture for which its source is compiled, on a device of this compute capability.
     pub fn architecture(self, sm: u32) -> String {
         match self {
-            // Instructions of one architecture alone need the suffix `a`.
+            // Instructions of a single architecture need the suffix `a`.
             Family::Wgmma => format!("sm_{sm}a"),
             Family::Mma => format!("sm_{sm}"),
         }

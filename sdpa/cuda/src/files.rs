@@ -1,4 +1,4 @@
-//! Files of kernels: where an executor looks before it compiles, and where it keeps what it has compiled.
+//! Kernel files: an executor looks kernels up there before it compiles, and saves compiled ones there.
 
 use crate::CudaExecutor;
 use crate::kernel::{Kernel, KernelKey, MachineCode};
@@ -9,23 +9,23 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, RwLock};
 
-/// The header of a file of kernels. The source, the architecture and the compiler's version, on which a kernel depends, are in its key.
+/// The header of a kernel file. Source, architecture and compiler version are in the keys of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelHead {
-    /// Version of the keys.
+    /// Version of the key format.
     pub kernels: u32,
 }
 
 impl KernelHead {
-    /// Returns true for a file of kernels, false for one of cuDNN's plans: files of both begin alike, and their headers differ.
+    /// Returns true for a kernel file, false for a file of cuDNN's plans. Both have the same format with different headers.
     ///
     /// # Errors
-    /// The file cannot be read, or is damaged before its kernels: nothing says which of the two it is.
+    /// The file cannot be read, or is damaged before its kernels, so its kind is unknown.
     pub fn is_of(path: impl AsRef<Path>) -> Result<bool, PlanFileError> {
         match PlanFile::<KernelHead>::open(path) {
             Ok(_) => Ok(true),
-            // Its checksum holds, and its fields are those of another file.
+            // The checksum is valid, and the fields are those of the other kind of file.
             Err(PlanFileError::Corrupt { what, .. }) if what == "header" => Ok(false),
             Err(error) => Err(error),
         }
@@ -35,7 +35,7 @@ impl KernelHead {
 /// The version of this build.
 pub(crate) const HERE: KernelHead = KernelHead { kernels: 1 };
 
-/// Keys of a file are made in another way.
+/// The key format of a file differs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OtherKeys {
     file: u32,
@@ -55,23 +55,23 @@ impl Head for KernelHead {
     }
 }
 
-/// Why a file of kernels is of no use to an executor.
+/// Why an executor cannot use a kernel file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelFileError {
     /// The file cannot be read or written.
     #[error(transparent)]
     File(#[from] PlanFileError),
-    /// It was written by another version of this crate.
+    /// Another version of this crate wrote it.
     #[error("{0}")]
     Mismatch(OtherKeys),
 }
 
-/// Files that are searched, in the order in which they came.
+/// Attached files, in the order of attachment.
 #[derive(Debug, Default)]
 pub(crate) struct Files(RwLock<Vec<Arc<PlanFile<KernelHead>>>>);
 
-/// Machine code of a GPU is an ELF file.
+/// GPU machine code is an ELF file.
 pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 impl Files {
@@ -79,7 +79,7 @@ impl Files {
         self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    /// The machine code of a key, out of the first file that has it.
+    /// Returns the machine code of a key, from the first file that has it.
     pub(crate) fn code(&self, key: &KernelKey, nvrtc: [i32; 2]) -> Option<Vec<u8>> {
         self.open().iter().find_map(|file| match of_file(file, key, nvrtc) {
             Ok(code) => Some(code),
@@ -91,7 +91,7 @@ impl Files {
     }
 }
 
-/// The machine code of a key out of a file, or why there is none.
+/// Returns the machine code of a key from a file, or why there is none.
 fn of_file(file: &PlanFile<KernelHead>, key: &KernelKey, nvrtc: [i32; 2]) -> Result<Vec<u8>, String> {
     match file.read(&digest(key, nvrtc)) {
         Ok(Some(code)) if code.starts_with(MAGIC) => Ok(code),
@@ -104,16 +104,17 @@ fn of_file(file: &PlanFile<KernelHead>, key: &KernelKey, nvrtc: [i32; 2]) -> Res
     }
 }
 
-/// All that the machine code of a key depends on.
+/// Digests everything on which the machine code of a key depends.
 fn digest(key: &KernelKey, [major, minor]: [i32; 2]) -> Digest {
     let compiler = format!("NVRTC {major}.{minor}");
     Digest::parts().part(compiler.as_bytes()).part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
 }
 
-/// Whether a file may be added to: there is none, or it is one of kernels, of this version, of which every kernel can be read. [`add`] drops those that cannot.
+/// Checks whether kernels can be added to a file: it does not exist, or is a kernel file of this version with only readable kernels. [`add`] drops
+/// unreadable ones.
 ///
 /// # Errors
-/// What is wrong with the file.
+/// The file is not a valid kernel file.
 pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
     match PlanFile::open(path) {
         Ok(file) => {
@@ -130,7 +131,7 @@ pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
     }
 }
 
-/// Adds kernels that were compiled without a device to a file, which is made where there is none. What is there already stays, but for what is damaged.
+/// Adds kernels that were compiled without a device to a file, and creates the file if needed. Existing kernels stay, except damaged ones.
 ///
 /// ```no_run
 /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -146,7 +147,7 @@ pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
 /// ```
 ///
 /// # Errors
-/// What is wrong with the file or its folder.
+/// The file or its folder cannot be used.
 pub fn add(path: impl AsRef<Path>, kernels: impl IntoIterator<Item = MachineCode>) -> Result<(), KernelFileError> {
     let record = |MachineCode { key, compiler, code }| Record { key: digest(&key, compiler), label: key.label(), payload: code };
     planfile::add(path, &HERE, kernels.into_iter().map(record))?;
@@ -154,13 +155,13 @@ pub fn add(path: impl AsRef<Path>, kernels: impl IntoIterator<Item = MachineCode
 }
 
 impl CudaExecutor {
-    /// Looks for kernels in a file from now on, before they are compiled. Only its index is read; kernels are read one by one when they are asked for. One that
-    /// is damaged is compiled as if it were not there, with a warning.
+    /// Attaches a kernel file: from now on kernels are looked up there before they are compiled. Only its index is read now; each kernel is read when
+    /// needed. A damaged one is compiled anew, with a warning. Returns how many kernels the file has.
     ///
     /// **A kernel is machine code: load only files that you trust.** See [`sdpa_nvidia::planfile`].
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// The file is not a valid kernel file.
     pub fn attach(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
         let file = PlanFile::open(path)?;
         if let Some(mismatch) = KernelHead::mismatch(file.header(), &HERE) {
@@ -171,8 +172,8 @@ impl CudaExecutor {
         Ok(kernels)
     }
 
-    /// Why each of the attached files lacks a kernel that was compiled, in their order: that it has no such kernel, or what is wrong with the one that it
-    /// has. `None` of a file that has every kernel of the cache, and of every file where each of these kernels is in one of them.
+    /// Returns, for each attached file in order, why it lacks a kernel that was compiled: it has no such kernel, or a bad one. `None` for a file with
+    /// every cached kernel, and for all files if together they have every cached kernel.
     pub fn without_kernels(&self) -> Vec<Option<String>> {
         let (files, nvrtc) = (self.files.open(), self.nvrtc().version());
         let keys = self.kernels.values().into_iter().map(|(key, _)| key);
@@ -185,7 +186,7 @@ impl CudaExecutor {
         self.files.open().len()
     }
 
-    /// Adds every kernel of the cache to a file, which is made where there is none. What is there already stays. Says how many there are to keep.
+    /// Adds every cached kernel to a file, and creates the file if needed. Existing kernels stay. Returns how many kernels are cached.
     ///
     /// ```no_run
     /// use sdpa_cuda::{CudaExecutor, CudaOptions};
@@ -198,7 +199,7 @@ impl CudaExecutor {
     /// ```
     ///
     /// # Errors
-    /// What is wrong with the file or its folder.
+    /// The file or its folder cannot be used.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
         let compiler = self.nvrtc().version();
         let kernel = |(key, kernel): (KernelKey, Arc<Kernel>)| MachineCode { key, compiler, code: kernel.code.clone() };

@@ -1,4 +1,4 @@
-//! L2 head sections of a backward pass: which KV heads are worked on together, and where the dQ accumulators of each section are.
+//! L2 head sections of a backward pass: the KV heads that are processed together, and the location of each section's dQ accumulators.
 
 use crate::backward::Backward;
 use crate::problem::Lists;
@@ -6,36 +6,37 @@ use crate::tile::BackwardTile;
 use crate::work::{heads_in_cache, steps};
 use sdpa_core::Side;
 
-/// How many blocks are taken until those of a section are done, and then until its sums have left, as a part of those that run at once. More is more memory than the
-/// cache has, and less makes others wait: measured (docs/cuda.md, "Versions of the backward kernel").
+/// Number of work items until those of a section are done, and then until its accumulators are converted, relative to the concurrent thread blocks.
+/// Larger values need more memory than L2 has; smaller ones make thread blocks wait. Measured (docs/cuda.md, "Versions of the backward kernel").
 const DONE: f64 = 0.9;
 const CONVERTED: f64 = 1.5;
-/// Walks that are longer than the mean by no more than this, those of causal masks among them, have time enough.
+/// Loops up to this many times the mean length, including those of causal masks, need no extra delay.
 const EVEN: f64 = 2.5;
-/// How much longer the longest loop over query tiles may be, with a mask that reads tensors.
+/// The assumed ratio of the longest to the mean loop over query tiles, for a mask that reads tensors.
 const UNKNOWN: f64 = 4.0;
 
 /// The L2 head sections of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeadSections {
-    /// Key heads of a section, the last of which may have fewer.
+    /// KV heads per section; the last one may have fewer.
     pub heads: i64,
     /// Number of sections.
     pub count: i64,
-    /// Number of sections whose dQ accumulators are in memory at once; 0 where every query tile has its own.
+    /// Number of sections whose dQ accumulators are in memory at once; 0 if every query tile has its own.
     pub ring: i64,
     /// Number of sections after which the dQ accumulators of a section are converted.
     pub behind: i64,
-    /// Tiles of queries that there is a place for.
+    /// Number of query tiles that have accumulator memory.
     pub places: i64,
-    /// Blocks of keys of all key heads, each for every part of the columns.
+    /// Work items for KV blocks, over all KV heads and column parts.
     pub blocks: i64,
-    /// Numbers behind those of blocks that stand for the sums of each of the last sections.
+    /// Work items after these that convert the accumulators of each of the last sections.
     pub tail: i64,
 }
 
 impl HeadSections {
-    /// On a device of so many multiprocessors, each of which has one block of threads at a time. A section is half as many blocks as these, where heads are short.
+    /// Returns the sections on a device of this many SMs, with one thread block per SM at a time. If heads are short, a section has half as many
+    /// thread blocks as there are SMs.
     pub(crate) fn of(backward: &Backward, tile: &BackwardTile, multiprocessors: u32) -> HeadSections {
         let forward = &backward.forward;
         let ([batch, heads_q, seq_q, seq_kv], group) = (forward.extents, forward.group.max(1));
@@ -45,7 +46,7 @@ impl HeadSections {
             if forward.packed.is_some() { heads_q * head_tiles(backward, tile) } else { batch * heads_q * steps(seq_q, tile.queries) };
         let whole = HeadSections { heads: 1, count: heads_kv, ring: 0, behind: 0, places: own, blocks, tail: 0 };
         if tile.sums_bytes() == 0 {
-            // Queries, gradients of outputs, and sums of f32.
+            // Queries, output gradients, and f32 accumulators.
             let [dim_qk, dim_v] = [0, 2].map(|n: usize| forward.tensors[n].dims[3]);
             let heads = heads_in_cache(group * seq_q * (2 * (dim_qk + dim_v) + 4 * dim_qk));
             return HeadSections { heads: heads.min(heads_kv), ..whole }.counted(heads_kv);
@@ -56,7 +57,7 @@ impl HeadSections {
         let since = |of_all: f64| 1 + (multiprocessors as f64 * of_all) as i64 / (heads * of_head);
         let sections = HeadSections { heads, ..whole }.counted(heads_kv);
         let behind = (1 + since(DONE * uneven(backward, tile))).min(sections.count);
-        // What is left when there are no more blocks is two numbers for each multiprocessor.
+        // After the last KV block, only the conversion remains: two work items per SM.
         let sections = HeadSections { behind, tail: 2 * multiprocessors / behind.max(1) + 1, ..sections };
         let ring = sections.count.min(1 + sections.behind + since(CONVERTED));
         let places = ring * heads * group * steps(seq_q, tile.queries);
@@ -76,7 +77,8 @@ fn uneven(backward: &Backward, tile: &BackwardTile) -> f64 {
     }
 }
 
-/// Tiles of queries of a head: of a batch entry, or of all documents, which have as many as tokens fill, and one each that is not full.
+/// Returns the query tiles of a head: of a batch entry, or of all packed sequences. Those fill at most their tokens, plus one partial tile per
+/// sequence.
 pub(crate) fn head_tiles(backward: &Backward, tile: &BackwardTile) -> i64 {
     let ([batch, _, seq_q, _], packed) = (backward.forward.extents, backward.forward.packed);
     packed.map_or(steps(seq_q, tile.queries), |packs| packs.totals[Side::Queries as usize] / i64::from(tile.queries) + batch)

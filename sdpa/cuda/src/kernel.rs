@@ -1,4 +1,4 @@
-//! Kernels that were compiled and loaded, by their text: problems that differ in lengths share them.
+//! Compiled and loaded kernels, by source. Problems that differ only in lengths share them.
 
 use crate::disk::Disk;
 use crate::entry_point::EntryPoint;
@@ -12,21 +12,21 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// All that compiled kernels depend on, compared as a whole: the key of their cache.
+/// Everything on which compiled kernels depend, compared in full: the key of the kernel cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
-    /// The CUDA text.
+    /// The CUDA source.
     pub source: Arc<str>,
-    /// The entry points of the text, the one that computes first, and the bytes of shared memory that each is launched with.
+    /// The entry points of the source, the main one first, with the bytes of shared memory of each launch.
     pub entries: Vec<(EntryPoint, u32)>,
     /// The tile configuration, for reports.
     pub tile: String,
-    /// The architecture that it is compiled for, such as `sm_90a`.
+    /// The architecture of the machine code, such as `sm_90a`.
     pub architecture: String,
 }
 
 impl KernelKey {
-    /// A number for the source, the same in every process of a build of this crate: for reports, which have no room for the text.
+    /// Returns a hash of the source, the same in every process of one build of this crate. Reports use it, because they have no room for the source.
     fn digest(&self) -> u64 {
         let mut state = DefaultHasher::new();
         self.source.hash(&mut state);
@@ -48,26 +48,26 @@ impl CacheKey for KernelKey {
 /// The origin of a kernel's machine code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Origin {
-    /// A file that was attached ([`CudaExecutor::attach`](crate::CudaExecutor::attach)).
+    /// An attached file ([`CudaExecutor::attach`](crate::CudaExecutor::attach)).
     File,
-    /// The kernel cache on disk ([`KernelCache`](crate::KernelCache)).
+    /// The disk cache of kernels ([`KernelCache`](crate::KernelCache)).
     Cache,
     /// NVRTC compiled it.
     Compiled,
 }
 
-/// The kernels of a text, compiled and loaded on a device.
+/// The kernels of one source, compiled and loaded on a device.
 #[derive(Debug)]
 pub struct Kernel {
     /// The loaded code.
     pub module: Module,
     /// The entry points of the code, in the order of [`KernelKey::entries`].
     pub entries: Vec<(EntryPoint, Entry)>,
-    /// The code itself, for files.
+    /// The machine code, for files.
     pub(crate) code: Vec<u8>,
     /// The origin of the code.
     pub(crate) origin: Origin,
-    /// Bytes of the text, which the key keeps.
+    /// Bytes of the source, which the key keeps.
     source_bytes: u64,
     time: BuildTime,
 }
@@ -83,10 +83,10 @@ impl CacheValue for Kernel {
     }
 }
 
-/// A cache of kernels, by their text.
+/// The kernel cache, by source.
 pub type Kernels = PlanCache<KernelKey, Arc<Kernel>, Unsupported>;
 
-/// Compiles the text of a kernel to machine code for compute capability 9.0 (`sm_90a`).
+/// Compiles a kernel source to machine code for compute capability 9.0 (`sm_90a`).
 ///
 /// # Errors
 /// [`sdpa_driver::Error::Compile`].
@@ -94,7 +94,7 @@ pub fn compile(nvrtc: &Nvrtc, source: &str) -> Result<Compiled, sdpa_driver::Err
     compile_for(nvrtc, source, "sm_90a")
 }
 
-/// Compiles the text of a kernel to machine code for an architecture, such as `sm_80`.
+/// Compiles a kernel source to machine code for an architecture, such as `sm_80`.
 ///
 /// # Errors
 /// [`sdpa_driver::Error::Compile`].
@@ -102,20 +102,20 @@ pub fn compile_for(nvrtc: &Nvrtc, source: &str, architecture: &str) -> Result<Co
     nvrtc.compile(source, architecture, &OPTIONS)
 }
 
-/// Returns the compiler's warning that it serialises WGMMAs, for want of registers or because a result is read early: right, and slow.
+/// Returns the compiler's warning that it serialises WGMMAs, because registers are short or a result is read early. The code is correct but slow.
 pub fn serialized(compiled: &Compiled) -> Option<&str> {
     compiled.log.lines().find(|line| line.contains("(C75"))
 }
 
-/// The oldest NVRTC that keeps the products of `wgmma` side by side: 12.6 and 12.8 run them one after the other, in kernels of more than one tile configuration.
+/// The oldest NVRTC that keeps WGMMAs concurrent. 12.6 and 12.8 serialise them in kernels of more than one tile configuration.
 const SIDE_BY_SIDE_FROM: [i32; 2] = [12, 9];
 
-/// Whether an NVRTC of this version makes kernels that are as fast as those that were measured.
+/// Returns whether an NVRTC of this version compiles kernels as fast as the measured ones.
 pub(crate) fn is_fast(version: [i32; 2]) -> bool {
     version >= SIDE_BY_SIDE_FROM
 }
 
-/// The machine code of a kernel, as files keep it.
+/// The machine code of a kernel, as stored in files.
 #[derive(Debug)]
 pub struct MachineCode {
     /// The key of its source.
@@ -127,7 +127,7 @@ pub struct MachineCode {
 }
 
 impl MachineCode {
-    /// Compiles a kernel. No device has to be there.
+    /// Compiles a kernel. Needs no device.
     ///
     /// # Errors
     /// [`sdpa_driver::Error::Compile`].
@@ -139,14 +139,14 @@ impl MachineCode {
         Ok(MachineCode { key, compiler: nvrtc.version(), code: compiled.code })
     }
 
-    /// The ELF file.
+    /// Returns the ELF file.
     pub fn code(&self) -> &[u8] {
         &self.code
     }
 }
 
 impl Kernel {
-    /// Loads a kernel from an attached file or the kernel cache, else compiles it and keeps it in the cache.
+    /// Loads a kernel from an attached file or the disk cache; otherwise compiles it and stores it in the cache.
     pub(crate) fn build(nvrtc: &Nvrtc, files: &Files, disk: &Disk, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
         let start = Instant::now();
         if let Some(code) = files.code(key, nvrtc.version()) {
@@ -155,7 +155,7 @@ impl Kernel {
         if let Some(code) = disk.code(key, nvrtc) {
             match Kernel::load(device, key, code, Origin::Cache, start) {
                 Ok(kernel) => return Ok(kernel),
-                // Nobody named this file: what the driver does not take is compiled, and replaced.
+                // The caller did not name this file, so code that the driver refuses is compiled anew and replaced.
                 Err(error) => {
                     tracing::warn!(%error, kernel = key.label(), "the driver does not take a kernel of the kernel cache; it is compiled")
                 }

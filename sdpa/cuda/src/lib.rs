@@ -1,24 +1,24 @@
 #![doc = include_str!("../README.md")]
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
 //! | `executor` | a device, its compiler, its caches |
-//! | `target` | the schedule of a pass on a device, which need not be there |
-//! | `family` | the families of kernels, and the devices that these run on |
-//! | `choice` | when cuDNN is asked before it |
-//! | `fact` | the facts of a problem, and which of them the kernels decline |
-//! | `problem`, `backward` | the kernels' view of a problem, and what else they do not support |
+//! | `target` | the schedule of a pass on a device, which need not be present |
+//! | `family` | the families of kernels, and the devices that run them |
+//! | `choice` | problems for which cuDNN is tried first |
+//! | `fact` | the facts of a problem that the kernels do not support |
+//! | `problem`, `backward` | the kernels' view of a problem, and other limits |
 //! | `tile`, `work`, `shares` | tile configurations; how many tiles there are, split-KV, and GQA groups over several thread blocks |
 //! | `head_sections` | L2 head sections of the backward pass, and where dQ accumulators are |
-//! | `map` | which blocks of keys a rule of places leaves |
-//! | `places` | at which places traces are asked |
-//! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
+//! | `map` | the KV blocks that an index-only mask leaves |
+//! | `places` | the range of indices for which traces are compiled |
+//! | `source`, `matrix` | kernel sources: `kernels/` and generated code |
 //! | `wgmma` | the family with `wgmma`: its parameters, and the schedules of its passes |
 //! | `mma` | the family with `mma.sync`: what it supports, its tile configurations, sources and schedules |
 //! | `entry_point` | the entry points of the kernel sources |
-//! | `kernel`, `files`, `disk` | kernels compiled and loaded, by their text; files of them; the kernel cache on disk |
-//! | `schedule`, `params`, `attention_params`, `parameter_gradients` | a pass as slots and steps; the parameters of kernels; those that all kernels share, from a problem; gradients of declared parameters |
-//! | `plan` | a pass made ready: it submits the steps of a schedule |
+//! | `kernel`, `files`, `disk` | compiled and loaded kernels by source; kernel files; the kernel cache on disk |
+//! | `schedule`, `params`, `attention_params`, `parameter_gradients` | a pass as slots and steps; the parameters of kernels; the parameters shared by all kernels; gradients of declared parameters |
+//! | `plan` | a prepared pass: it submits the steps of a schedule |
 
 mod attention_params;
 mod backward;

@@ -1,35 +1,35 @@
-//! Which blocks of keys the tiles of a problem walk over, where a rule of places alone says so: found when the plan is made.
+//! Block-sparse index lists of index-only masks, made with the plan: the KV blocks over which each query tile iterates.
 //!
-//! A rule of places alone reads no declared parameter. It is judged over a whole block at once, by ranges of the indices
-//! ([`Trace::judge`](sdpa_core::expr::Trace::judge)). Where the ranges cannot tell, the kernel asks the rule for each pair of a query and a key.
+//! An index-only mask reads no declared parameter. Interval arithmetic evaluates it over a whole block
+//! ([`Trace::judge`](sdpa_core::expr::Trace::judge)). If the result is undecided, the kernel evaluates the mask for each pair of the block.
 
 use crate::problem::{Forward, Lists};
 use sdpa_core::expr::{Judged, Trace};
 
-/// The bit of an item of [`BlockMap::blocks`] that says: the rule may drop a part of the block.
+/// The bit of an item of [`BlockMap::blocks`] that marks a partial block: the mask may mask out a part of it.
 pub const PARTLY: u32 = 1 << 31;
 
-/// The blocks of keys that every tile of queries walks over, or the tiles of queries of every block of keys. Those of one head of one batch entry follow
-/// one another, heads follow, then batch entries, where these differ.
+/// The KV blocks of every query tile, or the query tiles of every KV block. Lists of one head of a batch entry are adjacent, then come further heads,
+/// then further batch entries, where these differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockMap {
-    /// Offsets in `blocks` at which each list begins, and the end of the last one.
+    /// The start of each list in `blocks`, and the end of the last one.
     pub begin: Vec<u32>,
-    /// Numbers of blocks of keys, the last of each list first, or of tiles of queries, the first first; with [`PARTLY`] where the rule is to be asked.
+    /// KV blocks, the last of each list first, or query tiles in ascending order. [`PARTLY`] marks partial blocks.
     pub blocks: Vec<u32>,
-    /// Number of batch entries and of heads with lists of their own: 1 where all have the same.
+    /// Number of batch entries and of heads with lists of their own: 1 if all share them.
     pub rows: [i64; 2],
 }
 
 impl BlockMap {
-    /// The blocks of `keys` keys of each tile of `queries` queries; `None` where the problem has no rule of places alone.
+    /// Returns the KV blocks of `keys` keys for each tile of `queries` queries; `None` unless the problem has an index-only mask.
     pub fn of_queries(problem: &Forward, queries: u32, keys: u32) -> Option<BlockMap> {
         let [queries, keys] = [queries, keys].map(i64::from);
         let [_, _, seq_q, seq_kv] = problem.extents;
         BlockMap::listed(problem, |list, places| {
             for first_q in (0..seq_q).step_by(queries as usize) {
                 let last_q = (first_q + queries).min(seq_q) - 1;
-                // The bands have their ends in the first and the last query.
+                // The first and the last query determine the ends of the bands.
                 let reach = problem.region.key_range(first_q, seq_kv).start..problem.region.key_range(last_q, seq_kv).end;
                 for block in (reach.start / keys..(reach.end + keys - 1) / keys).rev() {
                     let last_k = (block * keys + keys).min(seq_kv) - 1;
@@ -40,7 +40,7 @@ impl BlockMap {
         })
     }
 
-    /// The tiles of `queries` queries of each block of `keys` keys; `None` where the problem has no rule of places alone.
+    /// Returns the tiles of `queries` queries for each KV block of `keys` keys; `None` unless the problem has an index-only mask.
     pub fn of_keys(problem: &Forward, queries: u32, keys: u32) -> Option<BlockMap> {
         let [queries, keys] = [queries, keys].map(i64::from);
         let [_, _, seq_q, seq_kv] = problem.extents;
@@ -59,7 +59,7 @@ impl BlockMap {
         })
     }
 
-    /// The lists of each batch entry and head that has its own.
+    /// Builds the lists of each batch entry and head that has its own.
     fn listed(problem: &Forward, of: impl Fn(&mut List<'_>, [i64; 2])) -> Option<BlockMap> {
         let keep = problem.keep.as_deref().filter(|_| problem.lists() == Lists::AtPlan)?;
         let rows = problem.list_rows();
@@ -72,13 +72,13 @@ impl BlockMap {
         Some(list.map)
     }
 
-    /// Bytes in device memory.
+    /// Returns the size in device memory, in bytes.
     pub fn bytes(&self) -> u64 {
         4 * (self.begin.len() + self.blocks.len()) as u64
     }
 }
 
-/// A map in the making.
+/// A map under construction.
 struct List<'a> {
     keep: &'a Trace,
     extents: [i64; 4],
@@ -86,7 +86,7 @@ struct List<'a> {
 }
 
 impl List<'_> {
-    /// Adds an item unless the rule holds nowhere between these queries and keys, the first and the last of each.
+    /// Adds an item unless the mask excludes every pair of these queries and keys; both ends are inclusive.
     fn judge(&mut self, [entry, head]: [i64; 2], [queries, keys]: [[i64; 2]; 2], item: i64) {
         match self.keep.judge([[entry, entry], [head, head], queries, keys], self.extents) {
             Judged::Never => {}
@@ -112,7 +112,7 @@ mod tests {
         Forward::of(&AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask).validate().unwrap()).unwrap()
     }
 
-    /// Every pair of every block, by the rule itself.
+    /// Evaluates the mask for every pair of every block.
     #[test]
     fn blocks_that_are_left_out_are_empty_and_those_without_the_rule_are_whole() {
         let masks: Vec<(&str, Mask)> = [

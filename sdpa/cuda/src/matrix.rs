@@ -1,9 +1,9 @@
-//! Generates the `wgmma.mma_async` wrappers, which have as many register operands as results.
+//! Generates the `wgmma.mma_async` wrappers, whose number of register operands depends on the shape.
 
 use crate::tile::PANEL;
 use std::fmt::Write;
 
-/// The place of A and B, and the axis of each that is contiguous.
+/// The location of A and B, and the contiguous axis of each.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Operands {
     /// Both in shared memory, K-major.
@@ -25,7 +25,7 @@ impl Operands {
         }
     }
 
-    /// The transpose immediates of the operands in shared memory.
+    /// Returns the transpose immediates of the operands in shared memory.
     fn transposed(self) -> &'static str {
         match self {
             Operands::SharedK => ", 0, 0",
@@ -36,7 +36,7 @@ impl Operands {
     }
 }
 
-/// WGMMAs of the forward kernel, m64nNk16 with N keys or columns of V.
+/// Generates the WGMMAs of the forward kernel: m64nNk16, where N is keys or columns of V.
 pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: u32) -> String {
     let mut text = String::new();
     product(&mut text, element, columns_of_scores, Operands::SharedK);
@@ -45,7 +45,7 @@ pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: 
     text
 }
 
-/// WGMMAs of the backward kernels: S and dP of 64 keys by 64 queries, dK and dV of `columns`, dQ of one panel of columns.
+/// Generates the WGMMAs of the backward kernels: S and dP of 64 keys by 64 queries, dK and dV of `columns`, dQ of one panel of columns.
 pub(crate) fn backward(element: &str, columns: [u32; 2]) -> String {
     let mut text = String::new();
     product(&mut text, element, 64, Operands::SharedK);

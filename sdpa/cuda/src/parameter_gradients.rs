@@ -1,4 +1,4 @@
-//! Gradients of declared parameters in the schedule of a backward pass: kernels add to f32, and a kernel rounds what is of another type.
+//! Gradients of declared parameters in the schedule of a backward pass: kernels add to f32, and a kernel rounds to other types.
 
 use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
@@ -6,7 +6,7 @@ use crate::schedule::{Address, Builder, KernelId};
 use crate::work::steps;
 use sdpa_core::{DType, SINK};
 
-/// Threads of a block that rounds.
+/// Threads per block of the rounding kernel.
 const THREADS: u32 = 256;
 
 /// A gradient of a declared parameter.
@@ -17,19 +17,19 @@ pub(crate) struct ParameterGradient {
     elements: i64,
     /// The caller's memory.
     to: Address,
-    /// The f32 sum that kernels add to: the caller's memory, or a slot that it is rounded from.
+    /// The f32 accumulator: the caller's memory, or a slot that is rounded into it.
     pub(crate) sum: Address,
 }
 
 impl ParameterGradient {
-    /// Whether the sum is a slot.
+    /// Returns whether the accumulator is a slot.
     pub(crate) fn is_rounded(&self) -> bool {
         self.dtype != DType::F32
     }
 }
 
 impl Backward {
-    /// Adds the slots of the sums of gradients of parameters, and returns the gradients. That of the sinks is the last.
+    /// Adds the accumulator slots of parameter gradients, and returns the gradients. That of the sinks is the last.
     pub(crate) fn parameter_gradients(&self, builder: &mut Builder<'_>) -> Vec<ParameterGradient> {
         let extents = self.forward.extents;
         let along = self.along.iter().map(|along| (along.name.as_str(), along.dtype, along.axes.dims(extents).iter().product()));
@@ -42,12 +42,12 @@ impl Backward {
         .collect()
     }
 
-    /// The sum of the gradient of the sinks, where that is asked for.
+    /// Returns the accumulator of the sinks' gradient, if it is computed.
     pub(crate) fn sink_gradient_of(&self, gradients: &[ParameterGradient]) -> Address {
         self.sink_gradient.and(gradients.last()).map_or(Address::Null, |gradient| gradient.sum)
     }
 
-    /// Adds the launches that round sums to the element types of their gradients.
+    /// Adds the launches that round accumulators to the element types of their gradients.
     pub(crate) fn round_gradients(&self, builder: &mut Builder<'_>, kernel: KernelId, gradients: &[ParameterGradient]) {
         for gradient in gradients.iter().filter(|gradient| gradient.is_rounded()) {
             let is_f16 = u64::from(gradient.dtype == DType::F16);

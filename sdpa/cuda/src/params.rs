@@ -1,9 +1,9 @@
-//! The structures that kernels get as parameters: one table for the fields that all of them have, and one for what each pass adds.
+//! The parameter structures of kernels: one table for the fields shared by all, and one for the additions of each pass.
 
 use crate::schedule::{Address, Number};
 
-/// Makes the structure of the shared fields, or the structure of a pass: a field with a type is the pass's own, one without is shared. The order is that
-/// of the kernel's structure, whose members are in the order of their sizes.
+/// Defines the structure of the shared fields, or the structure of a pass. A field with a type is the pass's own; one without is shared. The order is
+/// that of the kernel's structure, by size.
 macro_rules! params {
     (shared $(#[$top:meta])* $name:ident, $types:ident { $($(#[$doc:meta])* $field:ident: $ty:ty = $cuda:literal,)* }) => {
         $(#[$top])*
@@ -38,7 +38,7 @@ macro_rules! params {
         }
 
         impl $name {
-            /// The structure in CUDA C++.
+            /// Returns the structure in CUDA C++.
             pub(crate) fn cuda() -> String {
                 let mut text = format!("struct {} {{\n", $cuda_name);
                 $(text.push_str(&format!("    {}{};\n", params!(@cuda $field $($cuda)?), stringify!($field)));)*
@@ -49,7 +49,7 @@ macro_rules! params {
 
         impl $crate::schedule::arguments::Member for $name {
             fn push(&self, to: &mut $crate::schedule::arguments::Arguments) {
-                // Without `..`: a shared field that the structure of a kernel lacks does not compile.
+                // Deliberately without `..`: a shared field that a kernel's structure lacks does not compile.
                 let $name { attention: $crate::params::AttentionParams { $($shared,)* }, $($names,)* } = self;
                 $($crate::schedule::arguments::Member::push($field, to);)*
             }
@@ -62,19 +62,20 @@ pub(crate) use params;
 
 params! {
     shared
-    /// The fields that all kernels have: addresses in device memory, then numbers.
+    /// The fields that all kernels have: device addresses, then numbers.
     AttentionParams, AttentionTypes {
-        /// Address of the lengths of queries, i32 for each batch entry.
+        /// Address of the lengths of queries, one i32 per batch entry.
         seq_len_q: Address = "const int* ",
-        /// Address of the lengths of keys, i32 for each batch entry.
+        /// Address of the lengths of keys, one i32 per batch entry.
         seq_len_kv: Address = "const int* ",
-        /// Address of the sinks, f32 for each query head.
+        /// Address of the sinks, one f32 per query head.
         sink: Address = "const float* ",
-        /// Address of where each block list begins in `map_blocks`, u32.
+        /// Address of the start of each block list in `block_list`, u32.
         block_list_begin: Address = "const uint* ",
-        /// Address of where they end.
+        /// Address of their ends.
         block_list_end: Address = "const uint* ",
-        /// Address of the items of the block lists, u32: KV blocks of a query tile, or query tiles of a KV block. The highest bit is set where the mask masks out a part of one.
+        /// Address of the items of the block lists, u32: KV blocks of a query tile, or query tiles of a KV block. The highest bit marks partial
+        /// blocks.
         block_list: Address = "const uint* ",
         /// Address of the `cu_seqlens` offsets of queries, i32 or i64.
         boundaries_q: Address = "const void* ",
@@ -96,17 +97,18 @@ params! {
         seq_kv: i32 = "int ",
         /// Columns of values and outputs.
         dim_v: i32 = "int ",
-        /// Tokens of packed queries that the call has memory for.
+        /// Packed query tokens for which the call has memory.
         tokens_q: Number = "int ",
-        /// Tokens of packed keys that the call has memory for.
+        /// Packed key tokens for which the call has memory.
         tokens_kv: Number = "int ",
         /// Query tiles, of the longest sequence.
         tiles: i32 = "int ",
-        /// Heads of batch entries that are worked on together, so that their operands fit L2: query heads, or key heads of the backward pass with `wgmma`.
+        /// Heads, over all batch entries, that are processed together so that their operands fit L2: query heads, or KV heads in the WGMMA backward
+        /// pass.
         section_heads: i32 = "int ",
-        /// Lists from one batch entry to the next, in units of the lists of a head; 0 where all have the same.
+        /// Stride of batch entries in lists, in units of the lists of a head; 0 if all share them.
         block_list_batch: i32 = "int ",
-        /// Lists from one head to the next, in units of the lists of a head; 0 where all have the same.
+        /// Stride of heads in lists, in units of the lists of a head; 0 if all share them.
         block_list_head: i32 = "int ",
         /// Keys at `k - q <= lower` are masked out.
         lower: i32 = "int ",
@@ -118,18 +120,18 @@ params! {
         ends_lower: i32 = "int ",
         /// Keys at `(k - q) - (len_kv - len_q) > ends_upper` are masked out.
         ends_upper: i32 = "int ",
-        /// Whether scores are multiplied by `scale` before anything else: 1 or 0.
+        /// Whether scores are multiplied by `scale` first: 1 or 0.
         natural: Number = "int ",
         /// `attn_scale`.
         scale: Number = "float ",
         /// Factor from a score to the exponent of 2: positive.
         softmax_scale_log2: Number = "float ",
-        /// The largest random number with which a softmax probability is kept.
+        /// The largest random number for which an element of P is kept.
         dropout_threshold: i32 = "int ",
-        /// Factor of the probabilities that are kept.
+        /// Factor of the kept elements of P.
         dropout_scale: f32 = "float ",
     }
 }
 
-/// Stands for a bound that is absent: no difference of a query's and a key's index reaches it.
+/// An absent bound: no difference of a query's and a key's index reaches it.
 pub(crate) const FAR: i32 = 1 << 30;

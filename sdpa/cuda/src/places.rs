@@ -1,12 +1,14 @@
-//! At which places kernels ask traces, as far as texts tell it: texts are shared by problems that differ in lengths.
+//! The range of indices for which traces are compiled. Sources depend on this range instead of the extents, so problems that differ only in lengths
+//! share them.
 
 use sdpa_core::expr::Trace;
 use sdpa_emit::{Captured, Dialect};
 
-/// What indices are below wherever extents leave room for a tile behind them. Differences of two, and their sums, are whole numbers that become floats without the unit for conversions.
+/// An upper bound of indices, including those of a tile past the extents. Differences of two indices, and sums of these, convert to float without
+/// conversion instructions.
 const PLACES: i64 = 1 << 21;
 
-/// Rows of a tile or a block, at most: indices are past the extents by fewer.
+/// The most rows of a tile or a block. Indices exceed the extents by fewer.
 const MOST_ROWS: i64 = 256;
 
 /// Returns the captured values of traces in a problem of these extents, in the form of these kernels.
@@ -22,7 +24,7 @@ mod tests {
     use crate::tile::{BackwardTile, Tile};
     use sdpa_core::{DType, Direction};
 
-    /// As `prelude.cuh` has it.
+    /// Matches the function in `prelude.cuh`.
     fn float_of_small(x: i32) -> f32 {
         f32::from_bits(0x4b40_0000_u32.wrapping_add_signed(x)) - 12_582_912.0
     }

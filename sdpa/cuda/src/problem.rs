@@ -14,66 +14,66 @@ use std::sync::Arc;
 /// The kernels' view of a forward problem.
 #[derive(Clone, Debug)]
 pub struct Forward {
-    /// The type of operands: f16 or bf16; for kernels with `mma.sync` also f32.
+    /// The element type of operands: f16 or bf16; for the `mma.sync` kernels also f32.
     pub dtype: DType,
     /// `q`, `k`, `v`, `o`: extents, strides, alignment.
     pub tensors: [TensorSpec; 4],
-    /// The band, and the prefix, that masks keep.
+    /// The mask's band and prefix.
     pub region: Region,
-    /// The band about the ends of batch entries that masks keep.
+    /// The mask's bottom-right aligned band.
     pub ends: Ends,
-    /// Whether each batch entry says how many queries it has.
+    /// Whether batch entries have lengths of queries.
     pub seq_len_q: bool,
-    /// Whether each batch entry says how many keys it has.
+    /// Whether batch entries have lengths of keys.
     pub seq_len_kv: bool,
-    /// The rule that masks are beside bands and lengths: keys are dropped where it does not hold.
+    /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
     /// The function that modifies the scaled score.
     pub score_mod: Option<Arc<Trace>>,
     /// The declared parameters that `keep` and `score_mod` read.
     pub captured: Captured,
-    /// Whether each query head has a sink in the softmax's denominator.
+    /// Whether each query head has an attention sink.
     pub sink: bool,
-    /// Which part of the weights is dropped at random, if any is.
+    /// Dropout of P, if any.
     pub dropout: Option<Dropout>,
-    /// Which row statistics are written, in the order of [`Statistic::ALL`]: f32 (batch, heads_q, seq_q) each.
+    /// The row statistics that are written, in the order of [`Statistic::ALL`]: f32 (batch, heads_q, seq_q) each.
     pub statistics: [bool; 3],
     /// The base of the logarithms in `stats`.
     pub stats_base: StatsBase,
     /// The extents (batch, heads_q, seq_q, seq_kv).
     pub extents: [i64; 4],
-    /// Query heads that share a key head.
+    /// Query heads per KV head.
     pub group: i64,
-    /// Which documents lie packed, where any do.
+    /// The packing of sequences, if any.
     pub packed: Option<Packs>,
-    /// The pages that keys and values lie in, where they do.
+    /// The paging of keys and values, if any.
     pub paged: Option<Paged>,
 }
 
-/// The layout of packed sequences, without the boundaries, which belong to a call.
+/// The layout of packed sequences, without `cu_seqlens`, which belong to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packs {
-    /// Whether keys lie packed too, or queries alone.
+    /// Whether keys are packed, not only queries.
     pub keys: bool,
-    /// Whether boundaries are i64, not i32.
+    /// Whether `cu_seqlens` are i64, not i32.
     pub wide: bool,
-    /// Tokens of queries and of keys that a call has at most.
+    /// The most query and key tokens of a call.
     pub totals: [i64; 2],
 }
 
-/// When it is found which blocks of keys a rule leaves.
+/// When block-sparse index lists are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lists {
-    /// There is no rule beside bands and lengths.
+    /// Never: the mask consists of bands and lengths.
     None,
-    /// When the plan is made: the rule asks for places alone.
+    /// With the plan: the mask depends on indices only.
     AtPlan,
-    /// At each call, on the device: it reads tensors or numbers of the call.
+    /// At each call, on the device: the mask reads tensors or scalars of the call.
     AtCall,
 }
 
 impl Forward {
-    /// Makes it of a problem.
+    /// Creates the view of a problem.
     ///
     /// # Errors
     /// Every limit of the kernels that the problem breaks.
@@ -82,7 +82,7 @@ impl Forward {
         if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
     }
 
-    /// The view of a problem that is supported.
+    /// Creates the view of a supported problem.
     pub(crate) fn of_supported(problem: &Problem) -> Forward {
         let kept = problem.kept();
         let traces = [problem.score_mod().map(|trace| &**trace), kept.rest.as_deref()];
@@ -111,17 +111,17 @@ impl Forward {
         }
     }
 
-    /// Whether a row statistic is written.
+    /// Returns whether a row statistic is written.
     pub fn writes(&self, statistic: Statistic) -> bool {
         self.statistics[statistic as usize]
     }
 
-    /// Whether a part of the keys leaves its largest scores: the largest of a row, or what its sum is told next to, is that of no part.
+    /// Returns whether each split must store its row maxima. The row's maximum, and the base of its sum, are those of no single split.
     pub(crate) fn leaves_largest(&self) -> bool {
         self.writes(Statistic::RowMax) || self.writes(Statistic::SumExp)
     }
 
-    /// Whether the tokens of a side lie packed.
+    /// Returns whether a side is packed.
     pub fn packs(&self, side: Side) -> bool {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
@@ -137,7 +137,7 @@ impl Forward {
         nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()
     }
 
-    /// When it is found which blocks of keys `keep` leaves.
+    /// Returns when the block lists of `keep` are made.
     pub fn lists(&self) -> Lists {
         match &self.keep {
             None => Lists::None,
@@ -146,7 +146,7 @@ impl Forward {
         }
     }
 
-    /// Returns the number of batch entries and of heads with block lists of their own: 1 where `keep` is the same for all.
+    /// Returns the number of batch entries and of heads with block lists of their own: 1 if `keep` is the same for all.
     pub fn list_rows(&self) -> [i64; 2] {
         let [batch, heads, ..] = self.extents;
         let differs = |axis| {
@@ -158,7 +158,7 @@ impl Forward {
     }
 }
 
-/// `exact`: by the functions of CUDA's library.
+/// Returns the cost of a node. With `exact`, functions are those of CUDA's library.
 fn node_weight(node: Node, exact: bool) -> u32 {
     match node {
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => 0,

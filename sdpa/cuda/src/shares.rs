@@ -1,4 +1,4 @@
-//! The number of thread blocks that share the query heads of a KV head in a backward pass.
+//! Chooses the number of thread blocks that share the query heads of a KV head in a backward pass.
 
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
@@ -12,11 +12,11 @@ use std::ops::Range;
 const AROUND: f64 = 1.0;
 /// Cost of the reduction with other thread blocks, in steps.
 const ADDED: f64 = 2.0;
-/// Part of the longest loop over query tiles for which most SMs idle at the end, where loops differ in length.
+/// If loops over query tiles differ in length, most SMs idle at the end for this part of the longest one.
 const UNEVEN: f64 = 0.5;
-/// A gain that is none.
+/// Speedups below this factor do not count.
 const CLOSE: f64 = 1.03;
-/// KV blocks whose loops are looked at.
+/// The most KV blocks whose loops are sampled.
 const LOOKED_AT: i64 = 32;
 
 /// Steps of the loops of KV blocks over the query tiles of one head.
@@ -26,9 +26,9 @@ pub(crate) struct StepCounts {
 }
 
 impl StepCounts {
-    /// Those that a band and a rule of places leave, of entries of these lengths. Lengths and tensors that a call has may leave less.
+    /// Counts the steps that a band and an index-only mask leave, for batch entries of these lengths. Lengths and tensors of a call may leave fewer.
     fn of(forward: &Forward, [seq_q, seq_kv]: [i64; 2], queries: u32) -> StepCounts {
-        // A band about the ends of entries is that of entries as long as any.
+        // A bottom-right aligned band is placed as for full-length batch entries.
         let past = seq_kv - seq_q;
         let lower = [forward.region.lower, forward.ends.lower.map(|lower| lower + past)].into_iter().flatten().max();
         let upper = [forward.region.upper, forward.ends.upper.map(|upper| upper + past)].into_iter().flatten().min();
@@ -54,13 +54,13 @@ impl StepCounts {
         self.longest / self.mean.max(1.0)
     }
 
-    /// Whether all take about as long.
+    /// Returns whether all loops have about the same length.
     fn are_even(&self) -> bool {
         self.mean * 1.25 >= self.longest
     }
 }
 
-/// Steps of a loop that the mask does not skip, of the first head.
+/// Returns the steps of a loop that the mask does not skip, for the first head.
 fn remaining_steps(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u32, keys: [i64; 2]) -> i64 {
     let count = walk.end - walk.start;
     if count <= 0 {
@@ -77,7 +77,7 @@ fn remaining_steps(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u
     }
 }
 
-/// Returns the time of so many KV blocks, in steps, where `shares` thread blocks split the heads of each.
+/// Returns the time of this many KV blocks, in steps, if `shares` thread blocks split the heads of each.
 fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocessors: i64) -> f64 {
     let around = AROUND + if shares > 1 { ADDED } else { 0.0 };
     let longest = walks.longest * steps(group, u32::try_from(shares).unwrap_or(u32::MAX)) as f64 + around;
@@ -91,20 +91,20 @@ fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocess
 }
 
 impl Backward {
-    /// Queries or keys of a batch entry: of documents on average.
+    /// Returns the queries or keys of a batch entry; for packed sequences the average.
     pub(crate) fn length(&self, side: Side) -> i64 {
         let [batch, _, seq_q, seq_kv] = self.forward.extents;
         let extent = if side == Side::Queries { seq_q } else { seq_kv };
         self.forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1))
     }
 
-    /// Its loops over queries of that length.
+    /// Returns its loop lengths over that many queries.
     pub(crate) fn walks(&self, tile: &BackwardTile) -> StepCounts {
         StepCounts::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
     }
 
-    /// The thread blocks that share the query heads of a key head, on a device of so many multiprocessors, each of which has one block at a time: the
-    /// fewest of those that take about as long as any (docs/cuda.md, "Backward").
+    /// Returns the number of thread blocks that share the query heads of a KV head, on a device of this many SMs with one thread block per SM. It is
+    /// the smallest number with about the least time (docs/cuda.md, "Backward").
     pub(crate) fn shares(&self, tile: &BackwardTile, multiprocessors: u32) -> u32 {
         let forward = &self.forward;
         let [batch, heads_q, ..] = forward.extents;

@@ -1,4 +1,4 @@
-//! The text of a kernel: constants, the pieces of `kernels/`, and what was traced.
+//! Kernel sources: constants, the pieces of `kernels/`, and generated functions.
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
@@ -46,7 +46,7 @@ const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
 pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
 const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
 const BACKWARD_SCHEDULER: (&str, &str) = piece!("backward_scheduler.cuh");
-/// Conversion of the dQ accumulator: within the main kernel, or in one of its own.
+/// Conversion of the dQ accumulator: in the main kernel, or in a separate one.
 const DQ_CONVERT_FUSED: (&str, &str) = piece!("dq_convert_fused.cuh");
 const DQ_CONVERT: (&str, &str) = piece!("dq_convert.cuh");
 const BACKWARD_SCORES: (&str, &str) = piece!("backward_scores.cuh");
@@ -60,29 +60,30 @@ pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");
 const PADDING: (&str, &str) = piece!("padding.cuh");
 const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 
-/// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
-/// where a kernel says so.
+/// Compiler options other than the architecture. Functions without a qualifier are device functions. Approximate division and flushing to zero happen
+/// only where a kernel requests them.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
 /// Bytes of shared memory of [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists): a word for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
-/// Traces above this weight are compiled once, for full and partial blocks alike: compiling them for 64 scores takes long, and the mask costs little next to them.
+/// Traces above this weight are compiled once, for full and partial blocks: compiling them for 64 scores takes long, and the mask costs little in
+/// comparison.
 pub(crate) const HEAVY: u32 = 24;
 
-/// For how many scores of a thread traces of this weight stand in the text, 0 for all. Where they are very long, scores go through one text one after the other, from
-/// memory of the thread: a copy for each takes the compiler a minute, and is more than caches of instructions hold.
+/// Returns for how many scores of a thread a trace of this weight is unrolled; 0 for all. Very long traces are compiled once and process scores
+/// sequentially from local memory. A copy per score would take a minute to compile and exceed the instruction caches.
 fn at_once(weight: u32) -> u32 {
     const LONG: u32 = 120;
     if weight < LONG { 0 } else { (1000 / weight).max(2) }
 }
 
-/// The PTX type of WGMMA operands.
+/// Returns the PTX type of WGMMA operands.
 fn element(dtype: DType) -> &'static str {
     if dtype == DType::F16 { "f16" } else { "bf16" }
 }
 
-/// The structure that carries what traces read: scalars by value, tensors by address.
+/// Returns the structure of captured parameters: scalars by value, tensors by address.
 fn captured_structure(captured: &Captured) -> String {
     let mut members = String::new();
     for (n, (_, dtype, _)) in captured.tensors().into_iter().enumerate() {
@@ -95,13 +96,13 @@ fn captured_structure(captured: &Captured) -> String {
     format!("struct Captured {{\n{members}}};\n")
 }
 
-/// Whether traces are asked at places of the problem alone: where tensors have elements there, and of long traces, whose compiler would else hold what scores of a thread
-/// have in common, more than there are registers for.
+/// Returns whether indices are clamped to the extents before traces are evaluated. Tensors have no elements past the extents. For long traces,
+/// clamping stops the compiler from keeping values that a thread's scores share, which would exceed the registers.
 fn clamps(problem: &Forward, axis: Axis) -> bool {
     problem.captured.reads_along(axis) || problem.weight() > HEAVY
 }
 
-/// Constants that both passes take from the attention.
+/// Returns the constants that both passes derive from the attention.
 fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
     [
         ("WITH_SINK", problem.sink.into()),
@@ -118,14 +119,14 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
     ]
 }
 
-/// Constants of [`STATISTICS`].
+/// Returns the constants of [`STATISTICS`].
 pub(crate) fn statistics(problem: &Forward) -> [(&'static str, u32); 4] {
     let [stats, row_max, sum_exp] = problem.statistics.map(u32::from);
     let two = u32::from(problem.stats_base == StatsBase::Two);
     [("WITH_STATS", stats), ("WITH_ROW_MAX", row_max), ("WITH_SUM_EXP", sum_exp), ("WITH_BASE_TWO", two)]
 }
 
-/// The text up to the pieces of a pass, `engines` the last of it; `weight` is that of all traces of the pass.
+/// Returns the source up to the pieces of a pass. `engines` is its last piece, and `weight` is that of all traces of the pass.
 pub(crate) fn begin(
     problem: &Forward,
     weight: u32,
@@ -155,26 +156,26 @@ pub(crate) fn begin(
 /// Precedes the generated WGMMA wrappers.
 const GENERATED: &str = "\n#line 1 \"generated\"\n";
 
-/// The type of boundaries of documents.
+/// Returns the type of `cu_seqlens`.
 pub(crate) fn boundary(problem: &Forward) -> String {
     let of = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
     format!("typedef {of} CuSeqlen;\n")
 }
 
-/// Columns that a product of the tensor cores sums over.
+/// Columns over which one WGMMA sums.
 const COLUMNS: u32 = 16;
 
-/// Panels that a tensor has columns of.
+/// Returns the number of column panels of a tensor.
 fn panels(dim: i64) -> u32 {
     steps(dim, PANEL) as u32
 }
 
-/// Registers of a thread that hold so many times 16 columns of an operand's rows, of those that there are; one where there are none.
+/// Returns the registers of a thread that hold this many times 16 columns of an operand's rows, at most all; 1 if there are none.
 fn held(sixteens: u32, dim: i64) -> u32 {
     (4 * sixteens.min(steps(dim, COLUMNS) as u32)).max(1)
 }
 
-/// The whole CUDA text of the forward kernel of a problem, with this tile.
+/// Returns the CUDA source of the forward kernel of a problem, with this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
     let own = [
@@ -224,7 +225,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text
 }
 
-/// The whole CUDA text of the kernels of a backward pass, with this tile.
+/// Returns the CUDA source of the kernels of a backward pass, with this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
     let tight = forward.is_tight();
@@ -287,7 +288,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     text
 }
 
-/// The functions of a backward pass that say what a score becomes, and its slope.
+/// Returns the functions of a backward pass that modify a score and compute its derivative.
 pub(crate) fn score_functions(problem: &Backward) -> Vec<String> {
     let captured = &problem.forward.captured;
     let score_mod = problem.forward.score_mod.as_deref();
@@ -295,12 +296,12 @@ pub(crate) fn score_functions(problem: &Backward) -> Vec<String> {
     score_mod.map(|trace| captured.score_mod(trace)).into_iter().chain(slope).collect()
 }
 
-/// The function of the rule that masks are beside bands and lengths.
+/// Returns the function of the mask's part that is neither a band nor a length.
 pub(crate) fn keep_function(forward: &Forward) -> Option<String> {
     forward.keep.as_deref().map(|trace| forward.captured.keep(trace))
 }
 
-/// The functions that say what a score gives to the gradient of each parameter.
+/// Returns the functions that compute a score's contribution to the gradient of each parameter.
 pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
     let captured = &problem.forward.captured;
     let of_axes = |trace| {
@@ -315,18 +316,19 @@ pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
     problem.gradient.as_deref().into_iter().flat_map(|trace| of_axes(trace).chain(of_reads(trace))).collect()
 }
 
-/// The addresses of sums of parameters' gradients.
+/// Returns the structure with the accumulator addresses of parameter gradients.
 pub(crate) fn gradients_structure(along: &[Along]) -> String {
     let members: String = (0..along.len()).map(|n| format!("    float* to_{n};\n")).collect();
     format!("struct Gradients {{\n{members}}};\n")
 }
 
-/// A root of a gradient at one score, as a function of its own name: the gradient of a parameter, or where a table is read.
+/// Returns a root of a gradient as a function with its own name: the gradient of a parameter, or the index of a table read.
 fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, ty: &str) -> String {
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// The function that adds what each score gives to the gradients of parameters: to their elements, or to the partial sums of a warp where `partials` has them.
+/// Returns the function that adds each score's contribution to parameter gradients: to their elements, or to a warp's partial sums according to
+/// `partials`.
 pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], partials: &[Option<WarpPartials>]) -> String {
     let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"
@@ -359,7 +361,7 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], partials: &[O
     text.replace("    for (int n", "#pragma unroll\n    for (int n")
 }
 
-/// Which of all slots of all rows is this warp's.
+/// Returns the expression for this warp's index among all slots of all rows.
 fn place_of_warp(partials: WarpPartials) -> String {
     let slot = if partials.slots == 1 { "0" } else { "origin.k / 16" };
     format!("(long(origin.batch) * {}L + origin.head) * {}L + {slot}", partials.rows[1], partials.slots)

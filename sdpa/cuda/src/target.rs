@@ -1,4 +1,4 @@
-//! The schedule of a pass on a device, which need not be there.
+//! The schedule of a pass on a device, which need not be present.
 
 use crate::backward::Backward;
 use crate::family::Family;
@@ -17,26 +17,26 @@ use sdpa_core::problem::Problem;
 use sdpa_driver::Device;
 use sdpa_nvidia::Job;
 
-/// A device, as far as schedules and kernel sources depend on it, and overrides of the usual choice.
+/// A device, as far as schedules and kernel sources depend on it, with overrides of the default selection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     /// The compute capability: 90 for 9.0.
     pub sm: u32,
-    /// Multiprocessors, which say whether keys are split, and the heads of a group shared out.
+    /// Number of SMs. It decides whether keys are split, and whether thread blocks share a GQA group.
     pub multiprocessors: u32,
-    /// The tile for every forward problem whose head dims it holds, in place of [`Forward::tile`].
+    /// The tile for every forward problem whose head dims fit it, instead of [`Forward::tile`].
     pub tile: Option<Tile>,
-    /// The only family of kernels that is asked, in place of every one that the device runs, the fastest first.
+    /// The only family of kernels to try, instead of all that the device runs, fastest first.
     pub family: Option<Family>,
 }
 
 impl Target {
-    /// A device of this compute capability and so many multiprocessors.
+    /// Describes a device of this compute capability and number of SMs.
     pub fn new(sm: u32, multiprocessors: u32) -> Target {
         Target { sm, multiprocessors, tile: None, family: None }
     }
 
-    /// A device that is there.
+    /// Describes a present device.
     pub fn of(device: &Device) -> Target {
         Target::new(device.sm(), device.sm_count())
     }
@@ -61,7 +61,7 @@ impl Target {
         Ok(self.schedule_of(job)?.kernels)
     }
 
-    /// The workspace that a pass uses, and what a call of it submits.
+    /// Returns the workspace of a pass, and the work that its calls submit.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -77,7 +77,7 @@ impl Target {
     /// ```
     ///
     /// # Errors
-    /// As [`Target::kernels`].
+    /// As for [`Target::kernels`].
     pub fn schedule(&self, job: &Job) -> Result<ScheduleReport, Unsupported> {
         Ok(self.schedule_of(job)?.report())
     }
@@ -133,7 +133,8 @@ impl Target {
         })
     }
 
-    /// The first family that supports a problem on this device, with its view of the problem; else the reasons of the family that has the fewest.
+    /// Returns the first family that supports a problem on this device, with its view of the problem; otherwise the reasons of the family that has
+    /// the fewest.
     fn first_supporting<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
         let asked = Family::ALL.into_iter().filter(|family| self.family.is_none_or(|only| only == *family));
         let (able, unable): (Vec<_>, Vec<_>) = asked.partition(|family| family.runs_on(self.sm));
@@ -148,7 +149,7 @@ impl Target {
         if let Some(refused) = refused {
             return Err(refused);
         }
-        // No family runs here: that, and what would be declined elsewhere.
+        // No family runs on this device. Report that, and the reasons on other devices.
         let [major, minor] = [self.sm / 10, self.sm % 10];
         let last = unable.last().copied().unwrap_or(Family::Mma);
         let device =

@@ -1,46 +1,46 @@
-//! Tile configurations: queries of a thread block, keys of a step, stages of the pipeline, registers.
+//! Tile configurations: queries per CTA, keys per step, pipeline stages, registers.
 
-/// The tile that a block of threads works on, for head dims up to `dim_qk` and `dim_v`.
+/// The tile of a thread block in the forward kernel, for head dims up to `dim_qk` and `dim_v`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Columns of queries and keys in shared memory: a multiple of 64.
     pub dim_qk: u32,
     /// Columns of values and outputs in shared memory: a multiple of 64.
     pub dim_v: u32,
-    /// Groups of 128 threads that compute, each with 64 queries.
+    /// Consumer warpgroups, each with 64 queries.
     pub groups: u32,
-    /// Keys of a step: a multiple of 16.
+    /// Keys of a KV block: a multiple of 16.
     pub keys: u32,
-    /// Steps whose keys and values are in shared memory at once.
+    /// Pipeline stages: KV blocks that are in shared memory at once.
     pub stages: u32,
-    /// Whether groups take turns at the tensor cores, so that one's softmax runs beside another's products.
+    /// Whether warpgroups use ping-pong scheduling: the softmax of one overlaps with the GEMMs of another.
     pub turns: bool,
-    /// Whether the output has a place of its own in shared memory, so that the next queries come while it leaves.
+    /// Whether the output has its own shared memory, so that the next queries can be loaded while it is stored.
     pub output_apart: bool,
-    /// Columns of queries that a group has in registers for all keys of a tile, in sixteens: products read these from shared memory once.
+    /// Columns of queries that a warpgroup keeps in registers for all keys of a tile, in units of 16. WGMMA reads them from shared memory only once.
     pub held: u32,
-    /// Registers of a thread that computes.
+    /// Registers per consumer thread.
     pub group_registers: u32,
-    /// Registers of a thread that brings operands into shared memory.
+    /// Registers per producer thread.
     pub bring_registers: u32,
-    /// Packed GQA: the queries and heads of a tile, for few queries.
+    /// PackGQA: the queries and heads of a tile, for few queries.
     pub few: Option<Few>,
-    /// Whether the keys of a tile may be split over several thread blocks, whose results are merged.
+    /// Split-KV: whether several thread blocks may process the keys of a tile, with a combine kernel.
     pub split: bool,
 }
 
-/// Few queries of several heads that share keys, in one tile: as many rows as both multiply to, at most those of a group.
+/// A packed GQA tile: few queries of several heads of a GQA group. Its rows are queries times heads, at most those of a warpgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Few {
-    /// Queries of a head: a power of two.
+    /// Queries per head: a power of two.
     pub queries: u32,
-    /// Query heads that share a key head.
+    /// Query heads per KV head in the tile.
     pub heads: u32,
 }
 
-/// Queries of a group.
+/// Queries of a warpgroup.
 pub(crate) const GROUP_QUERIES: u32 = 64;
-/// Bytes of barriers, and of the numbers of tiles.
+/// Bytes of mbarriers and tile indices.
 const BARRIERS: u32 = 256;
 /// Bytes of the items of a tile list that a thread block reads ahead.
 const TILE_ITEMS: u32 = 256;
@@ -48,10 +48,10 @@ const TILE_ITEMS: u32 = 256;
 const ROW_BYTES: u32 = 128;
 /// Columns of a panel.
 pub(crate) const PANEL: u32 = 64;
-/// Bytes of shared memory that a block of threads has at most, on compute capability 9.0.
+/// The most shared memory of a thread block in bytes, on compute capability 9.0.
 pub const SHARED_BYTES: u32 = 232_448;
 
-/// The tiles, by the head dims that they are for: the first that holds both.
+/// The tiles, ordered by head dims: the first that fits both is used.
 const TILES: [Tile; 6] = [
     Tile { turns: false, ..usual_tile(64, 64, 3) },
     usual_tile(128, 64, 2),
@@ -61,10 +61,10 @@ const TILES: [Tile; 6] = [
     Tile { keys: 80, output_apart: false, turns: false, group_registers: 240, bring_registers: 24, ..usual_tile(256, 256, 2) },
 ];
 
-/// The tile for rows that attend to many keys, where neither registers nor edges of a mask say otherwise.
+/// The tile for rows that attend to many keys, if neither registers nor mask edges are a concern.
 const LONG_TILE: Tile = Tile { keys: 160, held: 4, group_registers: 240, bring_registers: 24, ..usual_tile(128, 128, 2) };
 
-/// The tiles for few queries: one group, and stages enough to keep memory busy.
+/// The tiles for few queries: one warpgroup, and enough stages to keep memory busy.
 const FEW_TILES: [Tile; 6] = [
     few_tile(64, 64, 128, 5),
     few_tile(128, 64, 128, 4),
@@ -78,7 +78,7 @@ const fn few_tile(dim_qk: u32, dim_v: u32, keys: u32, stages: u32) -> Tile {
     Tile { keys, stages, turns: false, few: Some(Few { queries: GROUP_QUERIES, heads: 1 }), ..usual_tile(dim_qk, dim_v, 1) }
 }
 
-/// The usual tile of so many warpgroups.
+/// Returns the usual tile of this many warpgroups.
 const fn usual_tile(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
     let (group_registers, bring_registers) = if groups == 3 { (160, 32) } else { (232, 40) };
     Tile {
@@ -97,63 +97,64 @@ const fn usual_tile(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
     }
 }
 
-/// The largest head dim that there is a tile for.
+/// The largest head dim with a tile.
 pub const MOST_DIM: i64 = 256;
 
 impl Tile {
-    /// The usual tile for these head dims; `None` above [`MOST_DIM`].
+    /// Returns the usual tile for these head dims; `None` above [`MOST_DIM`].
     pub fn of(dim_qk: i64, dim_v: i64) -> Option<Tile> {
         TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// The tile for many keys with these head dims, where there is one.
+    /// Returns the tile for many keys with these head dims, if there is one.
     pub fn of_long(dim_qk: i64, dim_v: i64) -> Option<Tile> {
         Tile::of(dim_qk, dim_v).filter(|usual| (usual.dim_qk, usual.dim_v) == (LONG_TILE.dim_qk, LONG_TILE.dim_v)).map(|_| LONG_TILE)
     }
 
-    /// The tile of few queries for these head dims; `None` above [`MOST_DIM`].
+    /// Returns the tile for few queries with these head dims; `None` above [`MOST_DIM`].
     pub fn of_few(dim_qk: i64, dim_v: i64, few: Few) -> Option<Tile> {
         let tile = FEW_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))?;
         Some(Tile { few: Some(few), ..tile })
     }
 
-    /// Whether these head dims fit into the tile.
+    /// Returns whether these head dims fit the tile.
     pub fn holds(&self, dim_qk: i64, dim_v: i64) -> bool {
         dim_qk <= i64::from(self.dim_qk) && dim_v <= i64::from(self.dim_v)
     }
 
-    /// Every tile.
+    /// Iterates over every tile.
     pub fn all() -> impl Iterator<Item = Tile> {
         TILES.into_iter().chain([LONG_TILE]).chain(FEW_TILES)
     }
 
-    /// Rows of a block of threads.
+    /// Returns the rows of a thread block.
     pub fn rows(&self) -> u32 {
         self.groups * GROUP_QUERIES
     }
 
-    /// Queries of each head of a tile.
+    /// Returns the queries per head of a tile.
     pub fn queries(&self) -> u32 {
         self.few.map_or(self.rows(), |few| few.queries)
     }
 
-    /// Query heads of a tile.
+    /// Returns the query heads of a tile.
     pub fn heads(&self) -> u32 {
         self.few.map_or(1, |few| few.heads)
     }
 
-    /// Threads of a block: those that compute, and a group that brings operands.
+    /// Returns the threads of a thread block: consumer warpgroups and a producer warpgroup.
     pub fn threads(&self) -> u32 {
         128 * (self.groups + 1)
     }
 
-    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers, items of the tile list.
+    /// Returns the shared memory of a thread block in bytes: queries, keys and values, the output unless it reuses the queries' memory, mbarriers,
+    /// items of the tile list.
     pub fn shared_bytes(&self) -> u32 {
         let panels = |dim: u32| dim / PANEL * ROW_BYTES;
         let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
         let step = self.keys * (panels(self.dim_qk) + panels(self.dim_v));
         let rows = match (self.few, self.output_apart) {
-            // Results of few queries go past shared memory.
+            // Results of few queries bypass shared memory.
             (Some(_), _) => queries,
             (None, true) => queries + output,
             (None, false) => queries.max(output),
@@ -162,7 +163,7 @@ impl Tile {
     }
 }
 
-/// The tile of a backward pass, for head dims up to `dim_qk` and `dim_v`: two groups of 128 threads, each with 64 keys.
+/// The tile of a backward pass, for head dims up to `dim_qk` and `dim_v`: two consumer warpgroups, each with 64 keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
     /// Columns of queries and keys in shared memory: a multiple of 64.
@@ -171,25 +172,26 @@ pub struct BackwardTile {
     pub dim_v: u32,
     /// Queries of a step: 64 or 128.
     pub queries: u32,
-    /// Parts of the columns that gradients are computed in, by different thread blocks: 1 or 2.
+    /// Column parts in which different thread blocks compute gradients: 1 or 2.
     pub parts: u32,
-    /// Whether two CTAs form a cluster: each has the scores of a half of the keys, and parts are of dQ alone.
+    /// Whether two CTAs form a cluster: each has the scores of half the keys, and only dQ has column parts.
     pub two_cta: bool,
-    /// Thread blocks that share the query heads of a key head: 1, or more where there are too few blocks of keys.
+    /// Thread blocks that share the query heads of a KV head: 1, or more if there are too few KV blocks.
     pub shares: u32,
-    /// Steps whose queries are in shared memory at once.
+    /// Pipeline stages of Q.
     pub stages: u32,
-    /// Steps whose gradients of outputs are.
+    /// Pipeline stages of dO.
     pub output_stages: u32,
-    /// Columns of keys and of values that a group has in registers for all queries, in sixteens: products read these from shared memory once.
+    /// Columns of keys and of values that a warpgroup keeps in registers for all queries, in units of 16. WGMMA reads them from shared memory only
+    /// once.
     pub held: [u32; 2],
-    /// Registers of a thread that computes.
+    /// Registers per consumer thread.
     pub group_registers: u32,
-    /// Registers of a thread that brings operands into shared memory.
+    /// Registers per producer thread.
     pub bring_registers: u32,
 }
 
-/// The tiles of backward passes, by the head dims that they are for: the first that holds both.
+/// The tiles of backward passes, ordered by head dims: the first that fits both is used.
 const BACKWARD_TILES: [BackwardTile; 4] = [
     BackwardTile { queries: 128, held: [4, 4], ..usual_backward_tile(64, 64, 1) },
     BackwardTile { held: [0, 1], ..usual_backward_tile(128, 128, 1) },
@@ -204,7 +206,7 @@ const fn two_cta_tile(dim_qk: u32, dim_v: u32) -> BackwardTile {
     BackwardTile { two_cta: true, ..usual_backward_tile(dim_qk, dim_v, 2) }
 }
 
-/// The usual tile in so many parts.
+/// Returns the usual tile with this many column parts.
 const fn usual_backward_tile(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
     BackwardTile {
         dim_qk,
@@ -222,43 +224,43 @@ const fn usual_backward_tile(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTil
 }
 
 impl BackwardTile {
-    /// Keys of a thread block, or of both of a cluster.
+    /// Keys of a thread block, or of both CTAs of a cluster.
     pub const KEYS: u32 = 128;
-    /// Threads of a block: those that compute, and a group that brings operands.
+    /// Threads of a thread block: consumer warpgroups and a producer warpgroup.
     pub const THREADS: u32 = 384;
 
-    /// The tile for these head dims; `None` above [`MOST_DIM`].
+    /// Returns the tile for these head dims; `None` above [`MOST_DIM`].
     pub fn of(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
         BACKWARD_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// The 2-CTA tile for these head dims, where there is one.
+    /// Returns the 2-CTA tile for these head dims, if there is one.
     pub fn of_two_cta(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
         let usual = BackwardTile::of(dim_qk, dim_v)?;
         TWO_CTA_TILES.into_iter().find(|pair| (pair.dim_qk, pair.dim_v) == (usual.dim_qk, usual.dim_v))
     }
 
-    /// Whether these head dims fit into the tile.
+    /// Returns whether these head dims fit the tile.
     pub fn holds(&self, dim_qk: i64, dim_v: i64) -> bool {
         dim_qk <= i64::from(self.dim_qk) && dim_v <= i64::from(self.dim_v)
     }
 
-    /// Keys whose scores a block of threads has.
+    /// Returns the number of keys whose scores one CTA computes.
     pub fn own_keys(&self) -> u32 {
         if self.two_cta { BackwardTile::KEYS / 2 } else { BackwardTile::KEYS }
     }
 
-    /// Thread blocks of a cluster.
+    /// Returns the number of CTAs per cluster.
     pub fn cluster_size(&self) -> u32 {
         if self.two_cta { 2 } else { 1 }
     }
 
-    /// Every tile.
+    /// Iterates over every tile.
     pub fn all() -> impl Iterator<Item = BackwardTile> {
         BACKWARD_TILES.into_iter().chain(TWO_CTA_TILES)
     }
 
-    /// Elements of the gradients of keys and values that a block of threads has.
+    /// Returns the elements of dK and dV of one CTA.
     pub fn key_sums(&self) -> u32 {
         BackwardTile::KEYS * (self.dim_qk + self.dim_v) / self.parts
     }
@@ -268,25 +270,25 @@ impl BackwardTile {
         2 * self.parts
     }
 
-    /// Bytes of the sums of gradients of a tile of queries, f32.
+    /// Returns the bytes of the dQ accumulator of a query tile, f32.
     pub fn sums_of_queries(&self) -> u32 {
         self.slices() * PANEL * PANEL * 4
     }
 
-    /// Bytes in which gradients of a step's queries are left to TMA: a slice of f32 for each group. None where heads are so wide that columns
-    /// come in parts, and shared memory is full: there each thread adds its own.
+    /// Returns the bytes of the buffer for dQ slices of a step, which TMA reduces: one f32 slice per warpgroup. None if heads are so wide that
+    /// columns have parts: shared memory is full then, and each thread adds its own elements.
     pub fn sums_bytes(&self) -> u32 {
         if self.parts == 1 { 2 * PANEL * PANEL * 4 } else { 0 }
     }
 
-    /// Bytes in which two warps round sums, each two pieces of 16 rows by 64 columns at once, and bytes of zeros of a piece.
+    /// Returns the bytes with which two warps convert dQ: each two pieces of 16 rows by 64 columns at once, and a piece of zeros.
     fn convert_bytes(&self) -> u32 {
         let piece = self.sums_bytes() / 8;
         2 * 3 * piece + piece
     }
 
-    /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, two numbers of each query, gradients of scores of
-    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers. Of a cluster also half of the columns of the peer's keys, and P, f32.
+    /// Returns the shared memory of a thread block in bytes: K and V, stages of Q and dO, two numbers per query, dS of two steps, dQ slices of a
+    /// step, pieces under conversion, mbarriers. In a cluster also half of the columns of the peer's keys, and P in f32.
     pub fn shared_bytes(&self) -> u32 {
         let [row_qk, row_v] = [self.dim_qk, self.dim_v].map(|dim| dim / PANEL * ROW_BYTES);
         let of_two_cta = if self.two_cta { self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4 } else { 0 };
@@ -305,8 +307,8 @@ impl BackwardTile {
 mod tests {
     use super::*;
 
-    /// Registers that a block of so many threads is launched with, as many as a multiprocessor has, in eights to a thread: groups take from these alone, and wait forever
-    /// for more.
+    /// Returns the registers with which a thread block of this size is launched: all of an SM, in units of eight per thread. `setmaxnreg` takes
+    /// registers only from these, and waits forever for more.
     fn given(threads: u32) -> u32 {
         (65_536 / threads).min(255) / 8 * 8 * threads
     }
@@ -318,7 +320,7 @@ mod tests {
             let registers = 128 * (tile.groups * tile.group_registers + tile.bring_registers);
             assert!(registers <= given(tile.threads()), "{tile:?}: {registers} registers");
             assert!(tile.dim_qk % PANEL == 0 && tile.dim_v % PANEL == 0 && tile.keys % 16 == 0 && tile.keys <= 256);
-            // Panels begin where the swizzle does.
+            // Panels begin where the swizzle pattern does.
             assert_eq!((tile.keys * ROW_BYTES) % 1024, 0, "{tile:?}");
         }
     }
@@ -328,7 +330,7 @@ mod tests {
         for tile in BackwardTile::all() {
             assert!(tile.shared_bytes() <= SHARED_BYTES, "{tile:?}: {} bytes", tile.shared_bytes());
             assert!(128 * (2 * tile.group_registers + tile.bring_registers) <= given(BackwardTile::THREADS), "{tile:?}");
-            // A part has whole panels, and each group a slice of the gradients of a step.
+            // A part has whole panels, and each warpgroup has a dQ slice of a step.
             let panels = [tile.dim_qk, tile.dim_v].map(|dim| dim / PANEL);
             assert!(panels.iter().all(|n| n % tile.parts == 0), "{tile:?}");
             assert_eq!(tile.slices() * PANEL * PANEL, tile.queries * tile.dim_qk, "{tile:?}");

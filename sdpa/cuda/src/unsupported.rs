@@ -12,16 +12,16 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported::new(ExecutorName::CUDA, reasons)
 }
 
-/// Limits that a problem breaks.
+/// Collects the limits that a problem breaks.
 pub(crate) struct Check(pub(crate) Vec<Reason>);
 
-/// Returns whether TMA steps along an axis of elements of so many bytes.
+/// Returns whether TMA can step along an axis of elements of this size.
 fn steps(tensor: &TensorSpec, axis: usize, bytes: i64) -> bool {
     let stride = tensor.strides[axis];
     tensor.dims[axis] <= 1 || (stride > 0 && (stride * bytes) % 16 == 0 && stride < (1 << 39))
 }
 
-/// Returns whether TMA reads a tensor with elements of two bytes as it lies.
+/// Returns whether TMA can read a tensor with two-byte elements in place.
 pub(crate) fn copies(tensor: &TensorSpec) -> bool {
     let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
     dense && tensor.alignment.is_multiple_of(16) && (0..3).all(|axis| steps(tensor, axis, 2))
@@ -34,13 +34,13 @@ impl Check {
         }
     }
 
-    /// TMA reads at multiples of 16 bytes.
+    /// Checks that the base address is a multiple of 16 bytes, which TMA requires.
     pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
         let limit = "TMA reads multiples of 16 bytes";
         self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
     }
 
-    /// TMA takes rows of whole 16 bytes, and no axis that repeats one row.
+    /// Checks that rows are multiples of 16 bytes and that no axis has stride 0, which TMA requires.
     pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
         for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
             let limit = "TMA steps by multiples of 16 bytes, and not by 0";
@@ -48,14 +48,14 @@ impl Check {
         }
     }
 
-    /// Thread blocks of a grid: one for each so many rows.
+    /// Checks the number of thread blocks of a grid, one per `of_head` rows.
     pub(crate) fn blocks(&mut self, problem: &Problem, of_head: i64) {
         let blocks = problem.batch() * problem.heads_q() * of_head;
         self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 thread blocks");
     }
 }
 
-/// The limits of the kernels that a pass breaks.
+/// Returns the limits of the kernels that a pass breaks.
 pub(crate) fn checked(pass: JobQuery<'_>) -> Check {
     let mut check = Check(Vec::new());
     pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));

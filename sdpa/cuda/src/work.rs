@@ -8,18 +8,19 @@ use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::{Operand, Side};
 use std::ops::Range;
 
-/// Blocks of keys that a part has at least, where queries are few and where they are not: merging costs as much as some.
+/// The fewest KV blocks of a split, with few queries and otherwise. Combining costs as much as some KV blocks.
 const LEAST_BLOCKS: [u32; 2] = [2, 8];
-/// Number of splits on all multiprocessors, as a multiple of the number of multiprocessors.
+/// Splits per SM, with few queries and otherwise.
 const PARTS_EACH: [i64; 2] = [4, 2];
 
-/// Keys from which on walks are long. Measured on an H200: at 4,096 keys blocks of 160 are 1 % faster without a mask and 1 % slower beside a causal one, at 16,384 2 and 3 % faster.
+/// Keys from which on a row counts as long. Measured on an H200: at 4,096 keys, blocks of 160 are 1 % faster without a mask and 1 % slower with a
+/// causal one; at 16,384, 2 and 3 % faster.
 const LONG: i64 = 8192;
 
-/// Bytes of the L2 cache that operands may take: of its 50 MB, those that are near to all multiprocessors.
+/// Bytes of L2 for operands. Of its 50 MB, this much is near all SMs.
 const CACHE_BYTES: i64 = 32 << 20;
 
-/// Returns the number of heads of so many bytes each that fit the L2 cache together: a power of two.
+/// Returns the number of heads of this many bytes each that fit L2 together: a power of two.
 pub(crate) fn heads_in_cache(bytes: i64) -> i64 {
     1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
 }
@@ -31,10 +32,10 @@ pub(crate) fn steps(extent: i64, step: u32) -> i64 {
 }
 
 impl Forward {
-    /// The tile of the kernel, on a device of so many multiprocessors.
+    /// Returns the tile of the kernel, on a device of this many SMs.
     ///
     /// # Errors
-    /// Head dims that there is no tile for.
+    /// There is no tile for these head dims.
     pub fn tile(&self, multiprocessors: u32) -> Result<Tile, Unsupported> {
         let [q, _, v, _] = self.tensors;
         let (dim_qk, dim_v) = (q.dims[3], v.dims[3]);
@@ -48,23 +49,24 @@ impl Forward {
         Ok(Tile { split, ..long.unwrap_or(tile) })
     }
 
-    /// Whether registers are short: random numbers and long traces need them.
+    /// Returns whether registers are short: dropout and long traces need them.
     pub(crate) fn is_tight(&self) -> bool {
         self.dropout.is_some() || self.weight() > HEAVY
     }
 
-    /// Whether walks are over many keys in a row, and nothing else takes registers: blocks of more keys are worth their edges.
+    /// Returns whether rows attend to many consecutive keys and nothing else needs registers, so that larger KV blocks are worth their partial
+    /// blocks.
     fn is_long(&self) -> bool {
         let Forward { region, ends, extents, .. } = self;
         let unbounded = region.lower.is_none() && region.prefix.is_none() && ends.lower.is_none();
         let traced = self.keep.is_some() || self.score_mod.is_some() || self.dropout.is_some();
         let lies_apart = self.packed.is_some() || self.paged.is_some();
-        // Without a left end the last query keeps the most.
+        // Without a left bound the last query attends to the most keys.
         let last = extents[2] - 1;
         self.keys_of([last, last]).end >= LONG && unbounded && !traced && !lies_apart
     }
 
-    /// Keys that bands and the prefix keep of the first and the last of some queries, in entries as long as any: those of a call may leave less.
+    /// Returns the keys to which bands and prefix let these queries attend, in full-length batch entries. Lengths of a call may leave fewer.
     fn keys_of(&self, [first_q, last_q]: [i64; 2]) -> Range<i64> {
         let [.., seq_q, seq_kv] = self.extents;
         let of = |q| [self.region.key_range(q, seq_kv), self.ends.key_range(q, [seq_q, seq_kv])];
@@ -72,7 +74,7 @@ impl Forward {
         a.start.max(b.start)..c.end.min(d.end)
     }
 
-    /// Blocks of keys of the tile that has the most.
+    /// Returns the most KV blocks of a tile.
     fn most_kv_blocks(&self, tile: &Tile) -> i64 {
         let (queries, seq_q) = (tile.queries(), self.extents[2]);
         let blocks = |first: i64| {
@@ -82,20 +84,20 @@ impl Forward {
         (0..seq_q).step_by(queries as usize).map(blocks).max().unwrap_or(0)
     }
 
-    /// How few queries share a tile: where a group of threads has them all, of as many heads as it has rows for. Heads that a rule tells apart have
-    /// lists of blocks of their own, and share none.
+    /// Returns the packed GQA tile, if one warpgroup holds all queries of a head: as many heads as it has rows for. Heads with different masks have
+    /// block lists of their own, so they cannot share a tile.
     fn few(&self) -> Option<Few> {
         let [.., seq_q, _] = self.extents;
         let queries = u32::try_from(seq_q.max(1)).ok()?.checked_next_power_of_two().filter(|n| *n <= GROUP_QUERIES)?;
         let most = if self.list_rows()[1] == 1 { i64::from(GROUP_QUERIES / queries) } else { 1 };
-        // As many in each tile of a group.
+        // Distribute the heads of a GQA group evenly over its tiles.
         let tiles = (self.group + most - 1) / most;
         let heads = (self.group + tiles - 1) / tiles;
         Some(Few { queries, heads: heads as u32 })
     }
 
-    /// Whether there are too few tiles, and of the longest, for which the others wait, keys enough for two parts: no shorter one has to be split. Where queries are
-    /// few and keys as many as a call says, one entry may have most of them: more tiles than otherwise are too few.
+    /// Returns whether to split keys: there are too few tiles, and the longest one, which delays the kernel, has keys for two splits. With few
+    /// queries and lengths of keys from the call, one batch entry may have most keys, so the threshold for the number of tiles is higher.
     fn splits(&self, tile: &Tile, multiprocessors: u32) -> bool {
         let few = tile.few.is_some();
         let unknown = self.seq_len_kv || self.packs(Side::Keys);
@@ -108,17 +110,17 @@ impl Forward {
         self.most_tiles(tile) < each * i64::from(multiprocessors) && enough()
     }
 
-    /// Blocks of keys that a part of a tile has at least.
+    /// Returns the fewest KV blocks of a split.
     pub(crate) fn least_blocks(&self, tile: &Tile) -> u32 {
         LEAST_BLOCKS[usize::from(tile.few.is_none())]
     }
 
-    /// Parts that are asked for: some tiles have one more.
+    /// Returns the requested number of splits; some tiles have one more.
     pub(crate) fn most_parts(&self, tile: &Tile, multiprocessors: u32) -> i64 {
         PARTS_EACH[usize::from(tile.few.is_none())] * i64::from(multiprocessors)
     }
 
-    /// Keys that are brought at once, of a block: of pages as many as both are multiples of.
+    /// Returns the keys of one TMA load of a KV block: with pages, the greatest common divisor of page size and block size.
     pub(crate) fn piece(&self, tile: &Tile) -> u32 {
         let common = |mut a: i64, mut b: i64| {
             while b != 0 {
@@ -129,32 +131,32 @@ impl Forward {
         self.paged.map_or(tile.keys, |paged| common(paged.page_size, tile.keys.into()) as u32)
     }
 
-    /// Tiles of the heads of a group.
+    /// Returns the tiles of the heads of a GQA group.
     pub(crate) fn head_tiles(&self, tile: &Tile) -> i64 {
         steps(self.group, tile.heads())
     }
 
-    /// Heads, or groups of heads that share a tile, of a batch entry.
+    /// Returns the heads of a batch entry, or its packed GQA groups of heads.
     pub(crate) fn head_groups(&self, tile: &Tile) -> i64 {
         self.extents[1] / self.group * self.head_tiles(tile)
     }
 
-    /// Whether a list of tiles is made on the device before each call.
+    /// Returns whether a kernel lists tiles on the device before each call.
     pub fn lists_tiles(&self, tile: &Tile) -> bool {
         self.packed.is_some() || tile.split
     }
 
-    /// Tiles of queries of a head, of all batch entries, at most. Documents that do not overlap have no more than tokens fill, and one each that is not
-    /// full.
+    /// Returns the most query tiles of a head, over all batch entries. Packed sequences that do not overlap have at most those that their tokens
+    /// fill, plus one partial tile per sequence.
     pub(crate) fn most_rows(&self, tile: &Tile) -> i64 {
         let [batch, _, seq_q, _] = self.extents;
         let each = batch * steps(seq_q, tile.queries());
-        // Parts are of tiles of any documents.
+        // With split-KV, any sequence may have splits.
         let packs = self.packed.filter(|_| !tile.split);
         packs.map_or(each, |packs| each.min(packs.totals[Operand::Q.side() as usize] / i64::from(tile.queries()) + batch))
     }
 
-    /// Tiles of queries of all heads, at most.
+    /// Returns the most query tiles over all heads.
     pub(crate) fn most_tiles(&self, tile: &Tile) -> i64 {
         self.head_groups(tile) * self.most_rows(tile)
     }
@@ -181,7 +183,7 @@ mod tests {
         let few = |extents, masks: &[&str]| of(extents, masks).few.map(|few| (few.queries, few.heads));
         assert_eq!(few([2, 32, 8, 1, 900], &[]), Some((1, 4)));
         assert_eq!(few([2, 20, 4, 3, 900], &["padding"]), Some((4, 5)));
-        // Of 20 heads 16 would fit: two tiles of ten.
+        // 16 of 20 heads would fit: two tiles of ten.
         assert_eq!(few([2, 20, 1, 4, 900], &[]), Some((4, 10)));
         assert_eq!(few([2, 8, 1, 64, 900], &[]), Some((64, 1)));
         assert_eq!(few([2, 8, 1, 65, 900], &[]), None);
@@ -193,7 +195,7 @@ mod tests {
         let keys = |extents, masks: &[&str]| of(extents, masks).keys;
         assert_eq!([&["causal"][..], &[], &["padding", "window:inf,100"]].map(|masks| keys([1, 32, 8, 16_384, 16_384], masks)), [160; 3]);
         assert_eq!(keys([4, 32, 8, 4096, 8191], &["causal"]), 128);
-        // Edges of bands on both sides, and blocks that a rule leaves, are finer.
+        // With these masks, partial blocks matter more, so blocks stay smaller.
         for mask in ["sliding-window:512", "prefix-lm:512", "natten:65", "document"] {
             assert_eq!(keys([1, 32, 8, 16_384, 16_384], &[mask]), 128, "{mask}");
         }
@@ -222,7 +224,7 @@ mod tests {
             assert!(split(extents, dim, "prefix-lm:4000") && split(extents, dim, "window:300,4000"), "{extents:?}");
         }
         assert!(split([1, 8, 8, 2048, 8192], 128, "causal"), "the last tile keeps 16 blocks");
-        // Of few queries parts are smaller.
+        // With few queries, splits are smaller.
         assert!(
             split([2, 8, 1, 4, 8192], 128, "window:600,0:ends & padding") && !split([2, 8, 1, 4, 8192], 128, "window:200,0:ends & padding")
         );

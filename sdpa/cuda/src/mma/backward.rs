@@ -1,5 +1,5 @@
-//! The schedule of a backward pass with `mma.sync`: a launch for each row's log-sum-exp and delta, one for dQ, one for dK and dV, one for gradients of sinks, one for each
-//! gradient of a parameter that is added up in one order, and one for each that is rounded. What is added to is set to 0 before.
+//! The schedule of a backward pass with `mma.sync`. Accumulators are set to 0 first. One launch each computes the log-sum-exp and delta of rows, dQ,
+//! dK and dV, and gradients of sinks. Each parameter gradient has a launch that sums it, if the order is fixed, and one that rounds it, if needed.
 
 use super::forward::params;
 use super::params::{Gradients, Strided};
@@ -18,11 +18,11 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Side};
 use sdpa_nvidia::JobQuery;
 
-/// Threads of a block of the kernels around those that compute, and rows of a block of the first.
+/// Threads per block of the auxiliary kernels, and rows per block of the first.
 const THREADS: u32 = 256;
 const ROWS: u32 = 32;
 
-/// The schedule of a backward pass with this tile configuration.
+/// Returns the schedule of a backward pass with this tile configuration.
 pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &TileConfig, gpu: Gpu) -> Schedule {
     let forward = &backward.forward;
     let label = format!("backward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
@@ -73,7 +73,7 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &
     let queries_params = params(&mut builder, by_queries, &queries_lists, &gradients);
     let keys_params = params(&mut builder, by_keys, &keys_lists, &gradients);
     let captured = builder.captured();
-    // The kernel of keys adds to the sum of each gradient, or writes what each warp has of it.
+    // The dK and dV kernel adds to each gradient, or writes a partial sum per warp.
     let added: Vec<Address> = sums.iter().zip(&partials).map(|(sum, partial)| partial.map_or(sum.sum, |(_, address)| address)).collect();
     let to = builder.structure(|to| added.iter().for_each(|address| address.push(to)));
 
@@ -100,7 +100,7 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &
     builder.finish()
 }
 
-/// Adds the launch that adds up in one order what each warp has of a gradient.
+/// Adds the launch that sums the warps' partial sums of a gradient in a fixed order.
 fn reduce(builder: &mut Builder<'_>, kernel: KernelId, partials: WarpPartials, [from, to]: [Address; 2]) {
     let [of_batch, of_heads] = partials.spans.map(u64::from);
     let lanes: i64 = if partials.shared { 32 } else { 1 };

@@ -1,4 +1,4 @@
-//! The facts of a problem, as the kernels with `mma.sync` support them.
+//! The facts of a problem that the `mma.sync` kernels support.
 
 use crate::fact::{dim, extent, tokens};
 use crate::unsupported::Check;
@@ -7,7 +7,7 @@ use sdpa_nvidia::JobQuery;
 
 /// Adds a reason for each limit of the kernels that a fact of a pass breaks.
 ///
-/// There is no wildcard arm, on purpose: a new fact belongs here once the kernels compute it, or with a reason.
+/// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {
     match fact {
         Fact::Dtype(dtype) => {
@@ -23,9 +23,9 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::SeqKv(seq_kv) => extent(check, "seq_kv", *seq_kv),
         Fact::DimQk(dim_qk) => dim(check, "dim_qk", *dim_qk),
         Fact::DimV(dim_v) => dim(check, "dim_v", *dim_v),
-        // Threads copy element by element where they cannot copy 16 bytes.
+        // Threads copy element by element if they cannot copy 16 bytes.
         Fact::Strides(..) | Fact::Alignment(..) => {}
-        // `Packs` in `problem`.
+        // `Packs` in `problem` represents them.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
         Fact::MostTokens(side, _) => tokens(check, pass, *side),
         Fact::Pages(pages) => {
@@ -33,7 +33,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
             check.that(reads_pages, "paged", "pages", "the backward kernels take keys one behind the other");
         }
         Fact::PageSize(_) => {}
-        // The kernel source has each of these: `Forward` in `problem`, `Backward` in `backward`.
+        // The kernel sources implement each of these: `Forward` in `problem`, `Backward` in `backward`.
         Fact::Sink(_)
         | Fact::Dropout(_)
         | Fact::ScoreMod(_)

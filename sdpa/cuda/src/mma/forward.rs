@@ -16,7 +16,7 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Problem, Statistic};
 use sdpa_nvidia::JobQuery;
 
-/// The parameters of a kernel of either pass.
+/// Returns the parameters of a kernel of either pass.
 pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &BlockLists, gradients: &Gradients) -> Argument {
     let forward = builder.attention;
     let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, _, seq_kv], group, paged, .. } = forward;
@@ -52,7 +52,7 @@ pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &Bloc
     builder.structure(|to| params.push(to))
 }
 
-/// The schedule of a forward pass with this tile configuration.
+/// Returns the schedule of a forward pass with this tile configuration.
 pub(crate) fn schedule(problem: &Problem, forward: &Forward, config: &TileConfig, gpu: Gpu) -> Schedule {
     let label = format!("forward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
     let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Mma, gpu), label);

@@ -1,11 +1,11 @@
-//! Kernels with `mma.sync`: what they support, their tile configurations, sources and schedules.
+//! The `mma.sync` kernels: their limits, tile configurations, sources and schedules.
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
-//! | `fact`, `problem` | which facts they do not support, and what else |
+//! | `fact`, `problem` | the facts that they do not support, and other limits |
 //! | `tile_config` | the tile configuration of a problem |
-//! | `params` | the structure that they get as a parameter |
-//! | `warp_partials` | gradients of parameters that are added up in one order: the partial sums of each warp |
+//! | `params` | their parameter structure |
+//! | `warp_partials` | parameter gradients summed in a fixed order: the partial sums of each warp |
 //! | `source` | their sources |
 //! | `forward`, `backward` | the schedules of their passes |
 

@@ -11,7 +11,7 @@ use sdpa_core::spec::TensorSpec;
 pub(crate) struct Strided {
     /// Address of the first element.
     at: Address,
-    /// Strides in elements: from one batch entry, head, row and column to the next.
+    /// Strides in elements of batch entries, heads, rows and columns.
     strides: [i64; 4],
 }
 
@@ -23,13 +23,13 @@ impl Member for Strided {
 }
 
 impl Strided {
-    /// The structure in CUDA C++, of the same layout.
+    /// The structure in CUDA C++, with the same layout.
     pub(super) const CUDA: &str = "struct Strided {\n    Element* at;\n    long batch;\n    long head;\n    long row;\n    long dim;\n};\n";
 
     /// No tensor: the kernels of the pass do not read it.
     pub(crate) const NONE: Strided = Strided { at: Address::Null, strides: [0; 4] };
 
-    /// An operand; where it is packed, tokens of all sequences are its rows.
+    /// Describes an operand. For a packed one, the tokens of all sequences are its rows.
     pub(crate) fn of(operand: Operand, tensor: &TensorSpec, packed: bool) -> Strided {
         let [batch, head, row, dim] = tensor.strides;
         Strided { at: Address::Operand(operand), strides: [if packed { 0 } else { batch }, head, row, dim] }
@@ -37,7 +37,7 @@ impl Strided {
 }
 
 params! {
-    /// The parameters of the kernels of both passes: operands, addresses in device memory, then numbers.
+    /// The parameters of the kernels of both passes: operands, device addresses, then numbers.
     MmaParams as "MmaParams" {
         /// Queries.
         q: Strided = "Strided ",
@@ -55,15 +55,15 @@ params! {
         dk: Strided = "Strided ",
         /// Gradients of values.
         dv: Strided = "Strided ",
-        /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q): written by the forward pass, where it is asked for.
+        /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q). The forward pass writes it on request.
         stats: Address = "float* ",
-        /// Address that the largest score of each row goes to, in the order of `stats`.
+        /// Destination of the largest score of each row, in the order of `stats`.
         row_max: Address = "float* ",
-        /// Address that the sum of exponentials of each row goes to, in the order of `stats`.
+        /// Destination of the sum of exponentials of each row, in the order of `stats`.
         sum_exp: Address = "float* ",
         /// Address of the log-sum-exps in base 2, in the order of `stats`.
         lse: Address = "float* ",
-        /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `stats`.
+        /// Address of the log-sum-exps as two f32 each, a score and the remainder in base 2, in the order of `stats`.
         exact_lse: Address = "float2* ",
         /// Address of delta, the row sums of `o` times `d_o`, in the order of `stats`.
         delta: Address = "float* ",
@@ -72,12 +72,12 @@ params! {
         boundaries_q,
         boundaries_kv,
         sink,
-        /// Address of the gradient of the sinks, f32 for each query head.
+        /// Address of the gradient of the sinks, one f32 per query head.
         sink_gradient: Address = "float* ",
         block_list_begin,
         block_list_end,
         block_list,
-        /// Address of the page table, i32 for each page of each batch entry.
+        /// Address of the page table, one i32 per page of each batch entry.
         page_table: Address = "const int* ",
         dropout_seed,
         dropout_offset,
@@ -107,16 +107,16 @@ params! {
         softmax_scale_log2,
         dropout_threshold,
         dropout_scale,
-        /// Keys of a page.
+        /// Tokens per page.
         page_size: i32 = "int ",
-        /// Pages of the containers.
+        /// Pages of each pool.
         pages: i32 = "int ",
-        /// Entries of the page table from one batch entry to the next.
+        /// Page-table stride of batch entries.
         table_row: i32 = "int ",
     }
 }
 
-/// The parameters of a backward pass alone.
+/// The parameters of backward passes only.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Gradients {
     pub(super) d_o: Strided,

@@ -1,4 +1,4 @@
-//! Support checks of the `mma.sync` kernels, which take any strides and head dims.
+//! Support checks of the `mma.sync` kernels, which support any strides and head dims.
 
 use super::fact::supports_fact;
 use super::tile_config::TileConfig;
@@ -21,7 +21,7 @@ fn checked(pass: JobQuery<'_>) -> Check {
     check
 }
 
-/// The kernels' view of a forward problem.
+/// Creates the kernels' view of a forward problem.
 ///
 /// # Errors
 /// Every limit of the kernels that the problem breaks.
@@ -30,7 +30,7 @@ pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
     if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
 }
 
-/// The kernels' view of a backward problem.
+/// Creates the kernels' view of a backward problem.
 ///
 /// # Errors
 /// Every limit of the kernels that the problem breaks.
@@ -49,7 +49,7 @@ pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
 }
 
 impl TileConfig {
-    /// The tile configuration of a forward pass.
+    /// Returns the tile configuration of a forward pass.
     ///
     /// # Errors
     /// Head dims above 256.
@@ -57,7 +57,7 @@ impl TileConfig {
         TileConfig::of_attention(Direction::Forward, forward)
     }
 
-    /// The tile configuration of a backward pass.
+    /// Returns the tile configuration of a backward pass.
     ///
     /// # Errors
     /// Head dims above 256.
@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(of(&spec.clone().deterministic().wrt(SINK, DType::F32)), [""; 0]);
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
         assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), [""; 0]);
-        // 2 · 4 · 9,000² numbers, of which the batch entries are added up.
+        // The partial sums are 2 · 4 · 9,000² numbers, summed over the batch.
         let long = Shape { seq_q: 9000, seq_kv: 9000, ..SHAPE };
         let spec = AttentionSpec::dense(DType::BF16, long, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).backward();
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);

@@ -1,4 +1,4 @@
-//! The texts of kernels with `mma.sync`: constants, the pieces of `kernels/`, and what was traced.
+//! Sources of the `mma.sync` kernels: constants, the pieces of `kernels/`, and generated functions.
 
 use super::params::{MmaParams, Strided};
 use super::tile_config::TileConfig;
@@ -18,23 +18,23 @@ const SCORES: (&str, &str) = piece!("mma_backward.cuh");
 const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
 const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
 
-/// Bytes of shared memory of the kernel that computes gradients of sinks, in which its 8 warps tell of a sum each.
+/// Bytes of shared memory of the sink gradient kernel: a partial sum for each of its 8 warps.
 pub(super) const SINKS_SHARED_BYTES: u32 = 4 * 8;
 
-/// Whether rows lie at multiples of 16 bytes, so that threads ask for copies of these.
+/// Returns 1 if rows are 16-byte aligned, so that threads can copy 16 bytes at once.
 fn wide(tensor: &TensorSpec, bytes: i64) -> u32 {
     let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
     let steps = (0..3).all(|axis| tensor.dims[axis] <= 1 || tensor.strides[axis] * bytes % 16 == 0);
     u32::from(dense && tensor.alignment.is_multiple_of(16) && steps)
 }
 
-/// Whether a row is pairs of elements, at multiples of two.
+/// Returns 1 if a row consists of aligned pairs of elements.
 fn pairs(tensor: &TensorSpec, bytes: u32) -> u32 {
     let steps = (0..3).all(|axis| tensor.dims[axis] <= 1 || tensor.strides[axis] % 2 == 0);
     u32::from(tensor.dims[3] % 2 == 0 && tensor.strides[3] == 1 && tensor.alignment.is_multiple_of(2 * bytes) && steps)
 }
 
-/// A tensor as it lies in memory: in pages, or with tokens of documents behind one another, however few each may have.
+/// Returns a tensor as it is in memory: paged, or packed with at least two tokens.
 fn laid(forward: &Forward, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
     match forward.paged.filter(|_| operand.side() == Side::Keys) {
         Some(paged) => paged.container(tensor),
@@ -43,7 +43,7 @@ fn laid(forward: &Forward, operand: Operand, tensor: &TensorSpec) -> TensorSpec 
     }
 }
 
-/// Constants of every text.
+/// Returns the constants of every source.
 fn constants(forward: &Forward, config: &TileConfig) -> Vec<(&'static str, u32)> {
     let bytes = config.element_bytes;
     let [q, k, v] = [Operand::Q, Operand::K, Operand::V].map(|operand| laid(forward, operand, &forward.tensors[operand as usize]));
@@ -66,12 +66,12 @@ fn constants(forward: &Forward, config: &TileConfig) -> Vec<(&'static str, u32)>
     constants
 }
 
-/// The structure of what a call tells.
+/// Returns the parameter structure.
 fn params(forward: &Forward) -> String {
     format!("{}{}{}typedef MmaParams Params;\n", boundary(forward), Strided::CUDA, MmaParams::cuda())
 }
 
-/// The whole CUDA source of the forward kernel of a problem, with this tile configuration.
+/// Returns the CUDA source of the forward kernel with this tile configuration.
 pub fn forward_text(forward: &Forward, config: &TileConfig) -> String {
     let [.., o] = &forward.tensors;
     let mut own = constants(forward, config);
@@ -91,12 +91,12 @@ pub fn forward_text(forward: &Forward, config: &TileConfig) -> String {
     text
 }
 
-/// The kernel that makes lists, where each call has its own.
+/// Returns the kernel that makes block lists, if each call makes its own.
 fn map(forward: &Forward) -> Option<(&'static str, &'static str)> {
     (forward.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY)
 }
 
-/// Constants of either text of a backward pass.
+/// Returns the constants of either source of a backward pass.
 fn constants_of_gradients(backward: &Backward, config: &TileConfig, by_keys: bool) -> Vec<(&'static str, u32)> {
     let bytes = config.element_bytes;
     let (tile_m, tile_n) = if by_keys { (config.step, config.own) } else { (config.own, config.step) };
@@ -122,7 +122,7 @@ fn constants_of_gradients(backward: &Backward, config: &TileConfig, by_keys: boo
     own
 }
 
-/// The whole CUDA text of the kernels that make gradients of queries, and what is around them.
+/// Returns the CUDA source of the dQ kernel and the kernels around it.
 pub fn queries_text(backward: &Backward, config: &TileConfig) -> String {
     let forward = &backward.forward;
     let own = constants_of_gradients(backward, config, false);
@@ -132,7 +132,7 @@ pub fn queries_text(backward: &Backward, config: &TileConfig) -> String {
     text
 }
 
-/// The whole CUDA text of the kernel that makes gradients of keys and values, and those of parameters.
+/// Returns the CUDA source of the kernel that computes dK, dV and gradients of parameters.
 pub fn keys_text(backward: &Backward, config: &TileConfig) -> String {
     let forward = &backward.forward;
     let own = constants_of_gradients(backward, config, true);

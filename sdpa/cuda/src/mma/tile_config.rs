@@ -1,9 +1,9 @@
-//! Tile configurations: rows of a thread block, rows of a step, stages.
+//! Tile configurations: own rows of a thread block, rows of a step, pipeline stages.
 
 use sdpa_core::{DType, Direction};
 
-/// The tile configuration of a pass: a thread block has rows of its own side, 16 to a warp, and iterates over steps of the other side. Forward and for gradients of queries
-/// its own rows are queries, for gradients of keys and values they are keys.
+/// The tile configuration of a pass. A thread block has own rows, 16 per warp, and iterates over steps of the other side. Own rows are queries in the
+/// forward and the dQ kernel, and keys in the dK and dV kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileConfig {
     /// The pass.
@@ -14,28 +14,28 @@ pub struct TileConfig {
     pub dim_qk: u32,
     /// Columns of values and outputs in shared memory: a multiple of 32.
     pub dim_v: u32,
-    /// Rows of a block's own side.
+    /// Own rows of a thread block.
     pub own: u32,
     /// Rows of a step: a multiple of 16.
     pub step: u32,
-    /// Steps that are in shared memory at once: 1 or 2.
+    /// Pipeline stages, the steps that are in shared memory at once: 1 or 2.
     pub stages: u32,
-    /// Parts of the columns that gradients of keys and values are computed in, by different thread blocks: 1 or 2.
+    /// Column parts of dK and dV, which different thread blocks compute: 1 or 2.
     pub parts: u32,
 }
 
-/// Bytes of shared memory that a block of threads has at most, on the devices that have the least of those from 8.0 on.
+/// The most shared memory of a thread block in bytes, on the device with the least from compute capability 8.0 on.
 pub const SHARED_BYTES: u32 = 99 << 10;
 
-/// Own rows, rows of a step, stages: the first that fits is used.
+/// Own rows, rows of a step, stages, in order of preference.
 const FORWARD: &[[u32; 3]] = &[[128, 64, 2], [128, 64, 1], [64, 64, 1], [64, 32, 1], [64, 16, 1]];
 const BACKWARD: &[[u32; 3]] = &[[64, 64, 2], [64, 32, 2], [64, 16, 2], [64, 16, 1], [32, 16, 2], [32, 16, 1]];
 
-/// Sums and scores that a thread has registers for, of elements of two bytes and of four: there each operand of a product is two numbers.
+/// The most accumulators and scores per thread, for two-byte and four-byte elements. With four bytes each MMA operand is two numbers.
 const NUMBERS: [u32; 2] = [176, 88];
 
 impl TileConfig {
-    /// The tile configuration of a pass over elements of this type; `None` above 256 columns.
+    /// Returns the tile configuration of a pass over elements of this type; `None` above 256 columns.
     pub fn of(direction: Direction, dtype: DType, dim_qk: i64, dim_v: i64) -> Option<TileConfig> {
         let [dim_qk, dim_v] =
             [dim_qk, dim_v].map(|dim| u32::try_from(dim).ok().filter(|dim| *dim <= 256).map(|dim| dim.next_multiple_of(32)));
@@ -47,35 +47,35 @@ impl TileConfig {
         let config =
             |[own, step, stages]: [u32; 3]| TileConfig { direction, element_bytes: bytes, dim_qk, dim_v, own, step, stages, parts };
         let mut fits = all.iter().copied().map(config).filter(|config| config.shared_bytes() <= SHARED_BYTES);
-        // The last has the fewest scores.
+        // The last configuration has the fewest scores.
         fits.clone().find(|config| config.numbers() <= NUMBERS[usize::from(bytes == 4)]).or(fits.next_back())
     }
 
-    /// Threads of a block.
+    /// Returns the threads of a thread block.
     pub fn threads(&self) -> u32 {
         2 * self.own
     }
 
-    /// Warps of a block.
+    /// Returns the warps of a thread block.
     pub fn warps(&self) -> u32 {
         self.own / 16
     }
 
-    /// Sums and scores of a thread.
+    /// Returns the accumulators and scores of a thread.
     fn numbers(&self) -> u32 {
         match self.direction {
             Direction::Forward => self.dim_v / 2 + self.step / 2,
-            // Of scores, weights before the score_mod and gradients of weights too.
+            // Scores, P before the score_mod, and dP.
             Direction::Backward => (self.dim_qk + self.dim_v) / self.parts / 2 + 3 * self.step / 2,
         }
     }
 
-    /// Bytes of shared memory of a block: its own rows, and stages of steps. Rows are 16 bytes longer than their columns.
+    /// Returns the shared memory of a thread block in bytes: its own rows, and stages of steps. Rows are padded by 16 bytes.
     pub fn shared_bytes(&self) -> u32 {
         let [qk, v] = [self.dim_qk, self.dim_v].map(|dim| dim * self.element_bytes + 16);
         match self.direction {
             Direction::Forward => self.own * qk + self.stages * self.step * (qk + v),
-            // Of each row of a step two numbers more.
+            // Each row of a step has two more numbers.
             Direction::Backward => self.own * (qk + v) + self.stages * self.step * (qk + v + 8),
         }
     }

@@ -1,10 +1,10 @@
-//! Gradients of parameters that are added up in one order: each warp writes the partial sum of its scores to memory of its own, and a kernel adds these up.
+//! Parameter gradients summed in a fixed order: each warp writes a partial sum to its own memory, and a kernel sums these.
 
 use super::tile_config::TileConfig;
 use crate::backward::{Along, Backward};
 use sdpa_core::expr::Axis;
 
-/// Bytes of the partial sums of all gradients of a pass, at most.
+/// The most bytes for the partial sums of all gradients of a pass.
 pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 
 /// The partial sums of one gradient: (batch, heads_q, slots, inner) numbers, f32.
@@ -12,13 +12,13 @@ pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 pub(crate) struct WarpPartials {
     /// Batch entries and query heads.
     pub(crate) rows: [i64; 2],
-    /// Which of these the gradient has elements of its own for.
+    /// Which of these axes the gradient spans.
     pub(crate) spans: [bool; 2],
-    /// Warps that have keys, 16 each; 1 where the parameter spans keys, each of which is one warp's.
+    /// Warps with keys, 16 keys each; 1 if the parameter spans keys, because one warp owns each key.
     pub(crate) slots: i64,
     /// Elements of the gradient of one head of one batch entry.
     pub(crate) inner: i64,
-    /// Whether lanes of a warp share the numbers of an element; else a thread has them all.
+    /// Whether the lanes of a warp contribute to the same element; otherwise one thread owns it.
     pub(crate) shared: bool,
 }
 
@@ -32,25 +32,26 @@ impl WarpPartials {
         WarpPartials { rows: [batch, heads], spans: [has(Axis::Batch), has(Axis::Head)], slots, inner, shared: !has(Axis::K) }
     }
 
-    /// Whether every number is an element of the gradient: nothing remains to be added up.
+    /// Returns whether every number is an element of the gradient, so that nothing remains to be summed.
     pub(crate) fn is_whole(&self) -> bool {
         self.slots == 1 && self.rows.iter().zip(self.spans).all(|(extent, spans)| spans || *extent == 1)
     }
 
-    /// Bytes of all numbers, at most the largest i64.
+    /// Returns the bytes of all numbers; saturates.
     pub(crate) fn bytes(&self) -> i64 {
         let [batch, heads] = self.rows;
         [batch, heads, self.slots, self.inner].into_iter().fold(4, i64::saturating_mul)
     }
 
-    /// Elements of the gradient.
+    /// Returns the number of elements of the gradient.
     pub(crate) fn elements(&self) -> i64 {
         self.rows.iter().zip(self.spans).filter(|(_, spans)| *spans).map(|(extent, _)| extent).product::<i64>() * self.inner
     }
 }
 
 impl Backward {
-    /// The partial sums of each gradient of a parameter that is added up in one order; `None` for a gradient that kernels write directly.
+    /// Iterates over the gradients of parameters. Returns partial sums for one that is summed in a fixed order, and `None` for one that kernels write
+    /// directly.
     pub(crate) fn warp_partials<'a>(&'a self, config: &'a TileConfig) -> impl Iterator<Item = Option<WarpPartials>> + 'a {
         let of = |along| {
             Some(WarpPartials::of(along, self.forward.extents, config)).filter(|partials| self.deterministic && !partials.is_whole())
@@ -58,7 +59,7 @@ impl Backward {
         self.along.iter().map(of)
     }
 
-    /// Bytes of all of them.
+    /// Returns the bytes of all partial sums.
     pub(crate) fn partial_bytes(&self, config: &TileConfig) -> i64 {
         self.warp_partials(config).flatten().fold(0, |bytes, partials| bytes.saturating_add(partials.bytes()))
     }
@@ -77,7 +78,7 @@ mod tests {
             WarpPartials::of(&Along { name: String::new(), dtype: DType::F32, axes, reads: Vec::new() }, [3, 5, 40, 70], &config)
         };
         let axes = |all: &[Axis]| all.iter().fold(Axes::NONE, |axes, axis| axes.with(*axis));
-        // Two blocks of 64 keys, of four warps each.
+        // Two KV blocks of 64 keys, of four warps each.
         let scalar = of(Axes::NONE);
         assert_eq!((scalar.slots, scalar.inner, scalar.elements(), scalar.bytes()), (8, 1, 1, 4 * 3 * 5 * 8));
         let heads = of(axes(&[Axis::Head, Axis::Q]));

@@ -1,4 +1,4 @@
-//! A call of a plan: the values that its schedule leaves open.
+//! The values of a call that a plan's schedule leaves open.
 
 use super::Home;
 use crate::schedule::arguments::{Fill, Value, write_u32};
@@ -10,23 +10,23 @@ use smallvec::SmallVec;
 /// The arguments of all launches of a call.
 pub(super) type Words = SmallVec<[u64; 256]>;
 
-/// A call, with what several of its arguments need.
+/// A call, with values that several of its arguments need.
 pub(super) struct Call<'a> {
     schedule: &'a Schedule,
     homes: &'a [Home],
     call: &'a DeviceCall<'a, DeviceSlice>,
     workspace: u64,
-    /// Packed tokens of queries and keys that there is memory for.
+    /// Packed query and key tokens for which there is memory.
     pub(super) tokens: [i64; 2],
     scale: f32,
-    /// Whether scores are multiplied by the scale before anything else.
+    /// Whether scores are multiplied by the scale first.
     natural: bool,
 }
 
 impl<'a> Call<'a> {
     pub(super) fn new(schedule: &'a Schedule, homes: &'a [Home], call: &'a DeviceCall<'a, DeviceSlice>, workspace: u64) -> Call<'a> {
         let scale = call.attn_scale.unwrap_or(schedule.default_scale);
-        // In the exponent a scale must be positive, or the largest score is the smallest.
+        // Within the exponent a scale must be positive, or the largest score would become the smallest.
         let natural = schedule.has_score_mod || scale <= 0.0;
         let tokens = schedule.tokens.as_ref().map_or([0; 2], |tokens| tokens.of_call(call));
         Call { schedule, homes, call, workspace, tokens, scale, natural }
@@ -49,7 +49,7 @@ impl<'a> Call<'a> {
         self.call.gradients.iter().find(|g| g.name == name).map_or(DeviceSlice { address: 0, bytes: 0 }, |g| g.slice)
     }
 
-    /// An address in this call; 0 where the call has no such memory.
+    /// Returns an address in this call; 0 if the call has no such memory.
     pub(super) fn address(&self, address: Address) -> u64 {
         match address {
             Address::Null => 0,
@@ -79,7 +79,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The arguments of all launches, with the values of this call.
+    /// Returns the arguments of all launches, with the values of this call.
     pub(super) fn arguments(&self) -> Words {
         let mut words = Words::from_slice(self.schedule.arguments.words());
         for &Fill { at, value } in self.schedule.arguments.fills() {
@@ -92,7 +92,7 @@ impl<'a> Call<'a> {
         words
     }
 
-    /// A stretch of memory in this call.
+    /// Returns a range of memory in this call.
     pub(super) fn memory(&self, memory: &Memory) -> DeviceSlice {
         match memory {
             Memory::Gradient(gradient) => self.gradient(*gradient),

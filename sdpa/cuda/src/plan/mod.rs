@@ -1,4 +1,4 @@
-//! A pass made ready: the kernels of its schedule, the memory that the plan has, and calls of it.
+//! A prepared pass: the kernels of its schedule, the plan's own memory, and its calls.
 
 mod call;
 mod submit;
@@ -29,20 +29,20 @@ struct Resources {
 /// The memory of a slot.
 #[derive(Clone, Copy, Debug)]
 enum Home {
-    /// So many bytes into the workspace.
+    /// This byte offset in the workspace.
     Workspace(u64),
-    /// This address, of a buffer of the plan.
+    /// This address in a buffer of the plan.
     Plan(u64),
 }
 
-/// A step with the entry point that is loaded for it.
+/// A step with its loaded entry point.
 #[derive(Clone, Debug)]
 enum ReadyStep {
     Zero(Memory),
     Launch { entry: Entry, launch: Launch },
 }
 
-/// A pass made ready on a device.
+/// A pass prepared on a device.
 #[derive(Debug)]
 pub struct CudaPlan {
     job: Job,
@@ -52,7 +52,7 @@ pub struct CudaPlan {
     /// The memory of each slot.
     homes: Vec<Home>,
     workspace_bytes: u64,
-    /// The device that was given work of it.
+    /// The device to which its work was submitted.
     used: OnceLock<&'static Device>,
 }
 
@@ -63,7 +63,7 @@ impl CacheValue for CudaPlan {
     }
 }
 
-/// Whether a step makes block lists.
+/// Returns whether a step makes block lists.
 fn makes_lists(step: &ReadyStep) -> bool {
     match step {
         ReadyStep::Zero(_) => false,
@@ -71,7 +71,7 @@ fn makes_lists(step: &ReadyStep) -> bool {
     }
 }
 
-/// The memory of each slot, and the size of the workspace. `buffers` are the memory of the slots of which `is_resident` holds, in their order.
+/// Returns the memory of each slot, and the size of the workspace. `buffers` is the memory of the slots for which `is_resident` holds, in order.
 fn homes(schedule: &Schedule, buffers: &[Buffer], is_resident: impl Fn(&Slot) -> bool) -> Result<(Vec<Home>, u64), Error> {
     let (offsets, workspace_bytes) = schedule.layout(is_resident);
     let mut addresses = buffers.iter().map(Buffer::address);
@@ -82,7 +82,7 @@ fn homes(schedule: &Schedule, buffers: &[Buffer], is_resident: impl Fn(&Slot) ->
     Ok((offsets.into_iter().map(&mut home).collect::<Result<_, _>>()?, workspace_bytes))
 }
 
-/// The numbers of a slot that is in memory of every plan.
+/// Returns the numbers of a slot that every plan stores in its memory.
 fn table(slot: &Slot) -> Option<&Vec<u32>> {
     match &slot.source {
         Source::Workspace | Source::BlockLists => None,
@@ -91,7 +91,7 @@ fn table(slot: &Slot) -> Option<&Vec<u32>> {
 }
 
 impl CudaPlan {
-    /// The kernels are those of the schedule, in its order.
+    /// Creates a plan. The kernels are those of the schedule, in order.
     pub(crate) fn new(job: Job, schedule: Schedule, kernels: SmallVec<[Arc<Kernel>; 2]>, stream: &Stream) -> Result<CudaPlan, Error> {
         let upload = |numbers: &Vec<u32>| {
             let mut buffer = Buffer::new(stream.device(), size_of_val(&numbers[..]).max(4))?;
@@ -114,8 +114,8 @@ impl CudaPlan {
         Ok(CudaPlan { job, schedule: Arc::new(schedule), steps, resources, homes, workspace_bytes, used: OnceLock::new() })
     }
 
-    /// Submits a call, and returns the same pass with the block lists of that call: its calls make none again. Use it for layers that share a mask. The lists of a
-    /// mask that reads no tensors are made with the plan, and the result is this plan.
+    /// Submits a call, and returns the same pass with that call's block lists, which its calls reuse. Use it for layers that share a mask. If the
+    /// mask reads no tensors, the plan has its lists already, and the result is this plan.
     ///
     /// ```
     /// use sdpa_core::device::DeviceCall;
@@ -139,11 +139,11 @@ impl CudaPlan {
     /// ```
     ///
     /// # Safety
-    /// As [`DevicePrepared::submit`]; calls of the result are submitted to this stream, or after its work. The tensors that their masks read have the values of this
-    /// call: else queries attend to keys that the mask masks out, or the reverse.
+    /// As for [`DevicePrepared::submit`]. Calls of the result must be submitted to this stream, or after its work. The tensors that their masks read
+    /// must have the values of this call; otherwise queries attend to masked-out keys, or miss others.
     ///
     /// # Errors
-    /// As [`DevicePrepared::submit`].
+    /// As for [`DevicePrepared::submit`].
     #[allow(unsafe_code, reason = "the device tier's contract is handed on")]
     pub unsafe fn with_block_map(
         self: &Arc<CudaPlan>,
@@ -180,7 +180,7 @@ impl CudaPlan {
         Ok(CudaPlan { job, schedule, steps, resources, homes, workspace_bytes, used: OnceLock::new() })
     }
 
-    /// The device of the plan.
+    /// Returns the device of the plan.
     fn device(&self) -> &'static Device {
         self.kernel().module.device()
     }
@@ -191,7 +191,7 @@ impl CudaPlan {
         format!("{}, {registers} registers", self.schedule.label)
     }
 
-    /// The kernels of the main source.
+    /// Returns the kernels of the main source.
     pub fn kernel(&self) -> &Kernel {
         &self.resources.main
     }

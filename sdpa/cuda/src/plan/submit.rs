@@ -1,4 +1,4 @@
-//! Submission of a call: the steps of the schedule, one after the other.
+//! Submission of a call: the steps of the schedule, in order.
 #![allow(unsafe_code)]
 
 use super::call::Call;
@@ -14,10 +14,10 @@ use std::ffi::c_void;
 
 impl CudaPlan {
     /// # Safety
-    /// As [`DevicePrepared::submit`](sdpa_core::device::DevicePrepared::submit).
+    /// As for [`DevicePrepared::submit`](sdpa_core::device::DevicePrepared::submit).
     ///
     /// # Errors
-    /// As [`DevicePrepared::submit`](sdpa_core::device::DevicePrepared::submit).
+    /// As for [`DevicePrepared::submit`](sdpa_core::device::DevicePrepared::submit).
     pub(super) unsafe fn submit_to(&self, stream: &Stream, call: &DeviceCall<'_, DeviceSlice>) -> Result<(), Error> {
         call::check(&self.job, call, self.workspace_bytes)?;
         let device = self.device();
@@ -45,12 +45,12 @@ impl CudaPlan {
         self.noting_use(submission, || {
             for step in &self.steps {
                 match step {
-                    // SAFETY: the caller upholds the contract; slots are within the workspace, or memory of the plan.
+                    // SAFETY: the caller upholds the contract. Slots are within the workspace, or memory of the plan.
                     ReadyStep::Zero(memory) => unsafe { submission.zero(call.memory(memory)) }?,
                     ReadyStep::Launch { entry, launch } => {
                         let arguments: SmallVec<[*const c_void; 16]> = launch.arguments.iter().map(argument).collect();
                         let launch = Launch { blocks: [launch.grid, 1, 1], threads: launch.threads, shared_bytes: launch.shared_bytes };
-                        // SAFETY: as above; the family has made the arguments for this entry point.
+                        // SAFETY: as above; the family made the arguments for this entry point.
                         unsafe { submission.launch_entry(entry, launch, &arguments) }?;
                     }
                 }
@@ -59,7 +59,7 @@ impl CudaPlan {
         })
     }
 
-    /// Submits work, after which the plan's resources are freed only once the device has passed it. A graph that is captured owns a reference to them.
+    /// Submits work. From then on the plan's resources are freed only after that work; a graph that captures the work keeps them alive.
     fn noting_use(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         self.used.get_or_init(|| submission.device());
         if submission.is_capturing() {

@@ -1,12 +1,12 @@
-//! Kernel arguments: the bytes that a schedule has for all calls, and the values in them that a call has.
+//! Kernel arguments: the constant bytes of a schedule, and the values that each call fills in.
 
 use super::{GradientId, ParamId, SlotId};
 use sdpa_core::{Operand, Side, Statistic};
 
-/// An address in device memory, by what it is the address of.
+/// An address in device memory, by the object at it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
-    /// None: the kernels of this problem do not read it.
+    /// Null: the kernels of this problem do not read it.
     Null,
     /// The first element of an operand.
     Operand(Operand),
@@ -16,20 +16,20 @@ pub(crate) enum Address {
     Param(ParamId),
     /// The gradient of a declared parameter.
     Gradient(GradientId),
-    /// So many bytes into a slot.
+    /// This byte offset in a slot.
     Slot(SlotId, u64),
 }
 
-/// A number of 4 bytes that a call has.
+/// A 4-byte number that a call fills in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
-    /// Whether scores are multiplied by the scale before anything else: 1 or 0.
+    /// Whether scores are multiplied by the scale first: 1 or 0.
     Natural,
     /// `attn_scale`.
     Scale,
-    /// The factor of a score in the exponent of 2.
+    /// The factor from a score to the exponent of 2.
     Unit,
-    /// Packed tokens of a side that the call has memory for; 0 where none are packed.
+    /// Packed tokens of a side for which the call has memory; 0 if the side is not packed.
     Tokens(Side),
 }
 
@@ -38,22 +38,22 @@ pub(crate) enum Number {
 pub(crate) enum Value {
     Address(Address),
     Number(Number),
-    /// A scalar of a declared parameter, f32.
+    /// A declared scalar, f32.
     Scalar(ParamId),
 }
 
-/// A value, and the byte at which it begins.
+/// A value, and its byte offset.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fill {
     pub(crate) at: usize,
     pub(crate) value: Value,
 }
 
-/// An argument of a kernel, by the word at which it begins.
+/// An argument of a kernel, by the index of its first word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockId(pub(crate) usize);
 
-/// Kernel arguments one after the other, each at a multiple of 8 bytes. Values of a call are 0 here.
+/// Kernel arguments, each aligned to 8 bytes. Values of a call are 0 here.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Arguments {
     words: Vec<u64>,
@@ -70,7 +70,7 @@ impl Arguments {
         &self.fills
     }
 
-    /// Adds an argument whose members `push` adds. An empty structure has a byte.
+    /// Adds an argument whose members `push` adds. An empty structure takes a byte.
     pub(crate) fn block(&mut self, push: impl FnOnce(&mut Arguments)) -> BlockId {
         self.bytes = 8 * self.words.len();
         let block = BlockId(self.words.len());
@@ -81,7 +81,7 @@ impl Arguments {
         block
     }
 
-    /// Adds a member of 4 bytes, and returns the byte at which it begins.
+    /// Adds a 4-byte member, and returns its byte offset.
     fn push_u32(&mut self, bits: u32) -> usize {
         let at = self.bytes;
         self.bytes += 4;
@@ -92,7 +92,7 @@ impl Arguments {
         at
     }
 
-    /// Adds a member of 8 bytes at the next multiple of 8, as C does, and returns the byte at which it begins.
+    /// Adds an 8-byte member at the next multiple of 8, as in C, and returns its byte offset.
     fn push_u64(&mut self, bits: u64) -> usize {
         let at = 8 * self.words.len();
         self.words.push(bits);
@@ -109,7 +109,7 @@ pub(crate) fn write_u32(words: &mut [u64], at: usize, bits: u32) {
     }
 }
 
-/// A member of a kernel's structure, laid out as C does.
+/// A member of a kernel's structure, with C layout.
 pub(crate) trait Member {
     fn push(&self, to: &mut Arguments);
 }
@@ -154,7 +154,7 @@ impl Member for Number {
     }
 }
 
-/// The scalar of a declared parameter.
+/// A declared scalar.
 pub(crate) struct Scalar(pub(crate) ParamId);
 
 impl Member for Scalar {

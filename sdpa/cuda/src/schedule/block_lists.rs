@@ -1,4 +1,4 @@
-//! Block-sparse index lists of a kernel: a table of the plan, or made by a launch before the pass where the mask reads tensors.
+//! Block-sparse index lists of a kernel: a table of the plan, or made by a launch before the pass if the mask reads tensors.
 
 use super::{Address, Argument, Builder, KernelId, Launch, Source, Step};
 use crate::entry_point::EntryPoint;
@@ -8,7 +8,7 @@ use crate::source::MAP_SHARED_BYTES;
 use crate::work::steps;
 use smallvec::smallvec;
 
-/// Threads of a block that makes one list.
+/// Threads per block of the kernel that makes lists, one list per block.
 const THREADS: u32 = 1024;
 
 /// The query tiles and KV blocks that a kernel iterates over.
@@ -18,33 +18,33 @@ pub(crate) struct Blocking {
     pub(crate) queries: u32,
     /// Keys of a block.
     pub(crate) keys: u32,
-    /// Whether each KV block has a list of query tiles; else each query tile has one of KV blocks.
+    /// Whether each KV block has a list of query tiles; otherwise each query tile has one of KV blocks.
     pub(crate) by_keys: bool,
 }
 
 impl Blocking {
-    /// The lists, where the mask depends on indices only.
+    /// Returns the lists of an index-only mask.
     fn map(self, attention: &Forward) -> Option<BlockMap> {
         let of = if self.by_keys { BlockMap::of_keys } else { BlockMap::of_queries };
         of(attention, self.queries, self.keys)
     }
 }
 
-/// Addresses of the lists of a kernel, and how many a launch makes.
+/// Addresses of the lists of a kernel, and the number that a launch makes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockLists {
-    /// Offsets in `blocks` at which each list begins and ends.
+    /// The start and end of each list in `blocks`.
     pub(crate) begin: Address,
     pub(crate) end: Address,
     /// The items of all lists.
     pub(crate) blocks: Address,
-    /// From one batch entry to the next and from one head to the next, in units of the lists of a head.
+    /// Strides of batch entries and heads, in units of the lists of a head.
     pub(crate) strides: [i32; 2],
-    /// Lists that a launch makes at each call.
+    /// The number of lists that a launch makes at each call.
     made: Option<i64>,
 }
 
-/// 0 along an axis over which all have the same lists.
+/// Returns the strides; 0 along an axis whose entries share lists.
 fn strides([batch, head]: [i64; 2]) -> [i32; 2] {
     [if batch > 1 { head as i32 } else { 0 }, i32::from(head > 1)]
 }
@@ -76,7 +76,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds the launch that makes the lists, where the mask reads tensors.
+    /// Adds the launch that makes the lists, if the mask reads tensors.
     pub(crate) fn make_block_lists(&mut self, lists: &BlockLists, kernel: KernelId, arguments: [Argument; 2]) {
         if let Some(made) = lists.made {
             self.step(Step::Launch(Launch {

@@ -1,4 +1,4 @@
-//! A builder, with which a family makes the schedule of a pass.
+//! Builds the schedule of a pass, for either family.
 
 use super::arguments::{Arguments, Member, Scalar};
 use super::{
@@ -15,12 +15,12 @@ use sdpa_core::{Operand, Problem, Side, TensorSpec};
 use sdpa_nvidia::JobQuery;
 use std::borrow::Cow;
 
-/// Thread blocks of a one-dimensional grid.
+/// Returns the size of a one-dimensional grid.
 pub(crate) fn grid(blocks: i64) -> u32 {
     u32::try_from(blocks).unwrap_or(u32::MAX)
 }
 
-/// A schedule in the making.
+/// A schedule under construction.
 pub(crate) struct Builder<'a> {
     job: JobQuery<'a>,
     pub(crate) attention: &'a Forward,
@@ -29,7 +29,7 @@ pub(crate) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    /// The empty schedule of a pass, for a family on a GPU. `label` is the tile configuration, in words.
+    /// Creates an empty schedule of a pass, for a family on a GPU. `label` describes the tile configuration.
     pub(crate) fn new(job: JobQuery<'a>, attention: &'a Forward, (family, gpu): (Family, Gpu), label: String) -> Builder<'a> {
         let schedule = Schedule {
             label,
@@ -55,12 +55,12 @@ impl<'a> Builder<'a> {
         self.job.problem()
     }
 
-    /// An operand as it is stored in memory: in pages, or one sequence after the other.
+    /// Returns an operand as it is in memory: paged, or packed.
     pub(crate) fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
         self.job.in_memory(operand)
     }
 
-    /// Adds a kernel source, with its entry points and the shared memory of each. Where calls make block lists, every source has the kernel that does.
+    /// Adds a kernel source, with its entry points and their shared memory. If calls make block lists, every source contains the kernel that does.
     pub(crate) fn kernel(&mut self, source: String, mut entries: Vec<(EntryPoint, u32)>) -> KernelId {
         entries.extend((self.attention.lists() == Lists::AtCall).then_some((EntryPoint::BlockLists, MAP_SHARED_BYTES)));
         let (tile, architecture) = (self.schedule.label.clone(), self.architecture.clone());
@@ -73,7 +73,7 @@ impl<'a> Builder<'a> {
         SlotId(self.schedule.slots.len() - 1)
     }
 
-    /// Adds a slot of the workspace, and returns its address: [`Address::Null`] where it has no bytes.
+    /// Adds a workspace slot, and returns its address: [`Address::Null`] if it has no bytes.
     pub(crate) fn slot(&mut self, name: impl Into<Cow<'static, str>>, bytes: i64) -> Address {
         match bytes.unsigned_abs() {
             0 => Address::Null,
@@ -81,7 +81,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Returns how many slots there are, for [`Builder::zero_slots`].
+    /// Returns the number of slots, for [`Builder::zero_slots`].
     pub(crate) fn slots(&self) -> usize {
         self.schedule.slots.len()
     }
@@ -94,12 +94,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Adds a step that sets what is at an address to 0: a whole slot, or the gradient of a parameter.
+    /// Adds a step that sets memory to 0: a whole slot, or the gradient of a parameter.
     pub(crate) fn zero(&mut self, address: Address) {
         match address {
             Address::Slot(SlotId(slot), _) => self.step(Step::Zero(Memory::Slots(slot..slot + 1))),
             Address::Gradient(gradient) => self.step(Step::Zero(Memory::Gradient(gradient))),
-            // Nothing is added to these.
+            // Kernels do not accumulate into these.
             Address::Null | Address::Operand(_) | Address::Statistic(_) | Address::Param(_) => {}
         }
     }
@@ -119,7 +119,7 @@ impl<'a> Builder<'a> {
         self.launch_with(kernel, entry, ([blocks, threads], 0), arguments);
     }
 
-    /// Adds a launch with so many bytes of dynamic shared memory.
+    /// Adds a launch with this much dynamic shared memory.
     pub(crate) fn launch_with(
         &mut self,
         kernel: KernelId,
@@ -131,7 +131,7 @@ impl<'a> Builder<'a> {
         self.step(Step::Launch(Launch { kernel, entry, grid, threads, shared_bytes, arguments }));
     }
 
-    /// Sets the operands whose memory says how many packed tokens a call has.
+    /// Sets the operands whose buffer sizes determine the number of packed tokens of a call.
     pub(crate) fn tokens_of(&mut self, operands: impl IntoIterator<Item = (Operand, TensorSpec)>) {
         self.schedule.tokens = PackedTokens::of(self.problem(), self.attention, operands.into_iter());
     }
@@ -151,18 +151,18 @@ impl<'a> Builder<'a> {
         }))
     }
 
-    /// The tensor of a declared parameter; [`Address::Null`] where the pass declares none of this name.
+    /// Returns the address of a declared tensor; [`Address::Null`] if the pass declares none of this name.
     pub(crate) fn param(&mut self, name: &str) -> Address {
         if self.declared().iter().any(|declared| declared.name == name) { Address::Param(self.param_id(name)) } else { Address::Null }
     }
 
-    /// The `cu_seqlens` offsets of a side; [`Address::Null`] where it is not packed.
+    /// Returns the address of the `cu_seqlens` of a side; [`Address::Null`] if it is not packed.
     pub(crate) fn boundaries(&mut self, side: Side) -> Address {
         let packed = self.problem().packed();
         packed.map_or(Address::Null, |packed| self.param(packed.boundaries(side)))
     }
 
-    /// The caller's gradient of a declared parameter.
+    /// Returns the address of the caller's gradient of a declared parameter.
     pub(crate) fn gradient(&mut self, name: &str) -> Address {
         self.schedule.gradients.push(name.to_owned());
         Address::Gradient(GradientId(self.schedule.gradients.len() - 1))
@@ -184,7 +184,7 @@ impl<'a> Builder<'a> {
         self.structure(|to| member.push(to))
     }
 
-    /// Adds the structure of what traces read: addresses of tensors, then scalars.
+    /// Adds the structure of captured parameters: addresses of tensors, then scalars.
     pub(crate) fn captured(&mut self) -> Argument {
         let captured = &self.attention.captured;
         let tensors: Vec<ParamId> = captured.tensors().into_iter().map(|(name, ..)| self.param_id(name)).collect();

@@ -1,15 +1,15 @@
-//! A pass as a schedule: the workspace that it uses, and the zero fills and kernel launches of a call.
+//! A pass as a schedule: its workspace, and the zero fills and kernel launches of a call.
 //!
-//! A family of kernels makes the schedule once, when the plan is made. It is plain data: the plan submits it, and `inspect` prints it.
+//! A family of kernels makes the schedule once, with the plan. It is plain data: the plan submits it, and `inspect` prints it.
 //!
-//! | file | what it has |
+//! | file | contents |
 //! |---|---|
-//! | `builder` | how a family makes a schedule |
-//! | `arguments` | the bytes that kernels get, and the values in them that a call has |
+//! | `builder` | builds schedules, for both families |
+//! | `arguments` | kernel arguments, and the values in them that calls fill in |
 //! | `tensor_map` | the tensor maps of operands |
-//! | `tokens` | how many packed tokens a call has memory for |
+//! | `tokens` | the number of packed tokens for which a call has memory |
 //! | `block_lists` | block-sparse index lists |
-//! | `report` | the schedule in words and numbers |
+//! | `report` | the schedule as text and numbers |
 
 pub(crate) mod arguments;
 mod block_lists;
@@ -32,7 +32,7 @@ pub use report::{LaunchReport, ScheduleReport, SlotReport, StepReport};
 pub(crate) use tensor_map::OperandMap;
 pub(crate) use tokens::PackedTokens;
 
-/// Slots begin at multiples of this in the workspace.
+/// Alignment of workspace slots, in bytes.
 const SLOT_ALIGNMENT: u64 = 256;
 
 /// A GPU, as far as a schedule depends on it.
@@ -63,7 +63,7 @@ pub(crate) struct ParamId(pub(crate) usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GradientId(pub(crate) usize);
 
-/// Device memory of a pass that the caller does not name.
+/// Device memory of a pass that the caller does not pass as an operand.
 #[derive(Clone, Debug)]
 pub(crate) struct Slot {
     pub(crate) name: Cow<'static, str>,
@@ -71,21 +71,21 @@ pub(crate) struct Slot {
     pub(crate) source: Source,
 }
 
-/// The memory that a slot has.
+/// The memory of a slot.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     /// The workspace of a call.
     Workspace,
     /// Block lists of a mask that reads tensors: the workspace of a call, or memory of a plan that keeps the lists of one call.
     BlockLists,
-    /// Memory of the plan, which has these numbers from the begin.
+    /// Memory of the plan, initialised with these numbers.
     Table(Vec<u32>),
 }
 
-/// A stretch of device memory.
+/// A range of device memory.
 #[derive(Clone, Debug)]
 pub(crate) enum Memory {
-    /// Slots that follow one another in the workspace.
+    /// Adjacent slots in the workspace.
     Slots(Range<usize>),
     /// The caller's gradient of a declared parameter.
     Gradient(GradientId),
@@ -105,7 +105,7 @@ pub(crate) enum Argument {
 pub(crate) struct Launch {
     pub(crate) kernel: KernelId,
     pub(crate) entry: EntryPoint,
-    /// Thread blocks: grids are one-dimensional.
+    /// Thread blocks; grids are one-dimensional.
     pub(crate) grid: u32,
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
@@ -120,7 +120,7 @@ pub(crate) enum Step {
     Launch(Launch),
 }
 
-/// A pass on a device, as far as the device's compute capability and its number of SMs say it.
+/// A pass on a device. It depends on the device's compute capability and its number of SMs.
 #[derive(Clone, Debug)]
 pub(crate) struct Schedule {
     /// The tile configuration of the main kernel, for reports.
@@ -136,14 +136,14 @@ pub(crate) struct Schedule {
     /// Names of declared parameters whose gradients kernels write.
     pub(crate) gradients: Vec<String>,
     pub(crate) tokens: Option<PackedTokens>,
-    /// The scale of a call that names none.
+    /// The scale of a call that sets none.
     pub(crate) default_scale: f32,
-    /// Whether a score_mod reads scaled scores, so that the scale is not a part of the exponent.
+    /// Whether a score_mod reads scaled scores, so that the scale cannot be part of the exponent.
     pub(crate) has_score_mod: bool,
 }
 
 impl Schedule {
-    /// Returns the offset of each slot in the workspace, and the size of the workspace. Slots of which `is_resident` holds are not in it.
+    /// Returns the offset of each slot in the workspace, and the size of the workspace. Slots for which `is_resident` holds are not in it.
     pub(crate) fn layout(&self, is_resident: impl Fn(&Slot) -> bool) -> (Vec<Option<u64>>, u64) {
         let mut end = 0;
         let place = |slot: &Slot| {
@@ -164,7 +164,7 @@ mod tests {
     use sdpa_core::backward::BackwardProblem;
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape};
 
-    /// Kernel parameters of a launch at most: those of the driver's interface.
+    /// The most kernel parameters of a launch, a limit of the driver's interface.
     const MOST_ARGUMENTS: usize = 16;
 
     fn problems() -> (Vec<Problem>, Vec<BackwardProblem>) {

@@ -1,4 +1,4 @@
-//! A schedule in words and numbers: every slot, and every step with the launch that it is.
+//! Reports of a schedule: every slot, and every step with its launch.
 
 use super::{Argument, Launch, Memory, Schedule, Source, Step};
 use serde::Serialize;
@@ -9,11 +9,11 @@ use std::fmt;
 pub struct ScheduleReport {
     /// The tile configuration of the main kernel.
     pub tile: String,
-    /// The architecture that the kernel sources are compiled for.
+    /// The architecture for which the kernel sources are compiled.
     pub architecture: String,
     /// Number of kernel sources.
     pub sources: usize,
-    /// Device memory next to that of a call's operands and parameters.
+    /// Device memory in addition to a call's operands and parameters.
     pub slots: Vec<SlotReport>,
     /// The work that a call submits, in order.
     pub steps: Vec<StepReport>,
@@ -28,7 +28,7 @@ pub struct SlotReport {
     pub name: String,
     /// Bytes of the slot.
     pub bytes: u64,
-    /// The offset in the workspace; `None` where the plan has the memory.
+    /// The offset in the workspace; `None` if the memory belongs to the plan.
     pub offset: Option<u64>,
 }
 
@@ -36,33 +36,33 @@ pub struct SlotReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StepReport {
-    /// The memory is set to 0: names of slots, or of a gradient.
+    /// Sets memory to 0: names of slots, or of a gradient.
     Zero(Vec<String>),
-    /// A kernel is launched.
+    /// Launches a kernel.
     Launch(LaunchReport),
 }
 
 /// A kernel launch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LaunchReport {
-    /// The kernel source, by its position.
+    /// The index of the kernel source.
     pub source: usize,
     /// The entry point.
     pub kernel: String,
     /// Thread blocks.
     pub grid: u32,
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of dynamic shared memory of a block.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: u32,
-    /// Tensor maps among the arguments.
+    /// Number of tensor maps among the arguments.
     pub tensor_maps: usize,
-    /// All arguments.
+    /// Number of all arguments.
     pub arguments: usize,
 }
 
 impl Schedule {
-    /// The schedule in words and numbers.
+    /// Returns a report of the schedule.
     pub(crate) fn report(&self) -> ScheduleReport {
         let (offsets, workspace) = self.layout(|slot| matches!(slot.source, Source::Table(_)));
         let slots = self.slots.iter().zip(offsets);

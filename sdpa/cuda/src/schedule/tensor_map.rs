@@ -1,25 +1,26 @@
-//! Tensor maps of operands, which TMA reads.
+//! Tensor maps of operands, for TMA.
 
 use super::Address;
 use sdpa_core::{Side, TensorSpec};
 use sdpa_driver::{Error, Submission, TensorMap, Tiled};
 
-/// The tensor map of an operand, but for what a call has.
+/// The tensor map of an operand, without the values of a call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OperandMap {
     pub(crate) address: Address,
     tiled: Tiled,
-    /// The side whose tokens are packed.
+    /// The side of the packed tokens, if any.
     packed: Option<Side>,
 }
 
 impl OperandMap {
-    /// An operand whose box is so many rows of so many heads.
+    /// Describes an operand whose box has these numbers of rows and heads.
     pub(crate) fn new(address: Address, tensor: &TensorSpec, rows_and_heads: [u32; 2]) -> OperandMap {
         OperandMap { address, tiled: tiled(tensor, rows_and_heads), packed: None }
     }
 
-    /// Packed tokens of an operand. Two axes of tokens add up, the first of which ends after a box, so that a kernel says where a box ends.
+    /// Describes packed tokens of an operand. Two axes both step along tokens, and the first ends after one box, so that a kernel can choose where a
+    /// box ends.
     pub(crate) fn packed(address: Address, side: Side, tensor: &TensorSpec, [rows, of_heads]: [u32; 2]) -> OperandMap {
         let [_, heads, _, dim] = tensor.dims.map(|d| d.max(1) as u64);
         let bytes = |axis: usize| 2 * tensor.strides[axis].unsigned_abs();
@@ -28,7 +29,7 @@ impl OperandMap {
         OperandMap { address, tiled, packed: Some(side) }
     }
 
-    /// Encodes the map for an operand at this address. That of packed tokens begins a box before them.
+    /// Encodes the map for an operand at this address. That of packed tokens begins one box before them.
     pub(crate) fn encode(&self, submission: &Submission<'_>, address: u64, tokens: [i64; 2]) -> Result<TensorMap, Error> {
         let Some(side) = self.packed else { return submission.tensor_map(address, &self.tiled) };
         let Tiled { extents: [dim, rows, heads, _], strides, tile } = self.tiled;
@@ -37,10 +38,10 @@ impl OperandMap {
     }
 }
 
-/// An operand whose box is so many rows of so many heads.
+/// Returns the tensor of an operand whose box has these numbers of rows and heads.
 fn tiled(tensor: &TensorSpec, [rows, heads]: [u32; 2]) -> Tiled {
     let [batch, head, seq, dim] = tensor.dims.map(|d| d.max(1) as u64);
-    // An axis of one element has any stride that TMA accepts.
+    // An axis of one element may have any stride that TMA accepts.
     let bytes = |axis: usize| if tensor.dims[axis] <= 1 { 16 } else { 2 * tensor.strides[axis].unsigned_abs() };
     Tiled { extents: [dim, seq, head, batch], strides: [bytes(2), bytes(1), bytes(0)], tile: [64, rows, heads, 1] }
 }

@@ -5,11 +5,11 @@ use sdpa_core::device::DeviceCall;
 use sdpa_core::{Operand, Problem, Side, Statistic, TensorSpec, packed};
 use sdpa_driver::DeviceSlice;
 
-/// The operands of a packed pass, whose memory says how many tokens a call has.
+/// The operands of a packed pass, whose buffer sizes determine the number of tokens of a call.
 #[derive(Clone, Debug)]
 pub(crate) struct PackedTokens {
     packs: Packs,
-    /// Whether keys have boundaries of their own.
+    /// Whether keys have `cu_seqlens` of their own.
     cross: bool,
     element_bytes: u64,
     operands: Vec<(Operand, TensorSpec)>,
@@ -17,7 +17,7 @@ pub(crate) struct PackedTokens {
 }
 
 impl PackedTokens {
-    /// Returns the tokens of a pass with these operands; `None` where no side is packed.
+    /// Returns the operands of a packed pass; `None` if no side is packed.
     pub(crate) fn of(
         problem: &Problem,
         attention: &Forward,
@@ -33,8 +33,8 @@ impl PackedTokens {
         })
     }
 
-    /// Returns the tokens of queries and keys that every operand of a call has memory for, at most those of the problem. Where documents are the same, both are
-    /// the fewer.
+    /// Returns the query and key tokens for which every operand of a call has memory, at most those of the problem. If both sides share `cu_seqlens`,
+    /// both numbers are the smaller one.
     pub(crate) fn of_call(&self, call: &DeviceCall<'_, DeviceSlice>) -> [i64; 2] {
         let mut least = self.packs.totals;
         let mut has = |side: Side, tensor: &TensorSpec, elements: u64| {

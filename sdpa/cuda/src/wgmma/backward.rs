@@ -1,5 +1,5 @@
-//! The schedule of a backward pass: what is added to is set to 0, then a launch for each row's log-sum-exp and delta, one for the gradients, for wide heads one that converts
-//! the dQ accumulator, and one for each gradient of a parameter that is rounded.
+//! The schedule of a backward pass. Accumulators are set to 0 first. One launch computes the log-sum-exp and delta of rows, and one the gradients.
+//! For wide heads another one converts the dQ accumulator. Each parameter gradient that is rounded has one more.
 
 use super::params::BackwardParams;
 use crate::attention_params::Tiling;
@@ -18,45 +18,45 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Statistic};
 use sdpa_nvidia::JobQuery;
 
-/// Threads of a block of the kernels around the main one.
+/// Threads per block of the auxiliary kernels.
 const THREADS: i64 = 256;
-/// Threads of a block that converts a slice of the dQ accumulator.
+/// Threads per block of the kernel that converts a slice of the dQ accumulator.
 const SLICE_THREADS: i64 = 128;
 
-/// The workspace that is 0 when the kernels begin.
+/// Workspace that is 0 when the kernels begin.
 struct Zeroed {
-    /// The dK and dV accumulators that thread blocks share, and how many are done with each.
+    /// The dK and dV accumulators that thread blocks share, and how many of these blocks are done with each.
     dkv_sums: Address,
     dkv_done: Address,
-    /// The counter that hands out KV blocks; of each head section, how many blocks are done, and how many slices of the dQ accumulator are converted.
+    /// The counter of KV blocks; per head section, how many blocks are done and how many slices of the dQ accumulator are converted.
     next: Address,
     done: Address,
     converted: Address,
-    /// Whether any row's log-sum-exp is large.
+    /// Whether the log-sum-exp of any row is large.
     large: Address,
     /// The dQ accumulator.
     dq_sums: Address,
 }
 
-/// The tile configuration in words.
+/// Returns a description of the tile configuration.
 fn label(tile: &BackwardTile) -> String {
     let shares = if tile.shares > 1 { format!(", GQA groups over {} blocks", tile.shares) } else { String::new() };
     let clusters = if tile.two_cta { ", 2-CTA clusters" } else { "" };
     format!("backward {} x {} of {}, {}{clusters}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
 }
 
-/// Elements from one row of a copy of `d_o` to the next.
+/// Returns the row stride of a copy of `d_o`, in elements.
 fn copy_row(backward: &Backward) -> i64 {
     (backward.d_o.dims[3] as u64).next_multiple_of(8) as i64
 }
 
-/// `d_o` as TMA reads it: itself, or its copy.
+/// Returns `d_o` as TMA reads it: itself, or its copy.
 fn readable(backward: &Backward) -> TensorSpec {
     let (row, [_, heads, seq, _]) = (copy_row(backward), backward.d_o.dims);
     if backward.copies_d_o() { TensorSpec { strides: [heads * seq * row, seq * row, row, 1], ..backward.d_o } } else { backward.d_o }
 }
 
-/// The schedule of a backward pass with this tile configuration.
+/// Returns the schedule of a backward pass with this tile configuration.
 pub(crate) fn schedule(
     problem: &BackwardProblem,
     backward: &Backward,
@@ -154,13 +154,13 @@ pub(crate) fn schedule(
     };
     let params = builder.structure(|to| params.push(to));
     let captured = builder.captured();
-    // The caller's gradients of parameters, or the sums that they are rounded from.
+    // The caller's parameter gradients, or the accumulators that are rounded into them.
     let sums = builder.structure(|to| gradients.iter().for_each(|gradient| gradient.sum.push(to)));
 
     builder.make_block_lists(&lists, kernel, [params, captured]);
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
     builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
-    // Thread blocks of a cluster begin together.
+    // The thread blocks of a cluster start together.
     let at_once = (gpu.multiprocessors / tile.cluster_size()).max(1) * tile.cluster_size();
     let main = ([i64::from(last).min(at_once.into()), BackwardTile::THREADS.into()], tile.shared_bytes());
     builder.launch_with(kernel, EntryPoint::Backward, main, maps.into_iter().chain([params, captured, sums]));
@@ -171,7 +171,7 @@ pub(crate) fn schedule(
     builder.finish()
 }
 
-/// The tensor maps of the operands that TMA reads and writes.
+/// Returns the tensor maps of the operands that TMA accesses.
 fn operand_maps(builder: &mut Builder<'_>, backward: &Backward, tile: &BackwardTile, d_o_copy: Address) -> [Argument; 7] {
     let Forward { tensors: [q, k, v, o], .. } = &backward.forward;
     let [dq, dk, dv] = backward.gradients;

@@ -1,4 +1,4 @@
-//! The schedule of a forward pass: the kernel, and around it the lists of tiles and KV blocks, and the combine kernel of split-KV.
+//! The schedule of a forward pass: the kernel, before it the lists of tiles and KV blocks, and after it the combine kernel of split-KV.
 
 use super::params::ForwardParams;
 use crate::attention_params::Tiling;
@@ -15,28 +15,28 @@ use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::{Operand, Problem, Side, Statistic};
 use sdpa_nvidia::JobQuery;
 
-/// Bytes of an item of the tile list.
+/// Bytes of a tile list item.
 const ITEM_BYTES: i64 = 16;
-/// Warps of a block that lists tiles, each of which has a sequence.
+/// Warps per block of the kernel that lists tiles, one sequence per warp.
 const LISTING_WARPS: u32 = 8;
-/// Warps of a block that combines splits, each of which has a row.
+/// Warps per block of the combine kernel, one row per warp.
 const COMBINING_WARPS: u32 = 4;
 
-/// The workspace of the tile scheduler and of split-KV, but for block lists.
+/// The workspace of the tile scheduler and of split-KV, without block lists.
 struct Workspace {
-    /// The counter of tiles: where there are more tiles than thread blocks they are counted, and those of a list always are.
+    /// The tile counter. It is used if there are more tiles than thread blocks, and always with a tile list.
     counter: Address,
     /// The tile list.
     items: Address,
-    /// The item that each tile of each batch entry begins with.
+    /// The first item of each tile of each batch entry.
     firsts: Address,
     /// Log-sum-exps of splits, two f32 each.
     split_lse: Address,
-    /// Their largest scores, where row statistics need them.
+    /// Row maxima of splits, if row statistics need them.
     split_max: Address,
-    /// Their outputs.
+    /// Outputs of splits.
     split_o: Address,
-    /// Items that the list has memory for.
+    /// The most items of the list.
     most_items: i64,
 }
 
@@ -60,7 +60,7 @@ impl Workspace {
         }
         let [batch, _, seq_q, _] = forward.extents;
         let (rows, head_groups) = (forward.most_rows(tile), forward.head_groups(tile));
-        // A tile has a split for each share of its blocks, and one for what is left.
+        // A tile has one split per share of its KV blocks, and one for the remainder.
         let splits = if tile.split { forward.most_parts(tile, multiprocessors) / head_groups + 1 } else { 0 };
         own.most_items = rows + splits;
         own.counter = builder.slot("tile counter, number of tiles", 8);
@@ -76,33 +76,34 @@ impl Workspace {
     }
 }
 
-/// The tile configuration in words.
+/// Returns a description of the tile configuration.
 fn label(tile: &Tile) -> String {
     let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
     let split = if tile.split { ", split-KV" } else { "" };
     format!("forward {}{heads} x {} of {}, {}{split}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
 }
 
-/// Heads, or groups of heads that share a tile, that are worked on together: whole GQA groups. A tile list has the tiles of all batch entries.
+/// Returns the number of heads, or packed GQA groups of heads, that are processed together: whole GQA groups. A tile list contains the tiles of all
+/// batch entries.
 fn heads_in_l2(forward: &Forward, tile: &Tile) -> i64 {
     let Forward { tensors: [_, k, v, _], extents: [batch, _, _, seq_kv], .. } = forward;
     let head_groups = forward.head_groups(tile);
     let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * forward.head_tiles(tile);
     match forward.packed {
-        // Keys are read once: those of all heads, which are next to one another.
+        // All heads' keys are adjacent, and each is read once.
         _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => head_groups,
         Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(head_groups),
         None => together(*seq_kv).min(batch * head_groups),
     }
 }
 
-/// Thread blocks: one for each SM, which take tile after tile, or as many as there are tiles.
+/// Returns the number of thread blocks: one per SM, each processing many tiles, or one per tile if there are fewer.
 fn blocks(forward: &Forward, tile: &Tile, multiprocessors: u32) -> i64 {
     let splits = if tile.split { forward.most_parts(tile, multiprocessors) + forward.head_groups(tile) } else { 0 };
     (forward.most_tiles(tile) + splits).min(multiprocessors.into())
 }
 
-/// The schedule of a forward pass with this tile configuration.
+/// Returns the schedule of a forward pass with this tile configuration.
 pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, gpu: Gpu) -> Schedule {
     let multiprocessors = gpu.multiprocessors;
     let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Wgmma, gpu), label(tile));
@@ -114,7 +115,7 @@ pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, gpu: G
 
     let operands = [Operand::Q, Operand::K, Operand::V, Operand::O];
     builder.tokens_of(operands.into_iter().zip(forward.tensors));
-    // Queries come as a whole tile, keys and values as a KV block or a piece of it, outputs leave by the rows of a warp.
+    // Queries are loaded as a whole tile, K and V as a KV block or a piece of it, and outputs are stored by the rows of a warp.
     let piece = [forward.piece(tile), 1];
     let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
     let maps = std::array::from_fn::<_, 4, _>(|n| {

@@ -1,4 +1,4 @@
-//! The kernels with `wgmma`: their parameters, and the schedules of their passes.
+//! The WGMMA kernels: their parameters, and the schedules of their passes.
 
 mod backward;
 mod forward;
