@@ -170,9 +170,9 @@ impl Dispatcher {
         names
     }
 
-    /// Returns every executor, in the order of trying for a forward problem. It is that of [`Dispatcher::executors`], except that the kernels of
-    /// `sdpa::cuda` precede cuDNN in two cases: they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), or cuDNN's
-    /// ledger does not cover the problem. If the problem is timed (`Dispatcher::timed`), the faster of the proven ones is first.
+    /// Returns every executor, in the order of trying for a forward problem. It is that of [`Dispatcher::executors`], but the kernels of `sdpa::cuda`
+    /// may precede cuDNN: where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), and where cuDNN's ledger
+    /// does not cover the problem. If the problem is timed (`Dispatcher::timed`), the faster of the proven ones is first.
     ///
     /// ```
     /// use sdpa::{AttentionSpec, DType, Dispatcher, Layout, Shape};
@@ -364,9 +364,8 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// Returns the executor name for a pass that only fills results, without asking any executor: the CPU for automatic selection, or a named
-    /// executor of the caller's, which need not support such passes. `None` for a named executor of this build, whose library or device may be
-    /// missing.
+    /// Returns the executor name for a pass that only fills results, without asking any executor. Automatic selection reports the CPU. A named
+    /// executor of the caller's need not support such passes. `None` for a named executor of this build, whose library or device may be missing.
     fn fills_for(&self, preference: Preference) -> Option<ExecutorName> {
         match preference {
             Preference::Auto => Some(ExecutorName::CPU),

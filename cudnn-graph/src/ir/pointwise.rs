@@ -73,13 +73,13 @@ modes! {
     Sub "sub" Binary;
     /// `|x|`.
     Abs "abs" Unary;
-    /// The least whole number not below `x`.
+    /// The least integer not below `x`.
     Ceil "ceil" Unary;
     /// Cosine.
     Cos "cos" Unary;
     /// `eˣ`.
     Exp "exp" Unary;
-    /// The greatest whole number not above `x`.
+    /// The greatest integer not above `x`.
     Floor "floor" Unary;
     /// Natural logarithm.
     Log "log" Unary;

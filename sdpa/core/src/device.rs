@@ -462,8 +462,12 @@ pub trait DevicePrepared: Debug + Send + Sync {
     /// `self` may be dropped earlier. Resources that the device needs live until the work is done and every graph that captured the call is gone.
     ///
     /// # Errors
-    /// Every mistake in the call, before anything runs: operands of the other pass, a scale that the executor does not support, row statistics
-    /// missing or superfluous, parameters and gradients missing, unknown, repeated or of another type, memory that is too short or misaligned.
+    /// Every mistake in the call, before anything runs:
+    /// - operands of the other pass, or a scale that the executor does not support
+    /// - row statistics that are missing or superfluous
+    /// - parameters and gradients that are missing, unknown, repeated or of another type
+    /// - memory that is too short or misaligned
+    ///
     /// Otherwise a failure of the environment.
     unsafe fn submit(&self, stream: &Self::Stream, call: &DeviceCall<'_, Self::Memory>) -> Result<(), Error>;
 }

@@ -391,9 +391,12 @@ impl HostForward<'_> {
     /// Checks the call against the problem, and returns the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
-    /// Every wrong dtype and every buffer that is too short; row statistics or amax destinations missing or superfluous; parameters missing, unknown,
-    /// repeated or of another type or length; invalid `cu_seqlens` and pages; scales of 8-bit floats that are not finite and above 0; a scale that is
-    /// not finite.
+    /// Every mistake in the call:
+    /// - wrong dtypes, and buffers that are too short
+    /// - row statistics or amax destinations that are missing or superfluous
+    /// - parameters that are missing, unknown, repeated or of another type or length
+    /// - invalid `cu_seqlens` or pages
+    /// - scales of 8-bit floats that are not finite and above 0, or a scale that is not finite
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
@@ -423,8 +426,10 @@ impl HostBackward<'_> {
     /// Checks the call against the problem, and returns the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
-    /// Every wrong dtype and every buffer that is too short; a scale that is not finite; parameters and gradients missing, unknown, repeated or of
-    /// another type or length; scales of 8-bit floats that are not finite and above 0.
+    /// Every mistake in the call:
+    /// - wrong dtypes, and buffers that are too short
+    /// - parameters and gradients that are missing, unknown, repeated or of another type or length
+    /// - scales of 8-bit floats that are not finite and above 0, or a scale that is not finite
     pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem: problem.forward(), errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];

@@ -192,8 +192,8 @@ pub struct AttentionSpec {
     /// Dropout of P, by the declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropout: Option<Dropout>,
-    /// Whether to compute `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) for a packed batch. −inf if
-    /// a row has no key; with a sink, then the sink or −inf.
+    /// Whether to compute `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) for a packed batch. A row
+    /// without keys has −inf, or the sink if there is one.
     pub stats: bool,
     /// The base of `stats`. Backward passes read natural ones.
     #[serde(default, skip_serializing_if = "StatsBase::is_natural")]

@@ -75,9 +75,13 @@ impl Planned {
     /// As for [`DevicePrepared::submit`]: every slice is device memory of the handle's device.
     ///
     /// # Errors
-    /// Every mistake in the call, before anything runs: operands of the other pass, a scale that is not positive, row statistics missing or
-    /// superfluous, parameters and gradients missing, unknown, repeated or of another type, slices that are too short or misaligned. Also cuDNN's own
-    /// errors.
+    /// Every mistake in the call, before anything runs:
+    /// - operands of the other pass, or a scale that is not positive
+    /// - row statistics that are missing or superfluous
+    /// - parameters and gradients that are missing, unknown, repeated or of another type
+    /// - slices that are too short or misaligned
+    ///
+    /// Also cuDNN's own errors.
     pub unsafe fn submit(&self, handle: &Handle<'_>, call: &DeviceCall<'_>) -> Result<(), Error> {
         self.plan.check_device(handle.device())?;
         let submission = &handle.begin()?;

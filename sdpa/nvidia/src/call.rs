@@ -23,8 +23,11 @@ pub(crate) fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice
 /// number of tokens: the pass itself accesses no others.
 ///
 /// # Errors
-/// Operands of the other pass; row statistics, parameters and gradients missing, unknown, repeated or of another type; memory that is too short or
-/// misaligned; a scale that is not finite; a workspace that is too small.
+/// Every mistake in the call:
+/// - operands of the other pass
+/// - row statistics, parameters and gradients that are missing, unknown, repeated or of another type
+/// - memory that is too short or misaligned, or a workspace that is too small
+/// - a scale that is not finite
 pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64) -> Result<(), SpecErrors> {
     let (problem, mut errors) = (job.problem(), Vec::new());
     for operand in Operand::ALL {

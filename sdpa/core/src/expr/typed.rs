@@ -266,15 +266,15 @@ methods! { F32:
     tanh unary Tanh;
     /// The error function.
     erf unary Erf;
-    /// The greatest whole number not above.
+    /// The greatest integer not above.
     floor unary Floor;
-    /// The least whole number not below.
+    /// The least integer not below.
     ceil unary Ceil;
     /// `x` to the power of `other`.
     pow binary Pow;
-    /// The smaller of the two; of a number and not-a-number, the number.
+    /// The smaller of the two; NaN loses to a number.
     min binary Min;
-    /// The larger of the two; of a number and not-a-number, the number.
+    /// The larger of the two; NaN loses to a number.
     max binary Max;
     /// Equal.
     eq compare Eq;

@@ -86,7 +86,7 @@ pub enum Supply {
     Spread {
         /// Its name.
         name: String,
-        /// Its element type in the caller's memory; a truth value is a byte.
+        /// Its element type in the caller's memory; a boolean is a byte.
         dtype: DType,
         /// Its extents there.
         dims: [i64; 4],
