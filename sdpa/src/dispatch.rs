@@ -171,7 +171,7 @@ impl Dispatcher {
     }
 
     /// Returns every executor, in the order of trying for a forward problem. It is that of [`Dispatcher::executors`], but the kernels of `sdpa::cuda`
-    /// may precede cuDNN: where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), and where cuDNN's ledger
+    /// may precede cuDNN. They do if they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), or if cuDNN's ledger
     /// does not cover the problem. If the problem is timed (`Dispatcher::timed`), the faster of the proven ones is first.
     ///
     /// ```

@@ -3,8 +3,8 @@
 //! `Graph` (append-only, unchecked) → [`verify`] → [`Verified`] (owns the graph) → encode, interpret, print. This module is independent of the cuDNN
 //! library.
 //!
-//! Ops are kept exactly as written. Graphs are neither hash-consed nor simplified: cuDNN's engines match exact ops, so a duplicate index generator or
-//! a multiplication by 1.0 may be part of the pattern of a kernel.
+//! Ops are kept exactly as written. Graphs are neither hash-consed nor simplified, because cuDNN's engines match exact ops. A duplicate index
+//! generator or a multiplication by 1.0 may be part of a kernel's pattern.
 
 mod blocks;
 mod build;

@@ -111,7 +111,7 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
 
     /// Drops stale entries. If the front is in use, its user calls this when done.
     ///
-    /// Each side writes to `stale` between its own step and its check of the other's: an evictor marks and then tries the lock, a user unlocks and
+    /// Each side writes to `stale` between its own step and its check of the other's. An evictor marks and then tries the lock; a user unlocks and
     /// then looks for the mark. So one of two concurrent threads sees the other. With a load instead of the write, both might miss.
     fn sweep(&self) {
         while self.stale.fetch_or(false, Ordering::SeqCst) {

@@ -42,8 +42,8 @@ use crate::statistic::{Statistic, StatsBase};
 /// # Ok::<(), sdpa_core::SpecErrors>(())
 /// ```
 ///
-/// The enum is deliberately not `#[non_exhaustive]`. That attribute would force a wildcard arm on executors in other crates, and with it an executor
-/// would compute a problem with a new option as if the option were off.
+/// The enum is deliberately not `#[non_exhaustive]`. That attribute would force a wildcard arm on executors in other crates. Such an executor would
+/// compute a problem with a new option as if the option were off.
 ///
 /// The scale of the scores, seeds and lengths are values of a call, not facts. [`Amax`](crate::Amax) and [`Fp8Scale`](crate::Fp8Scale) follow from
 /// the element types.

@@ -5,8 +5,8 @@ use crate::expr::{Axes, Axis, Declared, ParamKind};
 use crate::problem::Problem;
 use crate::tensor::ParamValue;
 
-/// The name of the declared parameter with the sinks: f32 `[heads_q]`, one term per query head in the softmax's denominator, on the scale of scaled
-/// and modified scores. −∞ disables the sink.
+/// The name of the declared parameter with the sinks: f32 `[heads_q]`. Each is a term in the softmax's denominator of a query head, on the scale of
+/// scaled and modified scores. −∞ disables the sink.
 pub const SINK: &str = "sink";
 
 /// Returns the parameter that a problem with a sink declares.

@@ -60,8 +60,8 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
     }
 }
 
-/// Returns the bytes of a fact in the key of a plan file. A fact has none where the programs that are sent to cuDNN, or the schedule around them, change
-/// with it: their digests are in the key.
+/// Returns the bytes of a fact in the key of a plan file. Most facts have none: they change the programs sent to cuDNN or the schedule around these,
+/// whose digests are in the key.
 pub(crate) fn beside_programs(fact: &Fact<'_>) -> Option<u8> {
     match fact {
         // The fact chooses among the engines of one program.

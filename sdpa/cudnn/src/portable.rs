@@ -1,8 +1,8 @@
 //! Serialised plans: their key, which equal devices share, and their bytes.
 //!
-//! The key is a digest of everything that decides the build: the programs of every pattern that would be tried, their bindings, strides that need
-//! copies, options, and the runtime. The bytes are cuDNN's own JSON of each plan of a [`Planned`], after a header line that identifies them. A plan
-//! is used only for exactly the graph from which it was made.
+//! The key is a digest of everything that decides the build. It covers the programs of every pattern that would be tried, their bindings, strides
+//! that need copies, options, and the runtime. The bytes are cuDNN's own JSON of each plan of a [`Planned`], after a header line that identifies
+//! them. A plan is used only for exactly the graph from which it was made.
 
 use super::fact;
 use super::pieces;

@@ -63,7 +63,7 @@ pub fn document() -> Mask {
 }
 
 /// Attends to keys from `doc_start` up to, but not including, `doc_end` of the query, i32 tensors (batch, seq_q). Equals [`document`] for contiguous
-/// documents. cuDNN's backward engines read tensors along queries in place, but tensors along keys only expanded to every pair: this mask is three
+/// documents. cuDNN's backward engines read tensors along queries in place, but need tensors along keys expanded to every pair. This mask is three
 /// times as fast there. [`Packed`](crate::Packed) sequences are faster still.
 pub fn document_runs() -> Mask {
     of("document-runs", |at, p| {

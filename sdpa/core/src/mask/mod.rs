@@ -1,7 +1,7 @@
 //! Attention masks: which keys each query attends to.
 //!
-//! Masks combine with `&`, `|` and `!`. [`Kept`] is the normal form of a problem's masks: bands, prefix and per-sequence lengths are recognised
-//! however they were written, so that executors can use their faster paths for these.
+//! Masks combine with `&`, `|` and `!`. [`Kept`] is the normal form of a problem's masks. It recognises bands, prefix and per-sequence lengths
+//! however they were written, so that executors can use their faster paths.
 
 mod band;
 pub(crate) mod ends;

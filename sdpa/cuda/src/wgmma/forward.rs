@@ -115,7 +115,7 @@ pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, gpu: G
 
     let operands = [Operand::Q, Operand::K, Operand::V, Operand::O];
     builder.tokens_of(operands.into_iter().zip(forward.tensors));
-    // Queries are loaded as a whole tile, K and V as a KV block or a piece of it, and outputs are stored by the rows of a warp.
+    // Queries are loaded as a whole tile, K and V as a KV block or a piece of it. Outputs are stored by the rows of a warp.
     let piece = [forward.piece(tile), 1];
     let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
     let maps = std::array::from_fn::<_, 4, _>(|n| {

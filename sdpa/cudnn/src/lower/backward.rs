@@ -1,5 +1,5 @@
-//! The backward pass. The composite form repeats NVIDIA's frontend op by op, because engines match the pattern: the multiplication by one, the order
-//! of masks and the subtraction of stats, transpositions as reshapes, and the f32 accumulator.
+//! The backward pass. The composite form repeats NVIDIA's frontend op by op, because engines match the pattern. That includes the multiplication by
+//! one, masks and the subtraction of stats in this order, transpositions as reshapes, and the f32 accumulator.
 
 use super::composite::{product, product_into, scores_like};
 use super::dropout::Dropout;
@@ -74,7 +74,6 @@ pub struct Spelling {
 impl Spelling {
     /// Returns the pattern that is tried first. Engines that sum parameter gradients keep dS in the workspace. So do the deterministic engines,
     /// except one that must be requested by number.
-    /// but for one that has to be asked for by name.
     pub fn usual(b: &BackwardProblem) -> Spelling {
         let at_once = b.deterministic() || b.wrt_scores().next().is_some();
         let query_gradient = if at_once { QueryGradient::AtOnce } else { QueryGradient::Summed };

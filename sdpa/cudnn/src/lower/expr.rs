@@ -1,7 +1,7 @@
 //! Lowers traces to pointwise ops.
 //!
 //! A value that depends on no score, index or tensor is a scalar, computed on the host at each call. A value that depends only on batch entry and
-//! head, and on no parameter, is a table in device memory: engines generate only the query and key indices. Booleans never leave a comparison: `and`,
+//! head, and on no parameter, is a table in device memory. Engines generate only the query and key indices. Booleans never leave a comparison: `and`,
 //! `or` and `not` become nested selects, because no engine supports a logical *or*.
 
 use super::lowered::{Supply, Table};

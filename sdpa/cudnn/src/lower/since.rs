@@ -108,8 +108,7 @@ fn takes(job: &Job, form: Form, runtime: Version) -> bool {
 /// Returns the forms worth trying for a pass on a runtime, the better one first.
 ///
 /// Usually composite comes first. Measured on an H200 under 9.27, both are equally fast for plain bands, and the unified form skips no blocks of a
-/// mask lowered to ops. For one query over pages, unified comes first: it handles lengths itself, which the composite form has as a mask on scores.
-/// the other has them as a rule on scores.
+/// mask lowered to ops. For one query over pages, unified comes first: it handles lengths itself. The composite form masks scores instead.
 pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
     match [Form::Composite, Form::Unified].map(|form| takes(job, form, runtime)) {
         [true, true] if is_paged_decode(job) => &[Form::Unified, Form::Composite],

@@ -1,7 +1,7 @@
 //! Device sums over queries and keys as one-op graphs, for gradients that the attention engines do not sum.
 //!
-//! A sum is a GEMM with ones: cuDNN has no engine for a stand-alone reduction (9.19 and 9.27 for compute capability 8.0, 8.9, 9.0 and 10.0), and
-//! supports every GEMM of these types. Terms have the element type of the gradient; sums are f32. A separate graph rounds them: a GEMM of f32 into a
+//! A sum is a GEMM with ones. cuDNN supports every GEMM of these types, but has no engine for a stand-alone reduction (9.19 and 9.27, compute
+//! capability 8.0, 8.9, 9.0 and 10.0). Terms have the element type of the gradient; sums are f32. A separate graph rounds them: a GEMM of f32 into a
 //! single two-byte number writes the four bytes of an f32 (9.19 on an H200, under memcheck).
 
 use super::copy::{CopyGraph, convert};

@@ -1,5 +1,5 @@
-//! Checks which files may be read and replaced: regular files of this user or root that not every user may write, in folders where no other user may
-//! replace them. Such a file is as trustworthy as the program and the libraries that the same users install.
+//! Checks which files may be read and replaced: regular files of this user or root that not every user may write. No other user may be able to
+//! replace them in their folders. Such a file is as trustworthy as the program and the libraries that the same users install.
 
 use super::error::PlanFileError;
 use std::fs::{File, Metadata};
