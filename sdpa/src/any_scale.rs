@@ -10,13 +10,15 @@ use std::sync::{Arc, OnceLock};
 /// Finds an executor, or returns why it is missing.
 pub(crate) type Find = Box<dyn Fn() -> Result<Arc<dyn Executor>, Error> + Send + Sync>;
 
+type Prepare<P> = dyn Fn(&dyn Executor) -> Result<Arc<P>, Error> + Send + Sync;
+
 /// A pass that cuDNN prepared. A call whose scale is 0 or below goes to the first other executor that supports the problem, which is prepared on the
 /// first such call.
 pub(crate) struct AnyScale<P: ?Sized> {
     positive: Arc<P>,
     other: OnceLock<Arc<P>>,
     executors: Vec<Find>,
-    prepare: Box<dyn Fn(&dyn Executor) -> Result<Arc<P>, Error> + Send + Sync>,
+    prepare: Box<Prepare<P>>,
 }
 
 impl<P: ?Sized> AnyScale<P> {
