@@ -149,7 +149,8 @@ assert code == 0, code
 def test_a_fork_computes():
     """In a process of its own: PyTorch's autograd may not survive a fork after other tests."""
     paths = [str(pathlib.Path(__file__).parent), str(pathlib.Path(sdpa.__file__).parent.parent)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # With a GPU autograd starts a thread for the device, and refuses to run in a child after that.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", FORK], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
