@@ -57,7 +57,7 @@ pub enum BindingError {
         name: String,
     },
     /// The tensor has no value.
-    #[error("{name}: nothing is bound")]
+    #[error("{name}: got no buffer, expected one")]
     Missing {
         /// The tensor.
         name: String,
@@ -338,7 +338,7 @@ mod tests {
             [
                 "x: 60 bytes are bound, the tensor reaches 64",
                 "x: address 0x1004 is not a multiple of 16 bytes",
-                "y: nothing is bound",
+                "y: got no buffer, expected one",
                 "k: a i32 is bound, the tensor is f32",
                 "z: bound more than once",
                 "t1: not a tensor that this plan takes device memory for",

@@ -30,7 +30,7 @@ pub enum Error {
         rule: String,
     },
     /// The system has no memory or no command object.
-    #[error("{what}: the system gives none")]
+    #[error("{what}: Metal returned none")]
     Exhausted {
         /// The missing resource.
         what: String,

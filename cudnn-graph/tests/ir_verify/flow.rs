@@ -111,7 +111,7 @@ pub(crate) fn over(g: &mut Graph, input: Tensor) {
 fn score_rules() {
     check(vec![
         case("sdpa_forward", "a score graph needs an op", |g| scored(g, |_, x| (x, vec![]))),
-        case("= softmax(x t4)", "softmax cannot stand among score ops", |g| {
+        case("= softmax(x t4)", "softmax is not allowed among score ops", |g| {
             scored(g, |g, x| {
                 let y = virtual_score(g, "y");
                 (y, vec![Op::Softmax(Softmax { x, y, stats: None, max: None, sum_exp: None, sink: None, stats_log2: false })])

@@ -1,7 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-compile_error!("nobody would compute anything: turn on the feature `cpu` or `cuda`");
+compile_error!("no executor is enabled: turn on the feature `cpu` or `cuda`");
 
 mod attention;
 #[cfg(feature = "cuda")]

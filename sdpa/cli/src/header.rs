@@ -158,7 +158,7 @@ impl Header {
         };
         let ty = FileType::of(found.dtype);
         if ty.is_none() {
-            mistakes.add(&about, format!("{name} is of type {}: F16, BF16, F32 and F64 are read", found.dtype));
+            mistakes.add(&about, format!("{name}: got type {}, expected F16, BF16, F32 or F64", found.dtype));
         }
         let entries: &[i64] = if packed { &[1] } else { &[] };
         let shape = <[i64; 4]>::try_from([entries, &found.shape].concat()).ok();

@@ -453,7 +453,7 @@ impl Sources<'_> {
                 return None;
             }
             let Some(ty) = FileType::of(stored) else {
-                mistakes.add(header.path.display(), format!("{name} is of type {stored}: F16, BF16, F32 and F64 are read"));
+                mistakes.add(header.path.display(), format!("{name}: got type {stored}, expected F16, BF16, F32 or F64"));
                 return None;
             };
             return Some(Planned::new(declared, bias, extents, From::T5(t5, Some((ty, offset)))));

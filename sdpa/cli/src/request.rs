@@ -223,7 +223,7 @@ impl Request {
         if let ([_, Some(k), Some(v)], Some(_), true) = (dims, tokens[1], packed)
             && k[2] != v[2]
         {
-            mistakes.add(&about, format!("v has {} tokens: {}, as k has", v[2], k[2]));
+            mistakes.add(&about, format!("v: got {} tokens, expected {}, as k has", v[2], k[2]));
         }
         // For a paged input, those of keys are the extents of page pools.
         let container = if paging.is_some() && input { dims[1].or(dims[2]) } else { None };
@@ -267,7 +267,7 @@ impl Request {
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
         let t5: Vec<T5> = args.score_mod.iter().filter_map(|text| expression::t5(text)?.ok()).collect();
         if t5.iter().any(|other| *other != t5[0]) {
-            mistakes.add("--score-mod", "t5 is there twice, with other buckets: the input has one table");
+            mistakes.add("--score-mod", "got two t5 score_mods with different buckets, expected one: the input has one table");
         }
         let t5 = t5.first().copied();
         let sources = Sources {

@@ -160,9 +160,9 @@ impl<D> Outcome<D> {
 fn ready<T, D>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<T, Outcome<D>> {
     Err(match (made, said) {
         (Ok(made), Ok(())) => return Ok(made),
-        (Ok(_), Err(e)) => Outcome::Fail(format!("it declines what it makes: {e}")),
+        (Ok(_), Err(e)) => Outcome::Fail(format!("supports() refuses a problem that prepare() accepts: {e}")),
         (Err(Error::Unsupported(e)), Err(_)) => Outcome::Skip(e.to_string()),
-        (Err(e), Ok(())) => Outcome::Fail(format!("it accepts what it refuses to make: {e}")),
+        (Err(e), Ok(())) => Outcome::Fail(format!("supports() accepts a problem that prepare() refuses: {e}")),
         (Err(e), Err(_)) => Outcome::Fail(e.to_string()),
     })
 }

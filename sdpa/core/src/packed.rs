@@ -389,7 +389,7 @@ mod tests {
         for mask in ["causal-ends | k < 2", "!causal-ends", "document & !(causal & causal-ends)"] {
             let told = of(true, &["causal", mask]).unwrap_err().0;
             assert_eq!(told.iter().map(|e| &*e.field).collect::<Vec<_>>(), ["masks[1]"], "{mask}");
-            assert!(told[0].rule.contains("joined by & alone") && told[0].value.contains("causal-ends"), "{}", told[0]);
+            assert!(told[0].rule.contains("joined by & only") && told[0].value.contains("causal-ends"), "{}", told[0]);
         }
     }
 

@@ -207,7 +207,7 @@ impl SeqPolicy {
                 }
             }
             if own_lengths && shifts {
-                let rule = "no mask that is aligned to the lower right corner beside lengths of one's own: leave lengths to the policy";
+                let rule = "no bottom-right aligned mask together with lengths of the caller: leave lengths to the policy";
                 errors.push(SpecError::new("masks", SEQ_LEN_KV, rule));
             }
             if own_lengths && spec.masks.iter().any(ends::reads) && !has_both_lengths(spec) {
@@ -244,14 +244,14 @@ fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
         return Ok(());
     }
     if exact == 1 && tensor.strides[2] < tensor.dims[3] {
-        return Err(format!("rows {} apart at least: with {length} rows they would lie on one another", tensor.dims[3]));
+        return Err(format!("rows at least {} apart: {length} rows would overlap", tensor.dims[3]));
     }
     let reach = tensor.strides[2].saturating_mul(length);
     for (axis, name) in [(0, "batch entries"), (1, "heads")] {
         let stride = tensor.strides[axis];
         // The axis is outside the rows, and its stride is too small.
         if tensor.dims[axis] > 1 && stride > tensor.strides[2] && stride < reach {
-            return Err(format!("{name} {reach} apart at least, so that {length} rows fit between: a buffer of fixed capacity"));
+            return Err(format!("{name} at least {reach} apart, so that {length} rows fit between: a buffer of fixed capacity"));
         }
     }
     Ok(())

@@ -317,7 +317,7 @@ fn kept_len(schedule: &Schedule, drop: bool) -> usize {
 fn is_there(bytes: usize) -> Result<(), Error> {
     let mut memory: Vec<u8> = Vec::new();
     memory.try_reserve_exact(bytes).map_err(|_| {
-        let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "memory that is there".to_owned());
+        let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "at most the memory that is available".to_owned());
         Error::Unsupported(Unsupported::new(ExecutorName::CPU, vec![Reason::Limit { field, value, limit }]))
     })
 }

@@ -254,7 +254,11 @@ impl Planned {
         if self.tables.len() != self.schedule.tables().len() || self.kernels.is_some() != self.launches {
             errors.push(SpecError::new("tables", "absent", "Planned::upload_tables puts them, and kernels, into device memory"));
         }
-        if errors.is_empty() { Error::Bug("a call was refused for no reason".to_owned()) } else { Error::Spec(SpecErrors(errors)) }
+        if errors.is_empty() {
+            Error::Bug("the checks of a call refused it, and none named a mistake".to_owned())
+        } else {
+            Error::Spec(SpecErrors(errors))
+        }
     }
 
     fn wrong_params(&self, call: &DeviceCall<'_>) -> Vec<SpecError> {

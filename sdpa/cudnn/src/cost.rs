@@ -92,7 +92,7 @@ fn in_one(job: &Job, wanted: Pieces) -> Option<String> {
             format!("pieces are {:.1} times as fast by a model of an H200's times, and 1.1 is wanted", pieces::gain(job, &parts))
         }
         (Pieces::Auto | Pieces::Always, None) => match beyond(job) {
-            Some(what) => format!("{what} looks beyond a piece"),
+            Some(what) => format!("{what} needs all keys of a row"),
             None if !lower::densify(job).1.is_empty() => "operands are copied".to_owned(),
             None => "its pieces would be too many, or leave results unwritten".to_owned(),
         },
@@ -189,11 +189,11 @@ mod tests {
         let mut copied = prefix.clone();
         copied.k.strides = Layout::Bshd.strides([4, 8, 4096, 128 + 3]);
         assert!(told(&copied, Pieces::Auto).contains("computed in one pass: operands are copied"));
-        assert!(told(&prefix.clone().with_sink(), Pieces::Auto).contains("a sink looks beyond a piece"));
-        assert!(told(&prefix.clone().with_row_max(), Pieces::Auto).contains("a row maximum or sum looks beyond a piece"));
+        assert!(told(&prefix.clone().with_sink(), Pieces::Auto).contains("a sink needs all keys of a row"));
+        assert!(told(&prefix.clone().with_row_max(), Pieces::Auto).contains("a row maximum or sum needs all keys of a row"));
         let biased = prefix.clone().score_mod("bias:hqk".parse().unwrap());
-        assert!(told(&biased, Pieces::Auto).contains("a tensor over queries or keys in a score_mod looks beyond a piece"));
+        assert!(told(&biased, Pieces::Auto).contains("a tensor over queries or keys in a score_mod needs all keys of a row"));
         let gradient = prefix.score_mod("bias:h".parse().unwrap()).backward().wrt("bias", DType::F32).validate().unwrap();
-        assert!(notes(&gradient.into(), Pieces::Auto).join("; ").contains("the gradient of a parameter looks beyond a piece"));
+        assert!(notes(&gradient.into(), Pieces::Auto).join("; ").contains("the gradient of a parameter needs all keys of a row"));
     }
 }

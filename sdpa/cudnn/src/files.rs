@@ -192,7 +192,7 @@ impl CudnnExecutor {
             match loaded {
                 Ok(Some(planned)) => return Some(planned),
                 Ok(None) => {}
-                Err(error) => tracing::warn!(error, key = sdpa_cache::CacheKey::label(job), "{what} is not used; it is built"),
+                Err(error) => tracing::warn!(error, key = sdpa_cache::CacheKey::label(job), "{what} was not loaded; it is built instead"),
             }
         }
         None

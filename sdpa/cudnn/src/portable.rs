@@ -38,7 +38,7 @@ pub enum PayloadError {
         known: u32,
     },
     /// The lowering now makes another graph than the one of a plan in the bytes.
-    #[error("{name} was made of another graph: of another release, or for another pass")]
+    #[error("{name} is the plan of another graph: of another release, or of another pass")]
     Graph {
         /// The role of that plan.
         name: String,

@@ -134,7 +134,7 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
     let out = sdpa(words(&format!("run --executor cpu --plans {plans}")));
     assert_eq!(
         (code(&out), errors(&out)),
-        (2, vec!["--plans: plans are cuDNN's, or kernels of cuda, and the --executor is cpu".to_owned()])
+        (2, vec!["--plans: got --executor cpu, expected cudnn or cuda: no other executor reads plan files".to_owned()])
     );
 }
 

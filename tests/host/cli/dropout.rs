@@ -37,7 +37,7 @@ fn a_stage_shows_it() {
     let graph = sdpa(words("inspect --stage graph --runtime 9.19.0 --form composite --shape 1,2,2,40,50,16 --dropout 0.25"));
     assert!(stdout(&graph).contains("rng") && stdout(&graph).contains("dropout_seed"), "{}", stdout(&graph));
     let unified = sdpa(words("inspect --stage graph --runtime 9.27.0 --form unified --shape 1,2,2,40,50,16 --dropout 0.25"));
-    assert!(code(&unified) != 0 && errors(&unified).join("\n").contains("drops no weights"), "{unified:?}");
+    assert!(code(&unified) != 0 && errors(&unified).join("\n").contains("has no dropout"), "{unified:?}");
 }
 
 #[test]
@@ -50,14 +50,14 @@ fn mistakes_with_dropout_are_told_at_once() {
     for p in ["0", "1", "-0.5", "nan", "half"] {
         let wrong =
             told(&format!("run --shape 1,2,2,4,4,8 --dropout {p} --dropout-seed x --dropout-offset 1.5 --mask window:0,0 --executor cpu"));
-        assert!(wrong.contains("--dropout: ") && wrong.contains("more than 0 and less than 1"), "{wrong}");
+        assert!(wrong.contains("--dropout: ") && wrong.contains("expected a probability above 0 and below 1"), "{wrong}");
         assert!(
-            wrong.contains("--dropout-seed: \"x\"") && wrong.contains("--dropout-offset: \"1.5\"") && wrong.contains("left"),
+            wrong.contains("--dropout-seed: got \"x\"") && wrong.contains("--dropout-offset: got \"1.5\"") && wrong.contains("left"),
             "{wrong}"
         );
     }
     let alone = told("run --shape 1,2,2,4,4,8 --dropout-seed 3 --executor cpu");
-    assert!(alone.contains("--dropout-seed: is for --dropout"), "{alone}");
+    assert!(alone.contains("--dropout-seed: requires --dropout"), "{alone}");
     let own = "tensor dropout_seed[head]: f32; score + dropout_seed";
     let twice = errors(&sdpa(["run", "--shape", "1,2,2,4,4,8", "--dropout", "0.5", "--score-mod", own, "--executor", "cpu"])).join("\n");
     assert!(twice.contains("parameter dropout_seed") && twice.contains("the specification's own"), "{twice}");

@@ -183,7 +183,7 @@ fn each_bad_input_has_its_line() {
         (of(&[2, 0, 9, 8], k, v), "", "q.dims[1] (head) is 0"),
         (file(&[("q", f, q), ("k", f, k)]), "", "has no tensor v; it has k, q"),
         (file(&[]), "", "has no tensor q; it has none"),
-        (file(&[("q", Dtype::I32, q), ("k", f, k), ("v", f, v)]), "", "q is of type I32"),
+        (file(&[("q", Dtype::I32, q), ("k", f, k), ("v", f, v)]), "", "q: got type I32"),
         // A type is compared also where the shape is wrong.
         (file(&[("q", f, q), ("k", f, k), ("v", Dtype::F16, &[2, 9, 8])]), "", "q is F32, k is F32, v is F16"),
         (input(Dtype::F64, [0, 1, 2, 3]), "", "--dtype"),

@@ -130,7 +130,7 @@ fn relative_positions_have_a_name() {
         assert!(told.len() == 1 && told[0].contains("t5:BUCKETS,FAR[,both]"), "{wrong}: {told:?}");
     }
     let told = errors(&small(&["--score-mod", "t5:8,16", "--score-mod", "t5:16,32"]));
-    assert!(told.len() == 1 && told[0].contains("t5 is there twice"), "{told:?}");
+    assert!(told.len() == 1 && told[0].contains("got two t5 score_mods"), "{told:?}");
 }
 
 #[test]

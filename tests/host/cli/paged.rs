@@ -118,9 +118,9 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
     assert!(told.contains("has no tensor page_table, which is declared"), "{told}");
     let odd = folder.path("odd");
     for (shape, table, rule) in [
-        (&[][..], &[0][..], "page_table has the shape []: (batch, pages of an entry)"),
-        (&[BATCH, 0], &[], "page_table has the shape [2, 0]"),
-        (&[0, usize::MAX], &[], "page_table has the shape [0, 9223372036854775807]"),
+        (&[][..], &[0][..], "page_table: got shape [], expected [batch, pages of a batch entry]"),
+        (&[BATCH, 0], &[], "page_table: got shape [2, 0]"),
+        (&[0, usize::MAX], &[], "page_table: got shape [0, 9223372036854775807]"),
         (&[3, 1], &[0, 1, 2], "page_table has the shape [3, 1]: [2, 1] (batch, ceil(k / 4))"),
     ] {
         let tables = [("page_table", shape, table.to_vec())];
@@ -147,14 +147,14 @@ fn every_mistake_in_pages_is_told_with_the_others() {
         (
             "",
             "--paged 16 --cu-seqlens-q 0,8,7 --mask padding",
-            &["at most 7 tokens of document 0", "lengths of batch entries: none beside packed"],
+            &["at most 7 tokens of document 0", "lengths of batch entries: none with packed"],
         ),
-        ("0 1 x", "--paged 40 --page-table T --cu-seqlens-q 0,5,4", &["\"x\" is no i32", "boundaries never fall"]),
+        ("0 1 x", "--paged 40 --page-table T --cu-seqlens-q 0,5,4", &["got \"x\", expected page indices", "boundaries never fall"]),
         ("", "--paged 16 --page-table T", &["has no line with numbers of pages"]),
         ("", "--paged 16 --page-table /nowhere/table.txt", &["--page-table /nowhere/table.txt: cannot be read"]),
-        ("0 1 x\n2 99999999999", "--paged 40 --page-table T", &["\"x\", \"99999999999\" are no i32"]),
+        ("0 1 x\n2 99999999999", "--paged 40 --page-table T", &["\"x\", \"99999999999\", expected page indices"]),
         ("0 1 2 3\n0 1 2", "--paged 40 --page-table T", &["line 1 has 4 pages: at most 3, which 100 keys take"]),
-        ("0 1 2", "--paged 40 --page-table T --dtype f31", &["has 1 lines with pages: 2, one for each batch entry", "--dtype"]),
+        ("0 1 2", "--paged 40 --page-table T --dtype f31", &["got 1 lines with pages, expected 2, one for each batch entry", "--dtype"]),
         ("0 1 6\n-1 2 3", "--paged 40 --page-table T", &["page_table[0][2] is 6: between 0 and 5", "page_table[1][0] is -1"]),
         ("0 1 2\n3 4", "--paged 40 --page-table T", &["page_table[1][2] is -1: between 0 and 5"]),
         ("0 1 2\n3 4 5", "--paged 40 --page-table T --backward", &["--backward: a cache in pages: none in a backward pass"]),

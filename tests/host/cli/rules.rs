@@ -172,7 +172,7 @@ fn windows_at_ends_are_checked() {
         assert_eq!(code(&out), 0, "{options}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
     }
     let out = sdpa(words(&format!("run --shape 3,4,2,21,26,16 {documents} --mask causal-ends|k<3 --executor cpu")));
-    assert_eq!((code(&out), errors(&out).join(" ").contains("joined by & alone")), (2, true), "{:?}", errors(&out));
+    assert_eq!((code(&out), errors(&out).join(" ").contains("joined by & only")), (2, true), "{:?}", errors(&out));
 }
 
 #[test]

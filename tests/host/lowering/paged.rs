@@ -48,7 +48,7 @@ const SHAPES: [Shape; 4] = [
 ];
 
 const LENGTHS_BESIDE_RULES: &str = "lengths beside a score_mod or a rule";
-const UNEVEN: &str = "pages whose tokens are no power of two lie one behind the other";
+const UNEVEN: &str = "a power of two, or pages without gaps between them";
 
 /// A problem in a cache.
 struct Drawn {

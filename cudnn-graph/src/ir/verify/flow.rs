@@ -121,7 +121,7 @@ fn op_flow(graph: &Graph, sites: &[Site<'_>], uses: &[Use], here: usize, fail: &
     }
     let mut usable = missing.is_empty();
     if site.inside.is_some() && !matches!(site.op, Op::Pointwise(_) | Op::BandMask(_)) {
-        fail(format!("{} cannot stand among score ops", site.op.name()));
+        fail(format!("{} is not allowed among score ops", site.op.name()));
         usable = false;
     }
     let own_input = site.inside.and_then(|outer| sites[outer].op.score()).map(|score| score.input);

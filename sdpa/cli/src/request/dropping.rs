@@ -16,14 +16,14 @@ impl Dropping {
     pub(super) fn read(args: &ProblemArgs, mistakes: &mut Mistakes) -> Dropping {
         let p = args.dropout.as_deref().map(|text| {
             let p = text.trim().parse::<f32>().ok().filter(|&p| p > 0.0 && p < 1.0);
-            mistakes.take("--dropout", p.ok_or_else(|| format!("{text:?} is no probability: more than 0 and less than 1")))
+            mistakes.take("--dropout", p.ok_or_else(|| format!("got {text:?}, expected a probability above 0 and below 1")))
         });
         let mut number = |option: &str, text: Option<&str>| {
             if text.is_some() && args.dropout.is_none() {
-                mistakes.add(option, "is for --dropout");
+                mistakes.add(option, "requires --dropout");
             }
             let number =
-                text.map_or(Ok(0), |text| text.trim().parse::<i64>().map_err(|_| format!("{text:?} is no whole number of 64 bits")));
+                text.map_or(Ok(0), |text| text.trim().parse::<i64>().map_err(|_| format!("got {text:?}, expected an integer of 64 bits")));
             mistakes.take(option, number).unwrap_or(0)
         };
         let seed = number("--dropout-seed", args.dropout_seed.as_deref());

@@ -25,7 +25,7 @@ fn numbers(text: &str) -> Result<Vec<i32>, String> {
     let all: Vec<Result<i32, &str>> = text.split(',').map(|part| part.trim().parse().map_err(|_| part.trim())).collect();
     let wrong: Vec<String> = all.iter().filter_map(|part| part.as_ref().err().map(|part| format!("{part:?}"))).collect();
     if !wrong.is_empty() {
-        return Err(format!("{} is no i32: numbers of tokens, as in 0,5,12, or {OF_INPUT}", crate::table::list(&wrong)));
+        return Err(format!("got {}, expected offsets of tokens as i32, such as 0,5,12, or {OF_INPUT}", crate::table::list(&wrong)));
     }
     let all: Vec<i32> = all.into_iter().filter_map(Result::ok).collect();
     if all.len() < 2 { Err("of one document has two numbers: where it begins, and where it ends".to_owned()) } else { Ok(all) }
@@ -55,10 +55,10 @@ impl Packing {
                 mistakes.add(option, "is not for --paged: --cu-seqlens-q packs queries, and keys are as many as seq_len_kv says");
             }
         } else if both.is_some() && (queries.is_some() || keys.is_some()) {
-            mistakes.add("--cu-seqlens", "is of both sides: give it, or --cu-seqlens-q and --cu-seqlens-kv");
+            mistakes.add("--cu-seqlens", "sets queries and keys, and cannot be combined with --cu-seqlens-q or --cu-seqlens-kv");
         } else if cross && (queries.is_none() || keys.is_none()) {
             let (have, lacks) = if queries.is_some() { (given[1].0, given[2].0) } else { (given[2].0, given[1].0) };
-            mistakes.add(have, format!("needs {lacks} beside it"));
+            mistakes.add(have, format!("requires {lacks}"));
         }
         if args.input.is_none() && args.shape.is_none() {
             let option = given.iter().find(|(_, text)| text.is_some()).map_or(given[0].0, |(option, _)| option);
@@ -147,7 +147,7 @@ impl Packing {
 fn of_input(name: &str, option: &str, header: Option<&Header>, input: bool, mistakes: &mut Mistakes) -> Option<Vec<i32>> {
     let Some(header) = header else {
         if !input {
-            mistakes.add(option, format!("{OF_INPUT} is for --input, which has the tensor {name}"));
+            mistakes.add(option, format!("{OF_INPUT} requires --input, with a tensor {name} in the file"));
         }
         return None;
     };

@@ -60,8 +60,7 @@ fn rows(path: &Path) -> Result<Vec<Vec<i32>>, String> {
     if !wrong.is_empty() {
         let (shown, more) = wrong.split_at(wrong.len().min(8));
         let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
-        let verb = if wrong.len() == 1 { "is no i32" } else { "are no i32" };
-        return Err(format!("{}{more} {verb}: numbers of pages, a line for each batch entry", crate::table::list(shown)));
+        return Err(format!("got {}{more}, expected page indices as i32, a line for each batch entry", crate::table::list(shown)));
     }
     if rows.is_empty() {
         return Err("has no line with numbers of pages, a line for each batch entry".to_owned());
@@ -74,7 +73,7 @@ fn columns(header: &Header, mistakes: &mut Mistakes) -> Option<i64> {
     let shape = header.find(PAGE_TABLE)?.shape;
     let columns = shape.last().copied().filter(|columns| (1..=i64::from(i32::MAX)).contains(columns));
     if columns.is_none() {
-        mistakes.add(header.path.display(), format!("{PAGE_TABLE} has the shape {shape:?}: (batch, pages of an entry)"));
+        mistakes.add(header.path.display(), format!("{PAGE_TABLE}: got shape {shape:?}, expected [batch, pages of a batch entry]"));
     }
     columns
 }
@@ -140,7 +139,7 @@ impl Paging {
         if let (Some(k), Some(v)) = (k, v)
             && k[0] != v[0]
         {
-            mistakes.add(about, format!("v has {} pages: {}, as k has", v[0], k[0]));
+            mistakes.add(about, format!("v: got {} pages, expected {}, as k has", v[0], k[0]));
         }
     }
 
@@ -148,7 +147,7 @@ impl Paging {
     pub(super) fn judge_rows(&self, [batch, _, _, seq_kv]: [i64; 4], mistakes: &mut Mistakes) {
         let Table::File(Some(rows)) = &self.table else { return };
         if rows.len() as i64 != batch {
-            mistakes.add(&self.about, format!("has {} lines with pages: {batch}, one for each batch entry", rows.len()));
+            mistakes.add(&self.about, format!("got {} lines with pages, expected {batch}, one for each batch entry", rows.len()));
         }
         let most = self.per_entry(seq_kv);
         if let Some((n, row)) = rows.iter().enumerate().find(|(_, row)| row.len() as i64 > most) {

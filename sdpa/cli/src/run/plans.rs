@@ -67,7 +67,7 @@ impl Plans {
     pub(super) fn read(files: &[PathBuf], save: Option<&PathBuf>, preference: Option<Preference>) -> Result<Plans, String> {
         match preference {
             Some(Preference::Named(name)) if !MAKERS.contains(&name) && (!files.is_empty() || save.is_some()) => {
-                Err(format!("plans are cuDNN's, or kernels of cuda, and the --executor is {name}"))
+                Err(format!("got --executor {name}, expected cudnn or cuda: no other executor reads plan files"))
             }
             Some(_) | None => Ok(Plans { files: files.to_vec(), save: save.cloned() }),
         }

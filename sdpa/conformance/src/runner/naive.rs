@@ -316,7 +316,7 @@ fn spec(dtype: DType) -> BackwardSpec {
 #[test]
 fn the_runner_finds_every_fault() {
     for (fault, told) in [
-        (Fault::DeclinesWhatItMakes, "it declines what it makes"),
+        (Fault::DeclinesWhatItMakes, "supports() refuses a problem that prepare() accepts"),
         (Fault::NoDelta, "of dq is"),
         (Fault::NoScale, "of dq is"),
         (Fault::NoMask, "of dq is"),

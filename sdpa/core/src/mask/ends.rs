@@ -51,7 +51,8 @@ impl Ends {
 }
 
 /// The rule for keys with `cu_seqlens` of their own.
-pub(crate) const UNMIXED: &str = "a window that is aligned to the ends joined by & alone: no expression reads the lengths of documents";
+pub(crate) const UNMIXED: &str =
+    "joined by & only: a window that is aligned to the end of each sequence cannot be inside | or !, as no expression reads the lengths";
 
 /// Returns whether a mask contains a bottom-right aligned window.
 pub(crate) fn reads(mask: &Mask) -> bool {

@@ -311,7 +311,7 @@ fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Re
         }
         let kind = b.params().iter().find(|p| p.name == *name).map(|p| p.kind);
         let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
-            return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines have no place for it")));
+            return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines compute none of scalars")));
         };
         let extents = b.forward().extents();
         let dims = axes.dims(extents);

@@ -49,8 +49,7 @@ pub(super) struct Table {
 }
 
 /// Why pages are refused.
-pub(crate) const UNEVEN: &str =
-    "pages whose tokens are no power of two lie one behind the other: (pages, page_size, heads_kv, dim) without gaps";
+pub(crate) const UNEVEN: &str = "a power of two, or pages without gaps between them: (pages, page_size, heads_kv, dim)";
 
 /// Returns the page pool of an operand as a tensor of engine pages; other operands unchanged.
 pub(super) fn container(problem: &Problem, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
@@ -65,7 +64,7 @@ pub(super) fn table(to: &mut Draft<'_>, problem: &Problem, lengths: Option<Tenso
     if problem.paged().is_none() {
         return Ok(None);
     }
-    let pages = Pages::of(problem).ok_or_else(|| LowerError::Unsupported(UNEVEN.to_owned()))?;
+    let pages = Pages::of(problem).ok_or_else(|| LowerError::Unsupported(format!("paged.page_size: expected {UNEVEN}")))?;
     let dims = [problem.batch(), 1, pages.per_entry(problem.seq_kv()), 1];
     let entries = to.graph.tensor(Tensor::device("page_table", DType::I32, dims));
     to.supplies.push((entries, Supply::Pages(pages)));

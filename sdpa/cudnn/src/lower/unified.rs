@@ -13,7 +13,7 @@ use sdpa_core::problem::Problem;
 use sdpa_core::{Side, StatsBase};
 
 /// Why dropout is refused.
-pub(super) const DROPS_NOTHING: &str = "the unified form drops no weights: its op does only where nobody asks for stats";
+pub(super) const DROPS_NOTHING: &str = "the unified form has no dropout: its op supports dropout only without stats";
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());

@@ -34,7 +34,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 beside pages before 9.10",
+        limit: "at most 128 with a paged KV cache before 9.10",
         breaks: |c| wide(c).filter(|_| c.job.problem().paged().is_some() && !c.runtime.at_least(9, 10)),
     },
     Row {
@@ -55,7 +55,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "masks",
-        limit: "no right bound of one query before 9.10",
+        limit: "no right bound with one query before 9.10",
         breaks: |c| {
             let p = c.job.problem();
             when(p.seq_q() == 1 && p.region().upper.is_some() && !c.runtime.at_least(9, 10), p.kept())
@@ -63,7 +63,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "masks",
-        limit: "no window beside dropout or a score_mod before 9.10.2",
+        limit: "no window with dropout or a score_mod before 9.10.2",
         breaks: |c| {
             let p = c.job.problem();
             let windowed = p.region().lower.is_some() || open_window(c.job);
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn wide_pages_are_taken_by_later_versions() {
         let paged = |dims, minor| forward(AttentionSpec::paged(DType::BF16, shape(64, dims), Paged::new(16, 20)), minor, 90);
-        assert!(paged([192, 192], 9)[0].contains("at most 128 beside pages"));
+        assert!(paged([192, 192], 9)[0].contains("at most 128 with a paged KV cache"));
         assert!(paged([192, 192], 10).is_empty() && paged([128, 128], 9).is_empty());
     }
 
@@ -184,12 +184,12 @@ mod tests {
 
     #[test]
     fn bounds_beside_others_are_taken_by_later_versions() {
-        assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 9, 90)[0].contains("no right bound of one query"));
+        assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 9, 90)[0].contains("no right bound with one query"));
         assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 10, 90).is_empty() && forward(spec(1, [64, 64], &[]), 9, 90).is_empty());
         let window = || spec(128, [64, 64], &["window:9,0"]);
         for beside in [window().with_dropout(0.5), window().score_mod("bias:qk".parse().unwrap())] {
             let problem = beside.validate().unwrap();
-            assert!(limits(problem.clone(), 10, 1, 90)[0].contains("no window beside dropout") && limits(problem, 10, 2, 90).is_empty());
+            assert!(limits(problem.clone(), 10, 1, 90)[0].contains("no window with dropout") && limits(problem, 10, 2, 90).is_empty());
         }
         assert!(limits(window().validate().unwrap(), 10, 1, 90).is_empty());
         assert!(limits(spec(128, [64, 64], &["causal"]).with_dropout(0.5).validate().unwrap(), 9, 0, 90).is_empty());

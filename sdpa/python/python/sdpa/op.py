@@ -324,7 +324,7 @@ def _gradient(ctx, d_o, d_stats):
     q, k, v, o, stats, *params = ctx.saved_tensors
     needed = [n for n, needs in enumerate(ctx.needs_input_grad[3]) if needs]
     if mode != TRAIN:
-        raise one("mode", mode, f"{TRAIN} where gradients are asked for")
+        raise one("mode", mode, f"{TRAIN} where gradients are required")
     if not set(needed) <= set(wrt):
         raise one("wrt", wrt, f"every parameter that wants a gradient: {needed}")
     dq, dk, dv, *sums = gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
