@@ -1,6 +1,6 @@
 //! The command line. Values are text here: [`crate::request`] parses them together, so that it can report all mistakes at once.
 
-use crate::language::{mask_help, score_mod_help};
+use crate::language::{MASK_HELP, SCORE_MOD_HELP, mask_help, score_mod_help};
 use crate::names::Named;
 use crate::prove::args::{self as prove, ProveArgs, WorkerArgs};
 use clap::{Args, Parser, Subcommand};
@@ -27,165 +27,193 @@ Exit codes:
 
 RUST_LOG=debug tells more, on stderr.";
 
+const SEQUENCES: &str = "Packed sequences and paged KV cache";
+const FUNCTIONS: &str = "Masks, score_mods and the softmax";
+const RESULTS: &str = "Results";
+const EXECUTION: &str = "Execution";
+const LIBRARIES: &str = "Libraries";
+
 /// Scaled dot product attention from the command line.
 #[derive(Debug, Parser)]
 #[command(name = "cargo-sdpa", bin_name = "cargo sdpa", version, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
-    /// One JSON object on stdout, for errors too
+    /// Print one JSON object on stdout, for errors too
     #[arg(long, global = true)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Compute attention over a file or over random numbers; with neither, a small example that is checked
-    #[command(after_help = EXIT_CODES)]
+    /// Compute attention over a file or random numbers [default: a checked example]
     Run(RunArgs),
     /// Print a stage on the way from a specification to a cuDNN plan
-    #[command(after_help = EXIT_CODES)]
     Inspect(InspectArgs),
-    /// Draw what score_mods make of the scores of one head, and what masks keep of them
-    #[command(after_help = EXIT_CODES)]
+    /// Draw the scores of one head after score_mods and masks
     Show(ShowArgs),
-    /// Compile plans for a device, which need not be there, into a plan file
-    #[command(after_help = COMPILE_EXIT_CODES)]
+    /// Compile plans or kernels into a file, for any device; no GPU is needed
+    #[command(after_long_help = COMPILE_EXIT_CODES)]
     Compile(CompileArgs),
-    /// Say who takes a problem, on which devices; else why not, and what would allow it
-    #[command(after_help = EXIT_CODES)]
+    /// List executors and devices that support a problem, and why others do not
     Support(SupportArgs),
-    /// Say everything that may be written in a score_mod and a mask
+    /// Print the language of score_mods and masks
     Language,
-    /// Look at the caches of plans of a program that ran, and at the kernel cache on disk
+    /// Report on plan caches of a program, or manage the kernel cache on disk
     Cache(CacheArgs),
-    /// Say which executors work here, and what the others lack
-    #[command(after_help = EXIT_CODES)]
+    /// Check which executors work here, and what the others lack
     Doctor(DoctorArgs),
     /// Prove an executor: compute problems in which features meet, and check each
-    #[command(long_about = prove::ABOUT, after_help = prove::EXIT_CODES)]
+    #[command(long_about = prove::ABOUT, after_long_help = prove::EXIT_CODES)]
     Prove(ProveArgs),
     /// Answer questions of `prove`
     #[command(hide = true)]
     ProveWorker(WorkerArgs),
     /// Print a script that completes these arguments in a shell
-    #[command(after_help = EXIT_CODES)]
     Completions(CompletionsArgs),
 }
 
 /// An attention problem.
 #[derive(Debug, Args)]
 pub(crate) struct ProblemArgs {
-    /// Safetensors file with q, k and v, four axes each in the order of --layout
+    /// Read q, k and v from this safetensors file; --layout orders their axes
     #[arg(long, value_name = "F.safetensors")]
     pub(crate) input: Option<PathBuf>,
-    /// Extents: batch, query heads, key heads, queries, keys, dim of q and k, dim of v (else the same)
+    /// Use random numbers of this shape; DV defaults to D
+    ///
+    /// B is the batch, HQ and HKV are the numbers of query and KV heads, SQ and SKV the numbers of queries and keys, D the head dim of q and k, DV that of v.
     #[arg(long, value_name = "B,HQ,HKV,SQ,SKV,D[,DV]", allow_hyphen_values = true)]
     pub(crate) shape: Option<String>,
-    /// Batch entries are packed documents, (total, heads, dim), the longest of SQ = SKV: where each begins and where the last one ends, in
-    /// tokens; or input, for the --input's tensor cu_seqlens
-    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
+    /// Pack sequences (varlen): cu_seqlens, batch + 1 offsets in tokens
+    ///
+    /// `input` reads the tensor cu_seqlens of the file. Operands are (total, heads, dim). SQ and SKV of --shape are equal, and are the length of
+    /// the longest sequence.
+    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) cu_seqlens: Option<String>,
-    /// The same of queries, where keys have boundaries of their own, or lie in pages: then they are as many as the input's tensor seq_len_kv says
-    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
+    /// Set cu_seqlens of the queries alone
+    ///
+    /// With packed keys, together with --cu-seqlens-kv. With --paged, the tensor seq_len_kv of the file has the lengths of the keys.
+    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) cu_seqlens_q: Option<String>,
-    /// The same of keys
-    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
+    /// Set cu_seqlens of the keys alone
+    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) cu_seqlens_kv: Option<String>,
     /// Documents whose boundaries nobody needs
     #[arg(skip)]
     pub(crate) packed: Option<Packed>,
-    /// Keys and values lie in pages of so many tokens, (pages, tokens, heads, dim), as those of the --input do; which pages a batch entry has
-    /// says its tensor page_table, [batch, pages of an entry], or --page-table. Over random numbers they are in any order
-    #[arg(long, value_name = "PAGE_SIZE", allow_hyphen_values = true)]
+    /// Read k and v from a paged KV cache with this many tokens per page
+    ///
+    /// k and v are (pages, tokens, heads, dim). The pages of each batch entry are in the tensor page_table of the file, [batch, pages of an
+    /// entry], or in --page-table. Over random numbers they are in random order.
+    #[arg(long, value_name = "PAGE_SIZE", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) paged: Option<String>,
-    /// How many pages there are for random numbers. Else as many as all keys take
-    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    /// Allocate this many pages for random numbers [default: as many as all keys need]
+    #[arg(long, value_name = "N", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) pages: Option<String>,
-    /// The pages of each batch entry: a text with a line of numbers for each
-    #[arg(long, value_name = "F.txt")]
+    /// Read the page table from this text file
+    ///
+    /// The file has one line of page indices per batch entry.
+    #[arg(long, value_name = "F.txt", help_heading = SEQUENCES)]
     pub(crate) page_table: Option<PathBuf>,
-    /// f32, f16, bf16, or an 8-bit float, f8e4m3 or f8e5m2; converts the input. Else the file's, or bf16
+    /// Convert to f32, f16, bf16, f8e4m3 or f8e5m2 [default: as the file, or bf16]
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) dtype: Option<String>,
-    /// Element type of o beside 8-bit floats: f8e4m3, f8e5m2, f16 or bf16. Else that of q
+    /// Set the type of o for 8-bit inputs [default: that of q]
+    ///
+    /// Possible types: f8e4m3, f8e5m2, f16, bf16.
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) o_dtype: Option<String>,
-    /// Scale each 32 elements of q, k and v by a power of two of their own (MXFP8), and no tensor: the input's block_scale_q, block_scale_k and
-    /// block_scale_v, or made of its numbers; of 8-bit floats, forward
+    /// Scale each 32 elements of q, k and v by a power of two (MXFP8, forward only)
+    ///
+    /// The scales are the tensors block_scale_q, block_scale_k and block_scale_v of the file, or are computed from its numbers.
     #[arg(long)]
     pub(crate) block_scaled: bool,
-    /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd; of packed documents bshd or bhsd, without batch; of
-    /// pages bshd where nothing is said
+    /// Order the axes, outermost first: bhsd, bshd or sbhd [default: bhsd]
+    ///
+    /// The default with --paged is bshd. Packed sequences are bshd or bhsd without the batch.
     #[arg(long, value_parser = Named::layouts(), hide_possible_values = true)]
     pub(crate) layout: Option<String>,
-    #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = score_mod_help())]
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = SCORE_MOD_HELP, long_help = score_mod_help(), help_heading = FUNCTIONS)]
     pub(crate) score_mod: Vec<String>,
-    #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = mask_help())]
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = MASK_HELP, long_help = mask_help(), help_heading = FUNCTIONS)]
     pub(crate) mask: Vec<String>,
-    /// Add the input's tensor bias to the scores, before the score_mods; with --backward also its gradient
-    #[arg(long)]
+    /// Add the tensor bias of the file to the scores, before the score_mods
+    ///
+    /// With --backward its gradient is computed as well.
+    #[arg(long, help_heading = FUNCTIONS)]
     pub(crate) bias: bool,
-    /// Put a number of each query head into the softmax's denominator, the input's tensor sink; with --backward also its gradient
-    #[arg(long)]
+    /// Add an attention sink per query head: the tensor sink of the file
+    ///
+    /// With --backward its gradient is computed as well.
+    #[arg(long, help_heading = FUNCTIONS)]
     pub(crate) sink: bool,
-    /// Drop weights at random with this probability, more than 0 and less than 1
-    #[arg(long, value_name = "P", allow_hyphen_values = true)]
+    /// Drop entries of P with this probability, above 0 and below 1
+    #[arg(long, value_name = "P", allow_hyphen_values = true, help_heading = FUNCTIONS)]
     pub(crate) dropout: Option<String>,
-    /// What the random numbers of --dropout begin with; else 0
-    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    /// Seed the random numbers of --dropout [default: 0]
+    #[arg(long, value_name = "N", allow_hyphen_values = true, help_heading = FUNCTIONS)]
     pub(crate) dropout_seed: Option<String>,
-    /// Where in their sequence they begin; else 0
-    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    /// Start the random numbers of --dropout at this offset [default: 0]
+    #[arg(long, value_name = "N", allow_hyphen_values = true, help_heading = FUNCTIONS)]
     pub(crate) dropout_offset: Option<String>,
-    /// Value of a declared scalar; may be repeated. Declared tensors are read from the --input by their names
-    #[arg(long, value_name = "NAME=VALUE", allow_hyphen_values = true)]
+    /// Set a declared scalar; repeatable
+    ///
+    /// Declared tensors are read from the file by their names.
+    #[arg(long, value_name = "NAME=VALUE", allow_hyphen_values = true, help_heading = FUNCTIONS)]
     pub(crate) param: Vec<String>,
-    /// Multiplies the scores. Else 1/sqrt(D)
-    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    /// Multiply the scores by this number [default: 1/sqrt(D)]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = FUNCTIONS)]
     pub(crate) scale: Option<String>,
-    /// Also compute stats, the logarithm of each row's sum of exponentials; --output implies it
-    #[arg(long)]
+    /// Compute stats, the log-sum-exp of each row; implied by --output
+    #[arg(long, help_heading = RESULTS)]
     pub(crate) stats: bool,
-    /// Compute stats as logarithms to base two, not natural ones; not for --backward
-    #[arg(long)]
+    /// Compute stats as base-2 logarithms; not with --backward
+    #[arg(long, help_heading = RESULTS)]
     pub(crate) stats_base_2: bool,
-    /// Also compute row_max, the largest score of each row
-    #[arg(long)]
+    /// Compute row_max, the largest score of each row
+    #[arg(long, help_heading = RESULTS)]
     pub(crate) row_max: bool,
-    /// Also compute sum_exp, the sum of exponentials of each row, relative to its largest score
-    #[arg(long)]
+    /// Compute sum_exp, each row's sum of exponentials relative to its largest score
+    #[arg(long, help_heading = RESULTS)]
     pub(crate) sum_exp: bool,
 }
 
 /// The gradient of an attention problem.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct BackwardArgs {
-    /// The backward pass: from do, dq, dk and dv. The forward pass is computed first where the input lacks o or stats
-    #[arg(long)]
+    /// Compute dq, dk and dv from do
+    ///
+    /// The forward pass is computed first if the file lacks o or stats.
+    #[arg(long, help_heading = "Backward pass")]
     pub(crate) backward: bool,
-    /// Also the gradient of this declared parameter; may be repeated
-    #[arg(long, value_name = "NAME")]
+    /// Compute the gradient of this declared parameter as well; repeatable
+    #[arg(long, value_name = "NAME", help_heading = "Backward pass")]
     pub(crate) wrt: Vec<String>,
-    /// Element type of do beside 8-bit floats: f8e4m3 or f8e5m2. Else the input's, or that of q
-    #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
+    /// Set the type of do for 8-bit inputs [default: as the file, or as q]
+    ///
+    /// Possible types: f8e4m3, f8e5m2.
+    #[arg(long, value_parser = Named::elements(), hide_possible_values = true, help_heading = "Backward pass")]
     pub(crate) d_o_dtype: Option<String>,
-    /// Element type of dq, dk and dv beside 8-bit floats: f8e4m3, f8e5m2, f16 or bf16. Else that of q
-    #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
+    /// Set the type of dq, dk and dv for 8-bit inputs [default: that of q]
+    ///
+    /// Possible types: f8e4m3, f8e5m2, f16, bf16.
+    #[arg(long, value_parser = Named::elements(), hide_possible_values = true, help_heading = "Backward pass")]
     pub(crate) gradient_dtype: Option<String>,
-    /// The same bits on every run of the backward pass
-    #[arg(long)]
+    /// Give the same bits on every run
+    #[arg(long, help_heading = "Backward pass")]
     pub(crate) deterministic: bool,
 }
 
 /// Where NVIDIA's libraries are.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct PlaceArgs {
-    /// libcudnn.so.9 or its folder. Else CUDNN_GRAPH_LIBRARY, the active Python environment, the system
-    #[arg(long, value_name = "PATH")]
+    /// Load libcudnn.so.9 from this file or folder [default: the first found]
+    ///
+    /// The search order is CUDNN_GRAPH_LIBRARY, the active Python environment, the system.
+    #[arg(long, value_name = "PATH", help_heading = LIBRARIES)]
     pub(crate) cudnn: Option<PathBuf>,
-    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system
-    #[arg(long, value_name = "PATH")]
+    /// Load libcuda.so.1 from this file [default: CUDNN_GRAPH_DRIVER, the system]
+    #[arg(long, value_name = "PATH", help_heading = LIBRARIES)]
     pub(crate) driver: Option<PathBuf>,
 }
 
@@ -197,28 +225,30 @@ pub(crate) struct RunArgs {
     pub(crate) backward: BackwardArgs,
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// auto (the fastest that runs the problem), cpu, cuda, cudnn or metal
-    #[arg(long, value_parser = Named::executors(), hide_possible_values = true)]
+    /// Run on auto (the executor selection), cpu, cuda, cudnn or metal [default: auto]
+    #[arg(long, value_parser = Named::executors(), hide_possible_values = true, help_heading = EXECUTION)]
     pub(crate) executor: Option<String>,
-    /// Time every configuration that cuDNN offers, and kernels of cuda beside the fastest; auto takes the fastest of all
-    #[arg(long)]
+    /// Time cuDNN's configurations and native CUDA kernels; auto takes the fastest
+    #[arg(long, help_heading = EXECUTION)]
     pub(crate) tune: bool,
-    /// Take cuDNN's plans, or kernels of cuda, out of this file, which `compile`, --save-plans or a service made; repeatable
-    #[arg(long, value_name = "PLANS")]
+    /// Load plans of cuDNN or kernels of cuda from this file; repeatable
+    ///
+    /// `compile`, --save-plans and services write such files.
+    #[arg(long, value_name = "PLANS", help_heading = EXECUTION)]
     pub(crate) plans: Vec<PathBuf>,
-    /// Add the plans or the kernels that ran to this file
-    #[arg(long, value_name = "PLANS")]
+    /// Add the plans or kernels that ran to this file
+    #[arg(long, value_name = "PLANS", help_heading = EXECUTION)]
     pub(crate) save_plans: Option<PathBuf>,
-    /// Compile kernels of cuda anew: neither look for them in the kernel cache on disk nor keep them there
-    #[arg(long)]
+    /// Compile kernels of cuda anew, without the kernel cache on disk
+    #[arg(long, help_heading = EXECUTION)]
     pub(crate) no_kernel_cache: bool,
-    /// Write what is computed to this file
-    #[arg(long, value_name = "O.safetensors")]
+    /// Write the results to this file
+    #[arg(long, value_name = "O.safetensors", help_heading = RESULTS)]
     pub(crate) output: Option<PathBuf>,
-    /// Compare with textbook attention in f64
-    #[arg(long)]
+    /// Compare the results with textbook attention in f64
+    #[arg(long, help_heading = RESULTS)]
     pub(crate) check: bool,
-    /// Seed of the random numbers. Else 0
+    /// Seed the random numbers [default: 0]
     #[arg(long, value_name = "N")]
     pub(crate) seed: Option<String>,
 }
@@ -231,19 +261,27 @@ pub(crate) struct InspectArgs {
     pub(crate) backward: BackwardArgs,
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// spec, problem, trace, gradient, graph, program, schedule, plan or kernel. Else graph
+    /// Print this stage [default: graph]
+    ///
+    /// Possible stages: spec, problem, trace, gradient, graph, program, schedule, plan, kernel.
     #[arg(long, value_parser = Named::stages(), hide_possible_values = true)]
     pub(crate) stage: Option<String>,
-    /// Executor of the schedule: cudnn or cuda [default: cudnn]
+    /// Print the schedule of cudnn or cuda [default: cudnn]
     #[arg(long, value_parser = Named::schedulers(), hide_possible_values = true)]
     pub(crate) executor: Option<String>,
-    /// composite or unified. Else the one that is asked first; for a plan, the other one after it
+    /// Lower to the composite or the unified form [default: the first tried]
+    ///
+    /// Without it, a plan also tries the other form.
     #[arg(long, value_parser = Named::forms(), hide_possible_values = true)]
     pub(crate) form: Option<String>,
-    /// Version of cuDNN to lower for (graph, program, schedule). Else that of the library found, or 9.27.0
+    /// Lower for this version of cuDNN [default: that of the library, or 9.27.0]
+    ///
+    /// For the stages graph, program and schedule.
     #[arg(long, value_name = "9.19.0")]
     pub(crate) runtime: Option<String>,
-    /// Device of a plan, a kernel or a schedule of cuda, as a JSON file; no GPU is needed [default: an H200, of a plan this machine's]
+    /// Plan for the device that this JSON file describes [default: an H200]
+    ///
+    /// The stage plan defaults to this machine's GPU. With a file no GPU is needed.
     #[arg(long, value_name = "FILE")]
     pub(crate) device_profile: Option<PathBuf>,
 }
@@ -252,16 +290,16 @@ pub(crate) struct InspectArgs {
 pub(crate) struct ShowArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
-    /// The query head that is shown. Else 0
+    /// Show this query head [default: 0]
     #[arg(long, value_name = "H")]
     pub(crate) head: Option<String>,
-    /// The batch entry that is shown. Else 0
+    /// Show this batch entry [default: 0]
     #[arg(long, value_name = "B")]
     pub(crate) batch: Option<String>,
-    /// The score that goes in everywhere. Else those of the --input, or 0
+    /// Start from this score everywhere [default: the file's scores, or 0]
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub(crate) score: Option<String>,
-    /// The picture. Else score_mod.svg
+    /// Write the picture to this file [default: score_mod.svg]
     #[arg(long, value_name = "F.svg|F.png")]
     pub(crate) output: Option<PathBuf>,
 }
@@ -272,41 +310,56 @@ pub(crate) struct SupportArgs {
     pub(crate) problem: ProblemArgs,
     #[command(flatten)]
     pub(crate) backward: BackwardArgs,
-    /// a100, l40s, h200, b200, or a JSON file that describes a device; repeatable. Else these four
+    /// Ask for a100, l40s, h200, b200 or a JSON file; repeatable [default: all four]
+    ///
+    /// The JSON file describes a device, as those in cudnn-graph/devprops do.
     #[arg(long, value_name = "NAME|FILE.json")]
     pub(crate) device: Vec<String>,
-    /// libcudnn.so.9 or its folder; or a version, as in 9.13, of which only rules are asked where another is found. Else CUDNN_GRAPH_LIBRARY,
-    /// the active Python environment, the system
-    #[arg(long, value_name = "PATH|VERSION")]
+    /// Ask this libcudnn.so.9, its folder, or a version [default: the first found]
+    ///
+    /// The search order is CUDNN_GRAPH_LIBRARY, the active Python environment, the system. A version is written as 9.13. Of a version other than
+    /// the library found only the rules are checked.
+    #[arg(long, value_name = "PATH|VERSION", help_heading = LIBRARIES)]
     pub(crate) cudnn: Option<String>,
-    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in that this program includes
-    #[arg(long, value_name = "PATH")]
+    /// Load libcuda.so.1 from this file [default: the first found, or a stand-in]
+    ///
+    /// The search order is CUDNN_GRAPH_DRIVER, the system, the stand-in that this program includes.
+    #[arg(long, value_name = "PATH", help_heading = LIBRARIES)]
     pub(crate) driver: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct CompileArgs {
-    /// TOML file with a table [[problem]] for each problem: shape = [B, HQ, HKV, SQ, SKV, D], and name, dtype, layout, score_mod,
-    /// mask, bias, stats, backward, wrt and deterministic as the options of run, and packed = { total_q = N, cross = BOOL, total_kv = N }
+    /// Read the problems from this TOML file, a table [[problem]] for each
+    ///
+    /// Keys: shape = [B, HQ, HKV, SQ, SKV, D]; name, dtype, layout, score_mod, mask, bias, stats, backward, wrt and deterministic as the options
+    /// of run; packed = { total_q = N, cross = BOOL, total_kv = N }.
     #[arg(long, value_name = "FILE.toml")]
     pub(crate) problems: PathBuf,
-    /// cudnn, of which plans are made, or cuda, of which kernels are
+    /// Make plans of cudnn or kernels of cuda
     #[arg(long, value_parser = ["cudnn", "cuda"], default_value = "cudnn", hide_possible_values = true)]
     pub(crate) executor: Option<String>,
-    /// a100, l40s, h200, b200, or a JSON file that describes a device
+    /// Compile for a100, l40s, h200, b200 or the device that a JSON file describes
     #[arg(long, value_name = "NAME|FILE.json")]
     pub(crate) device: String,
-    /// libcudnn.so.9 or its folder; or the version that the one found must have, as in 9.19. Else CUDNN_GRAPH_LIBRARY, the active
-    /// Python environment, the system
-    #[arg(long, value_name = "PATH|VERSION")]
+    /// Load this libcudnn.so.9, or require a version [default: the first found]
+    ///
+    /// The search order is CUDNN_GRAPH_LIBRARY, the active Python environment, the system. A version is written as 9.19.
+    #[arg(long, value_name = "PATH|VERSION", help_heading = LIBRARIES)]
     pub(crate) cudnn: Option<String>,
-    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in that this program includes
-    #[arg(long, value_name = "PATH")]
+    /// Load libcuda.so.1 from this file [default: the first found, or a stand-in]
+    ///
+    /// The search order is CUDNN_GRAPH_DRIVER, the system, the stand-in that this program includes.
+    #[arg(long, value_name = "PATH", help_heading = LIBRARIES)]
     pub(crate) driver: Option<PathBuf>,
-    /// For cuda: libnvrtc.so.13 or its folder. Else SDPA_NVRTC, the active Python environment, the system
-    #[arg(long, value_name = "PATH")]
+    /// Load libnvrtc.so.13 from this file or folder [default: the first found]
+    ///
+    /// Kernels of cuda need it. The search order is SDPA_NVRTC, the active Python environment, the system.
+    #[arg(long, value_name = "PATH", help_heading = LIBRARIES)]
     pub(crate) nvrtc: Option<PathBuf>,
-    /// The plan file; what it has already for this device and cuDNN stays. Kernels of cuda have files of their own
+    /// Write the plan file here; plans that it has for this device and cuDNN stay
+    ///
+    /// Kernels of cuda go to a file of their own.
     #[arg(long, value_name = "PLANS")]
     pub(crate) out: PathBuf,
 }
@@ -319,23 +372,20 @@ pub(crate) struct CacheArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum CacheCommand {
-    /// Make a page of a trace: what was built, why, how long it took, and what to change
-    #[command(after_help = EXIT_CODES)]
+    /// Make an HTML page of a cache trace: builds, reasons, times and advice
     Report(CacheReportArgs),
-    /// Print the folder of the kernel cache on disk, and how much it has
-    #[command(after_help = EXIT_CODES)]
+    /// Print the folder and the size of the kernel cache on disk
     Info,
     /// Delete every kernel of the kernel cache on disk
-    #[command(after_help = EXIT_CODES)]
     Clear,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct CacheReportArgs {
-    /// What CudnnExecutor::cache_trace gave, as JSON
+    /// JSON file with the result of CudnnExecutor::cache_trace
     #[arg(value_name = "TRACE.json")]
     pub(crate) trace: PathBuf,
-    /// The page. Else cache.html
+    /// Write the page to this file [default: cache.html]
     #[arg(long, value_name = "F.html")]
     pub(crate) output: Option<PathBuf>,
 }
@@ -350,4 +400,30 @@ pub(crate) struct DoctorArgs {
 pub(crate) struct CompletionsArgs {
     /// The shell
     pub(crate) shell: clap_complete::Shell,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cli;
+    use clap::{Command, CommandFactory as _};
+
+    /// The first line of each help text, with the command and the argument that it belongs to.
+    fn summaries(command: &Command, of: &str, into: &mut Vec<(String, String)>) {
+        let name = format!("{of} {}", command.get_name());
+        into.extend(command.get_about().map(|about| (name.clone(), about.to_string())));
+        for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+            into.push((format!("{name} {}", arg.get_id()), arg.get_help().map(ToString::to_string).unwrap_or_default()));
+        }
+        command.get_subcommands().filter(|command| !command.is_hide_set()).for_each(|command| summaries(command, &name, into));
+    }
+
+    #[test]
+    fn a_summary_is_one_short_line() {
+        let mut all = Vec::new();
+        summaries(&Cli::command(), "", &mut all);
+        assert!(all.len() > 150, "{}", all.len());
+        let wrong = |text: &str| text.is_empty() || text.chars().count() > 80 || text.contains('\n') || text.ends_with('.');
+        let wrong: Vec<_> = all.iter().filter(|(_, text)| wrong(text)).collect();
+        assert!(wrong.is_empty(), "{wrong:#?}");
+    }
 }

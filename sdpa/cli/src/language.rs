@@ -133,20 +133,22 @@ impl Language {
     }
 }
 
-/// Returns the help text of `--score-mod`.
+pub(crate) const SCORE_MOD_HELP: &str = "Apply this function to the scaled scores; repeatable, in order";
+pub(crate) const MASK_HELP: &str = "Mask out keys; repeatable: a query attends to a key if every mask allows it";
+
+/// Returns the long help of `--score-mod`.
 pub(crate) fn score_mod_help() -> String {
     format!(
-        "A function of the scaled scores: {}, {T5}, an expression, or @FILE with one (`language` says everything); may be repeated: one after the \
-         other",
+        "{SCORE_MOD_HELP}\n\nA name, an expression, or @FILE with an expression; `cargo sdpa language` prints the grammar. Names: {}, {T5}.",
         spellings(SCORE_MODS)
     )
 }
 
-/// Returns the help text of `--mask`.
+/// Returns the long help of `--mask`.
 pub(crate) fn mask_help() -> String {
     format!(
-        "none, {}, an expression, several of these joined by |, & and !, or @FILE with one (`language` says everything; array alone takes the \
-         input's mask as it broadcasts); may be repeated: a key is kept where every mask keeps it",
+        "{MASK_HELP}\n\nNames and expressions, joined by |, & and !, or @FILE with one; `cargo sdpa language` prints the grammar. `array` alone reads the tensor \
+         mask of the file with the axes that it has. Names: none, {}.",
         spellings(MASKS)
     )
 }
