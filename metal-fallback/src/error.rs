@@ -8,7 +8,7 @@ use sdpa_core::Reason;
 pub enum Error {
     /// The kernels do not support the problem; another executor may. Returned only before anything ran.
     #[error("{}", .0.iter().map(Reason::to_string).collect::<Vec<_>>().join("; "))]
-    Declined(Vec<Reason>),
+    Unsupported(Vec<Reason>),
     /// The compiler refused a kernel: a bug of the kernels.
     #[error("{entry} does not compile: {text}")]
     Compile {

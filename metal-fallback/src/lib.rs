@@ -8,7 +8,7 @@
 //! let problem = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd).mask(Mask::causal()).validate()?;
 //! match MetalExecutor::new().supports(&problem) {
 //!     Ok(()) => println!("an Apple GPU is here and takes it"),
-//!     Err(declined) => println!("{declined}"),
+//!     Err(unsupported) => println!("{unsupported}"),
 //! }
 //! # Ok::<(), sdpa_core::SpecErrors>(())
 //! ```
@@ -61,7 +61,7 @@ pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
 pub use sdpa_emit::Captured;
 pub use task::Task;
 pub use tiles::{FRAGMENT, REGISTER_LIMIT, SIMD, THREADGROUP_BYTES, Tiles};
-pub use unsupported::Declined;
+pub use unsupported::Unavailable;
 
 use std::sync::Arc;
 
@@ -69,11 +69,11 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// There is no GPU, or the kernels do not run on it.
-pub fn system() -> Result<Arc<dyn Runner>, Declined> {
+pub fn system() -> Result<Arc<dyn Runner>, Unavailable> {
     #[cfg(target_vendor = "apple")]
     let found = apple::Gpu::system().map(|gpu| Arc::new(gpu) as Arc<dyn Runner>);
     #[cfg(not(target_vendor = "apple"))]
-    let found = Err(Declined::NoDevice { target_os: std::env::consts::OS.to_owned() });
+    let found = Err(Unavailable::NoDevice { target_os: std::env::consts::OS.to_owned() });
     found
 }
 
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn a_machine_without_an_apple_gpu_is_told_so() {
         let told = system().map(|runner| runner.facts().name.clone());
-        let other = matches!(&told, Err(Declined::NoDevice { target_os }) if target_os == std::env::consts::OS);
+        let other = matches!(&told, Err(Unavailable::NoDevice { target_os }) if target_os == std::env::consts::OS);
         assert_eq!(other, cfg!(not(target_vendor = "apple")), "{told:?}");
     }
 }

@@ -103,7 +103,7 @@ pub trait Runner: Debug + Send + Sync {
     /// Builds the kernels of a pass, or takes them from the cache.
     ///
     /// # Errors
-    /// [`Error::Declined`] if they exceed the device's limits; [`Error::Compile`] if the compiler refuses one.
+    /// [`Error::Unsupported`] if they exceed the device's limits; [`Error::Compile`] if the compiler refuses one.
     fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error>;
 }
 

@@ -301,10 +301,10 @@ mod tests {
     }
 
     #[test]
-    fn strides_without_a_reach_are_declined() {
+    fn strides_without_a_reach_are_unsupported() {
         for strides in [[10_000, 1000, -20, 1], [i64::MAX, i64::MAX, 20, 1]] {
-            let declined = forward(strides).task(None).unwrap_err();
-            assert!(matches!(&declined[0], Reason::Limit { field, .. } if field == "q"), "{declined:?}");
+            let unsupported = forward(strides).task(None).unwrap_err();
+            assert!(matches!(&unsupported[0], Reason::Limit { field, .. } if field == "q"), "{unsupported:?}");
         }
     }
 }

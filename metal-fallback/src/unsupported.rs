@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Declined {
+pub enum Unavailable {
     /// This machine has no Apple GPU.
     #[error("this machine has no Apple GPU (the target is {target_os})")]
     NoDevice {
@@ -39,8 +39,8 @@ pub enum Declined {
     },
 }
 
-impl From<Declined> for Reason {
-    fn from(why: Declined) -> Reason {
+impl From<Unavailable> for Reason {
+    fn from(why: Unavailable) -> Reason {
         Reason::Absent(why.to_string())
     }
 }

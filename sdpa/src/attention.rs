@@ -87,7 +87,7 @@ pub struct Execution {
     /// The executor that computed the pass.
     pub executor: ExecutorName,
     /// Executors that were tried before it, with the reasons why they do not run the problem.
-    pub declined: Vec<Unsupported>,
+    pub unsupported: Vec<Unsupported>,
     /// As [`Choice::unproven`].
     pub unproven: Option<Arc<Unproven>>,
     /// Its time, engine, copies and workspace.
@@ -96,8 +96,8 @@ pub struct Execution {
 
 impl Execution {
     fn of<P: ?Sized>(choice: Choice<P>, run: impl FnOnce(&P) -> Result<Report, Error>) -> Result<Execution, Error> {
-        let Choice { executor, prepared, declined, unproven } = choice;
-        Ok(Execution { executor, declined, unproven, report: run(&prepared)? })
+        let Choice { executor, prepared, unsupported, unproven } = choice;
+        Ok(Execution { executor, unsupported, unproven, report: run(&prepared)? })
     }
 }
 

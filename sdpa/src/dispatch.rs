@@ -50,7 +50,7 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     /// The prepared pass.
     pub prepared: Arc<P>,
     /// The refusals of the executors that were tried before.
-    pub declined: Vec<Unsupported>,
+    pub unsupported: Vec<Unsupported>,
     /// The features of the problem that the executor's ledger does not cover: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` if it covers
     /// all, and for executors without ledgers.
     pub unproven: Option<Arc<Unproven>>,
@@ -117,7 +117,7 @@ impl Dispatcher {
     /// use sdpa::{BackwardProblem, Error, Executor, ExecutorName, Prepared, PreparedBackward, Problem, Reason, Unsupported};
     /// use std::sync::Arc;
     ///
-    /// /// Declines everything.
+    /// /// Refuses everything.
     /// #[derive(Debug)]
     /// struct Nobody;
     ///
@@ -146,7 +146,7 @@ impl Dispatcher {
     /// let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 2, seq_kv: 2, dim_qk: 8, dim_v: 8 };
     /// let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).validate()?;
     /// let choice = Dispatcher::default().with(Arc::new(Nobody)).prepare(&problem, Preference::Auto)?;
-    /// assert_eq!(choice.declined[0].to_string(), "nobody: nobody is here");
+    /// assert_eq!(choice.unsupported[0].to_string(), "nobody: nobody is here");
     /// # Ok::<(), sdpa::Error>(())
     /// ```
     #[must_use]
@@ -394,12 +394,12 @@ impl Dispatcher {
     /// let (q, k, v, mut o) = ([0.5f32; 64], [0.25f32; 32], [2f32; 32], [0f32; 64]);
     /// // What is prepared serves any number of calls.
     /// choice.prepared.forward(HostForward::new(&q, &k, &v, &mut o))?;
-    /// println!("{} ran it, {} declined", choice.executor, choice.declined.len());
+    /// println!("{} ran it, {} unsupported", choice.executor, choice.unsupported.len());
     /// # Ok::<(), sdpa::Error>(())
     /// ```
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::forward(problem)) {
-            return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
+            return Ok(Choice { executor, prepared, unsupported: Vec::new(), unproven: None });
         }
         let choice = choose(
             preference,
@@ -445,7 +445,7 @@ impl Dispatcher {
     /// ```
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
         if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::backward(problem)) {
-            return Ok(Choice { executor, prepared, declined: Vec::new(), unproven: None });
+            return Ok(Choice { executor, prepared, unsupported: Vec::new(), unproven: None });
         }
         let choice = choose(
             preference,
@@ -497,11 +497,11 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     let names = match preference {
         Preference::Named(executor) => {
             let found = find(executor)?;
-            return Ok(Choice { executor, prepared: prepare(found)?, declined: Vec::new(), unproven: unproven(found) });
+            return Ok(Choice { executor, prepared: prepare(found)?, unsupported: Vec::new(), unproven: unproven(found) });
         }
         Preference::Auto => names(),
     };
-    let mut declined = Vec::new();
+    let mut unsupported = Vec::new();
     for executor in names {
         let asked = match find(executor) {
             Ok(found) => prepare(found).map(|prepared| (prepared, unproven(found))),
@@ -512,17 +512,17 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
             Ok((prepared, unproven)) => {
                 let told = unproven.as_ref().map(tracing::field::display);
                 tracing::debug!(%executor, unproven = told, "chosen");
-                return Ok(Choice { executor, prepared, declined, unproven });
+                return Ok(Choice { executor, prepared, unsupported, unproven });
             }
             Err(Error::Unsupported(reasons)) => {
-                tracing::debug!(%executor, %reasons, "declined");
-                declined.push(reasons);
+                tracing::debug!(%executor, %reasons, "unsupported");
+                unsupported.push(reasons);
             }
             Err(other) => return Err(other),
         }
     }
-    Err(match declined.pop() {
-        Some(last) => last.after(declined).into(),
+    Err(match unsupported.pop() {
+        Some(last) => last.after(unsupported).into(),
         None => absent(ExecutorName::new("none"), "no executor is compiled in".to_owned()),
     })
 }

@@ -7,7 +7,7 @@
 //! let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
 //!
 //! let choice = Dispatcher::default().prepare(&problem, Preference::Auto)?;
-//! for who in &choice.declined {
+//! for who in &choice.unsupported {
 //!     println!("not on {}: {who}", who.executor);
 //! }
 //! let (q, k, v) = (vec![0.5; 4 * 5 * 8], vec![0.25; 2 * 7 * 8], vec![2.0; 2 * 7 * 8]);

@@ -141,7 +141,7 @@ fn the_executor_is_named() {
     let (problem, dispatcher) = (spec().validate().unwrap(), Dispatcher::default());
     let (mut o, mut stats) = (vec![f32::NAN; d_o.len()], vec![f32::NAN; 2 * 4 * 9]);
     let ran = attention(&problem).with(&dispatcher).on(ExecutorName::CPU).stats(&mut stats).forward(q, k, v, &mut o).unwrap();
-    assert_eq!((ran.executor, ran.declined.len()), (ExecutorName::CPU, 0));
+    assert_eq!((ran.executor, ran.unsupported.len()), (ExecutorName::CPU, 0));
     let nobody = Preference::Named(ExecutorName::new("nobody"));
     let refused = attention(&problem).with(&dispatcher).on(nobody).stats(&mut stats).forward(q, k, v, &mut o);
     assert!(refused.is_err_and(|error| error.is_unsupported()));

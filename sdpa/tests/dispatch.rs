@@ -23,17 +23,17 @@ fn problem() -> Problem {
     AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).validate().unwrap()
 }
 
-/// Declines everything under some name.
+/// Refuses everything under some name.
 #[derive(Debug)]
-struct Declines(&'static str);
+struct Refuses(&'static str);
 
-impl Declines {
+impl Refuses {
     fn no<T>(&self) -> Result<T, Unsupported> {
-        Err(Unsupported::new(self.name(), vec![Reason::Absent(format!("{} declines", self.0))]))
+        Err(Unsupported::new(self.name(), vec![Reason::Absent(format!("{} refuses", self.0))]))
     }
 }
 
-impl Executor for Declines {
+impl Executor for Refuses {
     fn name(&self) -> ExecutorName {
         ExecutorName::new(self.0)
     }
@@ -75,7 +75,7 @@ fn own() -> Vec<ExecutorName> {
 #[test]
 fn executors_are_those_of_the_build_and_the_callers_come_first() {
     assert_eq!(dispatcher().executors(), own());
-    let more = dispatcher().with(Arc::new(Declines("first"))).with(Arc::new(Declines("cpu"))).with(Arc::new(Declines("first")));
+    let more = dispatcher().with(Arc::new(Refuses("first"))).with(Arc::new(Refuses("cpu"))).with(Arc::new(Refuses("first")));
     let names: Vec<&str> = more.executors().into_iter().map(ExecutorName::name).collect();
     let others = own().into_iter().map(ExecutorName::name).filter(|name| *name != "cpu");
     assert_eq!(names, ["first", "cpu"].into_iter().chain(others).collect::<Vec<_>>());
@@ -84,14 +84,14 @@ fn executors_are_those_of_the_build_and_the_callers_come_first() {
 #[cfg(all(feature = "cpu", not(target_vendor = "apple")))]
 #[test]
 fn an_automatic_choice_keeps_every_reason() {
-    let choice = dispatcher().with(Arc::new(Declines("mine"))).prepare(&problem(), Preference::Auto).unwrap();
+    let choice = dispatcher().with(Arc::new(Refuses("mine"))).prepare(&problem(), Preference::Auto).unwrap();
     assert_eq!(choice.executor, ExecutorName::CPU);
-    let who: Vec<ExecutorName> = choice.declined.iter().map(|d| d.executor).collect();
+    let who: Vec<ExecutorName> = choice.unsupported.iter().map(|d| d.executor).collect();
     let before = dispatcher().executors_for(&problem()).into_iter().filter(|name| *name != ExecutorName::CPU);
     assert_eq!(who, [ExecutorName::new("mine")].into_iter().chain(before).collect::<Vec<_>>());
-    assert_eq!(choice.declined[0].to_string(), "mine: mine declines");
+    assert_eq!(choice.unsupported[0].to_string(), "mine: mine refuses");
     if cfg!(feature = "cudnn") {
-        assert!(choice.declined[1].to_string().contains("/nowhere/libcuda.so.1"), "{}", choice.declined[1]);
+        assert!(choice.unsupported[1].to_string().contains("/nowhere/libcuda.so.1"), "{}", choice.unsupported[1]);
     }
 }
 
@@ -102,13 +102,13 @@ fn kernels_of_our_own_are_asked_first_but_for_exceptions() {
         let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
         AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).validate().unwrap()
     };
-    let all = dispatcher().with(Arc::new(Declines("mine")));
+    let all = dispatcher().with(Arc::new(Refuses("mine")));
     let two = |seq_q, mask: &str| all.executors_for(&problem(seq_q, mask)).into_iter().map(ExecutorName::name).take(3).collect::<Vec<_>>();
     for mask in ["document", "array:qk", "causal"] {
         assert_eq!(two(2048, mask), ["mine", "cuda", "cudnn"], "{mask}");
     }
     assert_eq!(two(1, "padding"), ["mine", "cudnn", "cuda"]);
-    let replaced = dispatcher().with(Arc::new(Declines("cuda")));
+    let replaced = dispatcher().with(Arc::new(Refuses("cuda")));
     assert_eq!(replaced.executors_for(&problem(2048, "natten:65"))[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
 }
 
@@ -138,16 +138,16 @@ fn a_named_executor_never_falls_back() {
     assert_eq!(named(&usual, ExecutorName::CPU).is_ok(), cfg!(feature = "cpu"));
     let unknown = named(&usual, ExecutorName::new("abacus")).unwrap_err();
     assert!(unknown.is_unsupported() && unknown.to_string().contains("no such executor"), "{unknown}");
-    let replaced = usual.with(Arc::new(Declines("cpu")));
-    assert!(named(&replaced, ExecutorName::CPU).is_err_and(|e| e.to_string() == "cpu: cpu declines"));
+    let replaced = usual.with(Arc::new(Refuses("cpu")));
+    assert!(named(&replaced, ExecutorName::CPU).is_err_and(|e| e.to_string() == "cpu: cpu refuses"));
 }
 
 #[cfg(not(feature = "cpu"))]
 #[cfg(not(target_vendor = "apple"))]
 #[test]
 fn where_nobody_takes_a_problem_every_reason_is_told() {
-    let refused = dispatcher().with(Arc::new(Declines("mine"))).prepare(&problem(), Preference::Auto).unwrap_err();
-    assert!(refused.is_unsupported() && refused.to_string().contains("mine declines"), "{refused}");
+    let refused = dispatcher().with(Arc::new(Refuses("mine"))).prepare(&problem(), Preference::Auto).unwrap_err();
+    assert!(refused.is_unsupported() && refused.to_string().contains("mine refuses"), "{refused}");
     if own().is_empty() {
         let nobody = dispatcher().prepare(&problem(), Preference::Auto).unwrap_err();
         assert!(nobody.to_string().contains("no executor is compiled in"), "{nobody}");

@@ -176,7 +176,7 @@ fn results_are_known_whatever_a_specification_asks_for() {
             assert_eq!(problem.is_empty(), extents.contains(&0), "{what}");
             if problem.is_empty() {
                 let choice = all.prepare(&problem, Preference::Auto).unwrap();
-                assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CPU, 0), "{what}");
+                assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CPU, 0), "{what}");
                 check_forward(&problem, &*choice.prepared, &what);
                 filled += 1;
             } else if cfg!(feature = "cpu") {
@@ -221,45 +221,45 @@ fn only_elements_of_a_tensor_are_written() {
     assert!(operands[1].is_empty() && operands[2].is_empty());
 }
 
-/// Declines everything.
+/// Refuses everything.
 #[derive(Debug)]
-struct Declines;
+struct Refuses;
 
-impl Declines {
+impl Refuses {
     fn no<T>() -> Result<T, Unsupported> {
-        Err(Unsupported::new(ExecutorName::new("declines"), vec![Reason::Absent("it declines".to_owned())]))
+        Err(Unsupported::new(ExecutorName::new("refuses"), vec![Reason::Absent("it refuses".to_owned())]))
     }
 }
 
-impl Executor for Declines {
+impl Executor for Refuses {
     fn name(&self) -> ExecutorName {
-        ExecutorName::new("declines")
+        ExecutorName::new("refuses")
     }
 
     fn supports(&self, _: &Problem) -> Result<(), Unsupported> {
-        Declines::no()
+        Refuses::no()
     }
 
     fn prepare(&self, _: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        Ok(Declines::no()?)
+        Ok(Refuses::no()?)
     }
 
     fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
-        Declines::no()
+        Refuses::no()
     }
 
     fn prepare_backward(&self, _: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        Ok(Declines::no()?)
+        Ok(Refuses::no()?)
     }
 }
 
 #[test]
 fn an_executor_of_the_callers_is_not_asked_for_what_needs_no_kernel() {
-    let all = dispatcher().with(Arc::new(Declines));
+    let all = dispatcher().with(Arc::new(Refuses));
     let spec = dense([2, 3, 0], [2, 1]).with_stats();
     let (problem, gradient) = (spec.validate().unwrap(), spec.backward().validate().unwrap());
-    let named = Preference::Named(ExecutorName::new("declines"));
-    for (preference, name) in [(Preference::Auto, "cpu"), (named, "declines")] {
+    let named = Preference::Named(ExecutorName::new("refuses"));
+    for (preference, name) in [(Preference::Auto, "cpu"), (named, "refuses")] {
         let choice = all.prepare(&problem, preference).unwrap();
         assert_eq!(choice.executor.name(), name);
         check_forward(&problem, &*choice.prepared, name);
@@ -376,7 +376,7 @@ fn extents_that_stay_errors() {
 /// Code that looks at a problem without preparing it: texts of kernels, notes on masks, pieces, buckets.
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 #[test]
-fn what_is_compiled_without_a_pass_is_declined() {
+fn compiling_without_a_pass_is_unsupported() {
     use sdpa::cudnn::{Pieces, cost, pieces};
     use sdpa::nvidia::Job;
     let (all, target) = (dispatcher(), sdpa::cuda::Target::new(90, 132));

@@ -89,7 +89,7 @@ fn supports(library: &'static Library, target: &Target<'_>, row: &Row, wanted: W
     let job = row.spec.job().map_err(|e| Answer::Fails(e.to_string()))?;
     match plan::supports(library, target, &job, &options(wanted)) {
         Ok(form) => Ok((job, form)),
-        Err(Error::Unsupported(e)) => Err(Answer::Declines(e.reasons)),
+        Err(Error::Unsupported(e)) => Err(Answer::Unsupported(e.reasons)),
         Err(e) => Err(Answer::Fails(e.to_string())),
     }
 }
@@ -100,12 +100,12 @@ fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wan
         Err(other) => return other,
     };
     if !row.in_place() {
-        return Answer::Takes { form, engine: None };
+        return Answer::Supported { form, engine: None };
     }
     match plan::ask(library, target, &job, form, &options(wanted).policy) {
         Ok((_, planner)) => {
             let first = planner.report().candidates.iter().find(|c| c.outcome == Outcome::NotTried);
-            Answer::Takes { form, engine: first.map(|c| c.tag()) }
+            Answer::Supported { form, engine: first.map(|c| c.tag()) }
         }
         Err(e) => Answer::Fails(e.to_string()),
     }
@@ -128,7 +128,7 @@ fn compile(names: &[String]) -> Result<(), String> {
             profile: profile.to_owned(),
             row: row.name.clone(),
             wanted,
-            declined: false,
+            unsupported: false,
             copies: 0,
             conversions: 0,
             wrong: Vec::new(),
@@ -143,7 +143,7 @@ fn compile(names: &[String]) -> Result<(), String> {
                 Err(e) => compiled.wrong.push(e.to_string()),
             },
             Err(Answer::Fails(text)) => compiled.wrong.push(text),
-            Err(Answer::Declines(_) | Answer::Takes { .. }) => compiled.declined = true,
+            Err(Answer::Unsupported(_) | Answer::Supported { .. }) => compiled.unsupported = true,
         }
         print(&compiled)
     })

@@ -71,11 +71,11 @@ fn each<T: Sync>(what: &str, name: &str, list: &[T], run: impl Fn(&T, &Mutex<Tal
     assert!(tally.passed > 0, "no case ran");
 }
 
-/// Cases, forward; what the kernels decline is skipped, and nothing else.
+/// Cases, forward; problems that the kernels do not support are skipped, and nothing else.
 fn forward_on(executor: &CudaExecutor, name: &str, what: &str, cases: &[Case]) {
     each(what, name, cases, |case, tally| {
-        let declined = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
-        let outcome = run_case(case, executor).skip_only_if(declined, || case.repro(executor.name()));
+        let unsupported = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
+        let outcome = run_case(case, executor).skip_only_if(unsupported, || case.repro(executor.name()));
         tally.lock().unwrap().add(name, &case.name, &outcome);
     });
 }
@@ -84,8 +84,8 @@ fn forward_on(executor: &CudaExecutor, name: &str, what: &str, cases: &[Case]) {
 fn backward_on(executor: &CudaExecutor, name: &str, what: &str, cases: &[Case], sources: &[Source]) {
     let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
     each(what, name, &runs, |&(case, source), tally| {
-        let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
-        let outcome = run_backward_case(case, source, executor).skip_only_if(declined, || case.backward_repro(executor.name()));
+        let unsupported = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
+        let outcome = run_backward_case(case, source, executor).skip_only_if(unsupported, || case.backward_repro(executor.name()));
         tally.lock().unwrap().add(name, &format!("{}{}", case.name, source.suffix()), &outcome);
     });
 }
@@ -197,8 +197,8 @@ fn based(mut spec: AttentionSpec, seed: u64) -> AttentionSpec {
 }
 
 fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &CudaExecutor) -> Outcome<GradientDistance> {
-    let declined = || spec.validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
-    outcome.skip_only_if(declined, || format!("{spec:?}"))
+    let unsupported = || spec.validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
+    outcome.skip_only_if(unsupported, || format!("{spec:?}"))
 }
 
 /// Random lengths, heads, masks, windows about the ends, sinks and score_mods.
@@ -211,8 +211,8 @@ fn random_problems() {
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str, tally: &Mutex<Tally>| {
             let spec = in_rows_of_16_bytes(based(spec, seed));
-            let declined = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
-            let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(declined, || format!("{spec:?}"));
+            let unsupported = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
+            let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(unsupported, || format!("{spec:?}"));
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
         };
         forward(random_spec(random, &NARROW), "dense", tally);

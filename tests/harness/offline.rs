@@ -107,24 +107,24 @@ impl Wanted {
 #[serde(rename_all = "lowercase")]
 pub enum Answer {
     /// There is an engine.
-    Takes {
+    Supported {
         /// The form that was taken.
         form: Form,
         /// The first offer; absent where operands are copied first.
         engine: Option<String>,
     },
     /// There is none.
-    Declines(Vec<Reason>),
+    Unsupported(Vec<Reason>),
     /// Something else went wrong.
     Fails(String),
 }
 
 impl Answer {
     /// Whether there is an engine.
-    pub fn is_taken(&self) -> bool {
+    pub fn is_supported(&self) -> bool {
         match self {
-            Answer::Takes { .. } => true,
-            Answer::Declines(_) | Answer::Fails(_) => false,
+            Answer::Supported { .. } => true,
+            Answer::Unsupported(_) | Answer::Fails(_) => false,
         }
     }
 }
@@ -151,8 +151,8 @@ pub struct Compiled {
     pub row: String,
     /// Which forms.
     pub wanted: Wanted,
-    /// Whether support was declined, so that no plan was tried.
-    pub declined: bool,
+    /// Whether support was unsupported, so that no plan was tried.
+    pub unsupported: bool,
     /// Plans that copy operands.
     pub copies: usize,
     /// Plans that convert declared tensors.

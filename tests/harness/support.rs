@@ -54,12 +54,12 @@ type OfKind = (&'static str, fn(&Kind) -> bool);
 /// The kinds of rows that tables tell apart; the general one has no words.
 const KINDS: [OfKind; 7] = [
     ("", |kind| *kind == Kind::General),
-    ("packed documents", |kind| *kind == Kind::Packed),
+    ("packed sequences", |kind| *kind == Kind::Packed),
     ("sinks", |kind| *kind == Kind::Sink),
     ("dropout", |kind| *kind == Kind::Dropout),
-    ("8-bit floats", |kind| *kind == Kind::Fp8),
-    ("paged caches", |kind| *kind == Kind::Paged),
-    ("score_mods and masks that are no bands", |kind| matches!(kind, Kind::Library { .. } | Kind::LibraryCase)),
+    ("FP8", |kind| *kind == Kind::Fp8),
+    ("paged KV caches", |kind| *kind == Kind::Paged),
+    ("score_mods and masks other than bands", |kind| matches!(kind, Kind::Library { .. } | Kind::LibraryCase)),
 ];
 
 /// Rows of one kind and pass.
@@ -71,16 +71,16 @@ const PASSES: [(bool, &str); 2] = [(false, "forward"), (true, "backward")];
 
 fn head(runtime: &str) -> String {
     format!(
-        "# What cuDNN {runtime} takes
+        "# Problems that cuDNN {runtime} supports
 
-Made from `tests/snapshots/support/{runtime}.txt`, the answers of the real library on a machine without a GPU; beside those of other versions in
-[support.md](../support.md). What is taken has been asked for, not run: numbers need a GPU.
+This page is generated from `tests/snapshots/support/{runtime}.txt`: the answers of the real library on a machine without a GPU. [support.md](../support.md) compares
+the versions. \"Supported\" means that cuDNN offered an engine. The problems were not run: results need a GPU.
 
-A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell
-has the form that is taken and the engines that cuDNN offers first for those problems, then what is declined, and why. Where rows
-are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Packed documents,
-sinks, dropout, 8-bit floats and paged caches have tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
-end, in cuDNN's own words where it was asked.
+A row counts all problems with one feature, in several combinations with the other features. A cell names the form (`composite` or `unified`) and the engines that
+cuDNN offers first. Then it counts the unsupported problems; the numbers in brackets refer to [the reasons](#why) at the end of the page. If a row stride is not a
+multiple of 16 bytes, operands are copied first, and no engine is named.
+
+Packed sequences, sinks, dropout, FP8 and paged KV caches have their own tables. So have [score_mods and masks other than bands](#score_mods-and-masks).
 "
     )
 }
@@ -121,14 +121,14 @@ fn capital(text: &str) -> String {
     letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
-/// A line for every value of every feature that differs; a sentence where nothing is taken.
+/// A line for every value of every feature that differs; a sentence if nothing is supported.
 fn features(rows: &[&Row], wanted: Wanted, answers: &Answers<'_>, notes: &mut Notes) -> String {
     let asked = |row: &&Row| PROFILES.iter().any(|(profile, _)| answer(answers, wanted, row, profile).is_some());
     let rows: Vec<&Row> = rows.iter().copied().filter(asked).collect();
     let on =
         |rows: &[&Row], profile: &str| -> Vec<&Answer> { rows.iter().filter_map(|row| answer(answers, wanted, row, profile)).collect() };
     let all: Vec<&Answer> = PROFILES.iter().flat_map(|(profile, _)| on(&rows, profile)).collect();
-    if !all.iter().any(|a| a.is_taken()) {
+    if !all.iter().any(|a| a.is_supported()) {
         return if all.is_empty() { String::new() } else { format!("Every one of {} problems is {}.\n", rows.len(), cell(&all, notes)) };
     }
     let mut text = format!("| | problems | {} |\n|---|---|{}\n", devices().join(" | "), "---|".repeat(PROFILES.len()));
@@ -145,7 +145,7 @@ fn features(rows: &[&Row], wanted: Wanted, answers: &Answers<'_>, notes: &mut No
     text
 }
 
-/// The lines of a [`detail`] with reasons in place of their numbers, each behind the heading that it stands under.
+/// Lines of a [`detail`] with reasons in place of their numbers, each after its heading.
 pub fn told_out(detail: &str) -> BTreeSet<String> {
     let notes: BTreeMap<&str, &str> = detail.lines().filter_map(|line| line.strip_prefix('[')?.split_once("] ")).collect();
     let cell = |cell: &str| {

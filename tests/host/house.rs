@@ -262,8 +262,8 @@ fn rules_of_the_frontend_have_what_holds_them() {
         assert!(!names.is_empty() || held.contains("support.md"), "nothing holds: {row}");
         assert!(names.iter().all(|name| is_test_or_case(&all, name)), "{row}");
         let quirk = |name: &&str| Quirk::ALL.iter().any(|quirk| format!("{quirk:?}") == **name);
-        let declined = here.split("declined: `").skip(1).filter_map(|rest| rest.split('`').next());
-        assert!(declined.clone().all(|name| quirk(&name)), "{row}");
+        let unsupported = here.split("unsupported: `").skip(1).filter_map(|rest| rest.split('`').next());
+        assert!(unsupported.clone().all(|name| quirk(&name)), "{row}");
     }
 }
 

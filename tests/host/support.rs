@@ -21,7 +21,7 @@ fn what_is_kept_is_read_back() {
         assert_eq!(support::detail(&rows, &asked), kept(runtime), "{runtime}");
         assert!(asked.len() >= 4 * rows.len(), "{runtime}: {} answers", asked.len());
     }
-    assert!(support::read("a problem: perhaps").is_err() && support::read("declined [1]").is_err());
+    assert!(support::read("a problem: perhaps").is_err() && support::read("unsupported [1]").is_err());
 }
 
 /// The pages of support, and what the command line knows of versions that are not at hand.

@@ -103,8 +103,8 @@ fn run_all_with(what: &str, cases: &[Forced], toolchain: &Toolchain) {
     let tally = Mutex::new(Tally::default());
     side_by_side(cases, |forced| {
         let (case, emulated) = (&forced.0, emulated(toolchain, forced));
-        let declined = || case.spec().unwrap().validate().is_ok_and(|problem| emulated.supports(&problem).is_err());
-        let outcome: Outcome = run_case(case, &emulated).skip_only_if(declined, || case.repro(emulated.name()));
+        let unsupported = || case.spec().unwrap().validate().is_ok_and(|problem| emulated.supports(&problem).is_err());
+        let outcome: Outcome = run_case(case, &emulated).skip_only_if(unsupported, || case.repro(emulated.name()));
         tally.lock().unwrap().add(NAME, &name(forced), &outcome);
     });
     judge(what, tally);
@@ -124,11 +124,11 @@ fn run_all_backward_with(what: &str, cases: &[Forced], sources: &[Source], toolc
     let runs: Vec<(&Forced, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
     side_by_side(&runs, |&(forced, source)| {
         let (case, emulated) = (&forced.0, emulated(toolchain, forced));
-        let declined = || {
+        let unsupported = || {
             let problem = case.backward_spec().unwrap().validate();
             problem.is_ok_and(|problem| emulated.supports_backward(&problem).is_err())
         };
-        let outcome = run_backward_case(case, source, &emulated).skip_only_if(declined, || case.backward_repro(emulated.name()));
+        let outcome = run_backward_case(case, source, &emulated).skip_only_if(unsupported, || case.backward_repro(emulated.name()));
         tally.lock().unwrap().add(NAME, &format!("{}{}", name(forced), source.suffix()), &outcome);
     });
     judge(what, tally);

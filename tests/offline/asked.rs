@@ -36,7 +36,7 @@ pub(super) fn on_each<T: Send + for<'a> serde::Deserialize<'a>>(runtimes: &[Runt
 }
 
 #[test]
-fn every_problem_is_taken_or_declined_for_a_reason_and_the_table_says_so() {
+fn every_problem_is_supported_or_has_a_reason_and_the_table_says_so() {
     let runtimes = find(&asked_today());
     if runtimes.is_empty() {
         return;
@@ -52,17 +52,17 @@ fn every_problem_is_taken_or_declined_for_a_reason_and_the_table_says_so() {
         }
         for a in asked {
             let wrong = match &a.answer {
-                Answer::Takes { .. } => None,
-                Answer::Declines(reasons) if reasons.is_empty() => Some("declined for no reason".to_owned()),
-                Answer::Declines(reasons) => {
+                Answer::Supported { .. } => None,
+                Answer::Unsupported(reasons) if reasons.is_empty() => Some("unsupported for no reason".to_owned()),
+                Answer::Unsupported(reasons) => {
                     let mute = |text: &str| text.trim().is_empty() || text.contains("says nothing");
-                    reasons.iter().map(ToString::to_string).find(|text| mute(text)).map(|text| format!("declined mutely: {text}"))
+                    reasons.iter().map(ToString::to_string).find(|text| mute(text)).map(|text| format!("unsupported mutely: {text}"))
                 }
                 Answer::Fails(text) => Some(text.clone()),
             };
             problems.extend(wrong.map(|text| format!("{runtime} {} {:?} {}: {text}", a.profile, a.wanted, a.row)));
         }
-        let taken = asked.iter().filter(|a| a.answer.is_taken()).count();
+        let taken = asked.iter().filter(|a| a.answer.is_supported()).count();
         say(&format!("offline: cuDNN {runtime} was asked {} questions and took {taken}", asked.len()));
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
@@ -81,9 +81,9 @@ fn every_problem_is_taken_or_declined_for_a_reason_and_the_table_says_so() {
     assert!(different.is_empty(), "{}", different.join("\n"));
 }
 
-/// Rows of the sample that a device may decline: in the backward pass, dims past 128, a third value for each query and packed documents
+/// Rows of the sample that a device may not support: in the backward pass, dims past 128, a third value for each query and packed documents
 /// need engines of compute capability 9.0 or newer, and one query is known to be wrong on one runtime.
-const MAY_DECLINE: usize = 4;
+const MAY_BE_UNSUPPORTED: usize = 4;
 
 #[test]
 fn what_is_taken_compiles_and_is_what_was_sent() {
@@ -105,7 +105,7 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
         for (profile, _) in PROFILES {
             let here = plans.iter().filter(|p| p.profile == profile && p.wanted == Wanted::Any);
             let narrow = |p: &Compiled| FP8_SAMPLE.contains(&p.row.as_str());
-            let declined = here.clone().filter(|p| p.declined && !narrow(p)).count();
+            let unsupported = here.clone().filter(|p| p.unsupported && !narrow(p)).count();
             // What engines for compute capability 9 get wrong.
             let on_hopper = |p: &Compiled| {
                 p.row.contains("padding")
@@ -114,16 +114,16 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
                     || (p.row.starts_with("backward") && *runtime == "9.19")
             };
             let refused = |p: &Compiled| ["a100", "l40s"].contains(&profile) || profile == "h200" && on_hopper(p);
-            let wrong: Vec<&str> = here.clone().filter(|p| narrow(p) && p.declined != refused(p)).map(|p| p.row.as_str()).collect();
+            let wrong: Vec<&str> = here.clone().filter(|p| narrow(p) && p.unsupported != refused(p)).map(|p| p.row.as_str()).collect();
             assert!(wrong.is_empty(), "cuDNN {runtime}, 8-bit floats on {profile}: {wrong:#?}");
-            let taken = here.clone().any(|p| narrow(p) && !p.declined);
+            let taken = here.clone().any(|p| narrow(p) && !p.unsupported);
             assert_eq!(taken, !["a100", "l40s"].contains(&profile), "cuDNN {runtime}, 8-bit floats on {profile}");
             let n = here.count();
             assert!(
                 n >= if all || is_whole() { SAMPLE.len() } else { SAMPLE.len() / 3 },
                 "cuDNN {runtime} was asked for {n} plans for {profile}"
             );
-            assert!(all || declined <= MAY_DECLINE, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");
+            assert!(all || unsupported <= MAY_BE_UNSUPPORTED, "cuDNN {runtime} does not support {unsupported} rows of the sample for {profile}");
         }
         for (backward, pass) in [(false, "forward"), (true, "backward")] {
             let mut of_pass = plans.iter().filter(|p| p.row.contains("backward") == backward);
@@ -139,7 +139,7 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
     for (runtime, plans) in &compiled {
-        let made = plans.iter().filter(|p| !p.declined).count();
+        let made = plans.iter().filter(|p| !p.unsupported).count();
         say(&format!("offline: cuDNN {runtime} made {made} plans, and each records what was sent"));
     }
 }

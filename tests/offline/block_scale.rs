@@ -14,8 +14,8 @@ fn field(runtime: &str, profile: &str) -> Option<&'static str> {
     }
 }
 
-/// What is declined for compute capability 10 too, and the field that says why.
-const DECLINED: [(&str, &str); 5] = [
+/// What is unsupported for compute capability 10 too, and the field that says why.
+const UNSUPPORTED: [(&str, &str); 5] = [
     ("block_scale_odd_values", "dim_qk and dim_v"),
     ("block_scale_rows_apart", "dim_qk and dim_v"),
     ("block_scale_dims_256", "dim_qk and dim_v"),
@@ -24,7 +24,7 @@ const DECLINED: [(&str, &str); 5] = [
 ];
 
 fn reason(runtime: &str, profile: &str, case: &str) -> Option<&'static str> {
-    let of_case = || DECLINED.iter().find(|(name, _)| *name == case).map(|(_, field)| *field);
+    let of_case = || UNSUPPORTED.iter().find(|(name, _)| *name == case).map(|(_, field)| *field);
     field(runtime, profile).or_else(of_case)
 }
 
@@ -35,12 +35,12 @@ fn block_scales_are_taken_for_compute_capability_10() {
         for a in asked.iter().filter(|a| a.wanted == Wanted::Any) {
             let what = format!("{runtime} {} {}: {:?}", a.profile, a.row, a.answer);
             match (&a.answer, reason(runtime, &a.profile, &a.row)) {
-                (Answer::Takes { .. }, None) => taken += 1,
-                (Answer::Declines(reasons), Some(wanted)) => {
+                (Answer::Supported { .. }, None) => taken += 1,
+                (Answer::Unsupported(reasons), Some(wanted)) => {
                     let told = |reason: &Reason| matches!(reason, Reason::Limit { field, .. } if field == wanted);
                     assert!(reasons.iter().any(told), "{what}");
                 }
-                (Answer::Takes { .. } | Answer::Declines(_) | Answer::Fails(_), _) => panic!("{what}"),
+                (Answer::Supported { .. } | Answer::Unsupported(_) | Answer::Fails(_), _) => panic!("{what}"),
             }
         }
         say(&format!("offline: cuDNN {runtime} was asked {} questions of block scales", asked.len()));
@@ -68,7 +68,7 @@ fn plans_of_block_scales_record_what_was_sent() {
         for p in plans.iter().filter(|p| p.wanted == Wanted::Any) {
             let what = format!("{runtime} {} {}: {:?}", p.profile, p.row, p.wrong);
             assert!(p.wrong.is_empty(), "{what}");
-            assert_eq!(p.declined, field(runtime, &p.profile).is_some(), "{what}");
+            assert_eq!(p.unsupported, field(runtime, &p.profile).is_some(), "{what}");
         }
     }
 }

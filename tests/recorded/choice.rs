@@ -103,7 +103,7 @@ fn kernels_come_first_but_for_exceptions_and_a_name_is_kept() {
         let spec = spec(mask);
         let [there, back] = [forward(&all, &spec, preference).unwrap(), backward(&all, &spec, preference).unwrap()];
         assert_eq!([there.executor, back.executor], [who; 2], "{mask}, {preference:?}");
-        assert!(there.declined.is_empty() && back.declined.is_empty());
+        assert!(there.unsupported.is_empty() && back.unsupported.is_empty());
         let calls = [(&memory.forward()).into(), (&memory.backward(&gradients)).into()];
         for (choice, call) in [there, back].iter().zip(&calls) {
             recorder.submit(&*choice.prepared, &stream, call).unwrap();
@@ -122,17 +122,17 @@ fn kernels_come_first_but_for_exceptions_and_a_name_is_kept() {
 }
 
 #[test]
-fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
+fn an_unsupported_problem_falls_through_and_both_reasons_are_reported() {
     let Some((_recorder, all)) = both() else { return };
     let wide = spec("causal").with_dtype(DType::F32);
     let choice = forward(&all, &wide, Preference::Auto).unwrap();
-    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
-    assert!(choice.declined[0].executor == ExecutorName::CUDNN && choice.declined[0].to_string().contains("f32"), "{:?}", choice.declined);
+    assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CUDA, 1));
+    assert!(choice.unsupported[0].executor == ExecutorName::CUDNN && choice.unsupported[0].to_string().contains("f32"), "{:?}", choice.unsupported);
     let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
     // Kernels with `mma.sync`, which alone of ours take one order, are not asked before cuDNN.
     let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
-    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDNN, 0));
+    assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CUDNN, 0));
     let shape = Shape { dim_qk: 264, dim_v: 264, ..SHAPE };
     let neither = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
     let asked = [forward(&all, &neither, Preference::Auto), backward(&all, &neither, Preference::Auto)];
@@ -173,7 +173,7 @@ fn cudnn_comes_first_only_where_its_ledger_covers_the_problem() {
     let all_right = |evidence: &mut Evidence| passes(&spec).iter().for_each(|job| evidence.add(job, true));
     let executors = |all: &Dispatcher| {
         let [there, back] = [forward(all, &spec, Preference::Auto).unwrap(), backward(all, &spec, Preference::Auto).unwrap()];
-        assert!(there.declined.is_empty() && back.declined.is_empty() && there.unproven.is_none() && back.unproven.is_none());
+        assert!(there.unsupported.is_empty() && back.unsupported.is_empty() && there.unproven.is_none() && back.unproven.is_none());
         [there.executor, back.executor]
     };
     let Some(none) = with_ledger(&Evidence::default()) else { return };
@@ -188,7 +188,7 @@ fn cudnn_comes_first_only_where_its_ledger_covers_the_problem() {
     all_right(&mut evidence);
     assert_eq!(executors(&with_ledger(&evidence).unwrap()), [ExecutorName::CUDNN; 2]);
 
-    // A wrong result of the backward pass: cuDNN declines it by name too, and the forward pass stays proven.
+    // A wrong result of the backward pass: cuDNN refuses it by name too, and the forward pass stays proven.
     let mut evidence = Evidence::default();
     passes(&spec).iter().for_each(|job| evidence.add(job, job.name() == "forward"));
     let all = with_ledger(&evidence).unwrap();
@@ -205,9 +205,9 @@ fn cudnn_computes_unproven_problems_that_kernels_do_not_support() {
     let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
     let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
-    let declined: Vec<ExecutorName> = choice.declined.iter().map(|declined| declined.executor).collect();
+    let unsupported: Vec<ExecutorName> = choice.unsupported.iter().map(|unsupported| unsupported.executor).collect();
     assert!(choice.executor == ExecutorName::CUDA || choice.unproven.is_some(), "{:?}", choice.unproven);
-    assert_eq!(declined.is_empty(), choice.executor == ExecutorName::CUDA);
+    assert_eq!(unsupported.is_empty(), choice.executor == ExecutorName::CUDA);
 }
 
 #[test]
@@ -246,8 +246,8 @@ fn who_is_absent_is_passed_over_and_told() {
     let nowhere = |name: &str| Some(PathBuf::from(format!("/nowhere/{name}")));
     let Some(kernels) = all(nowhere("libcudnn.so.9"), None) else { return };
     let choice = forward(&kernels, &spec(SINES), Preference::Auto).unwrap();
-    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
-    assert!(choice.declined[0].is_absence() && choice.declined[0].to_string().contains("/nowhere/libcudnn.so.9"));
+    assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CUDA, 1));
+    assert!(choice.unsupported[0].is_absence() && choice.unsupported[0].to_string().contains("/nowhere/libcudnn.so.9"));
     assert_eq!(kernels.device().unwrap().ordinal(), 0);
     let neither = all(nowhere("libcudnn.so.9"), nowhere("libnvrtc.so.13")).unwrap();
     let Err(Error::Unsupported(refused)) = forward(&neither, &spec(RULE), Preference::Auto) else { panic!("somebody took it") };
@@ -256,7 +256,7 @@ fn who_is_absent_is_passed_over_and_told() {
     assert!(neither.device().is_err_and(|missing| missing.failure::<sdpa::cudnn::BackendError>().is_some()));
     let plans = all(None, nowhere("libnvrtc.so.13")).unwrap();
     let choice = forward(&plans, &spec(RULE), Preference::Auto).unwrap();
-    assert_eq!((choice.executor, choice.declined[0].executor), (ExecutorName::CUDNN, ExecutorName::CUDA));
+    assert_eq!((choice.executor, choice.unsupported[0].executor), (ExecutorName::CUDNN, ExecutorName::CUDA));
 }
 
 /// The first call of a program may be captured, by somebody else and in the mode that prohibits most: executors, plans and kernels are made meanwhile.

@@ -110,9 +110,9 @@ fn wrong_calls_submit_nothing() {
     }
 }
 
-/// The fields that a pass over device memory is declined for.
-fn declined<T>(made: Result<T, Error>) -> Vec<String> {
-    let Err(Error::Unsupported(why)) = made else { panic!("it was not declined") };
+/// The fields that a pass over device memory is unsupported for.
+fn unsupported<T>(made: Result<T, Error>) -> Vec<String> {
+    let Err(Error::Unsupported(why)) = made else { panic!("it was not unsupported") };
     let field = |reason: Reason| match reason {
         Reason::Limit { field, .. } => field,
         other @ (Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) | _) => other.to_string(),
@@ -121,7 +121,7 @@ fn declined<T>(made: Result<T, Error>) -> Vec<String> {
 }
 
 #[test]
-fn what_cannot_be_set_as_a_whole_is_declined_and_host_memory_takes_it() {
+fn what_cannot_be_set_as_a_whole_is_unsupported_and_host_memory_takes_it() {
     let Some(recorder) = recorder() else { return };
     let executor = recorder.executor();
     let mut gaps = spec([2, 5, 0]);
@@ -130,7 +130,7 @@ fn what_cannot_be_set_as_a_whole_is_declined_and_host_memory_takes_it() {
     let beside_sink = spec([2, 5, 0]).with_sink().with_stats().with_sum_exp();
     for (spec, fields) in [(gaps, vec!["o.strides"]), (beside_sink, vec!["stats", "sum_exp"])] {
         let problem = spec.validate().unwrap();
-        assert_eq!(declined(executor.prepare_device(&problem)), fields);
+        assert_eq!(unsupported(executor.prepare_device(&problem)), fields);
         executor.supports(&problem).unwrap();
         executor.prepare(&problem).unwrap();
     }
@@ -141,7 +141,7 @@ fn what_cannot_be_set_as_a_whole_is_declined_and_host_memory_takes_it() {
     gradient.dq.strides[2] += 32;
     gradient.dq.strides[0] += 160;
     let problem = gradient.validate().unwrap();
-    assert_eq!(declined(executor.prepare_device_backward(&problem)), ["dq.strides"]);
+    assert_eq!(unsupported(executor.prepare_device_backward(&problem)), ["dq.strides"]);
     executor.supports_backward(&problem).unwrap();
     executor.prepare_backward(&problem).unwrap();
 }
@@ -152,8 +152,8 @@ fn there_are_no_plans() {
     let Some(recorder) = recorder() else { return };
     let spec = spec([2, 5, 0]);
     let refused = recorder.executor().attention(&spec.validate().unwrap()).map(|_| ()).map_err(Error::from);
-    assert_eq!(declined(refused), ["(batch, seq_q, seq_kv)"]);
+    assert_eq!(unsupported(refused), ["(batch, seq_q, seq_kv)"]);
     let gradient = spec.mask("dilated:2".parse().unwrap()).backward().validate().unwrap();
-    assert_eq!(declined(recorder.executor().attention_backward(&gradient).map(|_| ()).map_err(Error::from)), ["(batch, seq_q, seq_kv)"]);
+    assert_eq!(unsupported(recorder.executor().attention_backward(&gradient).map(|_| ()).map_err(Error::from)), ["(batch, seq_q, seq_kv)"]);
     assert!(recorder.executor().explain(&gradient.into()).notes.is_empty());
 }

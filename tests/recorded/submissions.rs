@@ -138,7 +138,7 @@ impl Memory {
 #[derive(Default)]
 struct Tally {
     taken: usize,
-    declined: usize,
+    unsupported: usize,
     refused: usize,
     wrong: Vec<String>,
 }
@@ -172,7 +172,7 @@ impl Tally {
         let planned = match made {
             Ok((planned, _)) => planned,
             Err(Error::Unsupported(_)) => {
-                self.declined += 1;
+                self.unsupported += 1;
                 return;
             }
             Err(e) => {
@@ -235,7 +235,7 @@ impl Tally {
     }
 
     fn done(self, what: &str) {
-        say(&format!("{what}: {} passes submitted, {} declined, {} wrong calls refused", self.taken, self.declined, self.refused));
+        say(&format!("{what}: {} passes submitted, {} unsupported, {} wrong calls refused", self.taken, self.unsupported, self.refused));
         assert!(self.wrong.is_empty(), "{} findings\n{}", self.wrong.len(), self.wrong.join("\n"));
         assert!(self.taken > 0 && self.refused > 0);
     }

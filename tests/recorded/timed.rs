@@ -67,7 +67,7 @@ fn the_faster_one_is_asked_first_and_is_timed_once() {
 }
 
 #[test]
-fn nothing_is_timed_where_that_is_not_asked_for_or_one_declines() {
+fn nothing_is_timed_where_that_is_not_asked_for_or_one_is_unsupported() {
     let Some((recorder, usual)) = dispatcher(false) else { return };
     assert_eq!(chosen(&usual, &spec("dilated:4 & causal")), [(ExecutorName::CUDA, None); 2]);
     drop(recorder);

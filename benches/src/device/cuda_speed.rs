@@ -143,7 +143,7 @@ pub(crate) fn speed(backward: bool, rows: u64) -> Result<()> {
         let passes: Vec<&Pass> = std::iter::once(&*mine as &Pass).chain(other.as_deref()).collect();
         let ms = times(&stream, &job, &passes, first.as_deref().map(|first| first as &Pass), EACH)?;
         let told = |ms: f64| format!("{ms:.4} ms {:.0}", flops / ms / 1e9);
-        let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
+        let other = ms.get(1).map_or_else(|| "unsupported".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
         println!("({batch},{heads_q},{heads_kv},{seq},{dim}) {score_mod} {mask}: cuda {}; cudnn {other}", told(ms[0]));
     }
     Ok(())
@@ -228,7 +228,7 @@ pub(crate) fn few() -> Result<()> {
         let passes: Vec<&Pass> = std::iter::once(&*mine as &Pass).chain(other.as_deref()).collect();
         let ms = times(&stream, &problem.into(), &passes, None, EACH)?;
         let told = |ms: f64| format!("{ms:.4} ms {:.0} TFLOP/s {:.2} TB/s", flops / ms / 1e9, bytes / ms / 1e9);
-        let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
+        let other = ms.get(1).map_or_else(|| "unsupported".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
         println!("{lies:?} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},128) {mask}: {}, {}; cudnn {other}", mine.engine(), told(ms[0]));
     }
     Ok(())

@@ -9,18 +9,18 @@ use sdpa::cudnn::PlanOptions;
 use std::ops::Range;
 
 fn look(name: &str, executor: &dyn Executor, seeds: Range<u64>) -> u64 {
-    let (mut right, mut declined, mut failed) = (0, 0, 0);
+    let (mut right, mut unsupported, mut failed) = (0, 0, 0);
     for seed in seeds {
         match Edges::drawn(seed).look(executor) {
             Ok(Some(_)) => right += 1,
-            Ok(None) => declined += 1,
+            Ok(None) => unsupported += 1,
             Err(how) => {
                 failed += 1;
                 println!("FAIL {name} {seed}: {how}");
             }
         }
     }
-    println!("{name}, edges of rules of floats: {right} right, {declined} declined, {failed} failed");
+    println!("{name}, edges of rules of floats: {right} right, {unsupported} unsupported, {failed} failed");
     failed
 }
 

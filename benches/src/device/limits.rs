@@ -133,7 +133,7 @@ fn numbers(count: i64, seed: u64) -> Vec<bf16> {
 /// What a pass over places came to.
 enum Came {
     Ran(Vec<Place>),
-    Declined(String),
+    Unsupported(String),
 }
 
 fn tensors(spec: &BackwardSpec, backward: bool) -> Vec<(Operand, TensorSpec)> {
@@ -151,7 +151,7 @@ fn pass(executor: &On, stream: &Stream, spec: &BackwardSpec, backward: bool, fro
     let ready = if backward { executor.prepare_device_backward(&spec.validate()?) } else { executor.prepare_device(&f.validate()?) };
     let ready = match ready {
         Ok(ready) => ready,
-        Err(Error::Unsupported(why)) => return Ok(Came::Declined(why.to_string().replace('\n', "; "))),
+        Err(Error::Unsupported(why)) => return Ok(Came::Unsupported(why.to_string().replace('\n', "; "))),
         Err(other) => return Err(other.into()),
     };
     let mut places = Vec::new();
@@ -273,8 +273,8 @@ fn judge(executor: &On, stream: &Stream, what: &str, spec: &BackwardSpec, backwa
         }
     };
     match came {
-        Came::Declined(why) => {
-            println!("{what}: declined, {why}");
+        Came::Unsupported(why) => {
+            println!("{what}: unsupported, {why}");
             Ok(0)
         }
         Came::Ran(places) => {

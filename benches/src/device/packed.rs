@@ -236,7 +236,7 @@ struct Tally {
 fn check(executor: &CudnnExecutor, stream: &Stream, case: &mut Case, tally: &mut Tally) -> Result<()> {
     let [forward, backward] = plans(executor, &case.spec)?;
     let Some(forward) = forward else {
-        println!("DECLINED {}", case.what);
+        println!("UNSUPPORTED {}", case.what);
         return Ok(());
     };
     let results = ["o", "stats", "dq", "dk", "dv"];

@@ -7,7 +7,7 @@ use crate::kernel::{Kernel, KernelCache, KernelKey, Math};
 use crate::run::{Facts, Ready, Runner};
 use crate::task::Task;
 use crate::tiles::THREADGROUP_BYTES;
-use crate::unsupported::Declined;
+use crate::unsupported::Unavailable;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSOperatingSystemVersion, NSProcessInfo};
@@ -49,14 +49,14 @@ pub struct Gpu {
     math: Math,
 }
 
-fn system(info: &NSProcessInfo) -> Result<(), Declined> {
+fn system(info: &NSProcessInfo) -> Result<(), Unavailable> {
     let os = std::env::consts::OS;
-    let declined = |needs: String| Declined::System { system: format!("{os}, {}", info.operatingSystemVersionString()), needs };
+    let unsupported = |needs: String| Unavailable::System { system: format!("{os}, {}", info.operatingSystemVersionString()), needs };
     let Some((_, major)) = SYSTEMS.into_iter().find(|(name, _)| *name == os) else {
-        return Err(declined(SYSTEMS.map(|(name, major)| format!("{name} {major}")).join(", ")));
+        return Err(unsupported(SYSTEMS.map(|(name, major)| format!("{name} {major}")).join(", ")));
     };
     let version = NSOperatingSystemVersion { majorVersion: major, minorVersion: 0, patchVersion: 0 };
-    if info.isOperatingSystemAtLeastVersion(version) { Ok(()) } else { Err(declined(format!("{os} {major}"))) }
+    if info.isOperatingSystemAtLeastVersion(version) { Ok(()) } else { Err(unsupported(format!("{os} {major}"))) }
 }
 
 fn facts(device: &ProtocolObject<dyn MTLDevice>, info: &NSProcessInfo) -> Facts {
@@ -71,15 +71,15 @@ fn facts(device: &ProtocolObject<dyn MTLDevice>, info: &NSProcessInfo) -> Facts 
     }
 }
 
-fn suits(facts: &Facts) -> Result<(), Declined> {
-    let declined =
-        |field: &str, value: String, limit: String| Declined::Gpu { gpu: facts.name.clone(), field: field.to_owned(), value, limit };
+fn suits(facts: &Facts) -> Result<(), Unavailable> {
+    let unsupported =
+        |field: &str, value: String, limit: String| Unavailable::Gpu { gpu: facts.name.clone(), field: field.to_owned(), value, limit };
     if facts.family.is_none_or(|family| family < FIRST_FAMILY) {
         let value = facts.family.map_or("none of Apple's".to_owned(), |family| format!("Apple{family}"));
-        return Err(declined("the family", value, format!("Apple{FIRST_FAMILY} or newer: it has matrices of simdgroups")));
+        return Err(unsupported("the family", value, format!("Apple{FIRST_FAMILY} or newer: it has matrices of simdgroups")));
     }
     if facts.threadgroup_bytes < THREADGROUP_BYTES as u64 {
-        return Err(declined("threadgroup memory", format!("{} bytes", facts.threadgroup_bytes), format!("at least {THREADGROUP_BYTES}")));
+        return Err(unsupported("threadgroup memory", format!("{} bytes", facts.threadgroup_bytes), format!("at least {THREADGROUP_BYTES}")));
     }
     Ok(())
 }
@@ -89,20 +89,20 @@ impl Gpu {
     ///
     /// # Errors
     /// There is no GPU, or the kernels do not run on it.
-    pub fn system() -> Result<Gpu, Declined> {
-        autoreleasepool(|_| Gpu::new(MTLCreateSystemDefaultDevice().ok_or(Declined::NoGpu)?, PIPELINES, Math::Safe))
+    pub fn system() -> Result<Gpu, Unavailable> {
+        autoreleasepool(|_| Gpu::new(MTLCreateSystemDefaultDevice().ok_or(Unavailable::NoGpu)?, PIPELINES, Math::Safe))
     }
 
     /// Uses the caller's device, with a bound on the kernels that are kept.
     ///
     /// # Errors
     /// The kernels do not run on it.
-    pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, pipelines: NonZeroUsize, math: Math) -> Result<Gpu, Declined> {
+    pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, pipelines: NonZeroUsize, math: Math) -> Result<Gpu, Unavailable> {
         let info = NSProcessInfo::processInfo();
         system(&info)?;
         let facts = facts(&device, &info);
         suits(&facts)?;
-        let queue = device.newCommandQueue().ok_or(Declined::NoGpu)?;
+        let queue = device.newCommandQueue().ok_or(Unavailable::NoGpu)?;
         Ok(Gpu { device, queue, pipelines: KernelCache::new("metal", Limits::entries(pipelines)), facts: Arc::new(facts), math })
     }
 
@@ -130,7 +130,7 @@ impl Gpu {
         for plan in task.plans() {
             let key = KernelKey::new(plan, self.math);
             let pipeline = Kernel::of(&self.pipelines, &key, || autoreleasepool(|_| Pipeline::build(&self.device, &key)))?;
-            pipeline.limits.check(plan).map_err(Error::Declined)?;
+            pipeline.limits.check(plan).map_err(Error::Unsupported)?;
             pipelines.push(pipeline);
         }
         Ok(Built::new(self, task, pipelines))

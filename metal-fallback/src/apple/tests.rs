@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::kernel::Math;
 use crate::plan::Operand;
 use crate::run::{Call, Contents, Runner};
-use crate::unsupported::Declined;
+use crate::unsupported::Unavailable;
 use crate::{Forward, Task};
 use objc2_metal::{MTLCommandBuffer, MTLCommandQueue, MTLDevice, MTLResourceOptions};
 use sdpa_core::{DType, Ends, Region, TensorSpec};
@@ -48,7 +48,7 @@ impl Drop for Pages {
 
 /// Returns the GPU, or skips the test.
 fn gpu() -> Option<Gpu> {
-    let said = |why: Declined| {
+    let said = |why: Unavailable| {
         assert!(!std::env::var("SDPA_REQUIRE").is_ok_and(|list| list.split(',').any(|name| name == "metal")), "{why}");
         println!("SKIP metal: the glue: {why}");
     };

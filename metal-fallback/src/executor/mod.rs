@@ -7,7 +7,7 @@ mod call;
 mod fact;
 mod problem;
 
-use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
+use crate::{Backward, Unavailable, Facts, Forward, Kernels, Ready, Runner, Task};
 use call::{MetalBackward, MetalForward};
 use fact::supported;
 use problem::unsupported;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// Attention on an Apple GPU.
 #[derive(Clone, Debug)]
 pub struct MetalExecutor {
-    runner: Result<Arc<dyn Runner>, Declined>,
+    runner: Result<Arc<dyn Runner>, Unavailable>,
     kernels: Option<Kernels>,
 }
 
@@ -52,7 +52,7 @@ impl MetalExecutor {
     ///
     /// # Errors
     /// Why there is no GPU.
-    pub fn facts(&self) -> Result<&Facts, &Declined> {
+    pub fn facts(&self) -> Result<&Facts, &Unavailable> {
         self.runner.as_deref().map(Runner::facts)
     }
 
@@ -76,7 +76,7 @@ impl MetalExecutor {
 impl From<crate::Error> for Error {
     fn from(error: crate::Error) -> Error {
         match error {
-            crate::Error::Declined(reasons) => Error::Unsupported(unsupported(reasons)),
+            crate::Error::Unsupported(reasons) => Error::Unsupported(unsupported(reasons)),
             failed @ (crate::Error::Compile { .. }
             | crate::Error::Operand { .. }
             | crate::Error::Exhausted { .. }

@@ -65,15 +65,15 @@ mod tests {
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape, StatsBase};
 
     #[test]
-    fn packed_queries_beside_pages_are_declined_and_either_alone_is_not() {
+    fn packed_queries_with_pages_are_unsupported_and_either_alone_is_not() {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 30, dim_qk: 8, dim_v: 8 };
         let pages = AttentionSpec::paged(DType::F16, shape, Paged::new(7, 9));
         let supports = |spec: &AttentionSpec| Forward::from(&spec.validate().unwrap()).supports();
         supports(&pages.clone().mask(Mask::padding())).unwrap();
-        let declined = supports(&pages.with_packed_queries(12)).unwrap_err();
+        let unsupported = supports(&pages.with_packed_queries(12)).unwrap_err();
         assert!(
-            matches!(&declined[..], [Reason::Limit { field, limit, .. }] if field == "packed" && limit.contains("beside pages")),
-            "{declined:?}"
+            matches!(&unsupported[..], [Reason::Limit { field, limit, .. }] if field == "packed" && limit.contains("beside pages")),
+            "{unsupported:?}"
         );
     }
 

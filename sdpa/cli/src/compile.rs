@@ -32,7 +32,7 @@ struct Compiled {
     made: Option<Made>,
     ms: u64,
     /// The reason why there is no plan.
-    declined: Option<String>,
+    unsupported: Option<String>,
 }
 
 /// The plan or kernels of one pass.
@@ -52,7 +52,7 @@ struct Report {
     /// The compiler with its version.
     compiler: String,
     plans: usize,
-    declined: usize,
+    unsupported: usize,
     compiled: Vec<Compiled>,
 }
 
@@ -143,13 +143,13 @@ fn all<M: Maker>(mut maker: M, args: &CompileArgs, profile: &DeviceProfile, prob
     let step = Progress::new(json).bar("compiling", problems.len() as u64);
     for Named { problem, job } in problems {
         let start = Instant::now();
-        let (made, declined) = match maker.make(&job) {
+        let (made, unsupported) = match maker.make(&job) {
             Ok(made) => (Some(made), None),
             Err(sdpa::Error::Unsupported(why)) => (None, Some(why.to_string())),
             Err(other) => return Err(Failure::environment(problem, other)),
         };
         let ms = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);
-        compiled.push(Compiled { problem, pass: job.name(), plan: job.label(), made, ms, declined });
+        compiled.push(Compiled { problem, pass: job.name(), plan: job.label(), made, ms, unsupported });
         step.advance(1);
     }
     drop(step);
@@ -164,10 +164,10 @@ fn all<M: Maker>(mut maker: M, args: &CompileArgs, profile: &DeviceProfile, prob
         device: profile.name().to_owned(),
         compiler,
         plans,
-        declined: compiled.len() - plans,
+        unsupported: compiled.len() - plans,
         compiled,
     };
-    let outcome = if report.declined == 0 { Outcome::Good } else { Outcome::NoExecutor };
+    let outcome = if report.unsupported == 0 { Outcome::Good } else { Outcome::NoExecutor };
     Answer::new(json, &report, || report.text(), outcome)
 }
 
@@ -177,14 +177,14 @@ impl Report {
         let output = if self.plans > 0 { self.output.display().to_string() } else { "nothing was written".to_owned() };
         table.row("output", output);
         table.row("device", format!("{}, {}", self.device, self.compiler));
-        table.row("plans", format!("{}, {} declined", self.plans, self.declined));
+        table.row("plans", format!("{}, {} unsupported", self.plans, self.unsupported));
         for c in &self.compiled {
-            let what = match (&c.made, &c.declined) {
+            let what = match (&c.made, &c.unsupported) {
                 (Some(Made { engine, workspace_bytes, bytes }), _) => {
                     let workspace = workspace_bytes.map_or_else(String::new, |bytes| format!(", workspace {bytes} bytes"));
                     format!("{engine} in {} ms, {} kB{workspace}", c.ms, bytes / 1000)
                 }
-                (None, why) => format!("declined: {}", why.as_deref().unwrap_or("no reason")),
+                (None, why) => format!("unsupported: {}", why.as_deref().unwrap_or("no reason")),
             };
             table.row(&c.problem, format!("{}: {what}", c.plan));
         }

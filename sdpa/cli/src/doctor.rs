@@ -11,7 +11,7 @@ use crate::progress::{Progress, Step};
 use crate::run;
 use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
-use metal_fallback::{Declined, Facts};
+use metal_fallback::{Unavailable, Facts};
 use sdpa::cuda::KernelCache;
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use sdpa::{Dispatcher, Preference};
@@ -166,12 +166,12 @@ fn metal(dispatcher: &Dispatcher) -> Finding {
 }
 
 /// Returns the advice for a machine without an Apple GPU.
-fn install_gpu(why: &Declined) -> String {
+fn install_gpu(why: &Unavailable) -> String {
     match why {
-        Declined::NoDevice { .. } => "nothing: Metal is on Apple machines".to_owned(),
-        Declined::NoGpu => "run it in a session that sees the GPU: a virtual machine or a sandbox may hide it".to_owned(),
-        Declined::System { needs, .. } => format!("update the system to {needs}"),
-        Declined::Gpu { .. } | _ => "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned(),
+        Unavailable::NoDevice { .. } => "nothing: Metal is on Apple machines".to_owned(),
+        Unavailable::NoGpu => "run it in a session that sees the GPU: a virtual machine or a sandbox may hide it".to_owned(),
+        Unavailable::System { needs, .. } => format!("update the system to {needs}"),
+        Unavailable::Gpu { .. } | _ => "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned(),
     }
 }
 
@@ -346,11 +346,11 @@ mod tests {
     #[test]
     fn every_reason_against_a_gpu_has_something_to_do() {
         let text = |text: &str| text.to_owned();
-        let gpu = Declined::Gpu { gpu: text("AMD"), field: text("the family"), value: text("none"), limit: text("Apple7") };
+        let gpu = Unavailable::Gpu { gpu: text("AMD"), field: text("the family"), value: text("none"), limit: text("Apple7") };
         for (why, said) in [
-            (Declined::NoDevice { target_os: text("linux") }, "Metal is on Apple machines"),
-            (Declined::NoGpu, "a session that sees the GPU"),
-            (Declined::System { system: text("13.6"), needs: text("macos 14") }, "update the system to macos 14"),
+            (Unavailable::NoDevice { target_os: text("linux") }, "Metal is on Apple machines"),
+            (Unavailable::NoGpu, "a session that sees the GPU"),
+            (Unavailable::System { system: text("13.6"), needs: text("macos 14") }, "update the system to macos 14"),
             (gpu, "M1 or A14"),
         ] {
             assert!(install_gpu(&why).contains(said), "{why}");

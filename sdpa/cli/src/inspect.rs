@@ -235,7 +235,7 @@ fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'sta
 
 fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Failure> {
     let job = order.request.job();
-    if let Some(empty) = sdpa::empty::declined(&order.request.problem) {
+    if let Some(empty) = sdpa::empty::unsupported(&order.request.problem) {
         return Err(Failure::Executor(vec![Line::new(ExecutorName::CUDNN, empty)]));
     }
     let (runtime, runtime_from) = runtime(order.runtime, places)?;

@@ -104,8 +104,8 @@ impl Kernels {
 
     fn text(&self) -> String {
         match &self.tile {
-            Some(tile) => format!("{}: taken, {tile}", self.device),
-            None => format!("{}: declined: {}", self.device, self.reasons.join("; ")),
+            Some(tile) => format!("{}: supported, {tile}", self.device),
+            None => format!("{}: unsupported: {}", self.device, self.reasons.join("; ")),
         }
     }
 }
@@ -113,7 +113,7 @@ impl Kernels {
 /// Support of a problem on the CPU or on Metal.
 #[derive(Serialize)]
 struct Elsewhere {
-    taken: bool,
+    supported: bool,
     reasons: Vec<String>,
 }
 
@@ -125,7 +125,7 @@ impl Elsewhere {
             Reason::Limit { .. } | Reason::KnownBad { .. } | Reason::Refused { .. } | _ => true,
         };
         let reasons: Vec<Reason> = said.err().map_or_else(Vec::new, |e| e.reasons).into_iter().filter(of_problem).collect();
-        Elsewhere { taken: reasons.is_empty(), reasons: reasons.iter().map(ToString::to_string).collect() }
+        Elsewhere { supported: reasons.is_empty(), reasons: reasons.iter().map(ToString::to_string).collect() }
     }
 
     fn of(executor: &dyn Executor, job: &Job) -> Elsewhere {
@@ -136,7 +136,7 @@ impl Elsewhere {
     }
 
     fn text(&self) -> String {
-        if self.taken { "taken".to_owned() } else { format!("declined: {}", self.reasons.join("\n")) }
+        if self.supported { "supported".to_owned() } else { format!("unsupported: {}", self.reasons.join("\n")) }
     }
 }
 
@@ -211,7 +211,7 @@ fn on_device(asked: &Asked, job: &Job, request: &Request, name: &str, profile: &
         Ok(form) => return OnDevice { device, sm, form: Some(form), reasons: Vec::new(), allowed: Vec::new(), recorded },
         Err(reasons) => reasons,
     };
-    let mut allowed = changes::taken(request, |job| asked.form(job, profile).ok());
+    let mut allowed = changes::supported(request, |job| asked.form(job, profile).ok());
     allowed.extend(changes::newer(job, asked.version(), sm).map(|version| format!("cuDNN {version}, as far as rules say")));
     OnDevice { device, sm, form: None, reasons: reasons.iter().map(ToString::to_string).collect(), allowed, recorded }
 }
@@ -224,10 +224,10 @@ impl Report {
         table.row("cudnn", format!("{}, {library}", self.cudnn));
         for on in &self.devices {
             let text = match on.form {
-                Some(form) => format!("taken, {form}"),
+                Some(form) => format!("supported, {form}"),
                 None => {
-                    let reasons = on.reasons.iter().map(|reason| format!("declined: {reason}"));
-                    reasons.chain(on.allowed.iter().map(|what| format!("taken {what}"))).collect::<Vec<_>>().join("\n")
+                    let reasons = on.reasons.iter().map(|reason| format!("unsupported: {reason}"));
+                    reasons.chain(on.allowed.iter().map(|what| format!("supported {what}"))).collect::<Vec<_>>().join("\n")
                 }
             };
             table.row(&on.device, text);

@@ -421,7 +421,7 @@ mod tests {
     }
 
     /// Rejects about one in 60 pairs of values that are not the first of their factors.
-    fn declines_pairs(row: &Row) -> bool {
+    fn refuses_pairs(row: &Row) -> bool {
         let pairs = (0..row.len()).flat_map(|a| (a + 1..row.len()).map(move |b| (a, b))).filter(|(a, b)| row[*a] > 0 && row[*b] > 0);
         pairs.map(|(a, b)| Random::new(((a * 20 + row[a]) * 1000 + b * 20 + row[b]) as u64).bits()).any(|bits| bits % 60 == 0)
     }
@@ -443,7 +443,7 @@ mod tests {
         let questions = std::cell::RefCell::new(Vec::new());
         let covering = Strength::Two.rows(&|row| {
             questions.borrow_mut().push(row.clone());
-            !declines_pairs(row)
+            !refuses_pairs(row)
         });
         assert!(
             covering.rows.len() > 250 && covering.impossible.len() > 50,
@@ -451,7 +451,7 @@ mod tests {
             covering.rows.len(),
             covering.impossible.len()
         );
-        assert!(covering.rows.iter().all(|row| !declines_pairs(row)));
+        assert!(covering.rows.iter().all(|row| !refuses_pairs(row)));
         let mut questions = questions.into_inner();
         let all = questions.len();
         questions.sort();

@@ -43,7 +43,7 @@ pub fn backward(problem: &BackwardProblem) -> Option<Arc<dyn PreparedBackward>> 
 
 /// Returns why kernels do not support a problem without batch entries, queries or keys; `None` for any other. For code that compiles or lowers
 /// without preparing.
-pub fn declined(problem: &Problem) -> Option<Reason> {
+pub fn unsupported(problem: &Problem) -> Option<Reason> {
     let [batch, _, seq_q, seq_kv] = problem.extents();
     problem.is_empty().then(|| Reason::Limit {
         field: "(batch, seq_q, seq_kv)".to_owned(),

@@ -160,5 +160,5 @@ impl Target {
 }
 
 fn not_empty(problem: &Problem) -> Result<(), Unsupported> {
-    empty::declined(problem).map_or(Ok(()), |reason| Err(unsupported(vec![reason])))
+    empty::unsupported(problem).map_or(Ok(()), |reason| Err(unsupported(vec![reason])))
 }

@@ -275,7 +275,7 @@ fn told(form: Form, refusal: Refusal) -> Error {
 /// # Errors
 /// [`Error::Unsupported`] if the form cannot express the pass.
 pub fn schedule(job: &Job, form: Form, runtime: Version, pieces: Pieces) -> Result<Schedule<()>, Error> {
-    if let Some(empty) = empty::declined(job.problem()) {
+    if let Some(empty) = empty::unsupported(job.problem()) {
         return Err(unsupported(vec![empty]));
     }
     let lower = |job: &Job| spelled(lower::lower(job, form, runtime)).map_err(|refusal| told(form, refusal));

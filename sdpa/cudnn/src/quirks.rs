@@ -72,112 +72,112 @@ macro_rules! quirks {
 quirks! {
     RowSumOffsets {
         what: "sums of rows of o and d_o are taken at 32-bit offsets: dq and dk are wrong where o or d_o reaches past 2³¹ elements",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.28.0", test: "device limits",
     }
     QueryGradientOffsets {
         what: "dq is written at 32-bit offsets: wrong where it reaches past 2³² elements",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.28.0", test: "device limits",
     }
     BackwardGrid {
         what: "more than 65,535 batch entries or query heads exceed a dimension of the grid: the launch fails (`EXECUTION_FAILED_CUDA_DRIVER`)",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H100 under 9.19.0 with 70,000 batch entries", test: "a_backward_pass_over_more_batch_entries_than_a_grid_has_is_refused",
     }
     PaddingWithoutNumbers {
         what: "entries of a batch without queries or keys get no numbers, also where their lengths are guarded, before 9.19",
-        so: "declined", versions: to(18, 99), sm: ANY, passes: Both,
+        so: "unsupported", versions: to(18, 99), sm: ANY, passes: Both,
         source: "seen on an H200 under 9.13.1 and 9.16.0; cudnn-frontend #943", test: "each_row_refuses_its_versions_and_no_others",
     }
     AttentionDisabled {
         what: "attention is disabled by NVIDIA's frontend on these releases",
-        so: "declined", versions: (v(10, 0), v(10, 1)), sm: ANY, passes: Both,
+        so: "unsupported", versions: (v(10, 0), v(10, 1)), sm: ANY, passes: Both,
         source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
     }
     OpenWindowLong {
         what: "a window that is not causal gives wrong results past 1024 keys; fixed in 9.14.1",
-        so: "declined", versions: (v(14, 0), v(14, 0)), sm: ANY, passes: Both,
+        so: "unsupported", versions: (v(14, 0), v(14, 0)), sm: ANY, passes: Both,
         source: "cudnn-frontend 1.32; TransformerEngine #2344", test: "each_row_refuses_its_versions_and_no_others",
     }
     OpenWindow {
         what: "a window must be causal before 9.10.2",
-        so: "declined", versions: to(10, 1), sm: ANY, passes: Both,
+        so: "unsupported", versions: to(10, 1), sm: ANY, passes: Both,
         source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
     }
     DecodeOnBlackwell {
         what: "decode corrupts silently with few key heads on Blackwell; fixed in 9.25.1",
-        so: "declined", versions: (v(19, 0), v(25, 0)), sm: 100..=129, passes: Forward,
+        so: "unsupported", versions: (v(19, 0), v(25, 0)), sm: 100..=129, passes: Forward,
         source: "pytorch #193893, #194927", test: "each_row_refuses_its_versions_and_no_others",
     }
     MasksOffTheDiagonal {
         what: "masks off the main diagonal need lengths that are multiples of 64 before 9.6",
-        so: "declined", versions: to(5, 99), sm: ANY, passes: Both,
+        so: "unsupported", versions: to(5, 99), sm: ANY, passes: Both,
         source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
     }
     AccumulatorOfQueryGradient {
         what: "the library does not zero the accumulator of dq before 9.6",
-        so: "declined", versions: to(5, 99), sm: ANY, passes: Backward,
+        so: "unsupported", versions: to(5, 99), sm: ANY, passes: Backward,
         source: "cudnn-frontend 1.32, backward node", test: "each_row_refuses_its_versions_and_no_others",
     }
     PastTheKeys {
         what: "the backward pass reads past the keys where their number is no multiple of 128; fixed after 9.15.0",
-        so: "declined", versions: to(15, 0), sm: ANY, passes: Backward,
+        so: "unsupported", versions: to(15, 0), sm: ANY, passes: Backward,
         source: "cudnn-frontend 1.16 release notes", test: "each_row_refuses_its_versions_and_no_others",
     }
     PlannerOfOnePair {
         what: "the planner crashes where batch, heads and lengths are all 1",
-        so: "declined", versions: (v(26, 0), v(26, 0)), sm: ANY, passes: Backward,
+        so: "unsupported", versions: (v(26, 0), v(26, 0)), sm: ANY, passes: Backward,
         source: "cudnn-frontend #1071", test: "each_row_refuses_its_versions_and_no_others",
     }
     SharedKeysIn8Bits {
         what: "gradients of 8-bit floats are not accurate where query heads share a key head",
-        so: "declined", versions: EVERY, sm: 90..=99, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: 90..=99, passes: Backward,
         source: "left out by cudnn-frontend's own tests, 14 configurations for compute capability 9", test: "each_row_refuses_its_versions_and_no_others",
     }
     ScoreModsOf8Bits {
         what: "a score_mod of 8-bit floats is given scores before they are descaled: o and stats are wrong (softcap, ALiBi)",
-        so: "declined", versions: EVERY, sm: 90..=99, passes: Forward,
+        so: "unsupported", versions: EVERY, sm: 90..=99, passes: Forward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     DropoutOf8Bits {
         what: "dropout beside 8-bit floats ends in an illegal memory access",
-        so: "declined", versions: EVERY, sm: 90..=99, passes: Both,
+        so: "unsupported", versions: EVERY, sm: 90..=99, passes: Both,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     RowMaximaOf8Bits {
         what: "row maxima of 8-bit floats are those of scores before they are descaled",
-        so: "declined", versions: EVERY, sm: 90..=99, passes: Forward,
+        so: "unsupported", versions: EVERY, sm: 90..=99, passes: Forward,
         source: "seen on an H200 under 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     LengthsOf8Bits {
         what: "lengths beside 8-bit floats: rows of a batch entry without keys, or past its queries, are not 0 (7 of 120 random problems)",
-        so: "declined", versions: EVERY, sm: 90..=99, passes: Both,
+        so: "unsupported", versions: EVERY, sm: 90..=99, passes: Both,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     RowsWithoutKeysOf8Bits {
         what: "8-bit floats beside a rule that may leave a row without a key: o, stats and amax_o are not-a-number there",
-        so: "declined", versions: EVERY, sm: 90..=99, passes: Forward,
+        so: "unsupported", versions: EVERY, sm: 90..=99, passes: Forward,
         source: "seen on an H100 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     SmallGradientsOf8Bits {
         what: "gradients of 8-bit floats: dq loses small gradients of scores, up to 1.64 times what rounding them to the nearest allows",
-        so: "declined", versions: to(26, 99), sm: 90..=99, passes: Backward,
+        so: "unsupported", versions: to(26, 99), sm: 90..=99, passes: Backward,
         source: "seen on an H200 under 9.19.0, not under 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     PackedWideKeys {
         what: "packed documents whose dim_qk is above 192 beside a dim_v of at most 128: dq and dk are wrong (216 and 112, three heads, documents without tokens)",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     OffsetsOfQueryGradient {
         what: "packed documents: dq is wrong where its heads lie behind one another within a token, dim_qk is a multiple of 16 and its strides are not those of q (q within a tensor of q, k and v)",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     OrderOfWideKeys {
         what: "deterministic: dq has other bits on every run where 128 < dim_qk ≤ 192 and 64 < dim_v ≤ 128, other than 192 and 128",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     BandsOfTwoCorners {
@@ -205,7 +205,7 @@ quirks! {
     HeadsOfOneQuery {
         what: "unified form, one query: values by head are another head's, with 8 heads on one head of keys",
         so: "refused before 9.25.1, where they are right", versions: to(25, 0), sm: ANY, passes: Forward,
-        source: "seen on an H200 under 9.22.0", test: "what_engines_get_wrong_is_declined",
+        source: "seen on an H200 under 9.22.0", test: "faults_of_engines_are_unsupported",
     }
     KeysPastTheLast {
         what: "a score of 0 is counted for keys past the last one in half a tile: dq is not-a-number for stats below −88.7 and seq_kv % 128 = 64",
@@ -224,7 +224,7 @@ quirks! {
     }
     RowsUntold {
         what: "row maxima and sums of exponentials beside a softmax that is spelled in ops are not written",
-        so: "declined", versions: to(20, 99), sm: ANY, passes: Forward,
+        so: "unsupported", versions: to(20, 99), sm: ANY, passes: Forward,
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     SumsOfNoKeys {
@@ -235,7 +235,7 @@ quirks! {
     PaddingInTheUnifiedForm {
         what: "unified form: lengths beside a score_mod or a rule give wrong numbers for some of them",
         so: "refused; the composite form takes them", versions: EVERY, sm: ANY, passes: Forward,
-        source: "seen on an H200 under 9.27.0", test: "what_engines_get_wrong_is_declined",
+        source: "seen on an H200 under 9.27.0", test: "faults_of_engines_are_unsupported",
     }
     VectorsOverTheBatch {
         what: "tensors over the batch, not over queries or keys, are read at the index of the head, whatever their type",
@@ -244,12 +244,12 @@ quirks! {
     }
     LengthsOfOneSide {
         what: "lengths of queries alone or of keys alone are read at the index of the head",
-        so: "a rule over a tensor that is spread; with a band about the ends of entries declined", versions: EVERY, sm: ANY, passes: Both,
+        so: "a rule over a tensor that is spread; with a band about the ends of entries unsupported", versions: EVERY, sm: ANY, passes: Both,
         source: "seen on an H100 under 9.19.0", test: "no_op_reads_a_tensor_over_the_batch_alone",
     }
     VectorsOfMasksAndScoreMods {
         what: "dq, dk and dv are wrong with a score_mod where it or the mask reads a tensor over the batch that spans neither queries nor keys, and either reads a second one or a tensor over queries",
-        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H100 under 9.19.0, beside softcap on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     BooleansReadTwice {
@@ -259,12 +259,12 @@ quirks! {
     }
     StatsOfPackedDecode {
         what: "packed queries of one token at most over pages: nothing writes the statistics",
-        so: "declined", versions: EVERY, sm: ANY, passes: Forward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     HeadsOfOnePairInPages {
         what: "one query and one key in pages: a tensor over heads and not over the batch is read at another head, and so is a function of the head index",
-        so: "declined", versions: EVERY, sm: ANY, passes: Forward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H100 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     ScoreModsOfPagedDecode {
@@ -279,7 +279,7 @@ quirks! {
     }
     DropoutOfOneQuery {
         what: "one query and more than 256 keys: dropout drops others than it says, or ends in an illegal memory access, by the engine that divides keys among blocks",
-        so: "declined", versions: EVERY, sm: ANY, passes: Forward,
+        so: "unsupported", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     IndicesOfOneQuery {
@@ -291,7 +291,7 @@ quirks! {
         what: "tiles past the last query or key give score_mods −∞",
         so: "selects after stats and after the derivative; beside lengths, score_mods that make no number of it are refused",
         versions: EVERY, sm: ANY, passes: Backward,
-        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_engines_get_wrong_is_declined",
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "faults_of_engines_are_unsupported",
     }
     LengthsAsRules {
         what: "lengths as rules beside score_mods are wrong, crash (9.19) or find no engine (9.27)",

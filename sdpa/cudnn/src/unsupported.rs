@@ -100,9 +100,9 @@ const KEYS_IN_ONE_PART: i64 = 256;
 const GRID: i64 = 65_535;
 
 /// A quirk, and the problems that are refused because of it.
-type Declined = (Quirk, fn(&Job) -> bool);
+type Row = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 27] = [
+const UNSUPPORTED: [Row; 27] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::BackwardGrid, |j| [j.problem().batch(), j.problem().heads_q()].iter().any(|&extent| extent > GRID)),
@@ -172,7 +172,7 @@ fn packed_numbers(tensor: &TensorSpec) -> bool {
 /// other work on the device changes the last bit (docs/threads.md).
 pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
     let problem = job.problem();
-    if let Some(empty) = empty::declined(problem) {
+    if let Some(empty) = empty::unsupported(problem) {
         return vec![empty];
     }
     let mut reasons: Vec<Reason> = job.facts().flat_map(|fact| fact::against(job, &fact)).collect();
@@ -269,7 +269,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if problem.dtype().is_fp8() {
         reasons.extend(fp8::reasons(job, runtime, sm));
     }
-    for (quirk, applies) in DECLINED {
+    for (quirk, applies) in UNSUPPORTED {
         let row = quirk.row();
         let of_this_pass = match row.passes {
             Passes::Forward => !is_backward(job),
@@ -386,8 +386,8 @@ mod tests {
         );
         assert!(refused(&chunk, 5, 0, 90) && !refused(&chunk, 6, 0, 90));
         assert!(refused(&plain, 19, 0, 75));
-        for (dims, declined) in [([216, 112], true), ([200, 128], true), ([192, 128], false), ([216, 136], false), ([128, 128], false)] {
-            assert_eq!(refused(&packed(9, dims, true), 19, 0, 90), declined, "{dims:?}");
+        for (dims, unsupported) in [([216, 112], true), ([200, 128], true), ([192, 128], false), ([216, 136], false), ([128, 128], false)] {
+            assert_eq!(refused(&packed(9, dims, true), 19, 0, 90), unsupported, "{dims:?}");
             assert!(!refused(&packed(9, dims, false), 19, 0, 90), "{dims:?}");
         }
         let ordered = |[dim_qk, dim_v]: [i64; 2], deterministic: bool| {
@@ -447,7 +447,7 @@ mod tests {
         assert!(!refused(&beside_documents("tensor t[head]: i32; score * f32(t % 8)"), 19, 0, 90));
         // Measured with masks alone, softcap and factors: (score_mod, masks, whether it is wrong).
         let by_entry = "tensor t[batch]: i32; k < t";
-        for (score_mod, masks, declined) in [
+        for (score_mod, masks, unsupported) in [
             ("softcap:5", &[by_entry, "document"][..], true),
             ("softcap:5", &["tensor t[batch, head]: i32; k < t", "tensor u[batch]: i32; k > u"], true),
             ("alibi", &[by_entry, "tensor d[batch, head, q]: i32; d > q"], true),
@@ -466,7 +466,7 @@ mod tests {
                 masks.iter().fold(AttentionSpec::dense(DType::BF16, shape, Layout::Bshd), |spec, mask| spec.mask(mask.parse().unwrap()));
             let spec = if score_mod.is_empty() { spec } else { spec.score_mod(score_mod.parse().unwrap()) };
             let job = spec.backward().validate().unwrap().into();
-            assert_eq!((refused(&job, 19, 0, 90), refused(&job, 27, 0, 90)), (declined, declined), "{score_mod} {masks:?}");
+            assert_eq!((refused(&job, 19, 0, 90), refused(&job, 27, 0, 90)), (unsupported, unsupported), "{score_mod} {masks:?}");
         }
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }

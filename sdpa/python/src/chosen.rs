@@ -17,7 +17,7 @@ pub(crate) struct Chosen {
     pub(crate) device: &'static Device,
     pub(crate) executor: ExecutorName,
     pub(crate) pass: Arc<DevicePass>,
-    declined: Vec<Unsupported>,
+    unsupported: Vec<Unsupported>,
     unproven: Option<Arc<Unproven>>,
     named: bool,
 }
@@ -25,11 +25,11 @@ pub(crate) struct Chosen {
 impl Chosen {
     pub(crate) fn new(all: Arc<Dispatcher>, asked: &Asked, named: Option<ExecutorName>) -> Result<Chosen, Error> {
         let preference = named.map_or(Preference::Auto, Preference::Named);
-        let Choice { executor, prepared, declined, unproven, .. } = match asked {
+        let Choice { executor, prepared, unsupported, unproven, .. } = match asked {
             Asked::Forward(problem) => all.prepare_device(problem, preference),
             Asked::Backward(problem) => all.prepare_device_backward(problem, preference),
         }?;
-        Ok(Chosen { device: all.device()?, all, executor, pass: prepared, declined, unproven, named: named.is_some() })
+        Ok(Chosen { device: all.device()?, all, executor, pass: prepared, unsupported, unproven, named: named.is_some() })
     }
 
     /// Returns the features of the pass that the ledger of its executor does not cover.
@@ -40,8 +40,8 @@ impl Chosen {
     /// Returns the executors that do not run it, with their reasons. An executor that was not tried has a reason for that.
     pub(crate) fn others(&self, asked: &Asked) -> Vec<Told> {
         let others = BOTH.into_iter().filter(|other| *other != self.executor);
-        let why = |other: ExecutorName| match self.declined.iter().find(|declined| declined.executor == other) {
-            Some(declined) => told(declined),
+        let why = |other: ExecutorName| match self.unsupported.iter().find(|unsupported| unsupported.executor == other) {
+            Some(unsupported) => told(unsupported),
             None => (other.name(), vec![self.not_asked(asked)]),
         };
         others.map(why).collect()

@@ -137,7 +137,7 @@ def test_where_there_is_no_nvrtc_cudnn_is_enough():
 
 
 @with_nvrtc
-def test_what_one_declines_the_other_runs_and_what_both_do_is_told_of_both():
+def test_a_pass_that_one_library_does_not_support_runs_on_the_other():
     said = run("""
 print(masked("causal").plan(0, "f32", FORWARD, True, []).executor)
 wide = [((2, h, 512, 264), (h * 512 * 264, 512 * 264, 264, 1), 16) for h in (8, 2, 2, 8)]
@@ -214,7 +214,7 @@ def test_what_is_wrong_is_told_before_anything_is_submitted(changed, word, execu
     assert said.count(word) >= 2 and "nothing was said" not in said
 
 
-def test_what_cudnn_declines_is_told_when_a_pass_is_made():
+def test_a_pass_that_cudnn_does_not_support_is_reported_when_it_is_made():
     said = run("""
 for text, dtype, tensors, wrt in (
     ('{"executor":"cudnn"}', 'f32', FORWARD, []),

@@ -1,4 +1,4 @@
-//! What is made of the answers of all runtimes beside one another: the summary, and the table that the command line has.
+//! The comparison of all runtimes: the summary page, and the table of `cargo sdpa support`.
 
 use super::{KINDS, PASSES, answer, capital, devices, index, of_kind};
 use crate::matrix::Row;
@@ -6,22 +6,22 @@ use crate::offline::{Answer, Asked, PROFILES, RUNTIMES, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-const HEAD: &str = "# What cuDNN takes
+const HEAD: &str = "# Problems that cuDNN supports
 
-Made from the answers of the real library, asked on machines without a GPU about every problem of `tests/harness/matrix.rs`: each option with the others, in
-both passes, on four devices. What is taken has been asked for, not run: numbers need a GPU. Every run of the tests asks ";
+This page is generated from the answers of the real library, without a GPU, to every problem of `tests/harness/matrix.rs`: each option with the others, in
+both passes, on four devices. \"Supported\" means that cuDNN offered an engine; the problems were not run. Every run of the tests asks ";
 
-const BEHIND: &str = " again; the others are asked where a
-change is meant to change them (`SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which also rewrites these pages). One problem, with the reason and what would allow
-it: [`cargo sdpa support`](cli.md#support).
+const AFTER: &str = " again. For the other versions, run
+`SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which also rewrites these pages. For one problem, with the reason and what would make it supported, run
+[`cargo sdpa support`](cli.md#support).
 ";
 
 type Recorded<'a> = [(&'a str, Vec<Asked>)];
 
-/// How many of some rows are taken on each device.
-fn taken(rows: &[&Row], asked: &[Asked]) -> Vec<usize> {
+/// Returns how many of the rows each device supports.
+fn supported(rows: &[&Row], asked: &[Asked]) -> Vec<usize> {
     let answers = index(asked);
-    let on = |profile: &str| rows.iter().filter(|row| answer(&answers, Wanted::Any, row, profile).is_some_and(Answer::is_taken)).count();
+    let on = |profile: &str| rows.iter().filter(|row| answer(&answers, Wanted::Any, row, profile).is_some_and(Answer::is_supported)).count();
     PROFILES.iter().map(|(profile, _)| on(profile)).collect()
 }
 
@@ -45,14 +45,14 @@ fn rule(text: &str) -> String {
 
 fn reasons(answer: &Answer) -> Vec<String> {
     match answer {
-        Answer::Takes { .. } => Vec::new(),
-        Answer::Declines(reasons) => reasons.iter().map(ToString::to_string).collect(),
+        Answer::Supported { .. } => Vec::new(),
+        Answer::Unsupported(reasons) => reasons.iter().map(ToString::to_string).collect(),
         Answer::Fails(text) => vec![text.clone()],
     }
 }
 
-/// What is declined, by rule: how often on each runtime.
-fn declined<'a>(all: &Recorded<'a>) -> Vec<(String, BTreeMap<&'a str, usize>)> {
+/// Unsupported problems by rule, with a count for each runtime.
+fn unsupported<'a>(all: &Recorded<'a>) -> Vec<(String, BTreeMap<&'a str, usize>)> {
     let mut rules: BTreeMap<String, BTreeMap<&str, usize>> = BTreeMap::new();
     for (runtime, asked) in all {
         for one in asked.iter().filter(|one| one.wanted == Wanted::Any) {
@@ -74,11 +74,11 @@ fn heading(first: &str, all: &Recorded<'_>) -> String {
 
 /// `docs/support.md`.
 pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
-    let mut text = format!("{HEAD}{}{BEHIND}", RUNTIMES.join(" and "));
+    let mut text = format!("{HEAD}{}{AFTER}", RUNTIMES.join(" and "));
     let pages: Vec<String> = all.iter().map(|(runtime, _)| format!("[{runtime}](support/{runtime}.md)")).collect();
     let _ = write!(
         text,
-        "\nFeature by feature, with engines and reasons: {}.\n\n## How much is taken\n\nOf so many problems, on {}; one number where these are alike.\n\n",
+        "\nFeature by feature, with engines and reasons: {}.\n\n## Supported problems\n\nThe first column has the number of problems. The others count supported problems on {}; one number if all four devices agree.\n\n",
         pages.join(", "),
         devices().join(", ")
     );
@@ -92,7 +92,7 @@ pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
             let title = if kind.is_empty() { format!("no option, {pass}") } else { format!("{kind}, {pass}") };
             let _ = write!(text, "| {}: {} |", capital(&title), of.len());
             for (_, asked) in all {
-                let counts = taken(&of, asked);
+                let counts = supported(&of, asked);
                 let words: Vec<String> = counts.iter().map(usize::to_string).collect();
                 let _ = write!(text, " {} |", if counts.iter().all(|n| *n == counts[0]) { words[0].clone() } else { words.join(", ") });
             }
@@ -100,13 +100,13 @@ pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
         }
     }
     let (differ, alike): (Vec<_>, Vec<_>) =
-        declined(all).into_iter().partition(|(_, counts)| counts.len() < all.len() || counts.values().collect::<BTreeSet<_>>().len() > 1);
+        unsupported(all).into_iter().partition(|(_, counts)| counts.len() < all.len() || counts.values().collect::<BTreeSet<_>>().len() > 1);
     let _ = write!(
         text,
-        "\n## What differs between versions\n\nHow many answers (of each problem, on each of the devices) have this as a reason, the most frequent first. {} other reasons are alike on all.\n\n",
+        "\n## What differs between versions\n\nEach row counts the answers (one per problem and device) with this reason, the most frequent first. {} other reasons have the same count on all versions.\n\n",
         alike.len()
     );
-    text.push_str(&heading("declined because", all));
+    text.push_str(&heading("unsupported because", all));
     for (rule, counts) in differ {
         let cells: Vec<String> =
             all.iter().map(|(runtime, _)| counts.get(runtime).map_or_else(|| "–".to_owned(), usize::to_string)).collect();
@@ -115,7 +115,7 @@ pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
     text
 }
 
-/// What `cargo sdpa support` knows where a version is not at hand: tab-separated runtime, kind, pass, device, problems, taken, and what engines said.
+/// What `cargo sdpa support` knows where a version is not at hand: tab-separated runtime, kind, pass, device, problems, supported, and the remarks of the engines.
 pub fn recorded(rows: &[Row], all: &Recorded<'_>) -> String {
     let mut text = String::new();
     for (runtime, asked) in all {
@@ -131,10 +131,10 @@ pub fn recorded(rows: &[Row], all: &Recorded<'_>) -> String {
                     let words: BTreeSet<&String> = said.iter().flatten().collect();
                     let words: Vec<&str> = words.into_iter().map(String::as_str).collect();
                     let by_engines = said.iter().filter(|said| !said.is_empty()).count();
-                    let taken = here.iter().filter(|a| a.is_taken()).count();
+                    let supported = here.iter().filter(|a| a.is_supported()).count();
                     let _ = writeln!(
                         text,
-                        "{runtime}\t{kind}\t{pass}\t{profile}\t{}\t{taken}\t{by_engines}\t{}",
+                        "{runtime}\t{kind}\t{pass}\t{profile}\t{}\t{supported}\t{by_engines}\t{}",
                         here.len(),
                         words.join(" / ").replace('\t', " ")
                     );

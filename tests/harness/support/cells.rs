@@ -34,15 +34,15 @@ impl Notes {
 
 fn why(answer: &Answer) -> Vec<String> {
     match answer {
-        Answer::Takes { .. } => Vec::new(),
-        Answer::Declines(reasons) => reasons.iter().map(reason).collect(),
+        Answer::Supported { .. } => Vec::new(),
+        Answer::Unsupported(reasons) => reasons.iter().map(reason).collect(),
         Answer::Fails(text) => vec![format!("failed: {text}")],
     }
 }
 
 /// What cuDNN says on offering nothing is one remark per engine, in no order.
 fn reason(reason: &Reason) -> String {
-    const NONE: &str = "no engine takes the graph:; cuDNN offers none: ";
+    const NONE: &str = "no engine supported the graph:; cuDNN offers none: ";
     match reason {
         Reason::Refused { form, text } => match text.split_once(NONE) {
             Some((_, remarks)) => {
@@ -63,23 +63,23 @@ fn engine(tag: &str) -> &str {
 
 /// Several answers.
 pub(super) fn cell(answers: &[&Answer], notes: &mut Notes) -> String {
-    let mut takes: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut supported: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for answer in answers {
-        if let Answer::Takes { form, engine: tag } = answer {
-            let engines = takes.entry(form.to_string()).or_default();
+        if let Answer::Supported { form, engine: tag } = answer {
+            let engines = supported.entry(form.to_string()).or_default();
             let name = tag.as_deref().map(engine);
             engines.extend(name.filter(|n| !engines.iter().any(|e| e == n)).map(str::to_owned));
         }
     }
     let mut parts: Vec<String> = Vec::new();
-    for (form, mut engines) in takes {
+    for (form, mut engines) in supported {
         engines.sort_by_key(|e| (e.len(), e.clone()));
         parts.push(format!("{form} {}", engines.join(", ")).trim().to_owned());
     }
-    let declined = answers.iter().filter(|a| !a.is_taken()).count();
-    if declined > 0 {
-        let count = if declined == answers.len() { String::new() } else { format!("{declined} ") };
-        parts.push(format!("{count}declined {}", notes.numbers(answers.iter().copied())));
+    let unsupported = answers.iter().filter(|a| !a.is_supported()).count();
+    if unsupported > 0 {
+        let count = if unsupported == answers.len() { String::new() } else { format!("{unsupported} ") };
+        parts.push(format!("{count}unsupported {}", notes.numbers(answers.iter().copied())));
     }
     parts.join("; ")
 }
@@ -87,14 +87,14 @@ pub(super) fn cell(answers: &[&Answer], notes: &mut Notes) -> String {
 /// One answer, as short as can be: an engine of the composite form, or why not.
 pub(super) fn word(answer: &Answer, notes: &mut Notes) -> String {
     match answer {
-        Answer::Takes { form, engine: tag } => {
-            let name = tag.as_deref().map_or("taken", engine);
+        Answer::Supported { form, engine: tag } => {
+            let name = tag.as_deref().map_or("supported", engine);
             match form {
                 Form::Composite => name.to_owned(),
                 Form::Unified => format!("unified {name}"),
             }
         }
-        Answer::Declines(_) | Answer::Fails(_) => notes.numbers([answer]),
+        Answer::Unsupported(_) | Answer::Fails(_) => notes.numbers([answer]),
     }
 }
 
@@ -104,21 +104,21 @@ mod tests {
 
     #[test]
     fn cells_say_what_is_taken_and_why_not() {
-        let takes = |engine: &str| Answer::Takes { form: Form::Composite, engine: Some(engine.to_owned()) };
-        let declines = |why: &str| Answer::Declines(vec![Reason::Absent(why.to_owned())]);
+        let supported = |engine: &str| Answer::Supported { form: Form::Composite, engine: Some(engine.to_owned()) };
+        let unsupported = |why: &str| Answer::Unsupported(vec![Reason::Absent(why.to_owned())]);
         let mut notes = Notes::default();
         let mut cell = |answers: &[Answer]| super::cell(&answers.iter().collect::<Vec<_>>(), &mut notes);
-        assert_eq!(cell(&[takes("eng10"), takes("eng9"), takes("eng10")]), "composite eng9, eng10");
-        assert_eq!(cell(&[declines("x"), declines("x")]), "declined [1]");
-        assert_eq!(cell(&[takes("eng2"), declines("y"), declines("x")]), "composite eng2; 2 declined [1] [2]");
-        assert_eq!(word(&takes("eng2_k1=0"), &mut notes), "eng2");
-        assert_eq!(word(&declines("y"), &mut notes), "[2]");
+        assert_eq!(cell(&[supported("eng10"), supported("eng9"), supported("eng10")]), "composite eng9, eng10");
+        assert_eq!(cell(&[unsupported("x"), unsupported("x")]), "unsupported [1]");
+        assert_eq!(cell(&[supported("eng2"), unsupported("y"), unsupported("x")]), "composite eng2; 2 unsupported [1] [2]");
+        assert_eq!(word(&supported("eng2_k1=0"), &mut notes), "eng2");
+        assert_eq!(word(&unsupported("y"), &mut notes), "[2]");
     }
 
     #[test]
     fn remarks_in_another_order_are_the_same() {
         let refused = |remarks: &str| {
-            let text = format!("no engine takes the graph:; cuDNN offers none: {remarks}");
+            let text = format!("no engine supported the graph:; cuDNN offers none: {remarks}");
             reason(&Reason::Refused { form: "composite".to_owned(), text })
         };
         assert_eq!(refused("b; a"), "composite form: cuDNN offers no engine: a; b");

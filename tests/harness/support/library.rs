@@ -68,7 +68,7 @@ fn unified(rows: &[Row], answers: &Answers<'_>) -> String {
         .zip(devices())
         .filter_map(|((profile, _), device)| {
             let here: Vec<bool> =
-                library.clone().filter_map(|row| answer(answers, Wanted::Unified, row, profile)).map(|a| a.is_taken()).collect();
+                library.clone().filter_map(|row| answer(answers, Wanted::Unified, row, profile)).map(|a| a.is_supported()).collect();
             (!here.is_empty()).then(|| format!("{device} {} of {}", here.iter().filter(|t| **t).count(), here.len()))
         })
         .collect();

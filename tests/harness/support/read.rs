@@ -31,14 +31,14 @@ pub fn read(detail: &str) -> Result<Vec<Asked>, String> {
 pub(super) const UNIFIED: &str = "# the unified form only";
 
 fn answer(cell: &str, notes: &BTreeMap<&str, &str>) -> Option<Answer> {
-    if let Some(numbers) = cell.strip_prefix("declined ") {
+    if let Some(numbers) = cell.strip_prefix("unsupported ") {
         let reason = |number: &str| Some(Reason::Absent((*notes.get(number.strip_prefix('[')?.strip_suffix(']')?)?).to_owned()));
-        return numbers.split(' ').map(reason).collect::<Option<_>>().map(Answer::Declines);
+        return numbers.split(' ').map(reason).collect::<Option<_>>().map(Answer::Unsupported);
     }
     let (form, engine) = match cell.split_once(' ') {
         Some((form, engine)) => (form, Some(engine.to_owned())),
         None => (cell, None),
     };
     let form = [Form::Composite, Form::Unified].into_iter().find(|known| known.name() == form)?;
-    Some(Answer::Takes { form, engine })
+    Some(Answer::Supported { form, engine })
 }

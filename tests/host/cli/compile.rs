@@ -46,7 +46,7 @@ fn plans_are_compiled_into_a_file_and_what_is_there_stays() {
         std::fs::write(&problems, PROBLEMS).unwrap();
         let line = format!("--problems {} --device h200 --out {} --json", problems, plans);
         let told = json(&compile(&runtime, &line));
-        assert_eq!((&told["plans"], &told["declined"]), (&3.into(), &0.into()), "{told}");
+        assert_eq!((&told["plans"], &told["unsupported"]), (&3.into(), &0.into()), "{told}");
         let passes: Vec<_> =
             told["compiled"].as_array().unwrap().iter().map(|c| (c["problem"].as_str().unwrap(), c["pass"].as_str().unwrap())).collect();
         assert_eq!(passes, [("prefill", "forward"), ("problem 2", "forward"), ("problem 2", "backward")]);
@@ -59,19 +59,19 @@ fn plans_are_compiled_into_a_file_and_what_is_there_stays() {
         };
         let first = keys(&plans);
         assert!(first.len() == 3 && first.iter().all(|(_, bytes)| *bytes > 10_000));
-        // The same problem has the same key in another process; another is added; one that is declined is told of.
+        // The same problem has the same key in another process; another is added; one that is unsupported is told of.
         let more = "[[problem]]\nshape = [1, 4, 2, 130, 130, 64]\nmask = [\"causal\"]\n[[problem]]\nshape = [1, 2, 2, 8, 8, 64]\n\
                     [[problem]]\nname = \"wide\"\nshape = [1, 2, 2, 8, 8, 64]\ndtype = \"f32\"\n";
         std::fs::write(&problems, more).unwrap();
         let out = compile(&runtime, &line);
         assert_eq!(code(&out), 3);
         let told = json(&out);
-        assert_eq!((&told["plans"], &told["declined"]), (&2.into(), &1.into()), "{told}");
-        assert!(told["compiled"][2]["declined"].as_str().unwrap().contains("f32"), "{told}");
+        assert_eq!((&told["plans"], &told["unsupported"]), (&2.into(), &1.into()), "{told}");
+        assert!(told["compiled"][2]["unsupported"].as_str().unwrap().contains("f32"), "{told}");
         let second = keys(&plans);
         assert!(second.len() == 4 && first.iter().all(|(key, _)| second.iter().any(|(k, _)| k == key)));
         let text = compile(&runtime, &line.replace(" --json", ""));
-        assert!(stdout(&text).contains("declined: ") && stdout(&text).contains("2, 1 declined"), "{}", stdout(&text));
+        assert!(stdout(&text).contains("unsupported: ") && stdout(&text).contains("2, 1 unsupported"), "{}", stdout(&text));
     }
 }
 
@@ -155,9 +155,9 @@ fn kernels_are_compiled_into_files_of_their_own() {
     };
     let out = made("a100", "--json");
     let told = json(&out);
-    assert_eq!((code(&out), &told["plans"], &told["declined"], &told["executor"]), (3, &2.into(), &1.into(), &"cuda".into()), "{told}");
+    assert_eq!((code(&out), &told["plans"], &told["unsupported"], &told["executor"]), (3, &2.into(), &1.into(), &"cuda".into()), "{told}");
     assert!(told["compiler"].as_str().unwrap().starts_with("NVRTC "), "{told}");
-    assert!(told["compiled"][2]["declined"].as_str().unwrap().contains("dim_qk is 320"), "{told}");
+    assert!(told["compiled"][2]["unsupported"].as_str().unwrap().contains("dim_qk is 320"), "{told}");
     // Both problems have one text; that of another device is another.
     let entries = || sdpa_nvidia::planfile::PlanFile::<KernelHead>::open(&kernels).unwrap().entries().len();
     assert_eq!(entries(), 1);

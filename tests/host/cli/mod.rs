@@ -305,8 +305,8 @@ fn a_scale_that_cudnn_does_not_take_goes_to_another_executor() {
     for scale in ["-0.5", "0"] {
         let told = json(&sdpa(["run", "--json", "--scale", scale]));
         assert_eq!((&told["executor"], &told["check"]["passed"]), (&"cpu".into(), &true.into()));
-        let declined = told["declined"].as_array().unwrap().iter().find(|declined| declined["executor"] == "cudnn").unwrap();
-        assert!(declined["text"].as_str().unwrap().starts_with("attn_scale is"), "{declined}");
+        let unsupported = told["unsupported"].as_array().unwrap().iter().find(|unsupported| unsupported["executor"] == "cudnn").unwrap();
+        assert!(unsupported["text"].as_str().unwrap().starts_with("attn_scale is"), "{unsupported}");
     }
 }
 

@@ -112,8 +112,8 @@ fn blocks_have_scales_of_their_own() {
         assert_eq!(code(&out), 2, "{rest}: {}", stdout(&out));
         assert!(errors(&out).iter().any(|e| e.contains(rule)), "{rest}: {:?}", errors(&out));
     }
-    let declined = sdpa(words("run --shape 1,2,2,9,9,64,32 --dtype f8e4m3 --block-scaled --executor metal"));
-    assert_ne!(code(&declined), 0, "{}", stdout(&declined));
+    let unsupported = sdpa(words("run --shape 1,2,2,9,9,64,32 --dtype f8e4m3 --block-scaled --executor metal"));
+    assert_ne!(code(&unsupported), 0, "{}", stdout(&unsupported));
 }
 
 #[test]

@@ -11,15 +11,15 @@ fn what_is_taken_is_told_for_each_device() {
     assert_eq!(code(&out), 0, "{}", String::from_utf8_lossy(&out.stderr));
     let told = stdout(&out);
     for device in ["a100", "l40s", "h200", "b200"] {
-        assert!(told.lines().any(|line| line.starts_with(device) && line.ends_with("taken, composite")), "{told}");
+        assert!(told.lines().any(|line| line.starts_with(device) && line.ends_with("supported, composite")), "{told}");
     }
     assert!(told.contains("9.26.77, which is not here") && told.contains("forward bf16 (2,8,2,300,300,64) sink causal"), "{told}");
-    assert!(["cuda     a100: taken, forward mma.sync", "h200: taken, forward "].iter().all(|part| told.contains(part)), "{told}");
-    assert!(told.lines().any(|line| line.starts_with("cpu") && line.ends_with("taken")), "{told}");
+    assert!(["cuda     a100: supported, forward mma.sync", "h200: supported, forward "].iter().all(|part| told.contains(part)), "{told}");
+    assert!(told.lines().any(|line| line.starts_with("cpu") && line.ends_with("supported")), "{told}");
 }
 
 #[test]
-fn what_is_declined_is_told_with_what_would_allow_it() {
+fn what_is_unsupported_is_told_with_what_would_allow_it() {
     let of = |line: &str| {
         let out = sdpa(words(&format!("support {line} --json")));
         assert_eq!(code(&out), 0, "{line}: {}", String::from_utf8_lossy(&out.stderr));
@@ -29,12 +29,12 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     let dims = of(&format!("--shape 1,2,2,5,5,7 --device b200 {NOWHERE}"));
     assert!(dims["devices"][0]["form"].is_null() && dims["devices"][0]["reasons"].as_array().is_some_and(|r| r.len() == 2), "{dims}");
     assert_eq!(dims["devices"][0]["allowed"], serde_json::json!(["with dims of 8 and 8: composite"]));
-    assert_eq!((&dims["cpu"]["taken"], &dims["metal"]["taken"]), (&true.into(), &true.into()));
+    assert_eq!((&dims["cpu"]["supported"], &dims["metal"]["supported"]), (&true.into(), &true.into()));
     // Native CUDA kernels have a family that takes any dims up to 256.
     assert!(dims["cuda"][0]["tile"].as_str().unwrap().contains("mma.sync"), "{dims}");
     let wide = of(&format!("--shape 1,2,2,5,5,264 --device h200 {NOWHERE}"));
-    let declined = &wide["cuda"][0];
-    assert!(declined["tile"].is_null() && declined["reasons"][0] == "dim_qk is 264: at most 256", "{wide}");
+    let unsupported = &wide["cuda"][0];
+    assert!(unsupported["tile"].is_null() && unsupported["reasons"][0] == "dim_qk is 264: at most 256", "{wide}");
 
     // Two things at once.
     let both = of(&format!("--shape 1,2,2,5,5,7 --dtype f32 --device h200 {NOWHERE}"));
@@ -51,9 +51,9 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
         allowed(&documents).contains("with batch entries that are padded") && allowed(&documents).contains("forward alone"),
         "{documents}"
     );
-    assert_eq!(documents["metal"]["taken"], true);
+    assert_eq!(documents["metal"]["supported"], true);
     let pages = of(&format!("--shape 4,8,2,100,100,64 --paged 16 --device a100 {NOWHERE}"));
-    assert_eq!((&pages["cpu"]["taken"], &pages["metal"]["taken"]), (&true.into(), &true.into()));
+    assert_eq!((&pages["cpu"]["supported"], &pages["metal"]["supported"]), (&true.into(), &true.into()));
     // Rows that get sinks behind the attention lie dense.
     let decode = of(&format!("--shape 3,8,2,1,100,64 --paged 16 --cu-seqlens-q 0,1,1,2 --sink --device h200 {NOWHERE}"));
     assert!(decode["metal"]["reasons"][0].as_str().unwrap().contains("none beside pages"), "{decode}");
@@ -61,7 +61,7 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     assert!(told.contains("without --sink: unified") && told.contains("with batch entries that are padded: unified"), "{decode}");
 }
 
-/// Rules alone decline a problem, and the answers that are kept stand beside them.
+/// Rules alone refuse a problem, and the answers that are kept stand beside them.
 #[test]
 fn a_version_that_is_not_here_is_answered_by_rules_and_by_what_it_said() {
     let of = |version: &str| {
@@ -75,7 +75,7 @@ fn a_version_that_is_not_here_is_answered_by_rules_and_by_what_it_said() {
     assert!(reasons.contains("entries of a batch without queries or keys get no numbers"), "{told}");
     assert!(allowed.contains("without --mask padding: composite") && allowed.contains("cuDNN 9.19.0, as far as rules say"), "{told}");
     assert_eq!((&told["recorded"]["runtime"], &told["recorded"]["kind"]), (&"9.13".into(), &"paged caches".into()), "{told}");
-    assert!(told["recorded"]["taken"].as_u64() < told["recorded"]["problems"].as_u64(), "{told}");
+    assert!(told["recorded"]["supported"].as_u64() < told["recorded"]["problems"].as_u64(), "{told}");
     let told = of("9.9.77");
     let reasons = told["reasons"].to_string();
     assert!(

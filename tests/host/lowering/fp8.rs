@@ -203,7 +203,7 @@ fn backward_passes_are_what_graphs_say() {
         let job = Job::from(problem.clone());
         let mut run = draw(&job, &mut random);
         run.stats = stats(&problem, &run);
-        // Rows without keys are declined: see `unsupported.rs`.
+        // Rows without keys are unsupported: see `unsupported.rs`.
         if run.stats.contains(&f32::NEG_INFINITY) {
             continue;
         }

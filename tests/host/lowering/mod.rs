@@ -2,7 +2,7 @@
 //! sent to cuDNN means what it should, which needs no device to be seen.
 
 mod block_scale;
-mod declined;
+mod unsupported;
 mod expressions;
 mod fp8;
 mod packed;

@@ -110,7 +110,7 @@ fn share(tensor: &TensorSpec, cache: &Cache, data: &mut [f64]) {
 
 #[test]
 fn graphs_of_paged_caches_mean_keys_in_their_order() {
-    let (mut failures, mut runs, mut declined) = (Vec::new(), 0, 0);
+    let (mut failures, mut runs, mut unsupported) = (Vec::new(), 0, 0);
     for (n, mods) in MODS.iter().enumerate() {
         for (m, masks) in MASKS.iter().enumerate() {
             for (p, pages) in PAGES.into_iter().enumerate() {
@@ -124,7 +124,7 @@ fn graphs_of_paged_caches_mean_keys_in_their_order() {
                     for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
                         let result = case.forward(closures, form, runtime);
                         if form == Form::Unified && refused {
-                            declined += 1;
+                            unsupported += 1;
                             assert!(result.as_ref().is_err_and(|e| e.contains(LENGTHS_BESIDE_RULES)), "{mods:?} {masks:?}: {result:?}");
                             continue;
                         }
@@ -138,7 +138,7 @@ fn graphs_of_paged_caches_mean_keys_in_their_order() {
         }
     }
     assert!(failures.is_empty(), "{} of {runs}\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
-    assert!(runs > 1000 && declined > 100, "{runs} {declined}");
+    assert!(runs > 1000 && unsupported > 100, "{runs} {unsupported}");
 }
 
 /// Runs one problem in both forms with other values of a parameter.
@@ -224,7 +224,7 @@ fn graphs_of_packed_queries_mean_those_of_their_sequences() {
 
 /// Where a page of several parts is no more than one behind the other, neither form has it.
 #[test]
-fn odd_pages_in_pieces_are_declined() {
+fn odd_pages_in_pieces_are_unsupported() {
     for layout in [Layout::Bhsd, Layout::Sbhd] {
         for (page_size, taken) in [(7, false), (48, false), (1, true), (16, true)] {
             let drawn = Drawn::new(SHAPES[0], (page_size, layout), [&[], &["causal"]], 5);

@@ -13,7 +13,7 @@ pub(super) struct Chosen {
     pub(super) executor: ExecutorName,
     pub(super) forward: Option<Arc<dyn Prepared>>,
     pub(super) backward: Option<Arc<dyn PreparedBackward>>,
-    pub(super) declined: Vec<Unsupported>,
+    pub(super) unsupported: Vec<Unsupported>,
     /// Features of each pass that the ledger of the executor does not cover.
     pub(super) unproven: Vec<Arc<Unproven>>,
     /// Times of the executors on the GPU, if they were requested.
@@ -41,7 +41,7 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
     unproven.extend(forward.as_ref().and_then(|choice| choice.unproven.clone()));
     unproven.extend(backward.as_ref().and_then(|choice| choice.unproven.clone()).filter(|pass| !unproven.contains(pass)));
     let (forward, backward) = (forward.map(|choice| choice.prepared), backward.map(|choice| choice.prepared));
-    Ok(Chosen { executor, forward, backward, declined: Vec::new(), unproven, timed: None })
+    Ok(Chosen { executor, forward, backward, unsupported: Vec::new(), unproven, timed: None })
 }
 
 /// Returns true if the executor's library or device is not available.
@@ -70,7 +70,7 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         }
         return Err(Failure::Executor(against));
     }
-    let mut declined = Vec::new();
+    let mut unsupported = Vec::new();
     // One executor runs all passes, so the order of the longer pass, backward, decides.
     let (order, timed) = match &request.backward {
         // Results are constants in host memory, so no executor is faster.
@@ -82,13 +82,13 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         let mut reasons = bad_scale(executor);
         if reasons.is_empty() {
             match ready(dispatcher, request, executor) {
-                Ok(chosen) => return Ok(Chosen { declined, timed, ..chosen }),
+                Ok(chosen) => return Ok(Chosen { unsupported, timed, ..chosen }),
                 Err(Error::Unsupported(unsupported)) => reasons = unsupported.reasons,
                 Err(absent) if is_absent(dispatcher, executor) => reasons.push(Reason::Absent(absent.to_string())),
                 Err(e) => return Err(Failure::Environment(lines(executor, &e))),
             }
         }
-        declined.push(Unsupported::new(executor, reasons));
+        unsupported.push(Unsupported::new(executor, reasons));
     }
-    Err(Failure::Executor(declined.into_iter().flat_map(|d| lines(d.executor, &Error::Unsupported(d))).collect()))
+    Err(Failure::Executor(unsupported.into_iter().flat_map(|d| lines(d.executor, &Error::Unsupported(d))).collect()))
 }

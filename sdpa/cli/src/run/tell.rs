@@ -13,16 +13,16 @@ use serde::Serialize;
 
 /// An executor that does not support the problem, with its reasons.
 #[derive(Serialize)]
-struct Declined {
+struct UnsupportedExecutor {
     executor: ExecutorName,
     reasons: Vec<Reason>,
     text: String,
 }
 
-impl Declined {
-    fn new(unsupported: &Unsupported) -> Declined {
+impl UnsupportedExecutor {
+    fn new(unsupported: &Unsupported) -> UnsupportedExecutor {
         let text = unsupported.reasons.iter().map(Reason::to_string).collect::<Vec<_>>().join("; ").replace('\n', "; ");
-        Declined { executor: unsupported.executor, reasons: unsupported.reasons.clone(), text }
+        UnsupportedExecutor { executor: unsupported.executor, reasons: unsupported.reasons.clone(), text }
     }
 }
 
@@ -258,7 +258,7 @@ pub(super) struct Told {
     /// The timed executors that replaced that order.
     #[serde(skip_serializing_if = "Option::is_none")]
     timed: Option<String>,
-    declined: Vec<Declined>,
+    unsupported: Vec<UnsupportedExecutor>,
     /// Features that no ledger of the executor covers.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     unproven: Vec<String>,
@@ -317,7 +317,7 @@ impl Told {
             executor: chosen.executor,
             order: request.cudnn_first().filter(|_| on_nvidia && chosen.timed.is_none()).map(ToString::to_string),
             timed: chosen.timed.as_ref().map(ToString::to_string),
-            declined: chosen.declined.iter().map(Declined::new).collect(),
+            unsupported: chosen.unsupported.iter().map(UnsupportedExecutor::new).collect(),
             unproven: chosen.unproven.iter().map(ToString::to_string).collect(),
             shape: request.shape(),
             layout: request.layout.name(),
@@ -352,7 +352,7 @@ impl Told {
         table.row("executor", self.executor.name());
         table.rows("order", self.order.clone());
         table.rows("timed", self.timed.clone());
-        table.rows("declined", self.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
+        table.rows("unsupported", self.unsupported.iter().map(|d| format!("{}: {}", d.executor, d.text)));
         table.rows("unproven", self.unproven.iter().map(|why| why.trim_start_matches("unproven on ").to_owned()));
         table.row(
             "shape",

@@ -25,7 +25,7 @@ impl Wanted {
     }
 }
 
-/// A change, and its description after "taken".
+/// A change, and its description after "supported".
 struct Change {
     what: String,
     make: Box<dyn Fn(&mut Wanted)>,
@@ -38,7 +38,7 @@ impl Change {
 }
 
 /// Returns the supported alternatives: after one change, else after two.
-pub(super) fn taken(request: &Request, form: impl Fn(&Job) -> Option<&'static str>) -> Vec<String> {
+pub(super) fn supported(request: &Request, form: impl Fn(&Job) -> Option<&'static str>) -> Vec<String> {
     let backward = request.backward.as_ref().map(|b| (b.spec.wrt.clone(), b.spec.deterministic));
     let wanted = Wanted { forward: request.spec.clone(), backward };
     let changes = of(&wanted);

@@ -17,9 +17,9 @@ pub(super) struct Recorded {
     kind: &'static str,
     pass: &'static str,
     problems: u32,
-    taken: u32,
+    supported: u32,
     /// Problems that rules accept and engines reject.
-    declined_by_engines: u32,
+    unsupported_by_engines: u32,
     words: Vec<&'static str>,
 }
 
@@ -27,28 +27,28 @@ impl Recorded {
     /// Returns the row for a job; `None` if there are no recorded answers for the version or the device.
     pub(super) fn of(job: &Job, version: Version, device: &str) -> Option<Recorded> {
         let (wanted, pass) = (kind(job), if matches!(job, Job::Forward(_)) { "forward" } else { "backward" });
-        TABLE.lines().filter_map(row).find_map(|[runtime, kind, of_pass, on, problems, taken, engines, words]| {
+        TABLE.lines().filter_map(row).find_map(|[runtime, kind, of_pass, on, problems, supported, engines, words]| {
             let here = format!("{version}.").starts_with(&format!("{runtime}.")) && (kind, of_pass, on) == (wanted, pass, device);
             here.then(|| Recorded {
                 runtime,
                 kind,
                 pass: of_pass,
                 problems: problems.parse().unwrap_or(0),
-                taken: taken.parse().unwrap_or(0),
-                declined_by_engines: engines.parse().unwrap_or(0),
+                supported: supported.parse().unwrap_or(0),
+                unsupported_by_engines: engines.parse().unwrap_or(0),
                 words: words.split(" / ").filter(|words| !words.is_empty()).collect(),
             })
         })
     }
 
     pub(super) fn text(&self) -> String {
-        let Recorded { runtime, kind, pass, problems, taken, declined_by_engines, words } = self;
+        let Recorded { runtime, kind, pass, problems, supported, unsupported_by_engines, words } = self;
         let kind = if kind.is_empty() { "without an option" } else { kind };
-        let mut text = format!("{runtime} itself, asked about {problems} problems ({kind}, {pass}), takes {taken}");
-        if *declined_by_engines > 0 {
+        let mut text = format!("{runtime} itself, asked about {problems} problems ({kind}, {pass}), supports {supported}");
+        if *unsupported_by_engines > 0 {
             let more = if words.len() > MOST { "; and others" } else { "" };
             let told = words[..words.len().min(MOST)].join("; ");
-            text.push_str(&format!("; {declined_by_engines} that no rule declines have no engine: {told}{more}"));
+            text.push_str(&format!("; {unsupported_by_engines} that no rule refuses have no engine: {told}{more}"));
         }
         text
     }
@@ -62,12 +62,12 @@ fn row(line: &'static str) -> Option<[&'static str; 8]> {
 fn kind(job: &Job) -> &'static str {
     let p = job.problem();
     let kinds = [
-        (p.dtype().is_fp8(), "8-bit floats"),
-        (p.paged().is_some(), "paged caches"),
+        (p.dtype().is_fp8(), "FP8"),
+        (p.paged().is_some(), "paged KV caches"),
         (p.dropout().is_some(), "dropout"),
         (p.sink(), "sinks"),
-        (p.packed().is_some(), "packed documents"),
-        (p.score_mod().is_some() || p.kept().rest.is_some(), "score_mods and masks that are no bands"),
+        (p.packed().is_some(), "packed sequences"),
+        (p.score_mod().is_some() || p.kept().rest.is_some(), "score_mods and masks other than bands"),
     ];
     kinds.into_iter().find(|(has, _)| *has).map_or("", |(_, kind)| kind)
 }
@@ -89,8 +89,8 @@ mod tests {
             for spec in &specs {
                 let job = spec.validate().unwrap().into();
                 let told = Recorded::of(&job, Version::new(9, minor, 0), "a100").unwrap();
-                let Recorded { problems, taken, declined_by_engines, .. } = told;
-                assert!(problems > 10 && taken + declined_by_engines <= problems && told.text().contains(told.kind), "{}", told.text());
+                let Recorded { problems, supported, unsupported_by_engines, .. } = told;
+                assert!(problems > 10 && supported + unsupported_by_engines <= problems && told.text().contains(told.kind), "{}", told.text());
             }
         }
         let job = specs[0].validate().unwrap().into();

@@ -83,7 +83,7 @@ pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
     let looked = AtomicUsize::new(0);
     side_by_side(seeds, |&seed| {
         let found = Edges::drawn(seed).look(executor).unwrap_or_else(|e| panic!("SDPA_SEED={seed}, {e}"));
-        looked.fetch_add(found.unwrap_or_else(|| panic!("SDPA_SEED={seed} is declined")), Ordering::Relaxed);
+        looked.fetch_add(found.unwrap_or_else(|| panic!("SDPA_SEED={seed} is unsupported")), Ordering::Relaxed);
     });
     say(&format!("edges {name}: {} weights of {} rules of floats, each as the rule says", looked.into_inner(), seeds.len()));
 }

@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
-    Declines,
-    DeclinesWhatItMakes,
+    Refuses,
+    RefusesWhatItMakes,
     NoDelta,
     NoScale,
     NoMask,
@@ -73,11 +73,11 @@ impl Executor for Naive {
     }
     fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
         let reasons = vec![Reason::Absent("it is a fault".to_owned())];
-        let declines = matches!(self.0, Fault::Declines | Fault::DeclinesWhatItMakes);
-        if declines { Err(Unsupported::new(ExecutorName::CPU, reasons)) } else { Ok(()) }
+        let refuses = matches!(self.0, Fault::Refuses | Fault::RefusesWhatItMakes);
+        if refuses { Err(Unsupported::new(ExecutorName::CPU, reasons)) } else { Ok(()) }
     }
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        if self.0 == Fault::Declines {
+        if self.0 == Fault::Refuses {
             self.supports_backward(problem)?;
         }
         Ok(self.ready(problem))
@@ -316,7 +316,7 @@ fn spec(dtype: DType) -> BackwardSpec {
 #[test]
 fn the_runner_finds_every_fault() {
     for (fault, told) in [
-        (Fault::DeclinesWhatItMakes, "supports() refuses a problem that prepare() accepts"),
+        (Fault::RefusesWhatItMakes, "supports() refuses a problem that prepare() accepts"),
         (Fault::NoDelta, "of dq is"),
         (Fault::NoScale, "of dq is"),
         (Fault::NoMask, "of dq is"),
@@ -403,8 +403,8 @@ fn tolerances_hold_with_score_mods_and_masks() {
 }
 
 #[test]
-fn what_is_declined_is_a_skip_that_must_be_excused() {
-    let skipped = || run_backward(&spec(DType::F32), &DRAW, Source::Oracle, &Naive(Fault::Declines));
+fn an_unsupported_case_is_a_skip_that_must_be_excused() {
+    let skipped = || run_backward(&spec(DType::F32), &DRAW, Source::Oracle, &Naive(Fault::Refuses));
     assert!(matches!(skipped(), Outcome::Skip(why) if why.contains("it is a fault")));
     assert!(matches!(skipped().skip_only_if(|| true, String::new), Outcome::Skip(_)));
     assert!(matches!(skipped().skip_only_if(|| false, || "again".to_owned()), Outcome::Fail(how) if how.ends_with("again")));

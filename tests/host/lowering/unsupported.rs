@@ -76,9 +76,9 @@ fn gradients_that_engines_do_not_sum_are_refused() {
     }
 }
 
-/// What engines get wrong without saying so is declined in words.
+/// What engines get wrong without saying so is unsupported in words.
 #[test]
-fn what_engines_get_wrong_is_declined() {
+fn faults_of_engines_are_unsupported() {
     let lowered = |text: &str, masks: &[&str], form, backward: bool| {
         let masks: Vec<String> = masks.iter().map(|&m| m.to_owned()).collect();
         let mut spec = spec(SHAPES[0], Layout::Bhsd, &[], &masks);
