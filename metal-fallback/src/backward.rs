@@ -70,11 +70,11 @@ impl Backward {
         for (field, tensor, like) in [("d_o", &self.d_o, o), ("dq", &self.dq, q), ("dk", &self.dk, k), ("dv", &self.dv, v)] {
             check.that(tensor.dims == like.dims, &format!("{field}.dims"), format!("{:?}", tensor.dims), format!("{:?}", like.dims));
             let dense = field == "d_o" || tensor.strides[3] == 1 || tensor.dims[3] == 1;
-            check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1: the last axis is dense");
+            check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1 (a dense last axis)");
         }
         let roots = self.gradient.as_deref().map_or(0, |trace| trace.roots().len());
         let needed = if self.along.is_empty() && self.forward.score_mod.is_none() { 0 } else { ALONG_PARAMS + self.along.len() };
-        check.that(roots >= needed, "gradient", format!("{roots} roots"), format!("{needed} of a score_mod and what is asked for"));
+        check.that(roots >= needed, "gradient", format!("{roots} roots"), format!("{needed}: the score_mod and each requested gradient"));
         for along in &self.along {
             let float = matches!(along.dtype, DType::F32 | DType::F16 | DType::BF16);
             check.that(float, &format!("gradient of {}", along.name), along.dtype, "one of f32, f16, bf16");
@@ -85,7 +85,7 @@ impl Backward {
         if let Some(dtype) = self.sink_gradient {
             let float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
             check.that(float, "gradient of sink", dtype, "one of f32, f16, bf16");
-            check.that(self.forward.sink, "gradient of sink", "asked for", "of attention with a sink");
+            check.that(self.forward.sink, "gradient of sink", "a request", "none: the attention has no sink");
         }
         self.forward.check_captured(&mut check, self.gradient.as_deref());
         check.0.dedup();

@@ -18,7 +18,7 @@ pub enum Error {
         text: String,
     },
     /// A call has no memory for an operand, or read-only memory for one that a kernel writes.
-    #[error("{operand} of {entry} is {given}: {rule}")]
+    #[error("{operand} of {entry}: got {given}, expected {rule}")]
     Operand {
         /// The kernel that uses it.
         entry: &'static str,

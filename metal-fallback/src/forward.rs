@@ -100,20 +100,20 @@ impl Forward {
         }
         for (field, extent) in [("seq_q", seq_q), ("seq_kv", seq_kv)] {
             let few = self.ends.is_full() || !(ENDS_LIMIT + 1..=EXTENT_LIMIT).contains(&extent);
-            check.that(few, field, extent, format!("at most {ENDS_LIMIT} beside a window about the ends"));
+            check.that(few, field, extent, format!("at most {ENDS_LIMIT} with a window aligned to the sequence ends"));
         }
         let whole = heads_kv >= 1 && heads_q % heads_kv == 0;
         check.that(whole, "heads_q", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         let agree =
             self.k.dims == [batch, heads_kv, seq_kv, dim_qk] && self.v.dims[0] == batch && self.o.dims == [batch, heads_q, seq_q, dim_v];
-        check.that(agree, "dims", format!("{:?}", [self.q, self.k, self.v, self.o].map(|t| t.dims)), "those of one problem");
+        check.that(agree, "dims", format!("{:?}", [self.q, self.k, self.v, self.o].map(|t| t.dims)), "extents that agree with one another");
         for (field, tensor) in [("q", &self.q), ("k", &self.k), ("v", &self.v), ("o", &self.o)] {
             let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
-            check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1: the last axis is dense");
+            check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1 (a dense last axis)");
         }
         self.check_packed(&mut check);
         let apart = self.paged.is_none() || self.packed.is_none();
-        check.that(apart, "packed", "queries", "none beside pages: the kernels have documents of both sides, or of none");
+        check.that(apart, "packed", "queries", "none with a paged KV cache: the kernels pack both sides, or neither");
         self.check_captured(&mut check, None);
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
@@ -166,7 +166,7 @@ impl Forward {
     pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Reason>> {
         let [dim_qk, dim_v] = self.dims();
         let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
-        tiles.ok_or_else(|| vec![limit("dims", format!("{dim_qk} and {dim_v}"), "tiles that fit the threadgroup memory")])
+        tiles.ok_or_else(|| vec![limit("dims", format!("{dim_qk} and {dim_v}"), "dims whose tiles fit the threadgroup memory")])
     }
 
     /// Checks the limits of kernels that a caller selects.

@@ -27,8 +27,8 @@ impl Limits {
         let mut check = Check::default();
         let field = |what: &str| format!("{what} of {}", plan.entry);
         let most = self.threads;
-        check.that(u64::from(plan.threads) <= most, &field("threads"), plan.threads, format!("at most {most} of this kernel on this GPU"));
-        check.that(self.simd == u64::from(SIMD), &field("lanes of a simdgroup"), self.simd, format!("kernels are written for {SIMD}"));
+        check.that(u64::from(plan.threads) <= most, &field("threads"), plan.threads, format!("at most {most} for this kernel on this GPU"));
+        check.that(self.simd == u64::from(SIMD), &field("lanes of a simdgroup"), self.simd, SIMD.to_string());
         let bytes = self.static_bytes + plan.threadgroup.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
         let room = self.threadgroup_bytes;
         check.that(bytes <= room, &field("threadgroup memory"), format!("{bytes} bytes"), format!("at most {room} on this GPU"));
@@ -74,9 +74,12 @@ mod tests {
         let just = Limits { threads: plan.threads.into(), simd: 32, static_bytes: 16, threadgroup_bytes: bytes + 16 };
         assert_eq!(just.check(plan), Ok(()));
         for (limits, said) in [
-            (Limits { threads: just.threads - 1, ..just }, "threads of attention_forward is 128: at most 127 of this kernel on this GPU"),
-            (Limits { simd: 64, ..just }, "lanes of a simdgroup of attention_forward is 64: kernels are written for 32"),
-            (Limits { static_bytes: 17, ..just }, "threadgroup memory of attention_forward is"),
+            (
+                Limits { threads: just.threads - 1, ..just },
+                "threads of attention_forward: got 128, expected at most 127 for this kernel on this GPU",
+            ),
+            (Limits { simd: 64, ..just }, "lanes of a simdgroup of attention_forward: got 64, expected 32"),
+            (Limits { static_bytes: 17, ..just }, "threadgroup memory of attention_forward: got"),
         ] {
             let told = limits.check(plan).unwrap_err();
             assert!(told.len() == 1 && told[0].to_string().starts_with(said), "{told:?}");

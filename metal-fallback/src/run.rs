@@ -55,10 +55,10 @@ impl Call<'_> {
             let (entry, written) = task.user(operand);
             let wrong = |given: String, rule: String| Err(Error::Operand { entry, operand: operand.name().to_owned(), given, rule });
             match (self.get(operand), written) {
-                (None, _) => return wrong("absent".to_owned(), "the kernel uses it".to_owned()),
-                (Some(Contents::Read(_)), true) => return wrong("read only".to_owned(), "the kernel writes it".to_owned()),
+                (None, _) => return wrong("nothing".to_owned(), "memory".to_owned()),
+                (Some(Contents::Read(_)), true) => return wrong("read-only memory".to_owned(), "writable memory".to_owned()),
                 (Some(contents), _) if (contents.bytes().len() as u64) < need => {
-                    return wrong(format!("{} bytes", contents.bytes().len()), format!("the kernel reaches {need}"));
+                    return wrong(format!("{} bytes", contents.bytes().len()), format!("at least {need}"));
                 }
                 (Some(_), _) => {}
             }
@@ -164,10 +164,10 @@ mod tests {
         };
         assert_eq!(check([256; 3], 256, true), Ok(()));
         for (said, got) in [
-            ("k of attention_forward is absent: the kernel uses it", check([256, 0, 256], 256, true)),
-            ("v of attention_forward is 255 bytes: the kernel reaches 256", check([256, 256, 255], 256, true)),
-            ("o of attention_forward is 255 bytes: the kernel reaches 256", check([256; 3], 255, true)),
-            ("o of attention_forward is read only: the kernel writes it", check([256; 3], 256, false)),
+            ("k of attention_forward: got nothing, expected memory", check([256, 0, 256], 256, true)),
+            ("v of attention_forward: got 255 bytes, expected at least 256", check([256, 256, 255], 256, true)),
+            ("o of attention_forward: got 255 bytes, expected at least 256", check([256; 3], 255, true)),
+            ("o of attention_forward: got read-only memory, expected writable memory", check([256; 3], 256, false)),
         ] {
             assert_eq!(got, Err(said.to_owned()));
         }

@@ -26,7 +26,7 @@ pub enum Unavailable {
         needs: String,
     },
     /// The GPU lacks a capability that every kernel uses.
-    #[error("{field} of {gpu} is {value}: {limit}")]
+    #[error("{field} of {gpu}: got {value}, expected {limit}")]
     Gpu {
         /// The GPU's name.
         gpu: String,

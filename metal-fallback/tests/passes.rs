@@ -133,8 +133,8 @@ fn sinks_are_where_rows_are_finished_and_their_gradient_is_last() {
         assert!(pass.plans.last().unwrap().buffers.iter().any(|b| b.written && b.operand == gradient));
     }
     for (sink, dtype, said) in [
-        (false, DType::F32, "gradient of sink is asked for: of attention with a sink"),
-        (true, DType::I32, "gradient of sink is i32: one of f32, f16, bf16"),
+        (false, DType::F32, "gradient of sink: got a request, expected none: the attention has no sink"),
+        (true, DType::I32, "gradient of sink: got i32, expected one of f32, f16, bf16"),
     ] {
         let unsupported = Backward { sink_gradient: Some(dtype), ..with_bias(Forward { sink, ..forward(9, 9) }) }.supports().unwrap_err();
         assert_eq!(unsupported.iter().map(ToString::to_string).collect::<Vec<_>>(), [said]);
@@ -145,12 +145,13 @@ fn sinks_are_where_rows_are_finished_and_their_gradient_is_last() {
 fn limits_are_reported_with_field_value_and_rule() {
     let many = forward(1 << 20, 64);
     let Err(unsupported) = many.plan_with(Kernels::Vector) else { panic!("taken") };
-    assert_eq!(unsupported[0].to_string(), "queries of a key head is 2097152: at most 1048576 in vector kernels");
+    assert_eq!(unsupported[0].to_string(), "queries of a key head: got 2097152, expected at most 1048576 in vector kernels");
     assert_eq!(entries(&many.plan().unwrap()), ["attention_forward"]);
     let unsupported = with_bias(forward(1 << 18, 1 << 18)).supports().unwrap_err();
-    let limit = |why: &Reason| why.to_string() == format!("elements of the gradient of table is {}: at most {}", 6i64 << 36, 1i64 << 34);
+    let limit =
+        |why: &Reason| why.to_string() == format!("elements of the gradient of table: got {}, expected at most {}", 6i64 << 36, 1i64 << 34);
     assert!(unsupported.iter().any(limit), "{unsupported:?}");
     let mut without = with_bias(forward(4, 4));
     without.gradient = None;
-    assert!(without.supports().unwrap_err()[0].to_string().starts_with("gradient is 0 roots: 4 of"), "no gradient");
+    assert!(without.supports().unwrap_err()[0].to_string().starts_with("gradient: got 0 roots, expected 4: the score_mod"), "no gradient");
 }

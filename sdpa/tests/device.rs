@@ -80,7 +80,7 @@ impl DevicePrepared for Ready {
                 (Some(false), Some(place)) => source = source.or(Some(arena[place].clone())),
                 (Some(true), Some(place)) => arena[place] = source.clone().unwrap_or_default(),
                 (None, None) => {}
-                (Some(_), None) => errors.push(SpecError::new(operand.name(), "absent", "an operand of the pass")),
+                (Some(_), None) => errors.push(SpecError::new(operand.name(), "nothing", "memory: it is an operand of the pass")),
                 (None, Some(_)) => errors.push(SpecError::new(operand.name(), "given", "no operand of the pass")),
             }
         }

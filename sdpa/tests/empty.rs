@@ -390,7 +390,7 @@ fn compiling_without_a_pass_is_unsupported() {
             assert_eq!(all.executors_for_backward(&gradient), all.executors());
             for job in [Job::from(problem), Job::from(gradient)] {
                 let why = target.kernels(&job).unwrap_err().to_string();
-                assert!(why.contains("(batch, seq_q, seq_kv) is"), "{why}");
+                assert!(why.contains("(batch, seq_q, seq_kv): got"), "{why}");
                 assert!(cost::notes(&job, Pieces::Always).is_empty());
                 assert!(pieces::parts(&job).is_none() && pieces::worthwhile(&job).is_none(), "{extents:?} {:?}", spec.masks);
             }

@@ -199,7 +199,7 @@ fn reasons_are_given_where_no_family_takes_a_problem() {
     let both = told(&h200, spec(DType::F32, 260));
     assert!(both.contains("dim_qk") && !both.contains("dtype"), "{both}");
     let alone = told(&narrow, spec(DType::F32, 64));
-    assert!(alone.contains("dtype is f32"), "{alone}");
+    assert!(alone.contains("dtype: got f32"), "{alone}");
     let elsewhere = told(&old, spec(DType::BF16, 64));
-    assert!(elsewhere.contains("compute capability is 8.0"), "{elsewhere}");
+    assert!(elsewhere.contains("compute capability: got 8.0"), "{elsewhere}");
 }

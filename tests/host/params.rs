@@ -142,7 +142,7 @@ fn a_value_is_of_the_type_and_length_that_is_declared() {
             assert_eq!(bound.is_ok(), n == m, "{kind} and {dtype:?}");
             if let Err(errors) = bound {
                 assert_eq!(fields(&errors), ["parameter x"]);
-                assert!(errors.to_string().contains("declared as"), "{errors}");
+                assert!(errors.to_string().contains("as declared"), "{errors}");
             }
         }
     }
@@ -198,14 +198,14 @@ fn what_gradients_may_be_asked_for() {
     }
     for (name, dtype, said) in [
         ("nobody", DType::F32, "a declared parameter"),
-        ("doc_q", DType::F32, "a floating point parameter"),
+        ("doc_q", DType::F32, "a floating-point parameter"),
         ("bias", DType::I32, "one of f32, f16, bf16"),
         ("bias", DType::I32, "one of f32, f16, bf16"),
     ] {
         assert!(asked(name, dtype).is_err_and(|e| e.contains(said)), "{name} in {dtype}");
     }
     let twice = spec().backward().wrt("bias", DType::F32).wrt("bias", DType::F32).validate();
-    assert!(twice.is_err_and(|e| e.to_string().contains("named once")));
+    assert!(twice.is_err_and(|e| e.to_string().contains("each name once")));
     let all = spec().backward().wrt("nobody", DType::I32).wrt("doc_q", DType::F32).wrt("doc_q", DType::F32);
     assert_eq!(fields(&all.validate().unwrap_err()), ["wrt[0].dtype", "wrt[0]", "wrt[1]", "wrt[2]", "wrt[2]"]);
 }
@@ -221,10 +221,10 @@ fn lengths_are_32_bits_wide_and_tables_have_whole_rows() {
     };
     assert_eq!(bind(ParamValue::I32(&lengths), ParamValue::I32(&table)), Ok(()));
     let told = bind(ParamValue::I64(&wide), ParamValue::I32(&table)).unwrap_err();
-    assert_eq!(told, "parameter seq_len_kv is a tensor of i64: declared as a tensor [batch] of i32");
+    assert_eq!(told, "parameter seq_len_kv: got a tensor of i64, expected a tensor [batch] of i32, as declared");
     // Two entries of two and one pages, one behind the other.
     let told = bind(ParamValue::I32(&lengths), ParamValue::I32(&table[..3])).unwrap_err();
-    assert!(told.starts_with("parameter page_table length is 3: 4 elements"), "{told}");
+    assert!(told.starts_with("parameter page_table length: got 3, expected 4 elements"), "{told}");
 }
 
 /// The scale of a call is a number of the host; one in device memory is a tensor over no axes, which a score_mod multiplies by.

@@ -170,7 +170,7 @@ fn what_a_bucket_cannot_be_is_told_at_once() {
     assert_eq!(wide.bucket(&padded).unwrap().spec.masks, padded.masks);
     let one_side = "tensor seq_len_q[batch]: i32; q < seq_len_q".parse().unwrap();
     let both = std::mem::replace(&mut padded.masks[0], one_side);
-    assert!(wide.bucket(&padded).unwrap_err().to_string().contains("aligned to the ends"));
+    assert!(wide.bucket(&padded).unwrap_err().to_string().contains("aligned to the sequence ends"));
     padded.masks[0] = both;
     padded.masks.pop();
     let own = wide.bucket(&padded).unwrap();

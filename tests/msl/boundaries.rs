@@ -135,11 +135,11 @@ fn calls_with_wrong_boundaries_are_refused_before_anything_runs() {
     };
     call(&[0, 20, 20, 33, 50], &[0, 20, 20, 33, 61]).unwrap();
     for (of_q, of_k, told) in [
-        ([-1, 20, 20, 33, 50], [0, 20, 20, 33, 61], "parameter cu_seqlens_q[0] is -1: at least 0"),
-        ([0, 20, 20, 33, 50], [0, 20, 19, 33, 61], "parameter cu_seqlens_kv[2] is 19: boundaries never fall"),
-        ([0, 20, 20, 41, 50], [0, 20, 20, 33, 61], "at most 20 tokens of document 2"),
-        ([0, 20, 20, 33, 51], [0, 20, 20, 33, 61], "room for 51 tokens"),
-        ([0, 20, 20, 33, 50], [0, 20, 20, 33, 62], "room for 62 tokens"),
+        ([-1, 20, 20, 33, 50], [0, 20, 20, 33, 61], "parameter cu_seqlens_q[0]: got -1, expected at least 0"),
+        ([0, 20, 20, 33, 50], [0, 20, 19, 33, 61], "parameter cu_seqlens_kv[2]: got 19, expected at least 20, the offset before it"),
+        ([0, 20, 20, 41, 50], [0, 20, 20, 33, 61], "at most 20, the longest sequence of the problem (this is sequence 2)"),
+        ([0, 20, 20, 33, 51], [0, 20, 20, 33, 61], "memory for 51 tokens"),
+        ([0, 20, 20, 33, 50], [0, 20, 20, 33, 62], "memory for 62 tokens"),
     ] {
         let said = call(&of_q, &of_k).unwrap_err();
         assert!(said.contains(told), "{said}");

@@ -123,7 +123,10 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
                 n >= if all || is_whole() { SAMPLE.len() } else { SAMPLE.len() / 3 },
                 "cuDNN {runtime} was asked for {n} plans for {profile}"
             );
-            assert!(all || unsupported <= MAY_BE_UNSUPPORTED, "cuDNN {runtime} does not support {unsupported} rows of the sample for {profile}");
+            assert!(
+                all || unsupported <= MAY_BE_UNSUPPORTED,
+                "cuDNN {runtime} does not support {unsupported} rows of the sample for {profile}"
+            );
         }
         for (backward, pass) in [(false, "forward"), (true, "backward")] {
             let mut of_pass = plans.iter().filter(|p| p.row.contains("backward") == backward);

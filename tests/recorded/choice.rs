@@ -127,7 +127,11 @@ fn an_unsupported_problem_falls_through_and_both_reasons_are_reported() {
     let wide = spec("causal").with_dtype(DType::F32);
     let choice = forward(&all, &wide, Preference::Auto).unwrap();
     assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CUDA, 1));
-    assert!(choice.unsupported[0].executor == ExecutorName::CUDNN && choice.unsupported[0].to_string().contains("f32"), "{:?}", choice.unsupported);
+    assert!(
+        choice.unsupported[0].executor == ExecutorName::CUDNN && choice.unsupported[0].to_string().contains("f32"),
+        "{:?}",
+        choice.unsupported
+    );
     let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
     // Kernels with `mma.sync`, which alone of ours take one order, are not asked before cuDNN.

@@ -127,10 +127,10 @@ impl Built {
     ) -> Result<Bound<'a>, Error> {
         let need = self.task().reach(operand, tokens);
         let wrong = |given: String, rule: String| Error::Operand { entry: plan.entry, operand: operand.name().to_owned(), given, rule };
-        let argument = given.ok_or_else(|| wrong("absent".to_owned(), "the kernel uses it".to_owned()))?;
+        let argument = given.ok_or_else(|| wrong("nothing".to_owned(), "memory".to_owned()))?;
         let room = match argument {
             Argument::Buffer { buffer: _, offset } if !offset.is_multiple_of(ALIGNMENT) => {
-                return Err(wrong(format!("at offset {offset}"), format!("offsets are multiples of {ALIGNMENT}")));
+                return Err(wrong(format!("at offset {offset}"), format!("a multiple of {ALIGNMENT}")));
             }
             Argument::Buffer { buffer, offset } => buffer.length().saturating_sub(offset),
             Argument::Bytes(bytes) => bytes.len(),

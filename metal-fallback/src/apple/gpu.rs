@@ -79,7 +79,11 @@ fn suits(facts: &Facts) -> Result<(), Unavailable> {
         return Err(unsupported("the family", value, format!("Apple{FIRST_FAMILY} or newer: it has matrices of simdgroups")));
     }
     if facts.threadgroup_bytes < THREADGROUP_BYTES as u64 {
-        return Err(unsupported("threadgroup memory", format!("{} bytes", facts.threadgroup_bytes), format!("at least {THREADGROUP_BYTES}")));
+        return Err(unsupported(
+            "threadgroup memory",
+            format!("{} bytes", facts.threadgroup_bytes),
+            format!("at least {THREADGROUP_BYTES}"),
+        ));
     }
     Ok(())
 }

@@ -9,10 +9,10 @@ use sdpa_core::{Fact, Reason, StatsBase};
 /// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
     match fact {
-        Fact::Dtype(dtype) => check.that(!dtype.is_fp8(), "dtype", dtype, "the kernels take f32, f16 and bf16"),
+        Fact::Dtype(dtype) => check.that(!dtype.is_fp8(), "dtype", dtype, "f32, f16 or bf16"),
         // Only problems of 8-bit floats have other types.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
-        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
+        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
         // `supports` of the plans limits extents and head dims, and requires dense rows.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) | Fact::SeqQ(_) | Fact::SeqKv(_) | Fact::DimQk(_) | Fact::DimV(_) => {}
         Fact::Strides(..) | Fact::Alignment(..) => {}
@@ -31,11 +31,11 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
         | Fact::Keep(_) => {}
         Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
         Fact::Statistic(..) => {}
-        Fact::StatsBase(base) => check.that(*base == StatsBase::Natural, "stats_base", base, "the kernels write natural stats"),
+        Fact::StatsBase(base) => check.that(*base == StatsBase::Natural, "stats_base", base, "natural"),
         Fact::Gradient(None) => {}
         Fact::Gradient(Some(gradient)) => {
             for name in gradient.reads.iter().map(|read| &gradient.wrt[read.wrt]) {
-                check.that(false, "wrt", name, "the kernels sum gradients over axes, and not at the places at which a table is read");
+                check.that(false, "wrt", name, "a parameter that is no table: the kernels sum gradients over axes only");
             }
         }
         Fact::GradientsOf(_) => {}

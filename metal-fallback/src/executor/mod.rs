@@ -7,7 +7,7 @@ mod call;
 mod fact;
 mod problem;
 
-use crate::{Backward, Unavailable, Facts, Forward, Kernels, Ready, Runner, Task};
+use crate::{Backward, Facts, Forward, Kernels, Ready, Runner, Task, Unavailable};
 use call::{MetalBackward, MetalForward};
 use fact::supported;
 use problem::unsupported;

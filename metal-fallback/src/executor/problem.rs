@@ -72,7 +72,7 @@ mod tests {
         supports(&pages.clone().mask(Mask::padding())).unwrap();
         let unsupported = supports(&pages.with_packed_queries(12)).unwrap_err();
         assert!(
-            matches!(&unsupported[..], [Reason::Limit { field, limit, .. }] if field == "packed" && limit.contains("beside pages")),
+            matches!(&unsupported[..], [Reason::Limit { field, limit, .. }] if field == "packed" && limit.contains("with a paged KV cache")),
             "{unsupported:?}"
         );
     }

@@ -74,7 +74,11 @@ impl Documents {
         for (name, boundaries) in self.names().into_iter().zip(self.boundaries()) {
             let field = |what: &str| format!("{name} {what}");
             if boundaries.rank() != 1 || boundaries.elem_count() < 2 {
-                errors.push(SpecError::new(field("shape"), format!("{:?}", boundaries.dims()), "one axis of at least 2: documents + 1"));
+                errors.push(SpecError::new(
+                    field("shape"),
+                    format!("{:?}", boundaries.dims()),
+                    "one axis with batch + 1 offsets, at least 2",
+                ));
             }
             if ![DType::U32, DType::I32, DType::I64].contains(&boundaries.dtype()) {
                 errors.push(SpecError::new(field("dtype"), boundaries.dtype().as_str(), "one of u32, i32, i64"));

@@ -42,7 +42,7 @@ impl Flash<'_> {
         let mut attention = Attention::new().attn_scale(self.scale);
         if let Some(cap) = self.softcap {
             if !(cap >= 0.0 && cap.is_finite()) {
-                return Err(one("softcap", cap, "0, which is none, or more"));
+                return Err(one("softcap", cap, "a number above 0, or 0 for none"));
             }
             if cap > 0.0 {
                 attention = attention.score_mod(library::softcap(cap));

@@ -105,7 +105,7 @@ pub(crate) fn mistakes(name: &str, order: Order, tensor: &Tensor, q: &Tensor) ->
     if dtype(tensor.dtype()).is_none() {
         errors.push(SpecError::new(format!("{name} dtype"), tensor.dtype().as_str(), "one of f32, f16, bf16"));
     } else if tensor.dtype() != q.dtype() {
-        errors.push(SpecError::new(format!("{name} dtype"), tensor.dtype().as_str(), format!("q's, {}", q.dtype().as_str())));
+        errors.push(SpecError::new(format!("{name} dtype"), tensor.dtype().as_str(), format!("{}, the type of q", q.dtype().as_str())));
     }
     errors.extend(elsewhere(name, tensor, q));
     errors
@@ -114,7 +114,7 @@ pub(crate) fn mistakes(name: &str, order: Order, tensor: &Tensor, q: &Tensor) ->
 /// Returns an error if a tensor is on another device than `q`.
 pub(crate) fn elsewhere(name: &str, tensor: &Tensor, q: &Tensor) -> Option<SpecError> {
     let (there, here) = (tensor.device().location(), q.device().location());
-    let rule = || format!("q's, {here:?}");
+    let rule = || format!("{here:?}, the device of q");
     (!tensor.device().same_device(q.device())).then(|| SpecError::new(format!("{name} device"), format!("{there:?}"), rule()))
 }
 

@@ -64,7 +64,7 @@ pub(crate) fn ready(
         Some(ParamKind::Scalar) => return Ok(number(name, tensor)?.map(|value| Bound { name: name.to_owned(), value })),
         Some(ParamKind::Tensor { axes, dtype }) => {
             if let Some(rule) = unlike(axes, extents, tensor.dims()) {
-                return wrong(format!("of shape {:?}", tensor.dims()), rule);
+                return wrong(format!("shape {:?}", tensor.dims()), rule);
             }
             dtype
         }
@@ -72,7 +72,7 @@ pub(crate) fn ready(
         None => operand::dtype(tensor.dtype()).unwrap_or(DType::F32),
     };
     if tensor.dtype() != theirs(wanted) && !converts(tensor.dtype(), wanted) {
-        return wrong(format!("of {}", tensor.dtype().as_str()), format!("{}, as it is declared", told(wanted)));
+        return wrong(tensor.dtype().as_str().to_owned(), format!("{}, as declared", told(wanted)));
     }
     let tensor = tensor.detach().contiguous()?;
     if !tensor.device().is_cpu() {
@@ -119,10 +119,10 @@ fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, Spec
     let field = format!("parameter {name}");
     if tensor.elem_count() != 1 || tensor.dtype() != candle_core::DType::F32 {
         let value = format!("a tensor of {} {:?}", tensor.dtype().as_str(), tensor.dims());
-        return Ok(Err(SpecError::new(field, value, "one number of f32, as it is declared a scalar")));
+        return Ok(Err(SpecError::new(field, value, "one f32, as declared (a scalar)")));
     }
     if !tensor.device().is_cpu() {
-        let rule = "a number in host memory, as it is declared a scalar: declare a tensor over no axes to have it read on the device";
+        let rule = "a number in host memory: a declared scalar is read by the host; a tensor over no axes is read on the device";
         return Ok(Err(SpecError::new(field, format!("on {:?}", tensor.device().location()), rule)));
     }
     Ok(Ok(Ready::Number(tensor.flatten_all()?.to_vec1::<f32>()?[0], DType::F32)))

@@ -111,7 +111,7 @@ impl Pass {
         match self.executor {
             Some(named) if !reads.contains(&named) => {
                 let names: Vec<&str> = reads.iter().map(|name| name.name()).collect();
-                let rule = format!("{}, which reads tensors on {:?}", names.join(" or "), self.operands[0].device().location());
+                let rule = format!("{}, which can read tensors on {:?}", names.join(" or "), self.operands[0].device().location());
                 Err(one("executor", named, rule))
             }
             _ => Ok(()),

@@ -11,7 +11,7 @@ use crate::progress::{Progress, Step};
 use crate::run;
 use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
-use metal_fallback::{Unavailable, Facts};
+use metal_fallback::{Facts, Unavailable};
 use sdpa::cuda::KernelCache;
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use sdpa::{Dispatcher, Preference};

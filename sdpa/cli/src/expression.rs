@@ -217,7 +217,7 @@ fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
     let Err(errors) = AttentionSpec::dense(DType::F32, ANY, Layout::Bhsd).mask(mask.clone()).validate() else { return Ok(Some(mask)) };
     let wrong = |e: sdpa::SpecError| {
         let field = e.field.trim_start_matches("masks[0].");
-        (OPTION.to_owned(), format!("{text:?}: {field} is {}: {}", e.value, e.rule))
+        (OPTION.to_owned(), format!("{text:?}: {field}: got {}, expected {}", e.value, e.rule))
     };
     Err(errors.0.into_iter().map(wrong).collect())
 }
@@ -240,7 +240,7 @@ pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
 
 /// Returns the axes that a shape spans if it broadcasts to `extents`.
 pub(crate) fn broadcast(shape: &[i64], extents: [i64; 4]) -> Result<Axes, String> {
-    let wrong = || format!("has the shape {shape:?}: it must broadcast to {extents:?} (batch, query heads, queries, keys)");
+    let wrong = || format!("got shape {shape:?}, expected one that broadcasts to {extents:?} (batch, query heads, queries, keys)");
     let first = 4usize.checked_sub(shape.len()).ok_or_else(wrong)?;
     let mut axes = Axes::NONE;
     for ((&axis, &extent), &have) in Axis::ALL.iter().zip(&extents).skip(first).zip(shape) {

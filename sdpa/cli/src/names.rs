@@ -173,7 +173,7 @@ pub(crate) fn index(text: &str) -> Result<i64, String> {
 
 pub(crate) fn scale(text: &str) -> Result<f32, String> {
     let number: f32 = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
-    if number.is_finite() { Ok(number) } else { Err(format!("{text} is not a finite f32")) }
+    if number.is_finite() { Ok(number) } else { Err(format!("got {text}, expected a finite f32")) }
 }
 
 pub(crate) fn seed(text: &str) -> Result<u64, String> {
@@ -201,8 +201,8 @@ pub(crate) fn shape(text: &str) -> Result<Shape, Vec<String>> {
     for ((name, least), part) in EXTENTS.into_iter().zip(&parts) {
         match part.parse::<i64>() {
             Ok(n) if (least..=i64::from(i32::MAX)).contains(&n) => numbers.push(n),
-            Ok(n) => wrong.push(format!("{name} is {n}: between {least} and {}", i32::MAX)),
-            Err(_) => wrong.push(format!("{name} is {part:?}: a whole number between {least} and {}", i32::MAX)),
+            Ok(n) => wrong.push(format!("{name}: got {n}, expected between {least} and {}", i32::MAX)),
+            Err(_) => wrong.push(format!("{name}: got {part:?}, expected an integer between {least} and {}", i32::MAX)),
         }
     }
     if !(6..=7).contains(&parts.len()) {

@@ -449,7 +449,7 @@ impl Sources<'_> {
         if let Some(t5) = t5 {
             let want = [extents[1], i64::try_from(t5.buckets).unwrap_or(i64::MAX)];
             if self.extents.is_some() && shape != want {
-                mistakes.add(header.path.display(), format!("{name} has the shape {shape:?}: {want:?} (query heads, buckets)"));
+                mistakes.add(header.path.display(), format!("{name}: got shape {shape:?}, expected {want:?} (query heads, buckets)"));
                 return None;
             }
             let Some(ty) = FileType::of(stored) else {
@@ -461,11 +461,12 @@ impl Sources<'_> {
         let right = self.extents.is_none() || fits(&shape, axes, extents);
         if !right {
             let (own, all) = (spanned(axes, extents), axes.dims(extents));
-            let rule = format!("{own:?} ({axes}), or {all:?}");
-            mistakes.add(header.path.display(), format!("{name} has the shape {shape:?}: {rule}"));
+            let rule = if axes.is_table() { format!("{own:?}") } else { format!("{own:?} ({axes}), or {all:?}") };
+            mistakes.add(header.path.display(), format!("{name}: got shape {shape:?}, expected {rule}"));
         }
-        let reading = reading(dtype, stored)
-            .map_err(|rule| mistakes.add(header.path.display(), format!("{name} is of type {stored}, declared as {dtype}: {rule}")));
+        let reading = reading(dtype, stored).map_err(|rule| {
+            mistakes.add(header.path.display(), format!("{name}: got type {stored}, expected {dtype} as declared: {rule}"))
+        });
         right.then_some(Planned::new(declared, shape, extents, From::File(reading.ok()?, offset)))
     }
 }

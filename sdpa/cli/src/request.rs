@@ -128,13 +128,13 @@ impl Operands {
                     let [_, heads, total, _] = o.dims(layout);
                     if stats.shape != [total, heads] {
                         let rule = format!("{:?} (total, query heads), as o has", [total, heads]);
-                        mistakes.add(header.path.display(), format!("stats has the shape {:?}: {rule}", stats.shape));
+                        mistakes.add(header.path.display(), format!("stats: got shape {:?}, expected {rule}", stats.shape));
                     }
                 } else if let (Some(layout), Some(o)) = (layout, &o) {
                     let rows = &o.dims(layout)[..3];
                     if stats.shape != rows && (stats.shape.len() != 4 || stats.shape[..3] != *rows || stats.shape[3] != 1) {
                         let rule = format!("{rows:?} (batch, query heads, queries), as o has");
-                        mistakes.add(header.path.display(), format!("stats has the shape {:?}: {rule}", stats.shape));
+                        mistakes.add(header.path.display(), format!("stats: got shape {:?}, expected {rule}", stats.shape));
                     }
                 }
                 o.map(|o| (o, ty, stats.offset))
@@ -206,7 +206,10 @@ impl Request {
             let entries = operands.qkv.iter().map(Option::as_ref).chain([operands.d_o.as_ref(), own]);
             for ((name, entry), wanted) in ["q", "k", "v", "do", "o"].into_iter().zip(entries).zip(of) {
                 if let Some(entry) = entry.filter(|entry| entry.ty.narrow().is_some_and(|narrow| Some(narrow) != wanted)) {
-                    mistakes.add(header.path.display(), format!("{name} is {}: tensors of 8 bits are read as they are", entry.ty.name()));
+                    mistakes.add(
+                        header.path.display(),
+                        format!("{name}: got type {}, expected the type of --dtype: FP8 tensors are not converted", entry.ty.name()),
+                    );
                 }
             }
         }
@@ -397,7 +400,8 @@ impl Request {
 /// Adds a mistake if an operand does not have the extents of the output.
 fn fits(header: &Header, name: &str, entry: &Entry, want: [i64; 4], layout: Option<Layout>, mistakes: &mut Mistakes) {
     if let Some(dims) = layout.map(|layout| entry.dims(layout)).filter(|dims| *dims != want) {
-        mistakes.add(header.path.display(), format!("{name} is {dims:?} (batch, head, seq, dim): {want:?}, as the output is"));
+        mistakes
+            .add(header.path.display(), format!("{name}: got shape {dims:?}, expected {want:?} (batch, head, seq, dim), as the output"));
     }
 }
 

@@ -66,7 +66,7 @@ impl Scales {
             let (bound, _) = planned.load(request.header(), seed).map_err(|e| Failure::environment("memory", e))?;
             let value = bound.at([0; 4]) as f32;
             if let Err(SpecError { value, rule, .. }) = scale.check(value) {
-                mistakes.add(format!("--input: {scale}"), format!("is {value}; expected {rule}"));
+                mistakes.add(format!("--input: {scale}"), format!("got {value}, expected {rule}"));
             }
             given.insert(scale, value);
         }

@@ -50,7 +50,7 @@ struct Order {
 fn below(text: Option<&str>, extent: Option<i64>, what: &str) -> Result<i64, String> {
     let index = text.map_or(Ok(0), names::index)?;
     match extent {
-        Some(extent) if index >= extent => Err(format!("{index} is not below {extent}, the number of {what}")),
+        Some(extent) if index >= extent => Err(format!("got {index}, expected less than {extent}, the number of {what}")),
         Some(_) | None => Ok(index),
     }
 }

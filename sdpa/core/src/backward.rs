@@ -195,11 +195,10 @@ impl BackwardSpec {
             check.fail("forward.stats_base", forward.stats_base, "natural: backward passes read natural logarithms");
         }
         if forward.paged.is_some() {
-            check.fail("forward.paged", "a cache in pages", "none in a backward pass: a cache is read, not trained");
+            check.fail("forward.paged", "a paged KV cache", "none in a backward pass, which reads no paged KV cache");
         }
         if forward.block_scaled {
-            let rule =
-                "false in a backward pass: its products sum over other axes, and want q, k and d_o once more, narrowed in other blocks";
+            let rule = "false in a backward pass: its GEMMs sum over other axes and would need q, k and d_o with block scales along those";
             check.fail("forward.block_scaled", true, rule);
         }
         let dtype = asked.dtype;
@@ -227,7 +226,7 @@ impl BackwardSpec {
             // Reported already.
             Err(NoGradient::Expr(_)) if problem.is_none() => None,
             Err(e) => {
-                check.fail("forward.score_mods", "without a gradient", e.to_string());
+                check.fail("forward.score_mods", "score_mods without a gradient", format!("differentiable ones: {e}"));
                 None
             }
         };
@@ -265,7 +264,7 @@ fn check_wrt(wrt: &[GradientSpec], check: &mut Check, params: &[Declared]) {
     for (n, g) in wrt.iter().enumerate() {
         let field = format!("wrt[{n}]");
         if wrt[..n].iter().any(|before| before.name == g.name) {
-            check.fail(field.clone(), &g.name, "named once");
+            check.fail(field.clone(), &g.name, "each name once");
         }
         if !g.dtype.is_float() || g.dtype.is_fp8() {
             check.fail(format!("{field}.dtype"), g.dtype, "one of f32, f16, bf16");
@@ -273,10 +272,10 @@ fn check_wrt(wrt: &[GradientSpec], check: &mut Check, params: &[Declared]) {
         match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
             None => check.fail(field, &g.name, "a declared parameter"),
             Some(ParamKind::Tensor { axes, dtype: _ }) if axes.has_end() => {
-                check.fail(field, &g.name, "a parameter over axes; boundaries have no gradient");
+                check.fail(field, &g.name, "a parameter over axes; cu_seqlens have no gradient");
             }
             Some(kind) if kind.ty() != Type::F32 => {
-                check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::check::kind(kind)));
+                check.fail(field, &g.name, format!("a floating-point parameter; it is {}", crate::check::kind(kind)));
             }
             Some(_) => {}
         }

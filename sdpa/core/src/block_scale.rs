@@ -172,17 +172,17 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
         return Vec::new();
     }
     if !spec.dtype.is_fp8() {
-        check.fail("dtype", spec.dtype, "f8e4m3 or f8e5m2 beside block scales");
+        check.fail("dtype", spec.dtype, "f8e4m3 or f8e5m2 with block scales");
     }
     let dim_qk = spec.q.dims[3];
     if dim_qk % BLOCK != 0 {
-        check.fail("q.dims[3] (dim_qk)", dim_qk, format!("a multiple of {BLOCK} beside block scales"));
+        check.fail("q.dims[3] (dim_qk)", dim_qk, format!("a multiple of {BLOCK} with block scales"));
     }
     if spec.packed.is_some() {
-        check.fail("packed", "documents", "none beside block scales, of which each batch entry has whole tiles");
+        check.fail("packed", "packed sequences", "none with block scales, which pad each batch entry to whole tiles");
     }
     if spec.paged.is_some() {
-        check.fail("paged", "pages", "none beside block scales, of which each batch entry has whole tiles");
+        check.fail("paged", "a paged KV cache", "none with block scales, which pad each batch entry to whole tiles");
     }
     let mut declared = Vec::new();
     for (which, tensor) in BlockScale::ALL.into_iter().zip([spec.q, spec.k, spec.v]) {
@@ -328,7 +328,7 @@ mod tests {
         assert_eq!([33, 34].map(|n| elements[n].to_f32()), [448.0, -3.0 * 128.0]);
         assert!(of[4..].iter().all(|scale| scale.to_bits() == 0));
         let told = F8E4M3::narrow(&numbers[..100], &scales).unwrap_err().to_string();
-        assert_eq!(told, "q length is 100: at least 128 elements");
+        assert_eq!(told, "q length: got 100, expected at least 128 elements");
         assert!(scales.of_numbers(&numbers, DType::BF16).is_err());
     }
 
@@ -366,7 +366,7 @@ mod tests {
         let long = Shape { batch: 1 << 12, heads_q: 1 << 10, heads_kv: 1, seq_q: 1, ..shape() };
         assert_eq!(fields(&AttentionSpec::dense(DType::F8E4M3, long, Layout::Bhsd).with_block_scales()), ["q.dims"]);
         let own: ScoreMod = "tensor block_scale_v[head]: f32;\nscore + block_scale_v".parse().unwrap();
-        assert!(spec().score_mod(own).validate().unwrap_err().to_string().contains("the specification's own"));
+        assert!(spec().score_mod(own).validate().unwrap_err().to_string().contains("a reserved name"));
         assert!(spec().mask(Mask::causal()).with_dropout(0.5).with_sink().validate().is_ok());
     }
 
@@ -374,6 +374,6 @@ mod tests {
     fn there_is_no_backward_pass() {
         let told = spec().backward().validate().unwrap_err();
         assert_eq!(told.0.iter().map(|e| e.field.as_str()).collect::<Vec<_>>(), ["forward.block_scaled"], "{told}");
-        assert!(told.to_string().contains("other blocks"), "{told}");
+        assert!(told.to_string().contains("along those"), "{told}");
     }
 }

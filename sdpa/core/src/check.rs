@@ -55,7 +55,7 @@ impl Check {
 
     pub(crate) fn equal(&mut self, field: &str, value: i64, other: &str, want: i64) {
         if value != want {
-            self.fail(field, value, format!("must equal {other}, which is {want}"));
+            self.fail(field, value, format!("{want}, the value of {other}"));
         }
     }
 
@@ -73,7 +73,7 @@ impl Check {
         }
         let elements = t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_mul(8));
         if elements.is_none() {
-            self.fail(format!("{name}.dims"), format!("{:?}", t.dims), "the number of elements must fit 60 bits");
+            self.fail(format!("{name}.dims"), format!("{:?}", t.dims), "fewer than 2^60 elements");
         }
     }
 
@@ -83,12 +83,12 @@ impl Check {
             if stride < 0 {
                 self.fail(format!("{name}.strides[{axis}]"), stride, "at least 0");
             } else if axis == 3 && stride != 1 && extent > 1 && !(spread && stride == 0) && !t.is_empty() {
-                self.fail(format!("{name}.strides[3]"), stride, "1: the last axis is dense");
+                self.fail(format!("{name}.strides[3]"), stride, "1 (a dense last axis)");
             }
         }
         let bytes = t.extent().and_then(|n| n.checked_mul(i64::from(dtype.bits() / 8)));
         if t.dims.iter().all(|&d| d >= 0) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
-            self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "the size in bytes must fit 63 bits");
+            self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "a size below 2^63 bytes");
         }
         if !t.alignment.is_power_of_two() {
             self.fail(format!("{name}.alignment"), t.alignment, "a power of two, in bytes");
@@ -123,16 +123,16 @@ impl Check {
         let field = format!("packed.{}", Side::Keys.total());
         if spec.paged.is_some() {
             if !packed.cross {
-                self.fail("packed.cross", "false", "true beside pages: keys in pages have lengths of their own");
+                self.fail("packed.cross", "false", "true with a paged KV cache, whose sequences have their own lengths");
             }
             if let Some(total) = packed.total_kv {
-                self.fail(field, total, "none beside pages, of which there are paged.pages");
+                self.fail(field, total, "none with a paged KV cache, whose size is paged.pages");
             }
         } else if !packed.cross {
             self.equal("k.dims[2] (seq_kv)", spec.k.dims[2], "q.dims[2] (one cu_seqlens for both sides)", spec.q.dims[2]);
             if packed.total_kv != packed.total_q {
                 let total = |n: Option<i64>| n.map_or_else(|| "none".to_owned(), |n| n.to_string());
-                let rule = format!("total_q, which is {}, as boundaries are the same", total(packed.total_q));
+                let rule = format!("{}, the value of total_q: both sides share cu_seqlens", total(packed.total_q));
                 self.fail(field, total(packed.total_kv), rule);
             }
         }
@@ -147,7 +147,7 @@ impl Check {
     pub(crate) fn narrow(&mut self, field: &str, asked: Option<DType>, dtype: DType, others: &[DType]) -> Option<DType> {
         let asked = asked.filter(|asked| *asked != dtype)?;
         if !dtype.is_fp8() {
-            self.fail(field, asked, format!("that of q, k and v, which is {dtype}: only beside 8-bit floats is it another"));
+            self.fail(field, asked, format!("{dtype}, the type of q, k and v: only FP8 inputs allow another"));
         } else if !asked.is_fp8() && !others.contains(&asked) {
             let others: String = others.iter().map(|other| format!(", {other}")).collect();
             self.fail(field, asked, format!("one of f8e4m3, f8e5m2{others}"));
@@ -158,14 +158,18 @@ impl Check {
     /// Checks the probability.
     pub(crate) fn dropout(&mut self, dropout: Option<Dropout>) {
         if let Some(p) = dropout.map(Dropout::p).filter(|&p| !(p > 0.0 && p < 1.0)) {
-            self.fail("dropout", p, "more than 0 and less than 1; left out for none");
+            self.fail("dropout", p, "a probability above 0 and below 1; leave it out for no dropout");
         }
     }
 
     /// Adds a parameter whose name expressions may not declare.
     pub(crate) fn own(&mut self, own: Declared, known: &mut Vec<Declared>) {
         match known.iter().any(|p| p.name == own.name) {
-            true => self.fail(format!("score_mods, parameter {}", own.name), "declared", "another name: it is the specification's own"),
+            true => self.fail(
+                format!("score_mods, parameter {}", own.name),
+                "a reserved name",
+                "another name: the specification declares this one",
+            ),
             false => known.push(own),
         }
     }
@@ -184,7 +188,7 @@ impl Check {
         match mask {
             Mask::Window { left, right, align } => {
                 if cross && *align == Align::BottomRight {
-                    let rule = "top-left or ends: documents have corners of their own where keys have their own boundaries";
+                    let rule = "top-left or ends: with separate cu_seqlens for keys, each sequence has its own corner";
                     self.fail(format!("{field}.align"), "bottom-right", rule);
                 }
                 if let Some(left) = left.filter(|&l| l < 1) {
@@ -214,7 +218,7 @@ impl Check {
             Ok(made) => Some(made),
             Err(errors) => {
                 for error in errors.0 {
-                    self.fail(field, "an expression", error.to_string());
+                    self.fail(field, "an expression", format!("a valid one: {error}"));
                 }
                 None
             }
@@ -225,20 +229,16 @@ impl Check {
     pub(crate) fn params(&mut self, field: &str, declared: &[Declared], known: &mut Vec<Declared>) {
         for p in declared {
             if OPERAND_NAMES.contains(&p.name.as_str()) {
-                self.fail(format!("{field}, parameter {}", p.name), "declared", "the name of an operand");
+                self.fail(format!("{field}, parameter {}", p.name), "the name of an operand", "another name");
             }
             if let ParamKind::Tensor { axes, dtype: _ } = p.kind
                 && axes.page_size().is_some()
             {
-                self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), "a tensor over axes: expressions read no pages");
+                self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), "a tensor over axes: expressions read no page tables");
             }
             match known.iter().find(|k| k.name == p.name) {
                 Some(k) if k != p => {
-                    self.fail(
-                        format!("{field}, parameter {}", p.name),
-                        kind(p.kind),
-                        format!("{}, as it is declared before", kind(k.kind)),
-                    );
+                    self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), format!("{}, as declared before", kind(k.kind)));
                 }
                 // Defaults are not part of a trace's identity, but there can be only one default for both.
                 Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
@@ -246,7 +246,7 @@ impl Check {
                     self.fail(
                         format!("{field}, parameter {}", p.name),
                         number(p.default),
-                        format!("{}, as it is declared before", number(k.default)),
+                        format!("{}, as declared before", number(k.default)),
                     );
                 }
                 Some(_) => {}

@@ -234,16 +234,16 @@ mod tests {
     fn a_probability_is_more_than_none_and_less_than_all() {
         for p in [0.0, -0.1, 1.0, 2.0, f32::NAN, f32::INFINITY] {
             let told = spec().with_dropout(p).validate().unwrap_err().to_string();
-            assert!(told.contains("dropout") && told.contains("more than 0 and less than 1"), "{told}");
+            assert!(told.contains("dropout") && told.contains("above 0 and below 1"), "{told}");
         }
         for p in [f32::MIN_POSITIVE, 0.5, 1.0f32.next_down()] {
             assert!(spec().with_dropout(p).validate().is_ok(), "{p}");
         }
         let own: ScoreMod = "tensor dropout_seed[head]: f32;\nscore + dropout_seed".parse().unwrap();
         let told = spec().score_mod(own).with_dropout(0.5).validate().unwrap_err().to_string();
-        assert!(told.contains("parameter dropout_seed") && told.contains("the specification's own"), "{told}");
+        assert!(told.contains("parameter dropout_seed") && told.contains("a reserved name"), "{told}");
         let told = spec().with_dropout(0.5).backward().wrt(DROPOUT_SEED, DType::F32).validate().unwrap_err().to_string();
-        assert!(told.contains("a floating point parameter"), "{told}");
+        assert!(told.contains("a floating-point parameter"), "{told}");
     }
 
     /// The formula in the documentation of `DropoutMask`, term by term.

@@ -48,7 +48,7 @@ pub fn unsupported(problem: &Problem) -> Option<Reason> {
     problem.is_empty().then(|| Reason::Limit {
         field: "(batch, seq_q, seq_kv)".to_owned(),
         value: format!("{:?}", (batch, seq_q, seq_kv)),
-        limit: "at least 1 each, as there is nothing to compile: prepare the pass through an executor or the dispatcher, which fill its results"
+        limit: "at least 1 each: an empty pass compiles nothing; prepare it through an executor or the dispatcher, which fill its results"
             .to_owned(),
     })
 }

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// A rule that a field of a specification or of a call breaks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{field} is {value}: {rule}")]
+#[error("{field}: got {value}, expected {rule}")]
 #[non_exhaustive]
 pub struct SpecError {
     /// The field in Rust notation: `k.dims[1] (heads_kv)`.
@@ -79,7 +79,7 @@ impl fmt::Display for ExecutorName {
 #[non_exhaustive]
 pub enum Reason {
     /// A limit of the executor on a field of the problem.
-    #[error("{field} is {value}: {limit}")]
+    #[error("{field}: got {value}, expected {limit}")]
     Limit {
         /// The field.
         field: String,

@@ -117,7 +117,11 @@ impl Fp8Scale {
         if value.is_finite() && value > 0.0 {
             return Ok(());
         }
-        Err(SpecError::new(format!("parameter {self}"), value, "a finite number above 0; fp8::scale_of makes one of a largest magnitude"))
+        Err(SpecError::new(
+            format!("parameter {self}"),
+            value,
+            "a finite number above 0; fp8::scale_of computes one from a largest magnitude",
+        ))
     }
 
     pub(crate) fn declared(self) -> Declared {
@@ -189,15 +193,15 @@ impl Amax {
         let mut errors = Vec::new();
         for (n, amax) in given.clone().enumerate() {
             if !asked.contains(&amax) {
-                let rule = format!("a {} pass of {dtype} tells {}", direction.name(), if asked.is_empty() { "none" } else { "others" });
-                errors.push(SpecError::new(amax.name(), "given", rule));
+                let rule = format!("none: a {} pass of {dtype} does not compute it", direction.name());
+                errors.push(SpecError::new(amax.name(), "an output", rule));
             } else if given.clone().take(n).any(|before| before == amax) {
-                errors.push(SpecError::new(amax.name(), "given twice", "once"));
+                errors.push(SpecError::new(amax.name(), "two outputs", "one"));
             }
         }
         let absent = asked.iter().filter(|amax| !given.clone().any(|given| given == **amax));
         errors.extend(
-            absent.map(|amax| SpecError::new(amax.name(), "absent", format!("a pass of {dtype} tells it: it needs room for one f32"))),
+            absent.map(|amax| SpecError::new(amax.name(), "nothing", format!("memory for one f32: a pass of {dtype} computes it"))),
         );
         errors
     }
@@ -360,7 +364,7 @@ mod tests {
     fn a_score_mod_cannot_declare_a_scale_too() {
         let own: ScoreMod = "tensor scale_s[head]: f32;\nscore + scale_s".parse().unwrap();
         let told = spec().score_mod(own).validate().unwrap_err().to_string();
-        assert!(told.contains("parameter scale_s") && told.contains("the specification's own"), "{told}");
+        assert!(told.contains("parameter scale_s") && told.contains("a reserved name"), "{told}");
     }
 
     #[test]
@@ -371,8 +375,8 @@ mod tests {
             errors.into_iter().map(|e| format!("{} {}", e.field, e.value)).collect::<Vec<_>>()
         };
         assert!(wrong(DType::F8E5M2, &[Amax::O, Amax::S]).is_empty() && wrong(DType::F16, &[]).is_empty());
-        assert_eq!(wrong(DType::F16, &[Amax::O]), ["amax_o given"]);
-        assert_eq!(wrong(DType::F8E4M3, &[Amax::DQ, Amax::O, Amax::O]), ["amax_dq given", "amax_o given twice", "amax_s absent"]);
+        assert_eq!(wrong(DType::F16, &[Amax::O]), ["amax_o an output"]);
+        assert_eq!(wrong(DType::F8E4M3, &[Amax::DQ, Amax::O, Amax::O]), ["amax_dq an output", "amax_o two outputs", "amax_s nothing"]);
     }
 
     #[test]

@@ -339,7 +339,7 @@ impl Check<'_> {
     /// Checks an operand. For packed sequences `cu_seqlens` determine the length, which [`Check::memory`] checks.
     fn operand(&mut self, operand: Operand, (tensor, own): (&TensorSpec, DType), (dtype, len): (DType, usize)) {
         if dtype != own {
-            self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("the problem's, {own}")));
+            self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("{own}, the type of the problem")));
         }
         self.lengths.push((operand, *tensor, len));
         let need = tensor.extent().unwrap_or(i64::MAX);
@@ -451,7 +451,7 @@ impl HostBackward<'_> {
             let Some(wanted) = problem.wrt().iter().find(|wanted| wanted.name == given.name) else { continue };
             let field = format!("gradient of {}", wanted.name);
             if given.data.dtype() != wanted.dtype {
-                errors.push(SpecError::new(&field, given.data.dtype(), format!("the problem's, {}", wanted.dtype)));
+                errors.push(SpecError::new(&field, given.data.dtype(), format!("{}, the type of the problem", wanted.dtype)));
             }
             let need = problem.gradient_elements(&wanted.name);
             if given.data.len() as i64 != need {

@@ -174,11 +174,15 @@ impl Documents {
                 if n == 0 && start < 0 {
                     errors.push(SpecError::new(field(0), start, "at least 0"));
                 } else if end < start {
-                    errors.push(SpecError::new(field(n + 1), end, format!("boundaries never fall, and the one before is {start}")));
+                    errors.push(SpecError::new(field(n + 1), end, format!("at least {start}, the offset before it")));
                     break;
                 } else if end.saturating_sub(start) > most {
-                    let rule = format!("at most {most} tokens of document {n}, which is the longest of the problem");
-                    errors.push(SpecError::new(field(n + 1), format!("{} behind the one before", end.saturating_sub(start)), rule));
+                    let rule = format!("at most {most}, the longest sequence of the problem (this is sequence {n})");
+                    errors.push(SpecError::new(
+                        field(n + 1),
+                        format!("{} tokens after the offset before it", end.saturating_sub(start)),
+                        rule,
+                    ));
                     break;
                 }
                 documents.push(start.max(0) as usize..end.max(0) as usize);
@@ -218,12 +222,12 @@ pub(crate) fn check_memory(
         let (end, total) = (documents.end(side) as i64, problem.total(side));
         if end > total {
             let field = format!("parameter {}[{}]", packed.boundaries(side), problem.batch());
-            errors.push(SpecError::new(field, end, format!("at most {total} tokens: the problem's {}", side.total())));
+            errors.push(SpecError::new(field, end, format!("at most {total}, the problem's {}", side.total())));
         }
         for (operand, tensor, len) in operands.iter().filter(|(operand, ..)| operand.side() == side) {
             let have = tokens(tensor, *len as u64);
             if have < end {
-                let rule = format!("room for {end} tokens, where {} ends; there is room for {have}", packed.boundaries(side));
+                let rule = format!("memory for {end} tokens, the last offset of {}; it has memory for {have}", packed.boundaries(side));
                 errors.push(SpecError::new(format!("{operand} length"), len, rule));
             }
         }
@@ -356,9 +360,9 @@ mod tests {
         assert_eq!(found.of(Side::Keys), [0..9, 9..9, 9..14]);
         let told = |cu: &[i32]| documents(cu).unwrap_err().0.into_iter().map(|e| e.to_string()).collect::<Vec<_>>().join("; ");
         for (cu, what) in [
-            ([-1, 0, 2, 4], "parameter cu_seqlens[0] is -1: at least 0"),
-            ([0, 5, 4, 4], "parameter cu_seqlens[2] is 4: boundaries never fall"),
-            ([0, 10, 14, 15], "at most 9 tokens of document 0"),
+            ([-1, 0, 2, 4], "parameter cu_seqlens[0]: got -1, expected at least 0"),
+            ([0, 5, 4, 4], "parameter cu_seqlens[2]: got 4, expected at least 5, the offset before it"),
+            ([0, 10, 14, 15], "at most 9, the longest sequence of the problem (this is sequence 0)"),
         ] {
             assert!(told(&cu).contains(what), "{}", told(&cu));
         }
@@ -366,7 +370,10 @@ mod tests {
         let wide = self::problem(Packed { wide: true, ..Packed::of(23) });
         let cu: &[i64] = &[-1, i64::MIN, i64::MAX, i64::MAX];
         let told = wide.documents(&[Param::new(CU_SEQLENS, cu)]).unwrap_err().to_string();
-        assert!(told.contains("at least 0") && told.contains("at most 9 tokens of document 1"), "{told}");
+        assert!(
+            told.contains("at least 0") && told.contains("at most 9, the longest sequence of the problem (this is sequence 1)"),
+            "{told}"
+        );
     }
 
     #[test]

@@ -168,7 +168,7 @@ impl<'a> Pages<'a> {
             let used = row.iter().take(paged.pages_of(keys) as usize);
             if let Some((n, page)) = used.enumerate().find(|(_, page)| !(0..paged.pages).contains(&i64::from(**page))) {
                 let rule =
-                    format!("between 0 and {}, as the containers have {} pages, and {keys} keys are there", paged.pages - 1, paged.pages);
+                    format!("between 0 and {}: the page pool has {} pages, and this entry has {keys} keys", paged.pages - 1, paged.pages);
                 errors.push(SpecError::new(format!("parameter {PAGE_TABLE}[{batch}][{n}]"), page, rule));
             }
         }
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!(fields(&far), Vec::<String>::new());
         let own: ScoreMod = "tensor page_table[batch]: i32;\nscore + f32(page_table)".parse().unwrap();
         let told = spec().score_mod(own).validate().unwrap_err().to_string();
-        assert!(told.contains("parameter page_table") && told.contains("the specification's own"), "{told}");
+        assert!(told.contains("parameter page_table") && told.contains("a reserved name"), "{told}");
     }
 
     #[test]
@@ -364,7 +364,12 @@ mod tests {
         };
         let (documents, place) = of(&[1, 3, 3, 5], &[8, 0, 9]).unwrap();
         assert_eq!((documents, place), ([vec![1..3, 3..3, 3..5], Vec::new()], Some([1, 0])));
-        assert!(of(&[1, 4, 4, 5], &[8, 0, 9]).unwrap_err().to_string().contains("at most 2 tokens of document 0"));
+        assert!(
+            of(&[1, 4, 4, 5], &[8, 0, 9])
+                .unwrap_err()
+                .to_string()
+                .contains("at most 2, the longest sequence of the problem (this is sequence 0)")
+        );
         assert!(of(&[1, 3, 3, 5], &[9, 0, 9]).unwrap_err().to_string().contains("page_table[0][2]"));
     }
 
@@ -372,7 +377,7 @@ mod tests {
     fn there_is_no_backward_pass() {
         let told = spec().backward().validate().unwrap_err();
         assert_eq!(told.0.iter().map(|e| e.field.as_str()).collect::<Vec<_>>(), ["forward.paged"], "{told}");
-        assert!(told.to_string().contains("a cache is read, not trained"), "{told}");
+        assert!(told.to_string().contains("reads no paged KV cache"), "{told}");
     }
 
     #[test]
@@ -391,8 +396,11 @@ mod tests {
         let told = pages(&problem, &[6, -1, -1, 7, 0, 0, 3, 3, 7], &[5, 1, 8]).unwrap_err();
         let told: Vec<String> = told.0.iter().map(ToString::to_string).collect();
         assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told[0].starts_with("parameter page_table[0][1] is -1: between 0 and 6") && told[0].contains("5 keys"), "{told:?}");
-        assert!(told[1].starts_with("parameter page_table[1][0] is 7"), "{told:?}");
+        assert!(
+            told[0].starts_with("parameter page_table[0][1]: got -1, expected between 0 and 6") && told[0].contains("5 keys"),
+            "{told:?}"
+        );
+        assert!(told[1].starts_with("parameter page_table[1][0]: got 7"), "{told:?}");
         // A mask that attends to no key reads nothing, with or without lengths.
         for masks in
             [&["padding", "1 > 2"][..], &["1 > 2"], &["causal & k > q"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv & q < q"]]
@@ -408,9 +416,9 @@ mod tests {
         let whole = spec().validate().unwrap();
         let table = [0, 1, 2, 3, 4, 5, 6, 6, 9];
         let told = whole.pages(&[Param::new(PAGE_TABLE, &table)]).unwrap_err().to_string();
-        assert!(told.starts_with("parameter page_table[2][2] is 9") && told.contains("9 keys"), "{told}");
+        assert!(told.starts_with("parameter page_table[2][2]: got 9") && told.contains("9 keys"), "{told}");
         let short = whole.pages(&[Param::new(PAGE_TABLE, &table[1..])]).unwrap_err().to_string();
-        assert!(short.contains("page_table length is 8: 9 elements"), "{short}");
+        assert!(short.contains("page_table length: got 8, expected 9 elements"), "{short}");
         assert!(spec().mask(Mask::causal()).validate().unwrap().pages(&[]).is_err());
     }
 }

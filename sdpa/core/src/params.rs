@@ -75,7 +75,7 @@ pub enum Supplied {
 
 fn check_one(p: &Declared, given: Supplied, extents: [i64; 4], at_least: bool) -> Option<SpecError> {
     let name = || format!("parameter {}", p.name);
-    let unlike = |said: String| Some(SpecError::new(name(), said, format!("declared as {}", kind(p.kind))));
+    let unlike = |said: String| Some(SpecError::new(name(), said, format!("{}, as declared", kind(p.kind))));
     match (p.kind, given) {
         (ParamKind::Scalar, Supplied::Scalar(x)) => x.is_nan().then(|| SpecError::new(name(), x, "a number")),
         (ParamKind::Scalar, Supplied::Tensor { dtype, elements: _ }) => unlike(format!("a tensor of {dtype}")),
@@ -102,17 +102,21 @@ pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)
     for (n, (name, _)) in given.iter().enumerate() {
         if !declared.iter().any(|d| d.name == *name) {
             let names: Vec<&str> = declared.iter().map(|d| d.name.as_str()).collect();
-            let rule = if names.is_empty() { "nothing is declared".to_owned() } else { format!("declared are {}", names.join(", ")) };
-            errors.push(SpecError::new(format!("parameter {name}"), "given", rule));
+            let rule = if names.is_empty() {
+                "none: no parameter is declared".to_owned()
+            } else {
+                format!("one of the declared parameters: {}", names.join(", "))
+            };
+            errors.push(SpecError::new(format!("parameter {name}"), "a value", rule));
         } else if given[..n].iter().any(|(before, _)| before == name) {
-            errors.push(SpecError::new(format!("parameter {name}"), "given twice", "once"));
+            errors.push(SpecError::new(format!("parameter {name}"), "two values", "one"));
         }
     }
     for p in declared {
         match given.iter().find(|(name, _)| *name == p.name) {
             Some((_, given)) => errors.extend(check_one(p, *given, extents, at_least)),
             None if p.default.is_some() => {}
-            None => errors.push(SpecError::new(format!("parameter {}", p.name), "missing", format!("{} is declared", kind(p.kind)))),
+            None => errors.push(SpecError::new(format!("parameter {}", p.name), "nothing", format!("{}, as declared", kind(p.kind)))),
         }
     }
     if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
@@ -124,13 +128,13 @@ pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given:
     let mut errors = Vec::new();
     for (n, name) in given.iter().enumerate() {
         if !wanted.clone().any(|wanted| wanted == *name) {
-            errors.push(SpecError::new(field(name), "given", "the problem does not ask for it"));
+            errors.push(SpecError::new(field(name), "an output", "none: the problem does not ask for it"));
         } else if given[..n].contains(name) {
-            errors.push(SpecError::new(field(name), "given twice", "once"));
+            errors.push(SpecError::new(field(name), "two outputs", "one"));
         }
     }
     let absent = wanted.filter(|name| !given.contains(name));
-    errors.extend(absent.map(|name| SpecError::new(field(name), "absent", "the problem asks for it")));
+    errors.extend(absent.map(|name| SpecError::new(field(name), "nothing", "an output: the problem asks for it")));
     errors
 }
 

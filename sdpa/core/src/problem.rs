@@ -167,7 +167,7 @@ impl Problem {
         }
         let own_lengths = |kept: &Kept| kept.seq_len_q || kept.seq_len_kv && packs(Side::Keys);
         if packed.is_some() && kept.as_ref().is_some_and(own_lengths) {
-            check.fail("masks", "lengths of batch entries", "none with packed sequences, whose cu_seqlens give them");
+            check.fail("masks", "per-sequence lengths", "none with packed sequences, whose cu_seqlens give them");
         }
         let mut params = Vec::new();
         let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| packs(*side)).collect();

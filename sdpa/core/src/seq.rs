@@ -195,7 +195,7 @@ impl SeqPolicy {
                 .unwrap_or_else(|rule| errors.push(SpecError::new(format!("{name}.strides"), format!("{:?}", tensor.strides), rule)));
         }
         if spec.block_scaled && (self.q.is_some() || self.kv.is_some()) {
-            let rule = "false beside buckets: where scales of blocks lie depends on the lengths";
+            let rule = "false with buckets: the layout of block scales depends on the lengths";
             errors.push(SpecError::new("block_scaled", true, rule));
         }
         let mut shifts = false;
@@ -207,12 +207,12 @@ impl SeqPolicy {
                 }
             }
             if own_lengths && shifts {
-                let rule = "no bottom-right aligned mask together with lengths of the caller: leave lengths to the policy";
+                let rule = "no bottom-right aligned mask with lengths from the caller: leave the lengths to the policy";
                 errors.push(SpecError::new("masks", SEQ_LEN_KV, rule));
             }
             if own_lengths && spec.masks.iter().any(ends::reads) && !has_both_lengths(spec) {
                 let rule =
-                    "no mask that is aligned to the ends beside lengths of one side, or of some masks alone: those of padding, or none";
+                    "no mask aligned to the sequence ends with lengths of one side or in some masks only: use padding, or no lengths";
                 errors.push(SpecError::new("masks", Mask::All(spec.masks.clone()), rule));
             }
             for (n, score_mod) in spec.score_mods.iter().enumerate() {

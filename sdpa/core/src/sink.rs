@@ -73,6 +73,6 @@ mod tests {
         let own: ScoreMod = "tensor sink[head]: f32;\nscore + sink".parse().unwrap();
         assert!(spec().score_mod(own.clone()).validate().is_ok());
         let told = spec().score_mod(own).with_sink().validate().unwrap_err().to_string();
-        assert!(told.contains("parameter sink") && told.contains("the specification's own"), "{told}");
+        assert!(told.contains("parameter sink") && told.contains("a reserved name"), "{told}");
     }
 }

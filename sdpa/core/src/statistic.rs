@@ -40,8 +40,8 @@ impl Statistic {
     pub fn unlike(self, given: bool, asked: bool) -> Option<SpecError> {
         match (given, asked) {
             (true, true) | (false, false) => None,
-            (false, true) => Some(SpecError::new(self.name(), "absent", format!("the problem asks for {self}"))),
-            (true, false) => Some(SpecError::new(self.name(), "given", format!("the problem does not ask for {self}"))),
+            (false, true) => Some(SpecError::new(self.name(), "nothing", format!("a buffer: the problem computes {self}"))),
+            (true, false) => Some(SpecError::new(self.name(), "a buffer", format!("none: the problem does not compute {self}"))),
         }
     }
 }

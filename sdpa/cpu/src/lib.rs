@@ -317,14 +317,14 @@ fn kept_len(schedule: &Schedule, drop: bool) -> usize {
 fn is_there(bytes: usize) -> Result<(), Error> {
     let mut memory: Vec<u8> = Vec::new();
     memory.try_reserve_exact(bytes).map_err(|_| {
-        let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "at most the memory that is available".to_owned());
+        let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "at most the available memory".to_owned());
         Error::Unsupported(Unsupported::new(ExecutorName::CPU, vec![Reason::Limit { field, value, limit }]))
     })
 }
 
 /// The error for operands of different types. Validation of the call has excluded them.
 fn wrong_types() -> Error {
-    Error::Spec(SpecErrors(vec![SpecError::new("operands", "of several dtypes", "all of the problem's dtype")]))
+    Error::Spec(SpecErrors(vec![SpecError::new("operands", "several types", "the problem's type for all")]))
 }
 
 fn report(started: Instant, isa: Isa, threads: usize, workspace: usize) -> Report {

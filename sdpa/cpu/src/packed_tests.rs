@@ -198,13 +198,13 @@ fn wrong_boundaries_are_told_and_nothing_is_written() {
     let backward = AttentionSpec::packed(DType::F32, shape, Packed::of(20)).backward().validate().unwrap();
     let executor = CpuExecutor::new();
     let cases: [(&[i32], usize, &str); 8] = [
-        (&[0, 5, 4, 9], 20, "boundaries never fall"),
+        (&[0, 5, 4, 9], 20, "at least 5, the offset before it"),
         (&[-1, 3, 4, 9], 20, "at least 0"),
         (&[i32::MIN, i32::MAX, 4, 9], 20, "at least 0"),
-        (&[0, 3, 13, 14], 20, "at most 9 tokens of document 1"),
-        (&[0, 3, 4, i32::MAX], 20, "at most 9 tokens of document 2"),
-        (&[0, 9, 18, 21], 30, "at most 20 tokens"),
-        (&[4, 9, 13, 19], 18, "room for 19 tokens"),
+        (&[0, 3, 13, 14], 20, "at most 9, the longest sequence of the problem (this is sequence 1)"),
+        (&[0, 3, 4, i32::MAX], 20, "at most 9, the longest sequence of the problem (this is sequence 2)"),
+        (&[0, 9, 18, 21], 30, "at most 20"),
+        (&[4, 9, 13, 19], 18, "memory for 19 tokens"),
         (&[0, 3, 4], 20, "4 elements"),
     ];
     for (cu, tokens, rule) in cases {

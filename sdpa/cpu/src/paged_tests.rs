@@ -169,12 +169,22 @@ fn a_wrong_page_table_is_told_and_nothing_is_written() {
     let problem = AttentionSpec::paged(DType::F32, shape, Paged::new(4, 5)).mask(Mask::padding()).validate().unwrap();
     let container = 5 * 4 * 8;
     let cases: [Wrong<'_>; 6] = [
-        (&[0, 1, -1, 2, 3, 4], [9, 9], container, &["parameter page_table[0][2] is -1: between 0 and 4"]),
-        (&[5, -1, 0, i32::MAX, 3, i32::MIN], [9, 9], container, &["page_table[0][0] is 5", "page_table[1][0] is 2147483647"]),
-        (&[0, 1, 2, -1, 3, 4], [9, 1], container, &["page_table[1][0] is -1"]),
-        (&[0, 1, 2, 3, 4], [9, 9], container, &["page_table length is 5: 6 elements, dense: a tensor [batch, ceil(k / 4)] of i32"]),
-        (&[0, 1, 2, 3, 4, 0], [9, 9], container - 1, &["k length is 159: at least 160 elements, for 5 pages", "v length is 159"]),
-        (&[0, 1, 9, 3, 4, 0], [9, 9], 0, &["k length", "v length", "page_table[0][2] is 9"]),
+        (&[0, 1, -1, 2, 3, 4], [9, 9], container, &["parameter page_table[0][2]: got -1, expected between 0 and 4"]),
+        (&[5, -1, 0, i32::MAX, 3, i32::MIN], [9, 9], container, &["page_table[0][0]: got 5", "page_table[1][0]: got 2147483647"]),
+        (&[0, 1, 2, -1, 3, 4], [9, 1], container, &["page_table[1][0]: got -1"]),
+        (
+            &[0, 1, 2, 3, 4],
+            [9, 9],
+            container,
+            &["page_table length: got 5, expected 6 elements, dense: a tensor [batch, ceil(k / 4)] of i32"],
+        ),
+        (
+            &[0, 1, 2, 3, 4, 0],
+            [9, 9],
+            container - 1,
+            &["k length: got 159, expected at least 160 elements, for 5 pages", "v length: got 159"],
+        ),
+        (&[0, 1, 9, 3, 4, 0], [9, 9], 0, &["k length", "v length", "page_table[0][2]: got 9"]),
     ];
     for (table, keys, len, rules) in cases {
         let params = [(SEQ_LEN_Q, &[3, 3][..]), (SEQ_LEN_KV, &keys), (PAGE_TABLE, table)];

@@ -67,7 +67,7 @@ impl Backward {
                 false,
                 "d_o strides",
                 format!("{:?}", d_o.strides),
-                "of packed documents TMA reads it as it lies: dense rows of whole 16 bytes",
+                "dense rows of multiples of 16 bytes with packed sequences, for TMA",
             );
         }
         if !check.0.is_empty() {

@@ -41,10 +41,10 @@ fn through_tma(pass: JobQuery<'_>, operand: Operand) -> Option<TensorSpec> {
 /// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {
     match fact {
-        Fact::Dtype(dtype) => check.that(matches!(dtype, DType::F16 | DType::BF16), "dtype", dtype, "the kernels take f16 and bf16"),
+        Fact::Dtype(dtype) => check.that(matches!(dtype, DType::F16 | DType::BF16), "dtype", dtype, "f16 or bf16"),
         // Only problems of 8-bit floats have other types.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
-        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
+        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
         // The number of thread blocks is checked for the whole problem.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) => {}
         Fact::SeqQ(seq_q) => extent(check, "seq_q", *seq_q),
@@ -66,11 +66,11 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::MostTokens(side, _) => tokens(check, pass, *side),
         Fact::Pages(pages) => {
             let reads_pages = Direction::Forward == pass.direction() || pages.is_none();
-            check.that(reads_pages, "paged", "pages", "the backward kernels take keys one behind the other");
+            check.that(reads_pages, "paged", "a paged KV cache", "none: the backward kernels read contiguous keys");
         }
         Fact::PageSize(None) => {}
         Fact::PageSize(Some(page_size)) => {
-            let limit = format!("a multiple of {LEAST_PIECE}: TMA swizzles as many rows together");
+            let limit = format!("a multiple of {LEAST_PIECE}, the rows that TMA swizzles together");
             check.that(page_size % LEAST_PIECE == 0, "paged.page_size", page_size, limit);
         }
         // The kernel sources implement each of these: `Forward` in `problem`, `Backward` in `backward`.
@@ -86,7 +86,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
         Fact::Gradient(_) | Fact::GradientsOf(_) => {}
         Fact::Deterministic(is_deterministic) => {
-            check.that(!is_deterministic, "deterministic", "asked for", "the kernels add gradients of queries in any order");
+            check.that(!is_deterministic, "deterministic", "true", "false: the kernels sum dq in any order");
         }
     }
 }

@@ -36,14 +36,14 @@ impl Check {
 
     /// Checks that the base address is a multiple of 16 bytes, which TMA requires.
     pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
-        let limit = "TMA reads multiples of 16 bytes";
+        let limit = "a multiple of 16 bytes, for TMA";
         self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
     }
 
     /// Checks that rows are multiples of 16 bytes and that no axis has stride 0, which TMA requires.
     pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
         for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
-            let limit = "TMA steps by multiples of 16 bytes, and not by 0";
+            let limit = "a nonzero multiple of 16 bytes, for TMA";
             self.that(steps(tensor, axis, bytes), &format!("{operand} strides ({name})"), tensor.strides[axis], limit);
         }
     }

@@ -227,9 +227,9 @@ impl Planned {
         for operand in Operand::ALL {
             match (call.operand(operand), self.has(operand)) {
                 (Some(_), true) | (None, false) => {}
-                (None, true) => errors.push(SpecError::new(operand.name(), "absent", "an operand of the pass")),
+                (None, true) => errors.push(SpecError::new(operand.name(), "nothing", "memory: it is an operand of the pass")),
                 (Some(_), false) => {
-                    errors.push(SpecError::new(operand.name(), "given", format!("no operand of the {} pass", self.job.name())))
+                    errors.push(SpecError::new(operand.name(), "memory", format!("none: it is no operand of the {} pass", self.job.name())))
                 }
             }
         }
@@ -252,7 +252,7 @@ impl Planned {
             errors.push(SpecError::new("workspace", format!("{bytes} bytes"), format!("at least {need} bytes")));
         }
         if self.tables.len() != self.schedule.tables().len() || self.kernels.is_some() != self.launches {
-            errors.push(SpecError::new("tables", "absent", "Planned::upload_tables puts them, and kernels, into device memory"));
+            errors.push(SpecError::new("tables", "nothing", "the tables and kernels that Planned::upload_tables loads"));
         }
         if errors.is_empty() {
             Error::Bug("the checks of a call refused it, and none named a mistake".to_owned())

@@ -112,6 +112,6 @@ impl CudnnExecutor {
         if there == here {
             return Ok(());
         }
-        Err(SpecErrors(vec![sdpa_core::SpecError::new("stream device", there, format!("the executor's, {here}"))]))
+        Err(SpecErrors(vec![sdpa_core::SpecError::new("stream device", there, format!("{here}, the device of the executor"))]))
     }
 }

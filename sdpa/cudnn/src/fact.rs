@@ -16,7 +16,7 @@ fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
     let tables = params.iter().filter(|declared| declared.kind.extents().len() > 0 && !in_order(&declared.name));
     let reason = |table: &Declared| {
         let extents: Vec<i64> = table.kind.extents().collect();
-        let rule = "cuDNN's engines read no tensor at computed indices";
+        let rule = "a tensor over axes: cuDNN's engines cannot read at computed indices";
         limit(&format!("parameter {}", table.name), format!("a table {extents:?}"), rule)
     };
     tables.map(reason).collect()
@@ -29,7 +29,7 @@ fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
 pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
     match fact {
         Fact::Dtype(dtype @ DType::F32) => {
-            vec![limit("dtype", dtype.to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats")]
+            vec![limit("dtype", dtype.to_string(), "f16, bf16, f8e4m3 or f8e5m2")]
         }
         Fact::Dtype(_) => Vec::new(),
         // Rules are in `unsupported/fp8`; `lower/fp8` and `lower/blocks` lower it.

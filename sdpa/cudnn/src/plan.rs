@@ -417,7 +417,7 @@ fn first_form<T>(
     }
     if reasons.is_empty() {
         let form = options.form.map_or("any", Form::name);
-        let limit = format!("the unified form does not have this {} pass on cuDNN {}", job.name(), library.version());
+        let limit = format!("the composite form: cuDNN {} has no unified form of this {} pass", library.version(), job.name());
         reasons.push(Reason::Limit { field: "form".to_owned(), value: form.to_owned(), limit });
     }
     Err(unsupported(reasons))

@@ -183,23 +183,23 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         let copied = lower::densify(job).1;
         let in_place = |operand: Operand| problem.packs(operand.side()) && copied.contains(&operand);
         for (operand, tensor) in job.tensors().filter(|(operand, _)| in_place(*operand)) {
-            let rule = "packed documents are read and written in place: 16-byte alignment, strides in multiples of 16 bytes";
+            let rule = "16-byte alignment and strides: packed operands are read and written in place";
             limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
         for (field, longest) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
             if longest == 1 && problem.paged().is_none() {
-                let rule = "documents of one token at most are no packed batch for cuDNN's engines: (batch, heads, 1, dim) is";
+                let rule = "more than one token: pass sequences of one token as a batch, (batch, heads, 1, dim)";
                 limit(field, "1".to_owned(), rule);
             }
         }
         if is_backward(job) && !(90..120).contains(&sm) {
-            limit("device", format!("sm {sm}"), "packed stats are read by engines for compute capability 9.0 to 11.x");
+            limit("device", format!("sm {sm}"), "compute capability 9.0 to 11.x for the gradient of packed sequences");
         }
     }
     if let Some(paged) = problem.paged() {
         let copied = lower::densify(job).1;
         for (operand, tensor) in job.tensors().filter(|(operand, _)| operand.side() == Side::Keys && copied.contains(operand)) {
-            let rule = "pages are read in place: 16-byte alignment, strides in multiples of 16 bytes";
+            let rule = "16-byte alignment and strides: pages are read in place";
             limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
         let pages = lower::Pages::of(problem);
@@ -207,60 +207,60 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit("paged.page_size", paged.page_size.to_string(), lower::UNEVEN);
         }
         if pages.is_some_and(|pages| paged.pages.saturating_mul(pages.parts) > i64::from(i32::MAX)) {
-            limit("paged.pages", paged.pages.to_string(), "cuDNN counts pages, or the parts that they are taken as, in 32 bits");
+            limit("paged.pages", paged.pages.to_string(), "fewer: cuDNN counts pages, or their parts, in 32 bits");
         }
         if runtime < lower::PAGED_SINCE {
-            limit("cudnn", runtime.to_string(), "pages are taken from 9.5 on");
+            limit("cudnn", runtime.to_string(), "9.5 or newer for a paged KV cache");
         }
         if problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys) {
-            limit("masks", problem.kept().to_string(), "beside pages cuDNN takes the lengths of queries and of keys together, or none");
+            limit("masks", problem.kept().to_string(), "lengths of both queries and keys, or none, with a paged KV cache");
         }
     }
     if is_backward(job) && job.deterministic() && problem.dropout().is_some() && (100..110).contains(&sm) {
-        let rule = "false beside dropout: cuDNN's engines for compute capability 10 give the same bits without it only";
+        let rule = "false with dropout on compute capability 10";
         limit("deterministic", "true".to_owned(), rule);
     }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
-        limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
+        limit("seq_q and seq_kv", "1".to_owned(), "more than one query or key in cuDNN's backward pass");
     }
     if let Job::Backward(backward) = job
         && !packed_numbers(backward.d_o())
     {
-        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "where a row is one number repeated, the numbers lie without gaps");
+        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "rows of one repeated number without gaps between the numbers");
     }
     let behind = problem.sink() && !lower::sink_in_graph(problem, runtime);
     for statistic in [Statistic::RowMax, Statistic::SumExp].into_iter().filter(|statistic| behind && problem.computes(*statistic)) {
-        let rule = "beside a sink cuDNN tells it from 9.13 on, of more than one query: other rows get their sinks behind the attention";
-        limit(statistic.name(), "asked for".to_owned(), rule);
+        let rule = "no sink, or cuDNN 9.13 and more than one query: other sinks are added after the attention";
+        limit(statistic.name(), "a request".to_owned(), rule);
     }
     if behind && problem.packed().is_some() {
-        let rule = "none of packed queries of which an entry has one at most: such rows get their sinks behind the attention, where they lie dense";
-        limit("sink", "asked for".to_owned(), rule);
+        let rule = "none with packed queries of one token each: such sinks are added after the attention, over dense rows";
+        limit("sink", "a request".to_owned(), rule);
     }
     if problem.stats_base() == StatsBase::Two {
         if runtime < lower::BASE_TWO_SINCE {
-            limit(
-                "stats_base",
-                StatsBase::Two.to_string(),
-                "cuDNN has stats in base two from 9.27 on; natural ones times log2(e) are those",
-            );
+            limit("stats_base", StatsBase::Two.to_string(), "natural before cuDNN 9.27; multiply natural stats by log2(e)");
         }
         if behind {
-            limit("stats_base", StatsBase::Two.to_string(), "rows that get their sinks behind the attention have natural stats");
+            limit("stats_base", StatsBase::Two.to_string(), "natural where sinks are added after the attention");
         }
     }
     if sm < 80 {
-        limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");
+        limit("device", format!("sm {sm}"), "compute capability 8.0 or newer");
     }
     if deterministic && problem.seq_q() == 1 && !is_backward(job) {
-        limit("policy.deterministic", "true".to_owned(), "cuDNN's decode engines (seq_q = 1) do not give the same bits on every run");
+        limit(
+            "policy.deterministic",
+            "true".to_owned(),
+            "false with one query: cuDNN's decode engines do not give the same bits on every run",
+        );
     }
     for (field, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         if dim % 8 != 0 {
-            limit(field, dim.to_string(), "cuDNN's attention takes multiples of 8");
+            limit(field, dim.to_string(), "a multiple of 8");
         }
         if dim > 256 {
-            limit(field, dim.to_string(), "cuDNN's attention takes at most 256");
+            limit(field, dim.to_string(), "at most 256");
         }
     }
     reasons.extend(versions::reasons(job, runtime, sm));
@@ -293,7 +293,7 @@ pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
     if attn_scale > 0.0 {
         return Ok(());
     }
-    let rule = "positive: cuDNN's kernels give NaN otherwise; the cuda and cpu executors take any finite scale";
+    let rule = "a number above 0: cuDNN's kernels return NaN otherwise; the cuda and cpu executors support any finite scale";
     Err(SpecErrors(vec![SpecError::new("attn_scale", attn_scale, rule)]))
 }
 
@@ -555,7 +555,7 @@ mod tests {
     fn pages_are_asked_for_where_runtimes_know_them() {
         let shape = Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 64, seq_kv: 128, dim_qk: 64, dim_v: 64 };
         let job: Job = AttentionSpec::paged(DType::F16, shape, sdpa_core::Paged::new(16, 9)).validate().unwrap().into();
-        let refused = |minor| reasons(&job, v(minor, 0), 90, false).iter().any(|reason| reason.to_string().contains("9.5 on"));
+        let refused = |minor| reasons(&job, v(minor, 0), 90, false).iter().any(|reason| reason.to_string().contains("9.5 or newer"));
         assert!(refused(4) && !refused(5));
     }
 }

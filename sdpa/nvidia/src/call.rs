@@ -42,8 +42,8 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
                 memory(&mut errors, name, slice, bytes, tensor.alignment.into());
             }
             (None, None) => {}
-            (None, Some(_)) => errors.push(SpecError::new(name, "absent", "an operand of the pass")),
-            (Some(_), None) => errors.push(SpecError::new(name, "given", format!("no operand of the {} pass", job.name()))),
+            (None, Some(_)) => errors.push(SpecError::new(name, "nothing", "memory: it is an operand of the pass")),
+            (Some(_), None) => errors.push(SpecError::new(name, "memory", format!("none: it is no operand of the {} pass", job.name()))),
         }
     }
     for statistic in Statistic::ALL {
@@ -83,7 +83,9 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
     errors.extend(params::check(job.params(), problem.extents(), &given, true).err().into_iter().flat_map(|e| e.0));
     // Specifications with different defaults share a plan, so the plan knows no default.
     let left = job.params().iter().filter(|p| p.default.is_some() && given.iter().all(|(name, _)| *name != p.name));
-    errors.extend(left.map(|p| SpecError::new(format!("parameter {}", p.name), "missing", "every parameter of a call over device memory")));
+    errors.extend(
+        left.map(|p| SpecError::new(format!("parameter {}", p.name), "nothing", "a value: a call over device memory has no defaults")),
+    );
     let wanted: &[GradientSpec] = match job {
         Job::Forward(_) => &[],
         Job::Backward(backward) => backward.wrt(),

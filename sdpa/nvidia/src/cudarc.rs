@@ -296,7 +296,7 @@ impl<'a> Slices<'a> {
     fn place(&mut self, name: &str, stream: &CudaStream) {
         let (there, here) = (stream.context().ordinal(), self.stream.context().ordinal());
         if there != here {
-            self.errors.push(SpecError::new(format!("{name} device"), there, format!("the stream's, {here}")));
+            self.errors.push(SpecError::new(format!("{name} device"), there, format!("{here}, the device of the stream")));
         }
     }
 
@@ -319,7 +319,11 @@ impl<'a> Slices<'a> {
     fn gradient(&mut self, wrt: &[GradientSpec], name: &str, value: ValueMut<'a>) -> DeviceSlice {
         let (given, asked) = (value.dtype(), wrt.iter().find(|g| g.name == name));
         if let Some(asked) = asked.filter(|asked| asked.dtype != given) {
-            self.errors.push(SpecError::new(format!("gradient of {name}"), given, format!("the specification's, {}", asked.dtype)));
+            self.errors.push(SpecError::new(
+                format!("gradient of {name}"),
+                given,
+                format!("{}, the type of the specification", asked.dtype),
+            ));
         }
         match value {
             ValueMut::F32(x) => self.write(name, x),
@@ -439,11 +443,11 @@ impl Attention {
     fn check<T: Element>(&self, stream: &Arc<CudaStream>) -> Result<(), SpecErrors> {
         let mut errors = Vec::new();
         if T::DTYPE != self.dtype {
-            errors.push(SpecError::new("slice dtype", T::DTYPE, format!("the specification's, {}", self.dtype)));
+            errors.push(SpecError::new("slice dtype", T::DTYPE, format!("{}, the type of the specification", self.dtype)));
         }
         let ordinal = stream.context().ordinal();
         if ordinal != self.device.ordinal() as usize {
-            errors.push(SpecError::new("stream device", ordinal, format!("the executor's, {}", self.device.ordinal())));
+            errors.push(SpecError::new("stream device", ordinal, format!("{}, the device of the executor", self.device.ordinal())));
         }
         if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
     }

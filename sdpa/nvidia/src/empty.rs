@@ -63,11 +63,11 @@ impl Empty {
         };
         let gaps = self.written().filter(|operand| !is_dense(operand)).map(|operand| {
             let strides = self.job.tensor(operand).map_or([0; 4], |tensor| tensor.strides);
-            let rule = "without gaps between rows: where there are no queries or no keys, results are set as one piece of device memory";
+            let rule = "rows without gaps: without queries or keys, one fill of device memory sets the results";
             limit(format!("{operand}.strides"), format!("{strides:?}"), rule)
         });
         let beside_sink = self.statistics().filter(|_| self.job.problem().sink()).map(|which| {
-            let rule = "not next to a sink where there are no keys: it is the sink, which is in device memory; compute over host memory";
+            let rule = "none with a sink and no keys, where it equals the sink in device memory; use host memory";
             limit(which.name().to_owned(), "asked for".to_owned(), rule)
         });
         gaps.chain(beside_sink).collect()

@@ -190,7 +190,7 @@ impl Place {
 
 /// Returns the error of a plan for the other direction.
 fn other_pass() -> Error {
-    Error::Spec(SpecErrors(vec![SpecError::new("pass", "the other one", "what was prepared")]))
+    Error::Spec(SpecErrors(vec![SpecError::new("pass", "the other direction", "the one that was prepared")]))
 }
 
 impl Prepared for Hosted {

@@ -41,7 +41,7 @@ fn pointer<T>(address: u64, elements: usize) -> Result<*mut T, Error> {
     }
     let at = usize::try_from(address).unwrap_or(0);
     if at == 0 || !at.is_multiple_of(align_of::<T>()) {
-        return Err(wrong("address", format!("{address:#x}"), format!("of memory that is there, a multiple of {}", align_of::<T>())));
+        return Err(wrong("address", format!("{address:#x}"), format!("a non-null address, a multiple of {}", align_of::<T>())));
     }
     Ok(at as *mut T)
 }

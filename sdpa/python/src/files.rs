@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 fn of_file(path: &Path, error: AttachError) -> PyErr {
     match error {
         AttachError::Other(error) => environment(error.to_string()),
-        wrong @ (AttachError::File(_) | AttachError::Mismatch(_) | _) => one("path", path.display(), wrong.to_string()),
+        wrong @ (AttachError::File(_) | AttachError::Mismatch(_) | _) => {
+            one("path", path.display(), format!("a readable plan file: {wrong}"))
+        }
     }
 }
 

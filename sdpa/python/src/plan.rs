@@ -269,7 +269,7 @@ impl Plan {
                 cuda::same_process()?;
                 py.detach(|| call.submit(asked, chosen.device, &*chosen.pass, stream, workspace)).map_err(of)?;
             }
-            (Ready::Host(_) | Ready::HostBackward(_), _) => return Err(one("pass", "the other one", "what was made ready")),
+            (Ready::Host(_) | Ready::HostBackward(_), _) => return Err(one("pass", "the other direction", "the one that was prepared")),
         }
         Ok(())
     }

@@ -102,7 +102,7 @@ impl Program {
         let tensors: Vec<TensorSpec> =
             tensors.into_iter().map(|(dims, strides, alignment)| TensorSpec { dims, strides, alignment }).collect();
         let &[q, k, v, o, ref rest @ ..] = tensors.as_slice() else {
-            return Err(one("tensors", tensors.len(), "q, k, v, o, and of a backward pass d_o, dq, dk, dv"));
+            return Err(one("tensors", tensors.len(), "4 (q, k, v, o), or 8 in a backward pass (and d_o, dq, dk, dv)"));
         };
         let mut spec =
             AttentionSpec::strided(named(dtype)?, [q, k, v], o).with_score_mods(self.score_mods.clone()).with_masks(self.masks.clone());
@@ -117,7 +117,7 @@ impl Program {
                 }
                 Asked::Backward(Box::new(backward.validate().map_err(|e| of(e.into()))?))
             }
-            _ => return Err(one("tensors", tensors.len(), "4 of a forward pass, 8 of a backward pass")),
+            _ => return Err(one("tensors", tensors.len(), "4 in a forward pass, 8 in a backward pass")),
         };
         Plan::new(py, asked, device, self.executor, (self.written.tensors.clone(), self.written.scalars.clone()))
     }

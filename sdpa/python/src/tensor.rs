@@ -110,7 +110,7 @@ impl Exchange {
     /// Returns the address, element type and number of elements of a tensor.
     fn value(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Value> {
         let seen = self.see(tensor)?;
-        let dtype = seen.dtype().ok_or_else(|| one("parameter", "of another element type", "one of f32, f16, bf16, i32, i64, bool"))?;
+        let dtype = seen.dtype().ok_or_else(|| one("parameter", "another element type", "one of f32, f16, bf16, i32, i64, bool"))?;
         let elements = usize::try_from(seen.axes(seen.shape).iter().product::<i64>()).unwrap_or(0);
         Ok(Value::Tensor { address: seen.address(), dtype, elements })
     }
@@ -126,7 +126,7 @@ impl Exchange {
         let (major, see) = unsafe { (table.as_ref().major, table.as_ref().see) };
         match see {
             Some(see) if major == 1 => Ok(Exchange { see, plain }),
-            _ => Err(one("DLPack's exchange", format!("of version {major}"), "of version 1")),
+            _ => Err(one("DLPack exchange API", format!("version {major}"), "version 1")),
         }
     }
 

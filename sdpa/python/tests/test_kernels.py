@@ -36,11 +36,11 @@ def test_clearing_deletes_kernels_alone(tmp_path):
     "arguments, told",
     [
         (dict(on=1), "on is 1"),
-        (dict(on=False, folder="/x"), "True where a folder or a limit is given"),
+        (dict(on=False, folder="/x"), "True with a folder or a limit"),
         (dict(folder="relative"), "an absolute path"),
-        (dict(limit_bytes=-1), "a whole number of bytes"),
-        (dict(limit_bytes=True), "a whole number of bytes"),
-        (dict(limit_bytes=1.5), "a whole number of bytes"),
+        (dict(limit_bytes=-1), "an integer of at least 0 bytes"),
+        (dict(limit_bytes=True), "an integer of at least 0 bytes"),
+        (dict(limit_bytes=1.5), "an integer of at least 0 bytes"),
     ],
 )
 def test_wrong_settings_are_told(arguments, told):

@@ -164,7 +164,7 @@ open(path, "wb").write(b"other")
 try:
     _native.attach_plans(0, path)
 except sdpa.SpecError as e:
-    print(str(e).startswith("path is " + path))
+    print(str(e).startswith("path: got " + path))
 """
 
 
@@ -175,7 +175,7 @@ def test_what_was_made_is_kept_in_a_file(executor, tmp_path):
     counts, absent, nobody, damaged = run(f"BIAS = bias('{executor}')" + FILES, more=(path,)).splitlines()
     saved, attached = map(int, counts.split())
     assert saved == attached == 2 and damaged == "True"
-    assert absent.startswith(f"path is {path}.none: ") and nobody == 'executor is "cpu": one that makes plans or kernels: cudnn, cuda'
+    assert absent.startswith(f"path: got {path}.none, expected ") and nobody == 'executor: got "cpu", expected one that makes plans or kernels: cudnn, cuda'
 
 
 def test_names_of_executors_are_looked_at():
@@ -188,9 +188,9 @@ for make in (lambda: masked("causal", "abacus"), lambda: masked("causal", "cpu")
 print(masked("causal", "cpu").plan(None, "bf16", FORWARD, True, []).executor)
 """)
     assert said.splitlines() == [
-        "executor is abacus: one of cpu, cudnn, cuda",
-        "executor is cpu: one that reads tensors of an NVIDIA GPU: cudnn, cuda",
-        "executor is cuda: one that reads tensors in host memory: cpu",
+        "executor: got abacus, expected one of cpu, cudnn, cuda",
+        "executor: got cpu, expected one that reads tensors of an NVIDIA GPU: cudnn, cuda",
+        "executor: got cuda, expected one that reads tensors in host memory: cpu",
         "cpu",
     ]
 
@@ -199,7 +199,7 @@ print(masked("causal", "cpu").plan(None, "bf16", FORWARD, True, []).executor)
     "changed, word",
     [
         ("params=[(bias, 'bf16', 7)]", "parameter t"),
-        ("params=[(bias, 'f32', 8 * 512 * 512)]", "declared as"),
+        ("params=[(bias, 'f32', 8 * 512 * 512)]", "as declared"),
         ("params=[(bias + 2, 'bf16', 8 * 512 * 512)]", "16"),
         ("params=[]", "1 tensors and 0 scalars"),
         ("scale=-1.0", "scale"),

@@ -259,7 +259,7 @@ def test_tables_of_text_and_of_numpy():
     wanted = attention(q, k, v, eager(lambda s, b, h, q, k: s + table[h, q - k + K]))[0]
     close(flex_attention(q, k, v, mod), wanted, "o")
     assert f"table t[{H}, {Q + K}]" in str(mod)
-    with pytest.raises(SpecError, match=r"parameter t is missing: f32 over \[4, 22\]"):
+    with pytest.raises(SpecError, match=r"parameter t: got nothing, expected f32 over \[4, 22\]"):
         sdpa.ScoreMod.from_text("table t[4, 22]: f32; score + t[head, q - k]")
     with pytest.raises(SpecError, match="a table of shape"):
         flex_attention(q, k, v, sdpa.ScoreMod.from_text("table t[4, 22]: f32; score + t[head, q - k]", t=torch.randn(4, 23)))

@@ -21,19 +21,21 @@ type Recorded<'a> = [(&'a str, Vec<Asked>)];
 /// Returns how many of the rows each device supports.
 fn supported(rows: &[&Row], asked: &[Asked]) -> Vec<usize> {
     let answers = index(asked);
-    let on = |profile: &str| rows.iter().filter(|row| answer(&answers, Wanted::Any, row, profile).is_some_and(Answer::is_supported)).count();
+    let on =
+        |profile: &str| rows.iter().filter(|row| answer(&answers, Wanted::Any, row, profile).is_some_and(Answer::is_supported)).count();
     PROFILES.iter().map(|(profile, _)| on(profile)).collect()
 }
 
 /// A reason without what differs between devices and versions.
 fn rule(text: &str) -> String {
     const WRONG: &str = " is known to be wrong here: ";
+    const EXPECTED: &str = ", expected ";
     const MOST: usize = 220;
     let rule = match (text.split_once(WRONG), text.split_once(": ")) {
         (Some((_, what)), _) => what.rsplit_once(" (").map_or(what, |(what, _)| what),
         (None, Some((form, _))) if form.ends_with(" form") => text,
-        (None, Some((field, rule))) if field.contains(" is ") => {
-            return format!("{}: {rule}", field.split(" is ").next().unwrap_or_default());
+        (None, Some((field, told))) if told.starts_with("got ") && told.contains(EXPECTED) => {
+            return format!("{field}: {}", told.split_once(EXPECTED).map_or(told, |(_, rule)| rule));
         }
         (None, _) => text,
     };
@@ -99,8 +101,9 @@ pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
             text.push('\n');
         }
     }
-    let (differ, alike): (Vec<_>, Vec<_>) =
-        unsupported(all).into_iter().partition(|(_, counts)| counts.len() < all.len() || counts.values().collect::<BTreeSet<_>>().len() > 1);
+    let (differ, alike): (Vec<_>, Vec<_>) = unsupported(all)
+        .into_iter()
+        .partition(|(_, counts)| counts.len() < all.len() || counts.values().collect::<BTreeSet<_>>().len() > 1);
     let _ = write!(
         text,
         "\n## What differs between versions\n\nEach row counts the answers (one per problem and device) with this reason, the most frequent first. {} other reasons have the same count on all versions.\n\n",
@@ -156,7 +159,7 @@ mod tests {
             [rule(&wrong("9.13.1")), rule(&wrong("9.19.0"))],
             ["what goes wrong (at a place", "what goes wrong (at a place"].map(str::to_owned)
         );
-        assert_eq!(rule("device is sm 80: only newer ones"), "device: only newer ones");
+        assert_eq!(rule("device: got sm 80, expected a newer one"), "device: a newer one");
         assert_eq!(rule("composite form: cuDNN offers no engine: x: y"), "composite form: cuDNN offers no engine: x: y");
         assert!(rule(&"long ".repeat(100)).ends_with(" …"));
     }

@@ -151,17 +151,17 @@ fn mistakes_in_gradients_are_told_at_once() {
     let all = told(&format!("run --input {from} --backward --score-mod softcap:3 --wrt cup --wrt cap --wrt cap --mask document"));
     for what in [
         "has no tensor do, which --backward reads",
-        "--wrt: cup must be a declared parameter; declared: cap, doc_q, doc_k",
-        "cap must be named once",
+        "--wrt: got cup, expected a declared parameter; declared: cap, doc_q, doc_k",
+        "got cap, expected each name once",
         "no tensor doc_q",
     ] {
         assert!(all.iter().any(|line| line.contains(what)), "{what} in {all:#?}");
     }
-    assert!(told("run --shape 1,2,2,4,4,8 --backward --mask document --wrt doc_q")[0].contains("floating point"));
+    assert!(told("run --shape 1,2,2,4,4,8 --backward --mask document --wrt doc_q")[0].contains("floating-point"));
     assert_eq!(told("run --wrt cap --deterministic --score-mod softcap:3").len(), 2);
     tensors.push(("do", Dtype::F32, vec![1, 4, 5, 4], vec![0; 320]));
     write(&from, &tensors);
-    assert!(told(&format!("run --input {from} --backward"))[0].contains("do is [1, 4, 5, 4]"));
+    assert!(told(&format!("run --input {from} --backward"))[0].contains("do: got shape [1, 4, 5, 4]"));
 }
 
 /// The square root of a negative score: all of it is told, whatever the check says.

@@ -43,7 +43,7 @@ fn a_tolerance_that_forgives_anything_is_no_pass() {
     }
     let words = ["run", "--check", "--shape", "1,1,1,4,4,4", "--dtype", "f32", "--scale", "1e8"];
     let out = sdpa(words);
-    assert!(stdout(&out).contains("check      UNDECIDED") && stdout(&out).contains("elements undecided"), "{}", stdout(&out));
+    assert!(stdout(&out).contains("check        UNDECIDED") && stdout(&out).contains("elements undecided"), "{}", stdout(&out));
 }
 
 /// f32 rounds such scores to numbers that are equal or far apart, so there is one right result, and the CPU executor has it.

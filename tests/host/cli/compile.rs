@@ -157,7 +157,7 @@ fn kernels_are_compiled_into_files_of_their_own() {
     let told = json(&out);
     assert_eq!((code(&out), &told["plans"], &told["unsupported"], &told["executor"]), (3, &2.into(), &1.into(), &"cuda".into()), "{told}");
     assert!(told["compiler"].as_str().unwrap().starts_with("NVRTC "), "{told}");
-    assert!(told["compiled"][2]["unsupported"].as_str().unwrap().contains("dim_qk is 320"), "{told}");
+    assert!(told["compiled"][2]["unsupported"].as_str().unwrap().contains("dim_qk: got 320"), "{told}");
     // Both problems have one text; that of another device is another.
     let entries = || sdpa_nvidia::planfile::PlanFile::<KernelHead>::open(&kernels).unwrap().entries().len();
     assert_eq!(entries(), 1);

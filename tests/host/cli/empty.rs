@@ -79,7 +79,7 @@ fn operands_in_files_may_have_no_elements() {
 fn what_needs_a_kernel_or_a_score_says_so() {
     for shape in SHAPES {
         let [batch, seq_q, seq_kv] = extents(shape);
-        let said = format!("(batch, seq_q, seq_kv) is ({batch}, {seq_q}, {seq_kv})");
+        let said = format!("(batch, seq_q, seq_kv): got ({batch}, {seq_q}, {seq_kv})");
         for stage in ["graph", "program", "schedule", "schedule --executor cuda", "kernel"] {
             let out = sdpa(words(&format!("inspect --stage {stage} --shape {shape}")));
             assert!(errors(&out).join("\n").contains(&said), "{stage}: {}", errors(&out).join("\n"));
@@ -95,7 +95,8 @@ fn what_needs_a_kernel_or_a_score_says_so() {
     }
     let out = sdpa(words("run --shape 1,0,1,2,2,0"));
     assert!(
-        errors(&out).join("\n").contains("HQ is 0: between 1 and") && errors(&out).join("\n").contains("D is 0: between 1 and"),
+        errors(&out).join("\n").contains("HQ: got 0, expected between 1 and")
+            && errors(&out).join("\n").contains("D: got 0, expected between 1 and"),
         "{}",
         errors(&out).join("\n")
     );

@@ -32,7 +32,7 @@ use tool::{Folder, code, errors, json, sdpa, stdout, words};
 fn without_arguments_an_example_is_checked() {
     let out = sdpa(["run"]);
     assert_eq!(code(&out), 0);
-    assert!(stdout(&out).contains("check      passed") && stdout(&out).contains("TFLOP/s"), "{}", stdout(&out));
+    assert!(stdout(&out).contains("check        passed") && stdout(&out).contains("TFLOP/s"), "{}", stdout(&out));
     assert!(out.stderr.is_empty());
     let told = json(&sdpa(words("run --json --seed 3")));
     assert_eq!((&told["check"]["passed"], &told["dtype"], &told["seed"]), (&true.into(), &"bf16".into(), &3.into()));
@@ -130,17 +130,17 @@ fn every_mistake_is_told_at_once_and_nothing_is_written() {
     );
     let wanted = [
         "\"wnidow\"",
-        "left is 0",
-        "right is -1",
-        "nan is not a finite",
-        "HKV is \"x\"",
-        "SQ is -1",
+        "left: got 0",
+        "right: got -1",
+        "got nan, expected a finite",
+        "HKV: got \"x\"",
+        "SQ: got -1",
         "has 5 numbers",
         "give one of the two",
         "no tensor v; it has",
         "q is F16, k is F32",
-        "k.dims[0] (batch) is 3",
-        "q.dims[1] (heads_q) is 3",
+        "k.dims[0] (batch): got 3",
+        "q.dims[1] (heads_q): got 3",
         "\"gpu\" is not one of auto, cpu, cuda, cudnn, metal",
         "no folder /nowhere",
         "--seed: \"x\"",
@@ -177,10 +177,10 @@ fn each_bad_input_has_its_line() {
     let cases: Vec<(Vec<u8>, &str, &str)> = vec![
         (of(&[4, 5, 8], k, v), "", "four axes (batch, head, seq, dim)"),
         (of(&[4, 5, 8], k, v), "--layout sbhd", "four axes (seq, batch, head, dim)"),
-        (of(q, k, &[2, 2, 7, 16]), "", "v.dims[2] (seq_kv) is 7"),
+        (of(q, k, &[2, 2, 7, 16]), "", "v.dims[2] (seq_kv): got 7"),
         (of(q, &[2, 3, 9, 8], &[2, 3, 9, 8]), "", "multiple of heads_kv, which is 3"),
-        (of(q, &[2, 2, 9, 16], v), "", "k.dims[3] (dim_qk) is 16"),
-        (of(&[2, 0, 9, 8], k, v), "", "q.dims[1] (head) is 0"),
+        (of(q, &[2, 2, 9, 16], v), "", "k.dims[3] (dim_qk): got 16"),
+        (of(&[2, 0, 9, 8], k, v), "", "q.dims[1] (head): got 0"),
         (file(&[("q", f, q), ("k", f, k)]), "", "has no tensor v; it has k, q"),
         (file(&[]), "", "has no tensor q; it has none"),
         (file(&[("q", Dtype::I32, q), ("k", f, k), ("v", f, v)]), "", "q: got type I32"),
@@ -198,8 +198,8 @@ fn each_bad_input_has_its_line() {
         (good.clone(), "--layout bsdh", "\"bsdh\" is not one of"),
         (good.clone(), "--dtype f64", "\"f64\" is not one of"),
         (good.clone(), "--seed 3", "has numbers already"),
-        (good.clone(), "--scale 1e39", "not a finite"),
-        (good.clone(), "--mask prefix-lm:-1", "len is -1"),
+        (good.clone(), "--scale 1e39", "expected a finite"),
+        (good.clone(), "--mask prefix-lm:-1", "len: got -1"),
         (good, "--executor rocm", "\"rocm\" is not one of"),
     ];
     for (bytes, options, what) in cases {
@@ -219,11 +219,11 @@ fn each_bad_input_has_its_line() {
 #[test]
 fn shapes_that_overflow_or_do_not_fit_are_refused() {
     for (shape, what) in [
-        ("1,1,1,2147483647,2147483647,2147483647", "60 bits"),
-        ("1,2,1,99999999999,4,8", "SQ is 99999999999"),
+        ("1,1,1,2147483647,2147483647,2147483647", "fewer than 2^60 elements"),
+        ("1,2,1,99999999999,4,8", "SQ: got 99999999999"),
         ("1,4096,4096,1000000,1000000,256", "are needed"),
         ("1,3,2,4,4,8", "multiple of heads_kv"),
-        ("-1,2,1,4,4,8", "B is -1"),
+        ("-1,2,1,4,4,8", "B: got -1"),
         ("1,2,1,4,4", "has 5 numbers"),
     ] {
         let out = sdpa(["run", "--shape", shape]);
@@ -292,7 +292,7 @@ fn a_named_executor_that_is_absent_is_an_error_of_its_own() {
     assert_eq!(code(&out), 3);
     let told = errors(&out);
     assert!(told.iter().any(|line| line.contains("/nowhere/libcuda.so.1")), "{told:?}");
-    assert!(told.iter().any(|line| line.contains("attn_scale is -1")), "{told:?}");
+    assert!(told.iter().any(|line| line.contains("attn_scale: got -1")), "{told:?}");
     let as_json = json(&sdpa(words("run --executor cudnn --driver /nowhere/libcuda.so.1 --json")));
     assert_eq!((&as_json["error"]["exit_code"], &as_json["error"]["kind"]), (&3.into(), &"executor".into()));
     if cfg!(not(target_vendor = "apple")) {
@@ -306,7 +306,7 @@ fn a_scale_that_cudnn_does_not_take_goes_to_another_executor() {
         let told = json(&sdpa(["run", "--json", "--scale", scale]));
         assert_eq!((&told["executor"], &told["check"]["passed"]), (&"cpu".into(), &true.into()));
         let unsupported = told["unsupported"].as_array().unwrap().iter().find(|unsupported| unsupported["executor"] == "cudnn").unwrap();
-        assert!(unsupported["text"].as_str().unwrap().starts_with("attn_scale is"), "{unsupported}");
+        assert!(unsupported["text"].as_str().unwrap().starts_with("attn_scale: got"), "{unsupported}");
     }
 }
 
@@ -367,7 +367,7 @@ fn every_stage_is_printed() {
     let wide = sdpa(words("inspect --stage kernel --shape 1,2,2,9,9,264 --runtime 9.27.0"));
     assert_eq!(errors(&wide), ["--runtime: has no bearing on this --stage"]);
     let wide = sdpa(words("inspect --stage kernel --shape 1,2,2,9,9,264"));
-    assert!(code(&wide) == 3 && errors(&wide)[0].contains("dim_qk is 264"), "{:?}", errors(&wide));
+    assert!(code(&wide) == 3 && errors(&wide)[0].contains("dim_qk: got 264"), "{:?}", errors(&wide));
     let too_new = inspect("--stage program --form unified --runtime 9.12.0");
     assert_eq!(code(&too_new), 3);
     assert!(errors(&too_new)[0].contains("9.12.0 lacks"), "{:?}", errors(&too_new));

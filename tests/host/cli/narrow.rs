@@ -87,7 +87,7 @@ fn a_scale_that_is_not_finite_and_above_zero_is_a_mistake_that_names_it() {
             let out = sdpa(words(&format!("run --input {path} --dtype f8e4m3 {pass} --check --executor cpu")));
             let told = format!("{scale} {value}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
             assert_eq!(code(&out), 2, "{told}");
-            let is_named = |error: &String| error.contains(&format!("--input: {scale}: is {value}; expected a finite number above 0"));
+            let is_named = |error: &String| error.contains(&format!("--input: {scale}: got {value}, expected a finite number above 0"));
             assert!(errors(&out).iter().any(is_named), "{told}");
         }
     }
@@ -104,7 +104,7 @@ fn blocks_have_scales_of_their_own() {
     }
     for (rest, rule) in [
         ("--dtype bf16", "f8e4m3 or f8e5m2"),
-        ("--dtype f8e4m3 --backward", "narrowed in other blocks"),
+        ("--dtype f8e4m3 --backward", "along those"),
         ("--dtype f8e4m3 --shape 1,2,2,9,9,40,32", "a multiple of 32"),
     ] {
         let shape = if rest.contains("--shape") { "" } else { "--shape 1,2,2,9,9,64,32" };
@@ -144,5 +144,5 @@ fn scales_of_blocks_are_read_where_they_lie() {
     std::fs::write(&path, file_of(&tensors)).unwrap();
     let out = sdpa(words(&format!("run --input {path} --dtype f8e4m3 --block-scaled --executor cpu")));
     assert_eq!(code(&out), 2, "{}", stdout(&out));
-    assert!(errors(&out).iter().any(|e| e.contains("block_scale_k has the shape")), "{:?}", errors(&out));
+    assert!(errors(&out).iter().any(|e| e.contains("block_scale_k: got shape")), "{:?}", errors(&out));
 }

@@ -122,7 +122,7 @@ fn documents_of_a_file_are_what_they_are_by_themselves() {
     }
     let out = sdpa(words(&format!("run --input {from} --cu-seqlens 3,12,12,31 --executor cpu")));
     assert_eq!(
-        (code(&out), errors(&out).join("\n").contains("is 31: at most 30 tokens, which the input has")),
+        (code(&out), errors(&out).join("\n").contains("got 31, expected at most 30 tokens, which the input has")),
         (2, true),
         "{:?}",
         errors(&out)
@@ -134,16 +134,19 @@ fn every_mistake_in_boundaries_is_told_with_the_others() {
     let folder = Folder::new();
     let to = folder.path("out");
     for (options, told) in [
-        ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,4,22 --scale nan", &["boundaries never fall, and the one before is 5", "--scale"][..]),
-        ("--shape 3,4,2,7,7,16 --cu-seqlens=-1,5,6,7 --dtype f31", &["cu_seqlens[0] is -1: at least 0", "--dtype"]),
-        ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,16,17 --mask nothing", &["at most 7 tokens of document 1", "--mask"]),
+        ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,4,22 --scale nan", &["at least 5, the offset before it", "--scale"][..]),
+        ("--shape 3,4,2,7,7,16 --cu-seqlens=-1,5,6,7 --dtype f31", &["cu_seqlens[0]: got -1, expected at least 0", "--dtype"]),
+        (
+            "--shape 3,4,2,7,7,16 --cu-seqlens 0,5,16,17 --mask nothing",
+            &["at most 7, the longest sequence of the problem (this is sequence 1)", "--mask"],
+        ),
         ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,x,99999999999", &["got \"x\", \"99999999999\", expected offsets"]),
-        ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,7", &["cu_seqlens length is 3: 4 elements"]),
+        ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,7", &["cu_seqlens length: got 3, expected 4 elements"]),
         ("--shape 3,4,2,7,7,16 --cu-seqlens 0", &["two numbers"]),
-        ("--shape 2,4,2,7,7,16 --cu-seqlens-q 0,5,4 --layout sbhd", &["requires --cu-seqlens-kv", "--layout", "cu_seqlens_q[2] is 4"]),
-        ("--shape 2,4,2,7,9,16 --cu-seqlens-q 0,5,4 --cu-seqlens-kv 9,1,2", &["cu_seqlens_q[2] is 4", "cu_seqlens_kv[1] is 1"]),
+        ("--shape 2,4,2,7,7,16 --cu-seqlens-q 0,5,4 --layout sbhd", &["requires --cu-seqlens-kv", "--layout", "cu_seqlens_q[2]: got 4"]),
+        ("--shape 2,4,2,7,9,16 --cu-seqlens-q 0,5,4 --cu-seqlens-kv 9,1,2", &["cu_seqlens_q[2]: got 4", "cu_seqlens_kv[1]: got 1"]),
         ("--shape 2,4,2,7,7,16 --cu-seqlens 0,5,7 --cu-seqlens-q 0,1,2", &["sets queries and keys"]),
-        ("--shape 2,4,2,7,9,16 --cu-seqlens 0,5,7", &["k.dims[2] (seq_kv) is 9"]),
+        ("--shape 2,4,2,7,9,16 --cu-seqlens 0,5,7", &["k.dims[2] (seq_kv): got 9"]),
         ("--shape 2,4,2,7,9,16 --cu-seqlens-q 0,5,7 --cu-seqlens-kv 0,9,9 --mask causal-bottom-right", &["bottom-right"]),
         ("--shape 2,4,2,7,7,16 --cu-seqlens input", &["requires --input"]),
         ("--cu-seqlens 0,5,7", &["needs --shape"]),
@@ -176,8 +179,8 @@ fn a_problem_of_packed_documents_is_inspected_and_read_from_toml() {
     // Nothing is wrong with the problem: cuDNN is not there.
     assert!(!compile("{ cross = true, total_q = 100, total_kv = 200 }", 3).contains("documents"));
     for (packed, rule) in [
-        ("{ total_q = 100 }", "documents: --shape: k.dims[2] (seq_kv) is 90"),
-        ("{ cross = true, total_q = 0 }", "packed.total_q is 0"),
+        ("{ total_q = 100 }", "documents: --shape: k.dims[2] (seq_kv): got 90"),
+        ("{ cross = true, total_q = 0 }", "packed.total_q: got 0"),
         ("{ crss = true }", "unknown field `crss`"),
     ] {
         let told = compile(packed, 2);

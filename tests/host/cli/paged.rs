@@ -109,9 +109,9 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
     };
     // Without lengths, the page of keys that are there is missed; and pages are as long as they are.
     let told = wrong(&format!("--input {whole} --paged 4"));
-    assert!(told.contains("page_table[1][2] is -1: between 0 and 6"), "{told}");
+    assert!(told.contains("page_table[1][2]: got -1, expected between 0 and 6"), "{told}");
     let told = wrong(&format!("--input {whole} --paged 5 --pages 7 --dtype f31"));
-    for rule in ["k has pages of 4 tokens: 5, by --paged", "v has pages of 4", "--pages: the pages are those of the --input", "--dtype"] {
+    for rule in ["k: got pages of 4 tokens, expected 5, by --paged", "v: got pages of 4 tokens", "--pages: the pages are those of the --input", "--dtype"] {
         assert!(told.contains(rule), "{told}");
     }
     let told = wrong(&format!("--input {bare} --paged 4"));
@@ -121,7 +121,7 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
         (&[][..], &[0][..], "page_table: got shape [], expected [batch, pages of a batch entry]"),
         (&[BATCH, 0], &[], "page_table: got shape [2, 0]"),
         (&[0, usize::MAX], &[], "page_table: got shape [0, 9223372036854775807]"),
-        (&[3, 1], &[0, 1, 2], "page_table has the shape [3, 1]: [2, 1] (batch, ceil(k / 4))"),
+        (&[3, 1], &[0, 1, 2], "page_table: got shape [3, 1], expected [2, 1] (batch, ceil(k / 4))"),
     ] {
         let tables = [("page_table", shape, table.to_vec())];
         write(&odd, &[("q", &of_q, &q), ("k", &container, &k), ("v", &container, &v)], &tables, None);
@@ -136,10 +136,10 @@ fn every_mistake_in_pages_is_told_with_the_others() {
     let text = folder.path("table.txt");
     let to = folder.path("out");
     for (table, options, told) in [
-        ("", "--paged 0 --scale nan", &["--paged: 0: between 1", "--scale"][..]),
-        ("", "--paged x --pages 0 --mask nothing", &["--paged: \"x\" is no whole number", "--mask"]),
-        ("", "--paged 16 --pages 99999999999", &["--pages: 99999999999: between"]),
-        ("", "--paged 9223372036854775807 --pages 9223372036854775807", &["--paged: 9223372036854775807", "--pages: 9223372036854775807"]),
+        ("", "--paged 0 --scale nan", &["--paged: got 0, expected between 1", "--scale"][..]),
+        ("", "--paged x --pages 0 --mask nothing", &["--paged: got \"x\", expected an integer", "--mask"]),
+        ("", "--paged 16 --pages 99999999999", &["--pages: got 99999999999, expected between"]),
+        ("", "--paged 9223372036854775807 --pages 9223372036854775807", &["--paged: got 9223372036854775807", "--pages: got 9223372036854775807"]),
         ("", "--paged 2147483647 --pages 2147483647", &["k.strides", "v.strides"]),
         ("", "--pages 3 --page-table T", &["--pages: is for --paged", "--page-table: is for --paged"]),
         ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: is not for --paged: --cu-seqlens-q packs queries"]),
@@ -147,17 +147,21 @@ fn every_mistake_in_pages_is_told_with_the_others() {
         (
             "",
             "--paged 16 --cu-seqlens-q 0,8,7 --mask padding",
-            &["at most 7 tokens of document 0", "lengths of batch entries: none with packed"],
+            &["at most 7, the longest sequence of the problem (this is sequence 0)", "got per-sequence lengths, expected none with packed"],
         ),
-        ("0 1 x", "--paged 40 --page-table T --cu-seqlens-q 0,5,4", &["got \"x\", expected page indices", "boundaries never fall"]),
+        (
+            "0 1 x",
+            "--paged 40 --page-table T --cu-seqlens-q 0,5,4",
+            &["got \"x\", expected page indices", "at least 5, the offset before it"],
+        ),
         ("", "--paged 16 --page-table T", &["has no line with numbers of pages"]),
         ("", "--paged 16 --page-table /nowhere/table.txt", &["--page-table /nowhere/table.txt: cannot be read"]),
         ("0 1 x\n2 99999999999", "--paged 40 --page-table T", &["\"x\", \"99999999999\", expected page indices"]),
         ("0 1 2 3\n0 1 2", "--paged 40 --page-table T", &["line 1 has 4 pages: at most 3, which 100 keys take"]),
         ("0 1 2", "--paged 40 --page-table T --dtype f31", &["got 1 lines with pages, expected 2, one for each batch entry", "--dtype"]),
-        ("0 1 6\n-1 2 3", "--paged 40 --page-table T", &["page_table[0][2] is 6: between 0 and 5", "page_table[1][0] is -1"]),
-        ("0 1 2\n3 4", "--paged 40 --page-table T", &["page_table[1][2] is -1: between 0 and 5"]),
-        ("0 1 2\n3 4 5", "--paged 40 --page-table T --backward", &["--backward: a cache in pages: none in a backward pass"]),
+        ("0 1 6\n-1 2 3", "--paged 40 --page-table T", &["page_table[0][2]: got 6, expected between 0 and 5", "page_table[1][0]: got -1"]),
+        ("0 1 2\n3 4", "--paged 40 --page-table T", &["page_table[1][2]: got -1, expected between 0 and 5"]),
+        ("0 1 2\n3 4 5", "--paged 40 --page-table T --backward", &["--backward: got a paged KV cache, expected none in a backward pass"]),
     ] {
         std::fs::write(&text, table).unwrap();
         let options = options.replace('T', &text);
@@ -194,9 +198,9 @@ fn a_paged_problem_is_inspected_and_read_from_toml() {
     let (problems, plans) = (folder.path("p.toml"), folder.path("plans"));
     for (pages, want, rule) in [
         ("paged = 16\npages = 40", 3, "cudnn"),
-        ("paged = 0", 2, "cache: --paged: 0: between 1"),
+        ("paged = 0", 2, "cache: --paged: got 0, expected between 1"),
         ("pages = 40", 2, "cache: --pages: is for --paged"),
-        ("paged = 16\nbackward = true", 2, "a cache is read, not trained"),
+        ("paged = 16\nbackward = true", 2, "reads no paged KV cache"),
         ("paged = \"16\"", 2, "invalid type"),
     ] {
         std::fs::write(&problems, format!("[[problem]]\nname = \"cache\"\nshape = [3, 4, 2, 1, 90, 64]\n{pages}\n")).unwrap();

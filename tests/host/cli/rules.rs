@@ -216,8 +216,8 @@ fn mistakes_in_rules_are_told_at_once() {
         ("--score-mod: \"sofcap:3\": one of softcap:CAP", 1),
         ("a mask knows indices and tensors, not the score", 1),
         ("natten:N takes an odd number", 1),
-        ("bias has the shape [5]: it must broadcast to [2, 2, 3, 4]", 1),
-        ("doc_q is of type F32, declared as i32", 1),
+        ("bias: got shape [5], expected one that broadcasts to [2, 2, 3, 4]", 1),
+        ("doc_q: got type F32, expected i32 as declared", 1),
         ("has no tensor doc_k, which is declared", 1),
     ] {
         assert_eq!(all.iter().filter(|line| line.contains(what)).count(), n, "{what} in {all:#?}");
@@ -227,8 +227,8 @@ fn mistakes_in_rules_are_told_at_once() {
     let all =
         told(&["--score-mod", "alibi-slopes", "--score-mod", "softcap:3", "--mask", "document", "--param", "cap=x", "--param", "slopes=1"]);
     for what in [
-        "slopes has the shape [3]: [2] (head), or [1, 2, 1, 1]",
-        "doc_q is of type F32, declared as i32",
+        "slopes: got shape [3], expected [2] (head), or [1, 2, 1, 1]",
+        "doc_q: got type F32, expected i32 as declared",
         "no tensor doc_k, which is declared",
         "\"x\" is not a number",
     ] {

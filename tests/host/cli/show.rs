@@ -91,11 +91,11 @@ fn mistakes_of_a_picture_are_told_at_once() {
     let out = sdpa(words(&format!("show --shape 1,2,2,8,8,8 --head 2 --batch x --score nan --score-mod sofcap --output {to}")));
     assert_eq!(code(&out), 2);
     let told = errors(&out);
-    for what in ["\"x\" is not an index", "nan is not a finite", "one of softcap:CAP", "neither a .svg nor a .png"] {
+    for what in ["\"x\" is not an index", "got nan, expected a finite", "one of softcap:CAP", "neither a .svg nor a .png"] {
         assert!(told.iter().any(|line| line.contains(what)), "{what} in {told:#?}");
     }
     let out = sdpa(words("show --shape 1,2,2,8,8,8 --head 2 --batch 1"));
     assert_eq!(errors(&out).len(), 2, "{:?}", errors(&out));
-    assert!(errors(&out)[0].contains("2 is not below 2, the number of query heads"));
+    assert!(errors(&out)[0].contains("got 2, expected less than 2, the number of query heads"));
     assert!(folder.names().is_empty());
 }

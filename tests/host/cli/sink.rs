@@ -71,13 +71,13 @@ fn mistakes_with_sinks_are_told_at_once() {
     assert!(lacks.contains("lacks sink") || lacks.contains("no tensor sink"), "{lacks}");
     file(&path, Some((&[3], Dtype::I32, vec![0; 12])));
     let wrong = told(format!("run --input {path} --sink --mask window:0,0 --executor cpu"));
-    assert!(wrong.contains("sink has the shape [3]: [2] (head)") && wrong.contains("sink is of type I32"), "{wrong}");
+    assert!(wrong.contains("sink: got shape [3], expected [2] (head)") && wrong.contains("sink: got type I32"), "{wrong}");
     assert!(wrong.contains("left"), "{wrong}");
     let twice = {
         let own = "tensor sink[head]: f32; score + sink";
         errors(&sdpa(["run", "--shape", "1,2,2,4,4,8", "--sink", "--score-mod", own, "--executor", "cpu"])).join("\n")
     };
-    assert!(twice.contains("parameter sink") && twice.contains("the specification's own"), "{twice}");
+    assert!(twice.contains("parameter sink") && twice.contains("a reserved name"), "{twice}");
     let absent = told("run --shape 1,2,2,4,4,8 --backward --wrt sink --executor cpu".to_owned());
-    assert!(absent.contains("--wrt: sink must be a declared parameter"), "{absent}");
+    assert!(absent.contains("--wrt: got sink, expected a declared parameter"), "{absent}");
 }

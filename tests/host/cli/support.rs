@@ -34,7 +34,7 @@ fn what_is_unsupported_is_told_with_what_would_allow_it() {
     assert!(dims["cuda"][0]["tile"].as_str().unwrap().contains("mma.sync"), "{dims}");
     let wide = of(&format!("--shape 1,2,2,5,5,264 --device h200 {NOWHERE}"));
     let unsupported = &wide["cuda"][0];
-    assert!(unsupported["tile"].is_null() && unsupported["reasons"][0] == "dim_qk is 264: at most 256", "{wide}");
+    assert!(unsupported["tile"].is_null() && unsupported["reasons"][0] == "dim_qk: got 264, expected at most 256", "{wide}");
 
     // Two things at once.
     let both = of(&format!("--shape 1,2,2,5,5,7 --dtype f32 --device h200 {NOWHERE}"));
@@ -56,7 +56,7 @@ fn what_is_unsupported_is_told_with_what_would_allow_it() {
     assert_eq!((&pages["cpu"]["supported"], &pages["metal"]["supported"]), (&true.into(), &true.into()));
     // Rows that get sinks behind the attention lie dense.
     let decode = of(&format!("--shape 3,8,2,1,100,64 --paged 16 --cu-seqlens-q 0,1,1,2 --sink --device h200 {NOWHERE}"));
-    assert!(decode["metal"]["reasons"][0].as_str().unwrap().contains("none beside pages"), "{decode}");
+    assert!(decode["metal"]["reasons"][0].as_str().unwrap().contains("none with a paged KV cache"), "{decode}");
     let told = allowed(&decode);
     assert!(told.contains("without --sink: unified") && told.contains("with batch entries that are padded: unified"), "{decode}");
 }
@@ -72,14 +72,14 @@ fn a_version_that_is_not_here_is_answered_by_rules_and_by_what_it_said() {
     };
     let told = of("9.13.77");
     let (reasons, allowed) = (told["reasons"].to_string(), told["allowed"].to_string());
-    assert!(reasons.contains("entries of a batch without queries or keys get no numbers"), "{told}");
+    assert!(reasons.contains("batch entries without queries or keys get NaN"), "{told}");
     assert!(allowed.contains("without --mask padding: composite") && allowed.contains("cuDNN 9.19.0, as far as rules say"), "{told}");
-    assert_eq!((&told["recorded"]["runtime"], &told["recorded"]["kind"]), (&"9.13".into(), &"paged caches".into()), "{told}");
+    assert_eq!((&told["recorded"]["runtime"], &told["recorded"]["kind"]), (&"9.13".into(), &"paged KV caches".into()), "{told}");
     assert!(told["recorded"]["supported"].as_u64() < told["recorded"]["problems"].as_u64(), "{told}");
     let told = of("9.9.77");
     let reasons = told["reasons"].to_string();
     assert!(
-        ["for compute capability 8 before 9.10", "with a paged KV cache before 9.10"].iter().all(|rule| reasons.contains(rule)),
+        ["on compute capability 8 before 9.10", "with a paged KV cache before 9.10"].iter().all(|rule| reasons.contains(rule)),
         "{told}"
     );
     assert!(told["recorded"].is_null(), "{told}");

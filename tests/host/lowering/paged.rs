@@ -47,7 +47,7 @@ const SHAPES: [Shape; 4] = [
     Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 6, dim_qk: 8, dim_v: 8 },
 ];
 
-const LENGTHS_BESIDE_RULES: &str = "lengths beside a score_mod or a rule";
+const LENGTHS_WITH_TRACES: &str = "lengths with a score_mod or a traced mask";
 const UNEVEN: &str = "a power of two, or pages without gaps between them";
 
 /// A problem in a cache.
@@ -125,7 +125,7 @@ fn graphs_of_paged_caches_mean_keys_in_their_order() {
                         let result = case.forward(closures, form, runtime);
                         if form == Form::Unified && refused {
                             unsupported += 1;
-                            assert!(result.as_ref().is_err_and(|e| e.contains(LENGTHS_BESIDE_RULES)), "{mods:?} {masks:?}: {result:?}");
+                            assert!(result.as_ref().is_err_and(|e| e.contains(LENGTHS_WITH_TRACES)), "{mods:?} {masks:?}: {result:?}");
                             continue;
                         }
                         runs += 1;
@@ -204,7 +204,7 @@ fn graphs_of_packed_queries_mean_those_of_their_sequences() {
                 drawn.library.with(&[], |closures| {
                     for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
                         let result = case.forward(closures, form, runtime);
-                        if result.as_ref().is_err_and(|e| form == Form::Unified && e.contains(LENGTHS_BESIDE_RULES)) {
+                        if result.as_ref().is_err_and(|e| form == Form::Unified && e.contains(LENGTHS_WITH_TRACES)) {
                             continue;
                         }
                         runs += 1;

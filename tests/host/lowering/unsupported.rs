@@ -87,7 +87,7 @@ fn faults_of_engines_are_unsupported() {
         lower::lower(&job, form, NEW).map(|_| ()).map_err(|e| e.to_string())
     };
     // Past the lengths, tiles of the backward pass hold scores of −∞: 0 times that is no number.
-    let no_number = "makes no number of −∞";
+    let is_nan = "that is NaN at −∞";
     for (text, survives) in [
         ("score * 0.5", true),
         ("tanh(score) * 3.0", true),
@@ -101,13 +101,13 @@ fn faults_of_engines_are_unsupported() {
     ] {
         let said = lowered(text, &["padding"], Form::Composite, true);
         assert_eq!(said.is_ok(), survives, "{text}: {said:?}");
-        assert!(said.err().is_none_or(|e| e.contains(no_number)), "{text}");
+        assert!(said.err().is_none_or(|e| e.contains(is_nan)), "{text}");
         for (masks, backward) in [(&["causal"][..], true), (&["padding"], false)] {
             assert_eq!(lowered(text, masks, Form::Composite, backward), Ok(()), "{text} with {masks:?}");
         }
     }
     // The unified op counts other lengths beside rules.
-    let lengths = "lengths beside a score_mod or a rule";
+    let lengths = "lengths with a score_mod or a traced mask";
     for (text, masks) in [("score * 0.5", &["padding"][..]), ("", &["padding", "dilated:2"])] {
         assert!(lowered(text, masks, Form::Unified, false).is_err_and(|e| e.contains(lengths)), "{text} {masks:?}");
     }

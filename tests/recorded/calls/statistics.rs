@@ -61,7 +61,7 @@ fn what_is_missing_or_too_many_is_told_by_name() {
     let memory = f.recorder.buffer(2 * 8 * 64 * 4);
     let wrong = f.memory.call(false, None).sum_exp(whole(&memory));
     let told = f.recorder.record(|| f.recorder.forward(&f.planned, &f.handle(), &wrong)).0.unwrap_err().to_string();
-    assert!(told.contains("row_max is absent") && told.contains("sum_exp is given"), "{told}");
+    assert!(told.contains("row_max: got nothing") && told.contains("sum_exp: got a buffer"), "{told}");
 }
 
 #[test]

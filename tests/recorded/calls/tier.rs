@@ -31,5 +31,5 @@ fn the_trait_of_the_device_tier_submits_what_the_raw_tier_does() {
     assert!(entries.is_empty() && ["d_o", "dq", "dk", "dv"].iter().all(|name| refused.contains(name)), "{refused}");
     let short = DeviceCall { operands: table.operands.map(|slice| slice.filter(|s| Some(*s) != table.operand(Operand::K))), ..table };
     let (result, entries) = recorder.record(|| recorder.through_the_trait(&*prepared, &stream, &short));
-    assert!(entries.is_empty() && result.is_err_and(|e| e.to_string().contains("k is absent")));
+    assert!(entries.is_empty() && result.is_err_and(|e| e.to_string().contains("k: got nothing")));
 }

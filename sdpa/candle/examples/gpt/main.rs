@@ -48,12 +48,12 @@ fn options(arguments: impl Iterator<Item = String>) -> Result<Options> {
         let Some(value) = arguments.next() else { bail!("{name} is without a value\n{USAGE}") };
         let number = || match value.parse::<u64>() {
             Ok(number) if number > 0 => Ok(number),
-            _ => Err(candle_core::Error::msg(format!("{name} is {value}: a whole number above 0"))),
+            _ => Err(candle_core::Error::msg(format!("{name}: got {value}, expected a whole number above 0"))),
         };
         let one_of = |first: &str, second: &str| match &value {
             x if x == first => Ok(false),
             x if x == second => Ok(true),
-            x => Err(candle_core::Error::msg(format!("{name} is {x}: {first} or {second}"))),
+            x => Err(candle_core::Error::msg(format!("{name}: got {x}, expected {first} or {second}"))),
         };
         match name.as_str() {
             "--steps" => options.steps = number()?,
@@ -63,7 +63,7 @@ fn options(arguments: impl Iterator<Item = String>) -> Result<Options> {
             "--position" => options.config.alibi = one_of("rotary", "alibi")?,
             "--softcap" => match value.parse::<f32>() {
                 Ok(cap) if cap > 0. && cap.is_finite() => options.config.softcap = Some(cap),
-                _ => bail!("--softcap is {value}: a number above 0"),
+                _ => bail!("--softcap: got {value}, expected a number above 0"),
             },
             "--checkpoint" => options.checkpoint = Some(value),
             "--losses" => options.losses = Some(value),

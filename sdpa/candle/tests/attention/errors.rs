@@ -25,13 +25,13 @@ fn every_operand_that_is_wrong_is_named_at_once() {
     let (flat, wide) = (q.flatten_from(2).unwrap(), q.to_dtype(DType::F64).unwrap());
     told(
         Attention::new().forward(&q, &flat, &wide),
-        &["k shape is [2, 4, 48]: (batch, head, seq, dim)", "v dtype is f64: one of f32, f16, bf16"],
+        &["k shape: got [2, 4, 48], expected (batch, head, seq, dim)", "v dtype: got f64, expected one of f32, f16, bf16"],
     );
     let half = q.to_dtype(DType::F16).unwrap();
-    told(Attention::new().forward(&q, &half, &q), &["k dtype is f16: q's, f32"]);
+    told(Attention::new().forward(&q, &half, &q), &["k dtype: got f16, expected f32, the type of q"]);
     let three = q.narrow(1, 0, 3).unwrap();
     told(Attention::new().forward(&q, &three, &three), &["heads_kv"]);
-    told(Attention::new().attn_scale(f32::NAN).forward(&q, &q, &q), &["attn_scale is NaN: a finite number"]);
+    told(Attention::new().attn_scale(f32::NAN).forward(&q, &q, &q), &["attn_scale: got NaN, expected a finite number"]);
 }
 
 #[test]
@@ -42,12 +42,15 @@ fn parameters_that_do_not_fit_are_told() {
     let of = |x: &Tensor| bias.clone().param("bias", x).forward(&q, &q, &q);
     let right = Random::new(18).tensor(&[6, 6]);
     assert!(of(&right).is_ok());
-    told(of(&right.narrow(0, 0, 5).unwrap()), &["parameter bias is of shape [5, 6]: [6, 6] (q, k) or [1, 1, 6, 6]"]);
-    told(of(&right.to_dtype(DType::BF16).unwrap()), &["parameter bias is of bf16: f32"]);
-    told(bias.clone().param("bias", &right).scalar("cap", 1.).forward(&q, &q, &q), &["parameter cap is given: declared are bias"]);
+    told(of(&right.narrow(0, 0, 5).unwrap()), &["parameter bias: got shape [5, 6], expected [6, 6] (q, k) or [1, 1, 6, 6]"]);
+    told(of(&right.to_dtype(DType::BF16).unwrap()), &["parameter bias: got bf16, expected f32"]);
+    told(
+        bias.clone().param("bias", &right).scalar("cap", 1.).forward(&q, &q, &q),
+        &["parameter cap: got a value, expected one of the declared parameters: bias"],
+    );
     told(bias.clone().scalar("bias", 1.).forward(&q, &q, &q), &["parameter bias is a scalar"]);
     let capped = Attention::new().score_mod(library::softcap(2.));
-    told(capped.param("cap", &right).forward(&q, &q, &q), &["parameter cap is a tensor of f32 [6, 6]: one number"]);
+    told(capped.param("cap", &right).forward(&q, &q, &q), &["parameter cap: got a tensor of f32 [6, 6], expected one number"]);
     let padded = Attention::new().mask(Mask::padding()).param("seq_len_q", &Tensor::new(&[6i64, 1 << 40], &CPU).unwrap());
     let padded = padded.param("seq_len_kv", &Tensor::new(&[6i64, 6], &CPU).unwrap());
     told(padded.forward(&q, &q, &q), &["parameter seq_len_q", "numbers that an i32 holds"]);
@@ -75,13 +78,16 @@ fn what_is_tracked_and_cannot_have_a_gradient_is_told_at_the_call() {
 #[test]
 fn executors_and_documents_that_are_none_are_told() {
     let q = operand();
-    told(Attention::new().executor(ExecutorName::CUDNN).forward(&q, &q, &q), &["executor is cudnn: cpu, which reads tensors on Cpu"]);
+    told(
+        Attention::new().executor(ExecutorName::CUDNN).forward(&q, &q, &q),
+        &["executor: got cudnn, expected cpu, which can read tensors on Cpu"],
+    );
     assert!(Attention::new().executor(ExecutorName::CPU).forward(&q, &q, &q).is_ok());
     let packed = Random::new(19).tensor(&[6, 2, 8]);
     let forward = |of: &Tensor| Attention::new().forward_packed(&Documents::new(of, 6), &packed, &packed, &packed);
-    told(forward(&Tensor::new(&[0f32, 6.], &CPU).unwrap()), &["cu_seqlens dtype is f32: one of u32, i32, i64"]);
+    told(forward(&Tensor::new(&[0f32, 6.], &CPU).unwrap()), &["cu_seqlens dtype: got f32, expected one of u32, i32, i64"]);
     told(forward(&Tensor::new(&[0u32], &CPU).unwrap()), &["cu_seqlens shape is [1]"]);
-    told(forward(&Tensor::new(&[0u32, 4, 3], &CPU).unwrap()), &["cu_seqlens[2] is 3: boundaries never fall"]);
+    told(forward(&Tensor::new(&[0u32, 4, 3], &CPU).unwrap()), &["cu_seqlens[2]: got 3, expected at least 4, the offset before it"]);
     told(forward(&Tensor::new(&[0u32, u32::MAX], &CPU).unwrap()), &["numbers that an i32 holds"]);
 }
 
@@ -89,7 +95,7 @@ fn executors_and_documents_that_are_none_are_told() {
 fn the_functions_of_flash_attention_tell_their_arguments() {
     let q = operand();
     let slopes = Tensor::zeros(6, DType::F32, &CPU).unwrap();
-    told(flash_attn_alibi(&q, &q, &q, &slopes.to_dtype(DType::F16).unwrap(), 1., true), &["alibi_slopes dtype is f16: f32"]);
+    told(flash_attn_alibi(&q, &q, &q, &slopes.to_dtype(DType::F16).unwrap(), 1., true), &["alibi_slopes dtype: got f16, expected f32"]);
     told(flash_attn_alibi(&q, &q, &q, &slopes.narrow(0, 0, 4).unwrap(), 1., true), &["slopes", "[6]"]);
     let capped = |cap| flash_attn_alibi_windowed_softcap(&q, &q, &q, Some(&slopes), 1., None, None, cap);
     told(capped(-1.), &["softcap is -1"]);

@@ -79,7 +79,7 @@ fn what_lies_past_a_view_is_not_reached() {
     let all = random.tensor(&[20, 2, 8]);
     let (q, of) = (all.narrow(0, 0, 12).unwrap(), [0, 5, 14]);
     let told = Attention::new().forward_packed(&Documents::new(&boundaries(&of, DType::U32), 9), &q, &q, &q).unwrap_err().to_string();
-    assert!(told.contains("q length") && told.contains("room for 14 tokens"), "{told}");
+    assert!(told.contains("q length") && told.contains("memory for 14 tokens"), "{told}");
     let inside = Attention::new().forward_packed(&Documents::new(&boundaries(&[0, 5, 12], DType::U32), 9), &q, &q, &q).unwrap();
     close("inside", &inside.narrow(0, 0, 12).unwrap(), &inside, 0.);
 }

@@ -45,8 +45,8 @@ const LARGEST: u64 = 256 << 20;
 
 /// Parses a number of tokens or pages.
 fn number(text: &str) -> Result<i64, String> {
-    let number: i64 = text.trim().parse().map_err(|_| format!("{text:?} is no whole number"))?;
-    if (1..=i64::from(i32::MAX)).contains(&number) { Ok(number) } else { Err(format!("{number}: between 1 and {}", i32::MAX)) }
+    let number: i64 = text.trim().parse().map_err(|_| format!("got {text:?}, expected an integer"))?;
+    if (1..=i64::from(i32::MAX)).contains(&number) { Ok(number) } else { Err(format!("got {number}, expected between 1 and {}", i32::MAX)) }
 }
 
 /// Reads the rows of a file: one line per batch entry, numbers separated by blanks or commas.
@@ -133,7 +133,7 @@ impl Paging {
             if let (Some(container), Some(page_size)) = (container, self.page_size)
                 && container[2] != page_size
             {
-                mistakes.add(about, format!("{name} has pages of {} tokens: {page_size}, by --paged", container[2]));
+                mistakes.add(about, format!("{name}: got pages of {} tokens, expected {page_size}, by --paged", container[2]));
             }
         }
         if let (Some(k), Some(v)) = (k, v)

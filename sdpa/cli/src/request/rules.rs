@@ -20,7 +20,7 @@ fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i6
         return None;
     };
     let axes = expression::broadcast(&found.shape, extents?);
-    axes.map_err(|rule| mistakes.add(header.path.display(), format!("{name} {rule}"))).ok()
+    axes.map_err(|rule| mistakes.add(header.path.display(), format!("{name}: {rule}"))).ok()
 }
 
 /// The valid score_mods and masks of a request.
@@ -120,9 +120,9 @@ pub(super) fn judge(
             if e.field.starts_with("wrt[") {
                 let declared = crate::table::list(&problem.params().iter().map(|p| p.name.as_str()).collect::<Vec<_>>());
                 let declared = if e.rule == "a declared parameter" { format!("; declared: {declared}") } else { String::new() };
-                mistakes.add("--wrt", format!("{} must be {}{declared}", e.value, e.rule));
+                mistakes.add("--wrt", format!("got {}, expected {}{declared}", e.value, e.rule));
             } else {
-                mistakes.add("--backward", format!("{}: {}", e.value, e.rule));
+                mistakes.add("--backward", format!("got {}, expected {}", e.value, e.rule));
             }
         }
     });

@@ -90,7 +90,11 @@ mod tests {
                 let job = spec.validate().unwrap().into();
                 let told = Recorded::of(&job, Version::new(9, minor, 0), "a100").unwrap();
                 let Recorded { problems, supported, unsupported_by_engines, .. } = told;
-                assert!(problems > 10 && supported + unsupported_by_engines <= problems && told.text().contains(told.kind), "{}", told.text());
+                assert!(
+                    problems > 10 && supported + unsupported_by_engines <= problems && told.text().contains(told.kind),
+                    "{}",
+                    told.text()
+                );
             }
         }
         let job = specs[0].validate().unwrap().into();

@@ -12,11 +12,11 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
     match fact {
         Fact::Dtype(dtype) => {
             let floats = [DType::F16, DType::BF16, DType::F32];
-            check.that(floats.contains(dtype), "dtype", dtype, "the kernels take f16, bf16 and f32");
+            check.that(floats.contains(dtype), "dtype", dtype, "f16, bf16 or f32");
         }
         // Only problems of 8-bit floats have other types.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
-        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
+        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
         // The number of thread blocks is checked for the whole problem.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) => {}
         Fact::SeqQ(seq_q) => extent(check, "seq_q", *seq_q),
@@ -30,7 +30,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::MostTokens(side, _) => tokens(check, pass, *side),
         Fact::Pages(pages) => {
             let reads_pages = Direction::Forward == pass.direction() || pages.is_none();
-            check.that(reads_pages, "paged", "pages", "the backward kernels take keys one behind the other");
+            check.that(reads_pages, "paged", "a paged KV cache", "none: the backward kernels read contiguous keys");
         }
         Fact::PageSize(_) => {}
         // The kernel sources implement each of these: `Forward` in `problem`, `Backward` in `backward`.

@@ -43,7 +43,7 @@ pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
     let bytes = backward.partial_bytes(&TileConfig::of_backward(&backward)?);
     let names: Vec<&str> = backward.along.iter().map(|along| along.name.as_str()).collect();
     let field = format!("deterministic, gradients of {}", names.join(", "));
-    let limit = format!("at most {MOST_PARTIAL_BYTES} bytes of partial sums of warps that are added up in one order");
+    let limit = format!("at most {MOST_PARTIAL_BYTES} bytes of partial sums per warp, which are added in a fixed order");
     check.that(bytes <= MOST_PARTIAL_BYTES, &field, format!("{bytes} bytes"), limit);
     if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
 }
@@ -123,6 +123,6 @@ mod tests {
         let spec = AttentionSpec::dense(DType::BF16, long, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).backward();
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
         let refused = backward(&spec.deterministic().wrt("bias", DType::F32).validate().unwrap()).unwrap_err().to_string();
-        assert!(refused.contains("deterministic, gradients of bias is 2592000000 bytes: at most 1073741824 bytes"), "{refused}");
+        assert!(refused.contains("deterministic, gradients of bias: got 2592000000 bytes, expected at most 1073741824 bytes"), "{refused}");
     }
 }

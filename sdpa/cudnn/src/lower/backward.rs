@@ -186,9 +186,8 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
 }
 
 /// Why padding is refused with some score_mods.
-const NO_NUMBER: &str = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that \
-                                    to score_mods, behind whatever is selected there; the cpu executor runs it, and cuDNN where the \
-                                    lengths are a mask array";
+const NO_NUMBER: &str = "padding with a score_mod that is NaN at −∞: cuDNN's engines pass −∞ to score_mods past the lengths; \
+                                    use the cpu executor, or pass the lengths as a mask tensor";
 
 /// Returns whether a score_mod, and its derivative if the trace has it, are not NaN for a score of −∞ at the ends of the indices.
 fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {
@@ -300,18 +299,20 @@ fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Re
         let name = &wanted.name;
         if roots[2 + n] != roots[1] {
             let rule = format!(
-                "the gradient of parameter {name}: cuDNN's engines sum only that of a tensor which is added to the score before other \
-                 score_mods; the cpu executor gives every one"
+                "the gradient of parameter {name}: cuDNN's engines sum only the gradient of a tensor that is added to the score before other \
+                 score_mods; the cpu executor computes every gradient"
             );
             return Err(LowerError::Unsupported(rule));
         }
         if dtype(wanted.dtype) == DType::F32 {
-            let rule = format!("the gradient of parameter {name} is asked for in f32: cuDNN's engines sum it in f16 and bf16 only");
+            let rule = format!("the gradient of parameter {name} in f32: cuDNN's engines sum it in f16 and bf16 only");
             return Err(LowerError::Unsupported(rule));
         }
         let kind = b.params().iter().find(|p| p.name == *name).map(|p| p.kind);
         let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
-            return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines compute none of scalars")));
+            return Err(LowerError::Unsupported(format!(
+                "the gradient of the scalar {name}: cuDNN's engines compute no gradient of a scalar"
+            )));
         };
         let extents = b.forward().extents();
         let dims = axes.dims(extents);

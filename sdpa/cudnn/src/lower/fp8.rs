@@ -77,10 +77,9 @@ impl Scales {
 }
 
 /// Why a backward pass of 8-bit floats is refused with score_mods.
-const NO_SCORE_MODS: &str = "score_mods in a backward pass of 8-bit floats: NVIDIA's frontend has no spelling for them, and engines are not asked for another; \
-                             the cpu executor runs it";
-const NO_DROPOUT: &str = "dropout in a backward pass of 8-bit floats: as NVIDIA's frontend spells it, the gradient of weights is not dropped where they are; the \
-                          cpu executor runs it";
+const NO_SCORE_MODS: &str = "score_mods in an FP8 backward pass: NVIDIA's frontend has no graph for them; use the cpu executor";
+const NO_DROPOUT: &str =
+    "dropout in an FP8 backward pass: the graph of NVIDIA's frontend does not drop dP where P is dropped; use the cpu executor";
 
 /// Lowers the backward pass. Masks precede the subtraction of stats, row sums are not in the workspace, and dQ is computed in one GEMM.
 pub(super) fn backward(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {

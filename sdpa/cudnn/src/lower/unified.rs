@@ -28,15 +28,16 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     }
     let padded = problem.kept().seq_len_kv && problem.has_lengths(Side::Queries);
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
-        let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
+        let rule = "lengths with a score_mod or a traced mask: engines of the unified form return wrong results for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
     if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || mask::has_rules(problem)) {
-        let rule = "a score_mod or a rule on one query before cuDNN 9.25.1: the engine takes values by head from another head".to_owned();
+        let rule =
+            "a score_mod or a traced mask on one query before cuDNN 9.25.1: the engine reads values per head from another head".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
     if padded && Quirk::EntriesWithoutKeys.holds(runtime) {
-        let rule = "lengths before cuDNN 9.26.0: entries of a batch without keys get no numbers".to_owned();
+        let rule = "lengths before cuDNN 9.26.0: batch entries without keys get NaN".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
     // The op pads if it has both lengths.

@@ -7,10 +7,10 @@ use crate::lower::Job;
 use sdpa_core::error::Reason;
 use sdpa_core::expr::{Binary, Builder, Const, Node, NodeId, Trace, Type, Unary};
 
-const RULE: &str = "where a rule compares it, makes it whole or takes a rest, cuDNN's engines compute it less exactly than it is written, which moves where the rule ends: \
-                    whole numbers, and products with powers of two, are exact";
-const WHOLE_RULE: &str = "cuDNN's engines divide whole numbers by multiplying with an approximate inverse, and have rests, minima and maxima of them in f32: divisors that are powers of \
-                          two, and numbers up to 2^24, are exact";
+const RULE: &str = "integers or products with powers of two where a mask or score_mod compares, rounds or takes a remainder: cuDNN's engines evaluate other floats \
+                    inexactly there, which moves the discontinuity";
+const WHOLE_RULE: &str = "integers up to 2^24, or powers of two as divisors: cuDNN's engines divide integers by an approximate inverse, and compute their remainders, \
+                          minima and maxima in f32";
 
 /// The multiples of 2^`step` with magnitude at most `most`.
 #[derive(Clone, Copy)]

@@ -35,52 +35,44 @@ fn is_short(dtype: DType) -> bool {
 const ROWS: [Row; 23] = [
     Row {
         field: "block_scaled",
-        limit: "scales of blocks are read by engines for compute capability 10 alone",
+        limit: "false before and after compute capability 10",
         breaks: |c| when(c.job.problem().block_scaled() && !c.major(10), format!("true on sm {}", c.sm)),
     },
     Row {
         field: "cudnn",
-        limit: "scales of blocks are taken from 9.21 on",
+        limit: "9.21 or newer for block scales",
         breaks: |c| when(c.job.problem().block_scaled() && c.runtime < lower::BLOCK_SCALES_SINCE, c.runtime),
     },
     Row {
         field: "seq_q",
-        limit: "more than one query beside scales of blocks: asking for engines ends the process (9.27)",
+        limit: "more than one query with block scales: cuDNN 9.27 ends the process",
         breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_q() == 1, 1),
     },
     Row {
         field: "seq_kv",
-        limit: "more than four keys beside scales of blocks, of which a line has no fewer",
+        limit: "more than four keys with block scales, whose rows have at least four",
         breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_kv() < lower::FEWEST_KEYS, c.job.problem().seq_kv()),
     },
-    Row {
-        field: "device",
-        limit: "8-bit floats are taken from compute capability 9.0 on",
-        breaks: |c| when(c.sm < 90, format!("sm {}", c.sm)),
-    },
-    Row {
-        field: "device",
-        limit: "8-bit floats are not taken for compute capability 12",
-        breaks: |c| when(c.major(12), format!("sm {}", c.sm)),
-    },
+    Row { field: "device", limit: "compute capability 9.0 or newer for FP8", breaks: |c| when(c.sm < 90, format!("sm {}", c.sm)) },
+    Row { field: "device", limit: "compute capability 9.0 to 11.x for FP8", breaks: |c| when(c.major(12), format!("sm {}", c.sm)) },
     Row {
         field: "cudnn",
-        limit: "8-bit floats are taken from 9.1 on, but not by 9.10.0",
+        limit: "9.1 or newer for FP8, except 9.10.0",
         breaks: |c| when(c.runtime < lower::FP8_SINCE || c.runtime == Version::new(9, 10, 0), c.runtime),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "of 8-bit floats multiples of 16",
+        limit: "multiples of 16 with FP8",
         breaks: |c| when(c.dims().iter().any(|dim| dim % 16 != 0), format!("{:?}", c.dims())),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "gradients of 8-bit floats are taken of 128 for compute capability 9",
+        limit: "[128, 128] for FP8 gradients on compute capability 9",
         breaks: |c| when(c.before_blackwell() && c.is_backward() && c.dims() != [128; 2], format!("{:?}", c.dims())),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "for compute capability 10 up to 128, 192 and 128 from 9.19 on, and 256 forward from 9.26 on",
+        limit: "with FP8 on compute capability 10 at most 128, [192, 128] from 9.19 on, or [256, 256] forward from 9.26 on",
         breaks: |c| {
             let taken = match c.dims() {
                 [192, 128] => c.runtime.at_least(9, 19),
@@ -92,12 +84,12 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "beside scales of blocks up to 128, or 192 and 128: the kernel of 256 does not compile (9.27)",
+        limit: "with block scales at most 128, or [192, 128]: the kernel for 256 does not compile (9.27)",
         breaks: |c| when(c.job.problem().block_scaled() && c.dims() == [256; 2], format!("{:?}", c.dims())),
     },
     Row {
         field: "o_dtype",
-        limit: "results in 16 bits are made of 8-bit floats from 9.13 on for compute capability 10",
+        limit: "an FP8 type before cuDNN 9.13 or compute capability 10",
         breaks: |c| {
             let dtype = c.job.dtype_of(Operand::O);
             when(!c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
@@ -105,7 +97,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "gradient_dtype",
-        limit: "gradients in 16 bits are made of 8-bit floats from 9.13 on for compute capability 10",
+        limit: "an FP8 type for gradients before cuDNN 9.13 or compute capability 10",
         breaks: |c| {
             let dtype = c.job.dtype_of(Operand::DQ);
             when(c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
@@ -113,22 +105,22 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "seq_q",
-        limit: "one query of 8-bit floats is taken for compute capability 10; pad them to two",
+        limit: "more than one query with FP8, except forward on compute capability 10: pad to two",
         breaks: |c| when(c.job.problem().seq_q() == 1 && (c.before_blackwell() || c.is_backward()), 1),
     },
     Row {
         field: "packed",
-        limit: "none of 8-bit floats: NVIDIA's own tests leave packed documents of them out for compute capability 9 (illegal instruction)",
-        breaks: |c| when(c.job.problem().packed().is_some(), "documents"),
+        limit: "none with FP8: NVIDIA's tests exclude it on compute capability 9 (illegal instruction)",
+        breaks: |c| when(c.job.problem().packed().is_some(), "packed sequences"),
     },
     Row {
         field: "paged",
-        limit: "none of 8-bit floats: engines are not asked for pages of them",
-        breaks: |c| when(c.job.problem().paged().is_some(), "pages"),
+        limit: "none with FP8: this combination was never tested",
+        breaks: |c| when(c.job.problem().paged().is_some(), "a paged KV cache"),
     },
     Row {
         field: "sink",
-        limit: "none beside 8-bit floats before compute capability 10, of one query, and in gradients",
+        limit: "false with FP8 before compute capability 10, with one query, and in gradients",
         breaks: |c| {
             let in_graph = lower::sink_in_graph(c.job.problem(), c.runtime);
             when(c.job.problem().sink() && (c.before_blackwell() || c.is_backward() || !in_graph), true)
@@ -136,7 +128,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "score_mods",
-        limit: "none of tensors along queries or keys beside 8-bit floats, which a bias is",
+        limit: "no tensor over queries or keys, such as a bias, with FP8",
         breaks: |c| {
             let along = |kind: ParamKind| match kind {
                 ParamKind::Scalar => false,
@@ -149,12 +141,12 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "none about the ends of batch entries beside 8-bit floats: bands and lengths",
+        limit: "no band aligned to the sequence ends with FP8: use bands and lengths",
         breaks: |c| c.job.problem().ends().map(|_| c.job.problem().kept().to_string()),
     },
     Row {
         field: "masks",
-        limit: "no left bound beside lengths in gradients of 8-bit floats: building the plan ends the process (9.19)",
+        limit: "no left bound with lengths in FP8 gradients: cuDNN 9.19 ends the process",
         breaks: |c| {
             let p = c.job.problem();
             when(c.is_backward() && p.region().lower.is_some() && super::is_padded(c.job), p.kept())
@@ -162,7 +154,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "a key for every query in gradients of 8-bit floats, whose masks come in front of stats: −∞ less −∞ is no number",
+        limit: "a key for every query in FP8 gradients: a row without keys becomes −∞ − −∞, which is NaN",
         breaks: |c| {
             let (p, kept) = (c.job.problem(), c.job.problem().kept());
             let keyless = (0..p.seq_q()).any(|query| kept.key_range(query, [p.seq_q(), p.seq_kv()]).is_empty());
@@ -171,12 +163,12 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "stats_base",
-        limit: "natural beside 8-bit floats",
+        limit: "natural with FP8",
         breaks: |c| when(c.job.problem().stats_base() == sdpa_core::StatsBase::Two, "two"),
     },
     Row {
         field: "deterministic",
-        limit: "false in gradients of 8-bit floats before compute capability 10: the one engine adds up dq in any order",
+        limit: "false in FP8 gradients before compute capability 10: the only engine sums dq in any order",
         breaks: |c| when(c.before_blackwell() && c.job.deterministic(), true),
     },
 ];
@@ -187,7 +179,7 @@ pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> Vec<Reason> {
     let mut all: Vec<Reason> = ROWS.iter().filter_map(|row| row.reason(&case)).collect();
     let copied = lower::densify(job).1;
     for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {
-        let rule = "8-bit floats are read and written in place: 16-byte alignment, strides in multiples of 16";
+        let rule = "16-byte alignment and strides: FP8 operands are read and written in place";
         let (field, value) = (format!("{operand}.strides"), format!("{:?}", tensor.strides));
         all.push(Reason::Limit { field, value, limit: rule.to_owned() });
     }

@@ -11,9 +11,8 @@ use sdpa_core::expr::{Binary, Const, Node, NodeId, Trace, Type, Unary};
 /// At this angle the error is half of f16's last digit next to 16. Most angles computed from positions are exact in f32.
 const MOST: f64 = 65_536.0;
 
-const WAVE: &str =
-    "cuDNN's engines are off by 1.2e-7 of a sine's or cosine's argument: one that does not hang on the score is known to be at most 65,536";
-const POWER: &str = "cuDNN's engines have powers by logarithms, no number of a negative base: the base is known to be positive, or the exponent is one of 0, 1, 2, 3 and 4";
+const WAVE: &str = "an argument that depends on the score, or is known to be at most 65,536: the error of sine and cosine in cuDNN's engines is 1.2e-7 of the argument";
+const POWER: &str = "a base that is known to be positive, or an exponent of 0, 1, 2, 3 or 4: cuDNN's engines compute powers by logarithms, which are NaN for a negative base";
 
 /// Returns a lower bound of each value, where it is not NaN.
 fn least(trace: &Trace, ranges: &[Option<[f64; 2]>]) -> Vec<Option<f64>> {

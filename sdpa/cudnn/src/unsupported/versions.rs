@@ -19,17 +19,17 @@ fn wide(case: &Case<'_>) -> Option<String> {
 const ROWS: [Row; 11] = [
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 for compute capability 8 before 9.10",
+        limit: "at most 128 on compute capability 8 before 9.10",
         breaks: |c| wide(c).filter(|_| c.major(8) && !c.runtime.at_least(9, 10)),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 for compute capability 10 before 9.9",
+        limit: "at most 128 on compute capability 10 before 9.9",
         breaks: |c| wide(c).filter(|_| c.major(10) && !c.runtime.at_least(9, 9)),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 of one query for compute capability 12",
+        limit: "at most 128 with one query on compute capability 12",
         breaks: |c| wide(c).filter(|_| c.major(12) && c.job.problem().seq_q() == 1),
     },
     Row {
@@ -39,7 +39,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "gradients past 128 are taken for compute capability 9, and for 10 from 9.11 on",
+        limit: "at most 128 for gradients, except on compute capability 9, and 10 from 9.11 on",
         breaks: |c| {
             let taken = c.major(9) || c.major(10) && c.runtime.at_least(9, 11);
             wide(c).filter(|_| c.is_backward() && !taken)
@@ -47,7 +47,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "of gradients 192 and 128 alone where dim_qk is above 128, and dim_v above 64 and at most 128, on 9.11 and 9.12",
+        limit: "[192, 128] for gradients on 9.11 and 9.12 if dim_qk is above 128 and dim_v between 65 and 128",
         breaks: |c| {
             let without = c.runtime.at_least(9, 11) && !c.runtime.at_least(9, 13);
             wide(c).filter(|_| c.is_backward() && c.major(9) && without && wide_keys(c.job))
@@ -73,17 +73,17 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "deterministic",
-        limit: "false for compute capability 10 before 9.18",
+        limit: "false on compute capability 10 before 9.18",
         breaks: |c| when(c.is_backward() && c.job.deterministic() && c.major(10) && !c.runtime.at_least(9, 18), true),
     },
     Row {
         field: "deterministic",
-        limit: "false beside the gradient of a bias for compute capability 10",
+        limit: "false with the gradient of a bias on compute capability 10",
         breaks: |c| when(c.job.deterministic() && summed(c).is_some() && c.major(10), true),
     },
     Row {
         field: "wrt",
-        limit: "no gradient of a bias of packed documents for compute capability 10",
+        limit: "no gradient of a bias with packed sequences on compute capability 10",
         breaks: |c| summed(c).filter(|_| c.job.problem().packed().is_some() && c.major(10)),
     },
 ];
@@ -144,7 +144,7 @@ mod tests {
         assert!(of([128, 128], 8, 80).is_empty() && of([128, 128], 8, 100).is_empty());
         let decode = |dims| forward(spec(1, dims, &[]), 27, 120);
         assert!(decode([128, 128]).is_empty() && of([256, 256], 27, 120).is_empty());
-        assert!(decode([136, 64])[0].contains("of one query for compute capability 12"));
+        assert!(decode([136, 64])[0].contains("with one query on compute capability 12"));
     }
 
     #[test]
@@ -174,11 +174,14 @@ mod tests {
         assert!(limits(plain(), 17, 2, 100)[0].contains("before 9.18") && limits(plain(), 18, 0, 100).is_empty());
         assert!(limits(plain(), 17, 2, 90).is_empty());
         let biased = || gradient(spec(128, [64, 64], &[]));
-        assert!(limits(biased().deterministic().validate().unwrap(), 27, 0, 100)[0].contains("beside the gradient of a bias"));
+        assert!(limits(biased().deterministic().validate().unwrap(), 27, 0, 100)[0].contains("with the gradient of a bias"));
         assert!(limits(biased().validate().unwrap(), 27, 0, 100).is_empty());
         let square = Shape { seq_kv: 128, ..shape(128, [64, 64]) };
         let documents = || gradient(AttentionSpec::packed(DType::BF16, square, Packed::of(200))).validate().unwrap();
-        assert_eq!(limits(documents(), 27, 0, 100), ["wrt is bias: no gradient of a bias of packed documents for compute capability 10"]);
+        assert_eq!(
+            limits(documents(), 27, 0, 100),
+            ["wrt: got bias, expected no gradient of a bias with packed sequences on compute capability 10"]
+        );
         assert!(limits(documents(), 27, 0, 90).is_empty());
     }
 

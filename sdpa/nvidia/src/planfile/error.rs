@@ -54,7 +54,7 @@ pub enum PlanFileError {
         what: String,
     },
     /// A field of the file breaks a rule of the format.
-    #[error("{} is corrupt: its {what} is {value}: {rule}", path.display())]
+    #[error("{} is corrupt: its {what} is {value}, expected {rule}", path.display())]
     Corrupt {
         /// The file.
         path: PathBuf,
@@ -104,7 +104,7 @@ pub enum PlanFileError {
         path: PathBuf,
     },
     /// The plan to write breaks a rule of the format.
-    #[error("{} was not written: the {what} is {value}: {rule}", path.display())]
+    #[error("{} was not written: the {what} is {value}, expected {rule}", path.display())]
     Refused {
         /// The file.
         path: PathBuf,

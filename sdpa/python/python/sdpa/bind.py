@@ -47,8 +47,8 @@ def _readable(tensor: Any) -> bool:
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        rule = "a tensor that was read before: convert it to int32 before, or call once before the graph is captured"
-        raise one("a captured int64 tensor", "not read yet, while a CUDA graph is captured", rule)
+        rule = "a tensor that was read before the capture: convert it to int32, or call once before the capture"
+        raise one("a captured int64 tensor", "one that was never read, during the capture of a CUDA graph", rule)
     return True
 
 
@@ -65,7 +65,7 @@ def narrowed(tensor: Any, name: str) -> Any:
 def outside(name: str, known: tuple[int, int] | None) -> None:
     """Rejects int64 elements that do not fit into i32."""
     if known is not None and not (_I32[0] <= known[0] and known[1] <= _I32[1]):
-        rule = "within 32 bits: number equal ids alike, `torch.unique(ids, return_inverse=True)[1]`, or subtract the least"
+        rule = "elements that fit 32 bits: renumber ids with `torch.unique(ids, return_inverse=True)[1]`, or subtract the minimum"
         raise one(name, f"an int64 tensor of elements from {known[0]} to {known[1]}", rule)
 
 
@@ -78,7 +78,7 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
     if not isinstance(tensor, torch.Tensor):
         tensor = torch.as_tensor(tensor)
     if tensor.device != device:
-        rule = f"the query's, {device}" + ("; a number that changes is sdpa.scalar(name, x)" if tensor.numel() == 1 else "")
+        rule = f"{device}, the device of the query" + ("; for a number that changes, use sdpa.scalar(name, x)" if tensor.numel() == 1 else "")
         raise one(f"parameter {parameter.name} device", tensor.device, rule)
     # Selects from the last axis backwards, so that the indices of earlier axes stay valid.
     for dim in range(len(parameter.picks) - 1, -1, -1):
@@ -91,7 +91,7 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
         tensor = tensor.narrow(dim, start, need)
     dtype = _DTYPES(torch)[parameter.dtype]
     if str(tensor.dtype).rsplit(".", 1)[-1] not in HELD[parameter.dtype]:
-        raise one(f"parameter {parameter.name}", f"of {tensor.dtype}", f"{parameter.dtype}, as it is declared: convert it before")
+        raise one(f"parameter {parameter.name}", f"{tensor.dtype}", f"{parameter.dtype}, as declared; convert the tensor first")
     if tensor.dtype == torch.int64 and dtype == torch.int32:
         if later:
             return tensor.contiguous()
@@ -107,11 +107,11 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
 def parts(parameter: Parameter, shape: Any, extents: tuple[int, int, int, int]) -> list[tuple[int, int, int]]:
     """Returns the part of a tensor that a call over these extents reads, if it is not all of it: (axis, start, length)."""
     short = lambda least, axis: one(  # noqa: E731
-        f"parameter {parameter.name}", f"of shape {tuple(parameter.source.shape)}", f"at least {least} along {axis}, as many as this call reads"
+        f"parameter {parameter.name}", f"shape {tuple(parameter.source.shape)}", f"at least {least} along {axis}, which this call reads"
     )  # fmt: skip
     if parameter.is_table:
         if tuple(shape) != parameter.axes:
-            raise one(f"parameter {parameter.name}", f"of shape {tuple(shape)}", f"a table of shape {parameter.axes}, as it was traced or declared")
+            raise one(f"parameter {parameter.name}", f"shape {tuple(shape)}", f"a table of shape {parameter.axes}, as traced or declared")
         for dim, axis, start in parameter.starts:
             if shape[dim] < start + extents[axis]:
                 raise short(start + extents[axis], _AXES[axis])

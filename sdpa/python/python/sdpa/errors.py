@@ -13,7 +13,7 @@ class SpecError(ValueError):
 
     def __init__(self, errors: list[tuple[str, str, str]]):
         self.errors = [(str(field), str(value), str(rule)) for field, value, rule in errors]
-        super().__init__("\n".join(f"{field} is {value}: {rule}" for field, value, rule in self.errors))
+        super().__init__("\n".join(f"{field}: got {value}, expected {rule}" for field, value, rule in self.errors))
 
     def __reduce__(self):
         return type(self), (self.errors,)

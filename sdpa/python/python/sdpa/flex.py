@@ -71,7 +71,7 @@ def flex_attention(
         warnings.warn("kernel_options are of Triton's kernels and are ignored; said once", stacklevel=2)
     return_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     if return_aux is not None and getattr(return_aux, "max_scores", None):
-        raise one("return_aux.max_scores", "True", "False: row maxima are not handed out")
+        raise one("return_aux.max_scores", "True", "False: row maxima are not returned")
     if is_compiling():
         query, key, value = _autocast(query, key, value)
     else:
@@ -180,17 +180,17 @@ def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_
     errors = []
     if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
         sizes = (query.shape[0], key.shape[0], value.shape[0])
-        errors.append(("batch of query, key, value", sizes, "one number: expand keys and values of a batch of 1"))
+        errors.append(("batch of query, key, value", sizes, "equal batches: expand keys and values of batch 1"))
     if key.shape[1] != value.shape[1]:
-        errors.append(("heads of value", value.shape[1], f"the key's, {key.shape[1]}"))
+        errors.append(("heads of value", value.shape[1], f"{key.shape[1]}, as the key"))
     if key.shape[2] != value.shape[2]:
-        errors.append(("seq of value", value.shape[2], f"the key's, {key.shape[2]}"))
+        errors.append(("seq of value", value.shape[2], f"{key.shape[2]}, as the key"))
     if query.shape[3] != key.shape[3]:
-        errors.append(("dim of key", key.shape[3], f"the query's, {query.shape[3]}"))
+        errors.append(("dim of key", key.shape[3], f"{query.shape[3]}, as the query"))
     heads, of_keys = query.shape[1], key.shape[1]
     if heads != of_keys and not enable_gqa:
-        errors.append(("heads of key", of_keys, f"the query's, {heads}, or enable_gqa=True"))
+        errors.append(("heads of key", of_keys, f"{heads}, as the query, or enable_gqa=True"))
     if enable_gqa and (of_keys == 0 or heads % of_keys):
-        errors.append(("heads of key", of_keys, f"a divisor of the query's, {heads}"))
+        errors.append(("heads of key", of_keys, f"a divisor of {heads}, the heads of the query"))
     if errors:
         raise SpecError(errors)

@@ -23,9 +23,9 @@ def set_kernel_cache(on: bool = True, folder: str | os.PathLike | None = None, l
     if not isinstance(on, bool):
         raise one("on", repr(on), "True or False")
     if not on and (folder is not None or limit_bytes is not None):
-        raise one("on", on, "True where a folder or a limit is given")
+        raise one("on", on, "True with a folder or a limit")
     if limit_bytes is not None and (isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or not 0 <= limit_bytes < 1 << 63):
-        raise one("limit_bytes", repr(limit_bytes), "a whole number of bytes, 0 or more")
+        raise one("limit_bytes", repr(limit_bytes), "an integer of at least 0 bytes")
     _native.set_kernel_cache(on, None if folder is None else os.fspath(folder), limit_bytes)
 
 

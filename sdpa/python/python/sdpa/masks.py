@@ -89,14 +89,14 @@ class BlockMask:
         """Returns the mask with its tensors on another device."""
         if all(str(t.source.device) == str(device) for t in self.mask.tensors):
             return self
-        raise one("block_mask.to", str(device), "tensors of its mask_mod that are there: move them, and make the mask anew")
+        raise one("block_mask.to", str(device), "a mask_mod whose tensors are on that device: move them and create the mask again")
 
     def __getitem__(self, index: Any) -> BlockMask:
         raise one(
             "block_mask",
-            f"sliced by {index!r}",
-            "a whole mask: a part of the blocks says nothing of the places that they stand for. Make another with create_block_mask, its mask_mod "
-            "shifted by where the part begins (`lambda b, h, q, k: mask_mod(b, h, q + offset, k)`), or use _adjust(q_len, kv_len)",
+            f"a mask sliced by {index!r}",
+            "a whole mask: a slice of blocks does not say at which positions it begins. Create another with create_block_mask and a mask_mod shifted by "
+            "the start (`lambda b, h, q, k: mask_mod(b, h, q + offset, k)`), or use _adjust(q_len, kv_len)",
         )
 
     def __repr__(self) -> str:
@@ -135,13 +135,13 @@ def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | No
     if not isinstance(block_mask, BlockMask):
         block_mask = read(block_mask)
     b, h, q, k = block_mask.shape
-    rule = "create_block_mask anew for these lengths, or block_mask._adjust(q_len, kv_len), which keeps the upper left corner"
+    rule = "call create_block_mask for these lengths, or block_mask._adjust(q_len, kv_len), which keeps the upper left corner"
     wrong = []
     if (q, k) != lengths[2:]:
-        wrong.append(("block_mask.shape", str(block_mask.shape), f"of q_len {lengths[2]} and kv_len {lengths[3]}: {rule}"))
+        wrong.append(("block_mask.shape", str(block_mask.shape), f"q_len {lengths[2]} and kv_len {lengths[3]}: {rule}"))
     for name, n, have in (("B", b, lengths[0]), ("H", h, lengths[1])):
         if n not in (1, have):
-            wrong.append((f"block_mask {name}", str(n), f"1, or {have} as the query has"))
+            wrong.append((f"block_mask {name}", str(n), f"1, or {have} as the query"))
     if wrong:
         raise SpecError(wrong)
     return block_mask.mask
@@ -155,9 +155,9 @@ def read(block_mask: Any) -> BlockMask:
     from torch.nn.attention import flex_attention as theirs
 
     if not isinstance(block_mask, theirs.BlockMask):
-        raise one("block_mask", type(block_mask).__name__, "what create_block_mask makes")
+        raise one("block_mask", type(block_mask).__name__, "a BlockMask from create_block_mask")
     if block_mask.mask_mod is getattr(theirs, "_sliced_mask_mod_error", None):
-        raise one("block_mask", "a part of a BlockMask", "a whole mask: make another with create_block_mask")
+        raise one("block_mask", "a part of a BlockMask", "a whole mask: create another with create_block_mask")
     shape = (1,) * (4 - len(block_mask.shape)) + tuple(block_mask.shape)
     like = theirs.create_block_mask(
         block_mask.mask_mod, *shape, device=block_mask.kv_num_blocks.device, BLOCK_SIZE=block_mask.BLOCK_SIZE
@@ -168,9 +168,9 @@ def read(block_mask: Any) -> BlockMask:
         if none(ours) != none(own) or (ours is not None and own is not None and not bool((ours == own).all())):
             raise one(
                 "block_mask",
-                "made of blocks that its mask_mod does not say (BlockMask.from_kv_blocks)",
-                "a mask that its function says whole: create_block_mask(mask_mod, ...), and the blocks as a tensor in it, `blocks[b, q_idx // 128 ...]` "
-                "spread over queries and keys before",
+                "blocks that differ from its mask_mod (BlockMask.from_kv_blocks)",
+                "a mask that its function defines: create_block_mask(mask_mod, ...), whose mask_mod reads the blocks as a tensor that was expanded over "
+                "queries and keys",
             )
     made = BlockMask(MaskMod(block_mask.mask_mod), shape, block_mask.BLOCK_SIZE)
     block_mask._sdpa = made

@@ -79,17 +79,17 @@ class Kept:
         errors, tensors, scalars = [], [], []
         for name, given in values.items():
             if name not in declared:
-                errors.append((f"parameter {name}", "given", f"declared are {', '.join(declared) or 'none'}"))
+                errors.append((f"parameter {name}", "a value", f"one of the declared parameters: {', '.join(declared) or 'none'}"))
         for name, (axes, dtype, default) in declared.items():
             given = values.get(name, default)
             if given is None:
-                errors.append((f"parameter {name}", "missing", f"{dtype} over [{_over(axes)}] is declared"))
+                errors.append((f"parameter {name}", "nothing", f"{dtype} over [{_over(axes)}], as declared"))
             elif axes is None:
                 scalars.append(given if isinstance(given, Scalar) else Scalar(name, given))
             elif not hasattr(given, "shape"):
                 errors.append((f"parameter {name}", type(given).__name__, f"a tensor over [{_over(axes)}]"))
             elif len(given.shape) != len(axes):
-                errors.append((f"parameter {name}", f"of shape {tuple(given.shape)}", f"over [{_over(axes)}]"))
+                errors.append((f"parameter {name}", f"shape {tuple(given.shape)}", f"a tensor over [{_over(axes)}]"))
             else:
                 starts = () if axes and not isinstance(axes[0], str) else (0,) * len(axes)
                 tensors.append(Parameter(name, given, (None,) * len(axes), tuple(range(len(axes))), axes, starts, dtype))
@@ -129,7 +129,7 @@ class ScoreMod(Kept):
 
     def __call__(self, *args: Any) -> Any:
         if self.fn is None:
-            raise one("score_mod", "made of text", "a function, where it is to be called")
+            raise one("score_mod", "one made of text", "a function: only a function can be called")
         return self.fn(*args)
 
 
@@ -142,7 +142,7 @@ class MaskMod(Kept):
 
     def __call__(self, *args: Any) -> Any:
         if self.fn is None:
-            raise one("mask_mod", "made of text", "a function, where it is to be called")
+            raise one("mask_mod", "one made of text", "a function: only a function can be called")
         return self.fn(*args)
 
 
@@ -153,7 +153,7 @@ EXECUTORS = ("cpu", "cudnn", "cuda")
 def named(executor: Any) -> None:
     """Raises an error for an unknown executor name."""
     if not isinstance(executor, str) or executor not in EXECUTORS:
-        raise one("executor", repr(executor), f"one of {', '.join(EXECUTORS)}, or None for whoever takes it")
+        raise one("executor", repr(executor), f"one of {', '.join(EXECUTORS)}, or None for the first that supports the call")
 
 
 def joined(
@@ -179,5 +179,5 @@ def _once(first: tuple, second: tuple) -> tuple:
         there = names.setdefault(p.name, p)
         same = there is p or (isinstance(p, Parameter) and there.source is p.source and there.axes == p.axes)
         if not same:
-            raise one(f"parameter {p.name}", "declared by the score_mod and by the mask", "one value for one name")
+            raise one(f"parameter {p.name}", "declarations in the score_mod and in the mask that differ", "one declaration per name")
     return tuple(names.values())

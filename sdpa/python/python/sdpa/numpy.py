@@ -64,9 +64,9 @@ def _operands(*given: Any) -> list[np.ndarray]:
         if x.dtype.name not in _FLOATS:
             errors.append((f"{name} dtype", x.dtype, "one of float32, float16"))
         elif x.dtype != arrays[0].dtype:
-            errors.append((f"{name} dtype", x.dtype, f"q's, {arrays[0].dtype}"))
+            errors.append((f"{name} dtype", x.dtype, f"{arrays[0].dtype}, the type of q"))
         if not x.dtype.isnative:
-            errors.append((f"{name} dtype", x.dtype, "of this machine's order of bytes"))
+            errors.append((f"{name} dtype", x.dtype, "this machine's byte order"))
     if errors:
         raise SpecError(errors)
     odd = lambda x: x.strides[3] != x.itemsize or any(s < 0 or s % x.itemsize for s in x.strides) or not x.flags.aligned  # noqa: E731
@@ -113,7 +113,7 @@ def _bound(parameter: Parameter, extents: tuple) -> np.ndarray:
         x = x[(slice(None),) * dim + (slice(start, start + need),)]
     wanted = {ours: theirs for theirs, ours in DTYPES.items()}[parameter.dtype]
     if x.dtype.name not in HELD[parameter.dtype]:
-        raise one(f"parameter {parameter.name}", f"of {x.dtype}", f"{parameter.dtype}, as it is declared: convert it before")
+        raise one(f"parameter {parameter.name}", f"{x.dtype}", f"{parameter.dtype}, as declared; convert the array first")
     if x.dtype.name == "int64":
         outside(f"parameter {parameter.name}", _span(x))
     return np.ascontiguousarray(x, dtype=wanted)

@@ -95,16 +95,16 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             errors.append((name, type(x).__name__, "a tensor"))
             continue
         if x.is_nested:
-            errors.append((name, "nested", "a dense tensor (batch, heads, seq, dim)"))
+            errors.append((name, "a nested tensor", "a dense tensor (batch, heads, seq, dim)"))
             continue
         if x.dim() != 4:
             errors.append((f"{name} shape", tuple(x.shape), "(batch, heads, seq, dim)"))
         if x.dtype not in FLOATS:
             errors.append((f"{name} dtype", x.dtype, "one of float32, float16, bfloat16"))
         elif isinstance(q, torch.Tensor) and x.dtype != q.dtype:
-            errors.append((f"{name} dtype", x.dtype, f"the query's, {q.dtype}"))
+            errors.append((f"{name} dtype", x.dtype, f"{q.dtype}, as the query"))
         if isinstance(q, torch.Tensor) and x.device != q.device:
-            errors.append((f"{name} device", x.device, f"the query's, {q.device}"))
+            errors.append((f"{name} device", x.device, f"{q.device}, as the query"))
         if x.device.type not in DEVICES:
             errors.append((f"{name} device", x.device, "cpu or cuda"))
         if x.layout != torch.strided:
@@ -121,11 +121,11 @@ def usual(dim: int) -> float:
 def factor(scale: Any) -> float:
     """Returns a scale as a number. A tensor that requires a gradient is rejected, because the gradient would be lost."""
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
-        raise one("scale", "a tensor that requires grad", "a number, which has no gradient: flex_attention(query * scale, ..., scale=1.0) has it")
+        raise one("scale", "a tensor that requires grad", "a number: scale has no gradient; flex_attention(query * scale, ..., scale=1.0) has one")
     try:
         return float(scale)
     except (TypeError, ValueError, RuntimeError):
-        raise one("scale", f"of type {type(scale).__name__}", "one number, or None for 1 / sqrt(dim)") from None
+        raise one("scale", f"type {type(scale).__name__}", "one number, or None for 1 / sqrt(dim)") from None
 
 
 def _mapped(name: str) -> str | None:
@@ -324,9 +324,9 @@ def _gradient(ctx, d_o, d_stats):
     q, k, v, o, stats, *params = ctx.saved_tensors
     needed = [n for n, needs in enumerate(ctx.needs_input_grad[3]) if needs]
     if mode != TRAIN:
-        raise one("mode", mode, f"{TRAIN} where gradients are required")
+        raise one("mode", mode, f"{TRAIN}, as gradients are required")
     if not set(needed) <= set(wrt):
-        raise one("wrt", wrt, f"every parameter that wants a gradient: {needed}")
+        raise one("wrt", wrt, f"every parameter that requires a gradient: {needed}")
     dq, dk, dv, *sums = gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
     # The pytree structure of an empty list is that of a list of tensors; a list of numbers has none.
     return dq, dk, dv, sums, None if scalars else [], None, None, None, None if wrt else []

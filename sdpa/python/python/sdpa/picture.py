@@ -75,7 +75,7 @@ def show(
     if min(shape[2:]) < 1:
         raise one("shape", tuple(shape), "at least one query and one key")
     if shape[2] * shape[3] > 2**20:
-        raise one("shape", tuple(shape), "at most 2^20 pairs: a part shows as much")
+        raise one("shape", tuple(shape), "at most 2^20 pairs: plot a part")
     values = _values(score_mod, mask, tuple(shape), batch, head, score)
     return Picture(values, score, "; ".join(str(x) for x in (score_mod, mask) if x is not None) or "no score_mod, no mask")
 
@@ -123,7 +123,7 @@ def _runner(score_mod: Kept | None, mask: Kept, shape: tuple, score: float) -> A
 
         where = next(s.device for s in sources if hasattr(s, "device") and hasattr(s, "data_ptr"))
         if where.type != "cpu":
-            raise one("captured tensors", f"on {where}", "on the CPU, for a picture")
+            raise one("captured tensors", where, "cpu, for a picture")
         query = torch.full((*shape[:3], 1), float(score))
         key = torch.ones(shape[0], shape[1], shape[3], 1)
 

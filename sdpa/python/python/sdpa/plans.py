@@ -14,7 +14,7 @@ from .errors import one
 def _ordinal(device: Any) -> int:
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
-        raise one("device", device, "a CUDA device: the CPU executor makes nothing that is worth keeping")
+        raise one("device", device, "a CUDA device: the CPU executor compiles nothing")
     op.libraries()
     return torch.cuda.current_device() if device.index is None else device.index
 

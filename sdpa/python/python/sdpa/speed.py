@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Shape:
         """Parses `batch,heads,heads_kv,seq,dim`; `seq` may be `queries:keys`."""
-        rule = "batch,heads,heads_kv,seq,dim: whole numbers from 1 on, seq as queries:keys where these differ, heads a multiple of heads_kv"
+        rule = "batch,heads,heads_kv,seq,dim: integers of at least 1, seq as queries:keys if they differ, heads a multiple of heads_kv"
         parts = text.split(",")
         lengths = parts[3].split(":") if len(parts) == 5 else []
         numbers = [*parts[:3], *(lengths * 2)[:2], *parts[4:]]

@@ -304,7 +304,7 @@ class Scalar(Operators):
     @value.setter
     def value(self, value: float) -> None:
         if getattr(value, "requires_grad", False):
-            raise one(f"scalar {self.name}", "a tensor that requires grad", "a number, which has no gradient: capture the tensor itself, or pass `.item()`")
+            raise one(f"scalar {self.name}", "a tensor that requires grad", "a number: a scalar has no gradient; capture the tensor itself, or pass `.item()`")
         self._value = float(value)
 
     def __repr__(self) -> str:

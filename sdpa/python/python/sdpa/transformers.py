@@ -37,7 +37,7 @@ def register(name: str = NAME, *, executor: str | None = None) -> None:
     if executor is not None:
         named(executor)
     if "sdpa" in name or "flex" in name or "flash" in name or name == "eager":
-        raise one("name", repr(name), "one that transformers does not take for its own: without sdpa, flex and flash in it")
+        raise one("name", repr(name), "a name without sdpa, flex and flash, which transformers treats as its own")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention if executor is None else functools.partial(attention, executor=executor))
@@ -62,7 +62,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. The mask includes the sliding window."""
     if dropout:
-        raise one("attention_dropout", dropout, "0: dropout of attention weights is not covered here; set it to 0 in the model's config")
+        raise one("attention_dropout", dropout, "0: this function has no dropout; set it to 0 in the config of the model")
     room = getattr(attention_mask, "room", None)
     if room is not None:
         more = (0, 0, 0, room - key.shape[2])
@@ -187,7 +187,7 @@ _CAUSAL = MaskMod.from_text("causal-bottom-right")
 def _parameter(tensor: torch.Tensor, name: str, extents: tuple) -> Parameter:
     """Returns a parameter for a tensor of four axes; an extent of 1 applies to all."""
     if tensor.dim() != 4:
-        raise one(name, f"of shape {tuple(tensor.shape)}", "(batch, heads, queries, keys), 1 where it is the same for all")
+        raise one(name, f"shape {tuple(tensor.shape)}", "(batch, heads, queries, keys), 1 to broadcast")
     places = tuple(axis for axis, n, have in zip(("batch", "head", "q", "k"), tensor.shape, extents) if n != 1 or have == 1)
     picks = tuple(None if axis in places else 0 for axis in ("batch", "head", "q", "k"))
     return Parameter(name, tensor, picks, tuple(range(len(places))), places, (0,) * len(places), dtype_of(tensor))
@@ -209,4 +209,4 @@ def _of_tensor(tensor: torch.Tensor, extents: tuple, added: list, masks: list) -
     elif tensor.is_floating_point():
         added.append(_parameter(tensor, "attention_mask", extents))
     else:
-        raise one("attention_mask dtype", tensor.dtype, "bool, or a floating point number that is added")
+        raise one("attention_mask dtype", tensor.dtype, "bool, or a floating-point type for a mask that is added")
