@@ -54,7 +54,7 @@ pub enum Error {
     #[error("program: {0}")]
     Program(String),
     /// No engine supports the graph.
-    #[error("no engine takes the graph:\n{0}")]
+    #[error("no engine supports the graph:\n{0}")]
     NoEngine(Box<EngineReport>),
     /// The caller's bindings do not fit the plan.
     #[error(transparent)]

@@ -123,7 +123,7 @@ fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, Spec
     }
     if !tensor.device().is_cpu() {
         let rule = "a number in host memory: a declared scalar is read by the host; a tensor over no axes is read on the device";
-        return Ok(Err(SpecError::new(field, format!("on {:?}", tensor.device().location()), rule)));
+        return Ok(Err(SpecError::new(field, format!("a tensor on {:?}", tensor.device().location()), rule)));
     }
     Ok(Ok(Ready::Number(tensor.flatten_all()?.to_vec1::<f32>()?[0], DType::F32)))
 }

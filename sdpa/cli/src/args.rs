@@ -10,22 +10,22 @@ use std::path::PathBuf;
 const EXIT_CODES: &str = "\
 Exit codes:
   0  done; with --check, every element is within its tolerance
-  1  --check found an element past its tolerance
-  2  mistakes in the arguments or in the input file, all of them listed; nothing was computed or written
-  3  the executor asked for is not there or does not run the problem; doctor: no executor works
-  4  something failed while it ran: the device, the disk, memory
-  5  --check decides nothing: rounding may change some elements, or the gradient of a parameter, beyond recognition
+  1  --check found an element outside its tolerance
+  2  mistakes in the arguments or the input file, all listed; nothing was computed or written
+  3  the executor is absent or does not support the problem; doctor: no executor works
+  4  failure at run time: device, disk or memory
+  5  --check is undecided: rounding may change some elements beyond recognition
 
-RUST_LOG=debug tells more, on stderr.";
+RUST_LOG=debug prints more on stderr.";
 
 const COMPILE_EXIT_CODES: &str = "\
 Exit codes:
   0  a plan was written for every pass
-  2  mistakes in the arguments or in the file of problems, all of them listed; nothing was written
-  3  there is no plan for some pass, with the reason; the others were written; or cuDNN is not there
-  4  something failed while it ran: the library, the disk, memory
+  2  mistakes in the arguments or the file of problems, all listed; nothing was written
+  3  some pass has no plan, with the reason, and the others were written; or cuDNN is absent
+  4  failure at run time: library, disk or memory
 
-RUST_LOG=debug tells more, on stderr.";
+RUST_LOG=debug prints more on stderr.";
 
 const SEQUENCES: &str = "Packed sequences and paged KV cache";
 const FUNCTIONS: &str = "Masks, score_mods and the softmax";
@@ -35,7 +35,7 @@ const LIBRARIES: &str = "Libraries";
 
 /// Scaled dot product attention from the command line.
 #[derive(Debug, Parser)]
-#[command(name = "cargo-sdpa", bin_name = "cargo sdpa", version, after_help = EXIT_CODES)]
+#[command(name = "cargo-sdpa", bin_name = "cargo sdpa", version, max_term_width = 120, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

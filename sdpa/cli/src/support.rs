@@ -212,7 +212,7 @@ fn on_device(asked: &Asked, job: &Job, request: &Request, name: &str, profile: &
         Err(reasons) => reasons,
     };
     let mut allowed = changes::supported(request, |job| asked.form(job, profile).ok());
-    allowed.extend(changes::newer(job, asked.version(), sm).map(|version| format!("cuDNN {version}, as far as rules say")));
+    allowed.extend(changes::newer(job, asked.version(), sm).map(|version| format!("by cuDNN {version}, according to the rules")));
     OnDevice { device, sm, form: None, reasons: reasons.iter().map(ToString::to_string).collect(), allowed, recorded }
 }
 
@@ -220,7 +220,7 @@ impl Report {
     fn text(&self) -> String {
         let mut table = Table::default();
         table.row("problem", &self.problem);
-        let library = self.library.clone().unwrap_or_else(|| "which is not here: these are rules, engines were not asked".to_owned());
+        let library = self.library.clone().unwrap_or_else(|| "which is not installed: rules only, no engine was asked".to_owned());
         table.row("cudnn", format!("{}, {library}", self.cudnn));
         for on in &self.devices {
             let text = match on.form {

@@ -42,7 +42,7 @@ fn why(answer: &Answer) -> Vec<String> {
 
 /// What cuDNN says on offering nothing is one remark per engine, in no order.
 fn reason(reason: &Reason) -> String {
-    const NONE: &str = "no engine supported the graph:; cuDNN offers none: ";
+    const NONE: &str = "no engine supports the graph:; cuDNN offers none: ";
     match reason {
         Reason::Refused { form, text } => match text.split_once(NONE) {
             Some((_, remarks)) => {
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn remarks_in_another_order_are_the_same() {
         let refused = |remarks: &str| {
-            let text = format!("no engine supported the graph:; cuDNN offers none: {remarks}");
+            let text = format!("no engine supports the graph:; cuDNN offers none: {remarks}");
             reason(&Reason::Refused { form: "composite".to_owned(), text })
         };
         assert_eq!(refused("b; a"), "composite form: cuDNN offers no engine: a; b");

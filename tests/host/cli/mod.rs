@@ -10,6 +10,7 @@ mod kernels;
 mod limits;
 mod narrow;
 mod newcomer;
+mod options;
 mod packed;
 mod paged;
 mod prove;

@@ -111,7 +111,12 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
     let told = wrong(&format!("--input {whole} --paged 4"));
     assert!(told.contains("page_table[1][2]: got -1, expected between 0 and 6"), "{told}");
     let told = wrong(&format!("--input {whole} --paged 5 --pages 7 --dtype f31"));
-    for rule in ["k: got pages of 4 tokens, expected 5, by --paged", "v: got pages of 4 tokens", "--pages: the pages are those of the --input", "--dtype"] {
+    for rule in [
+        "k: got pages of 4 tokens, expected 5, by --paged",
+        "v: got pages of 4 tokens",
+        "--pages: the pages are those of the --input",
+        "--dtype",
+    ] {
         assert!(told.contains(rule), "{told}");
     }
     let told = wrong(&format!("--input {bare} --paged 4"));
@@ -139,7 +144,11 @@ fn every_mistake_in_pages_is_told_with_the_others() {
         ("", "--paged 0 --scale nan", &["--paged: got 0, expected between 1", "--scale"][..]),
         ("", "--paged x --pages 0 --mask nothing", &["--paged: got \"x\", expected an integer", "--mask"]),
         ("", "--paged 16 --pages 99999999999", &["--pages: got 99999999999, expected between"]),
-        ("", "--paged 9223372036854775807 --pages 9223372036854775807", &["--paged: got 9223372036854775807", "--pages: got 9223372036854775807"]),
+        (
+            "",
+            "--paged 9223372036854775807 --pages 9223372036854775807",
+            &["--paged: got 9223372036854775807", "--pages: got 9223372036854775807"],
+        ),
         ("", "--paged 2147483647 --pages 2147483647", &["k.strides", "v.strides"]),
         ("", "--pages 3 --page-table T", &["--pages: is for --paged", "--page-table: is for --paged"]),
         ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: is not for --paged: --cu-seqlens-q packs queries"]),

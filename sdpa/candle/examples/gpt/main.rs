@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn arguments_that_are_none_are_told() {
-        for (line, part) in [("--steps 0", "--steps is 0"), ("--attention other", "ours or plain"), ("--softcap -1", "above 0")] {
+        for (line, part) in [("--steps 0", "--steps: got 0"), ("--attention other", "ours or plain"), ("--softcap -1", "above 0")] {
             let told = options(line.split_whitespace().map(str::to_owned)).unwrap_err().to_string();
             assert!(told.contains(part), "{told}");
         }

@@ -38,7 +38,7 @@ fn every_operand_that_is_wrong_is_named_at_once() {
 fn parameters_that_do_not_fit_are_told() {
     let q = operand();
     let bias = Attention::new().score_mod(library::bias([Axis::Q, Axis::K], F32));
-    told(bias.forward(&q, &q, &q), &["parameter bias is missing"]);
+    told(bias.forward(&q, &q, &q), &["parameter bias: got nothing"]);
     let of = |x: &Tensor| bias.clone().param("bias", x).forward(&q, &q, &q);
     let right = Random::new(18).tensor(&[6, 6]);
     assert!(of(&right).is_ok());
@@ -48,9 +48,9 @@ fn parameters_that_do_not_fit_are_told() {
         bias.clone().param("bias", &right).scalar("cap", 1.).forward(&q, &q, &q),
         &["parameter cap: got a value, expected one of the declared parameters: bias"],
     );
-    told(bias.clone().scalar("bias", 1.).forward(&q, &q, &q), &["parameter bias is a scalar"]);
+    told(bias.clone().scalar("bias", 1.).forward(&q, &q, &q), &["parameter bias: got a scalar"]);
     let capped = Attention::new().score_mod(library::softcap(2.));
-    told(capped.param("cap", &right).forward(&q, &q, &q), &["parameter cap: got a tensor of f32 [6, 6], expected one number"]);
+    told(capped.param("cap", &right).forward(&q, &q, &q), &["parameter cap: got a tensor of f32 [6, 6], expected one f32"]);
     let padded = Attention::new().mask(Mask::padding()).param("seq_len_q", &Tensor::new(&[6i64, 1 << 40], &CPU).unwrap());
     let padded = padded.param("seq_len_kv", &Tensor::new(&[6i64, 6], &CPU).unwrap());
     told(padded.forward(&q, &q, &q), &["parameter seq_len_q", "numbers that an i32 holds"]);
@@ -86,7 +86,7 @@ fn executors_and_documents_that_are_none_are_told() {
     let packed = Random::new(19).tensor(&[6, 2, 8]);
     let forward = |of: &Tensor| Attention::new().forward_packed(&Documents::new(of, 6), &packed, &packed, &packed);
     told(forward(&Tensor::new(&[0f32, 6.], &CPU).unwrap()), &["cu_seqlens dtype: got f32, expected one of u32, i32, i64"]);
-    told(forward(&Tensor::new(&[0u32], &CPU).unwrap()), &["cu_seqlens shape is [1]"]);
+    told(forward(&Tensor::new(&[0u32], &CPU).unwrap()), &["cu_seqlens shape: got [1]"]);
     told(forward(&Tensor::new(&[0u32, 4, 3], &CPU).unwrap()), &["cu_seqlens[2]: got 3, expected at least 4, the offset before it"]);
     told(forward(&Tensor::new(&[0u32, u32::MAX], &CPU).unwrap()), &["numbers that an i32 holds"]);
 }
@@ -98,7 +98,7 @@ fn the_functions_of_flash_attention_tell_their_arguments() {
     told(flash_attn_alibi(&q, &q, &q, &slopes.to_dtype(DType::F16).unwrap(), 1., true), &["alibi_slopes dtype: got f16, expected f32"]);
     told(flash_attn_alibi(&q, &q, &q, &slopes.narrow(0, 0, 4).unwrap(), 1., true), &["slopes", "[6]"]);
     let capped = |cap| flash_attn_alibi_windowed_softcap(&q, &q, &q, Some(&slopes), 1., None, None, cap);
-    told(capped(-1.), &["softcap is -1"]);
-    told(capped(f32::NAN), &["softcap is NaN"]);
+    told(capped(-1.), &["softcap: got -1"]);
+    told(capped(f32::NAN), &["softcap: got NaN"]);
     assert!(capped(0.).is_ok());
 }

@@ -8,27 +8,25 @@ use std::path::PathBuf;
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes:
   0  no answer is wrong
-  1  a result is past its tolerance, or a process ended or gave no answer in time
-  2  mistakes in the arguments, all of them listed, or a state of another executor, device or version
-  3  the executor is not there
-  4  something failed while it ran: the disk, memory
+  1  a result is outside its tolerance, or a process ended or timed out
+  2  mistakes in the arguments, all listed; or answers of another executor, device or version
+  3  the executor is absent
+  4  failure at run time: disk or memory
 
-RUST_LOG=debug tells more, on stderr.";
+RUST_LOG=debug prints more on stderr.";
 
 /// The description in `--help`, after the line of the overview.
 pub(crate) const ABOUT: &str = "\
 Prove an executor: compute problems in which features meet, and check each
 
-A problem combines features: pass, element type, head dims, mask, score_mod, packed sequences, pages, sink,
-dropout and so on. In the problems of strength `two`, any two features meet that the executor supports
-together. Every result is compared with textbook attention in f64.
+A problem combines features: pass, element type, head dims, mask, score_mod, packed sequences, paged KV cache, sink, dropout and so on. With the \
+strength `two`, any two features that the executor supports together are in one problem. Every result is compared with textbook attention in f64.
 
-Worker processes compute the problems, one for each processor, so a fault of a device ends one problem.
-Answers are kept: a run that was ended, by Ctrl-C too, goes on where it was, and asks again what was wrong.
-A run ends after 20 wrong answers.
+One worker process per processor computes the problems, so an illegal access on the device ends one problem only. Answers are kept. A run that was \
+interrupted, also by Ctrl-C, continues where it was, and computes wrong problems again. A run ends after 20 wrong answers.
 
-Answers of cudnn make a ledger: the features that this version computes correctly together on this device.
-An automatic choice prefers native kernels where it does not cover a problem.";
+The answers of cudnn make a ledger: the features that this version computes correctly together on this device. The automatic selection tries native \
+kernels first for a problem that the ledger does not cover.";
 
 #[derive(Debug, Args)]
 pub(crate) struct ProveArgs {
