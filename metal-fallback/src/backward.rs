@@ -9,7 +9,7 @@ use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
 use crate::sink;
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
-use crate::tiles::{SIMD, Tiles};
+use crate::tile_config::{SIMD, Tiles};
 use crate::unsupported::Check;
 use sdpa_core::expr::{Axes, Trace};
 use sdpa_core::{DType, Reason, TensorSpec};

@@ -10,7 +10,7 @@ use crate::source::{
     FORWARD, Kernel, MERGE, PAGES_SLOT, ROW_MAX_SLOT, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, SUM_EXP_SLOT,
     Source, TENSORS_SLOT, VECTOR,
 };
-use crate::tiles::{SIMD, Tiles};
+use crate::tile_config::{SIMD, Tiles};
 use crate::unsupported::{Check, limit};
 use sdpa_core::expr::Trace;
 use sdpa_core::paged::PAGE_TABLE;

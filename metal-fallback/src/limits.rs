@@ -1,7 +1,7 @@
 //! Compares the limits of a compiled kernel with its plan.
 
 use crate::plan::Plan;
-use crate::tiles::SIMD;
+use crate::tile_config::SIMD;
 use crate::unsupported::Check;
 use sdpa_core::Reason;
 

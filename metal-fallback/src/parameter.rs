@@ -5,7 +5,7 @@ use crate::params::{Numbers, SumParams};
 use crate::plan::{Binding, Cut, Operand, Plan, Scratch};
 use crate::rows::THREADS;
 use crate::source::{PARAMETER, SUM, Source};
-use crate::tiles::{FRAGMENT, SIMD, Tiles};
+use crate::tile_config::{FRAGMENT, SIMD, Tiles};
 use sdpa_core::Reason;
 use sdpa_core::expr::Axis;
 use sdpa_emit::Dialect;

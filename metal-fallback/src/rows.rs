@@ -1,6 +1,6 @@
 //! Query rows of vector kernels, which simdgroups hold in registers.
 
-use crate::tiles::{REGISTER_LIMIT, SIMD};
+use crate::tile_config::{REGISTER_LIMIT, SIMD};
 
 /// Threads of every kernel without tiles: eight simdgroups, which leaves each lane registers for several rows.
 pub(crate) const THREADS: u32 = 256;
@@ -78,7 +78,7 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tiles::THREADGROUP_BYTES;
+    use crate::tile_config::THREADGROUP_BYTES;
 
     #[test]
     fn rows_fit_registers_and_memory() {

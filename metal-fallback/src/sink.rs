@@ -6,7 +6,7 @@ use crate::params::BackwardParams;
 use crate::plan::{Binding, Cut, Operand, Plan};
 use crate::rows::THREADS;
 use crate::source::{self, SINK_SLOT};
-use crate::tiles::SIMD;
+use crate::tile_config::SIMD;
 use sdpa_core::{DType, SINK, Side};
 use sdpa_emit::Dialect;
 

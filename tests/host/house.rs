@@ -105,7 +105,7 @@ fn every_fence_is_needed() {
     }
 }
 
-/// Pieces of kernels that hold PTX: the emulation has others in their places. Products with many operands are generated, by `matrix.rs`.
+/// Pieces of kernels that hold PTX: the emulation has others in their places. Products with many operands are generated, by `wgmma_wrappers.rs`.
 const PTX: [&str; 5] = ["cluster.cuh", "mma.cuh", "ptx.cuh", "tma.cuh", "wgmma.cuh"];
 
 #[test]

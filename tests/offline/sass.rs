@@ -8,7 +8,7 @@ use conformance::say::{say, skip};
 use conformance::share::{DAYS, of_today};
 use sdpa::cuda::kernel::MachineCode;
 use sdpa::cuda::mma::{self, TileConfig};
-use sdpa::cuda::tile::BackwardTile;
+use sdpa::cuda::tile_config::BackwardTile;
 use sdpa::cuda::{Backward, Family, Forward, Target};
 use sdpa::cudnn::lower::Job;
 use sdpa::{AttentionSpec, DType, Direction, Layout, Mask, Shape};

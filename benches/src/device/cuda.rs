@@ -3,7 +3,7 @@
 use crate::setup::Result;
 use conformance::runner::{self, Draw, Outcome, Source, Tally};
 use conformance::{Case, random::Random};
-use sdpa::cuda::tile::Tile;
+use sdpa::cuda::tile_config::Tile;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
 use sdpa::{AttentionSpec, BackwardSpec, DType, SINK};
 use std::sync::{Mutex, PoisonError};

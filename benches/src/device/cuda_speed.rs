@@ -5,7 +5,7 @@ use crate::cuda::{executor, executor_of};
 use crate::memory::Memory;
 use crate::setup::{Result, executor as cudnn, median};
 use cudnn_graph::Stream;
-use sdpa::cuda::tile::Tile;
+use sdpa::cuda::tile_config::Tile;
 use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::Job;

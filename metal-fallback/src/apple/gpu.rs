@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::kernel::{Kernel, KernelCache, KernelKey, Math};
 use crate::run::{Facts, Ready, Runner};
 use crate::task::Task;
-use crate::tiles::THREADGROUP_BYTES;
+use crate::tile_config::THREADGROUP_BYTES;
 use crate::unsupported::Unavailable;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;

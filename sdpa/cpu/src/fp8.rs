@@ -7,7 +7,7 @@
 use super::backward::CpuBackward;
 use super::output::{self, Statistics, strips};
 use super::pack::View;
-use super::{CpuPrepared, Cut, Known};
+use crate::forward::{CpuPrepared, Cut, Known};
 use sdpa_core::error::Error;
 use sdpa_core::executor::Report;
 use sdpa_core::operand::{Direction, Operand};
@@ -156,7 +156,7 @@ impl CpuPrepared {
         let scales = Fp8Scales::new(problem.params(), &values);
         let documents = Documents::new(problem, problem.params(), &values)?;
         let tokens = documents.as_ref().map(|documents| documents.of(sdpa_core::Side::Queries));
-        super::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
+        crate::workspace::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
         let [q, k, v] = [(Operand::Q, q), (Operand::K, k), (Operand::V, v)].map(|(operand, x)| {
             match problem.block_scales(operand).zip(problem.block_scale_values(operand, &values)) {
                 Some((blocks, of_blocks)) => widen_blocks(&x, &blocks, of_blocks),
@@ -202,7 +202,7 @@ impl CpuBackward {
         let declared = problem.params();
         let values: Vec<ParamValue<'_>> = params::bind(declared, problem.forward().extents(), params)?;
         let scales = Fp8Scales::new(declared, &values);
-        super::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
+        crate::workspace::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
         let read = [(Operand::Q, q), (Operand::K, k), (Operand::V, v), (Operand::O, o), (Operand::DO, d_o)];
         let wide = read.map(|(operand, x)| widen(&x, scales.get(Fp8Scale::of_operand(operand, false))));
         let pair = |scale, descale| [scale, descale].map(|by| scales.get(by));

@@ -4,12 +4,12 @@ use super::backward::Slopes;
 use super::element::Element;
 use super::isa::{Isa, PANEL};
 use super::kernel::{DropOutside, Scores, Softmax, Tiled, Values};
-use super::long::{Long, Outputs};
+use super::long_sums::{Long, Outputs};
 use super::output::{Sink, Sums};
 use super::pack::{CopyRows, Head, Scratch, Transpose, all_finite, overlap, take_out_holes};
 use super::program::{DropUnkept, Row, Worker};
 use super::schedule::{Piece, Schedule};
-use super::{Call, Known};
+use crate::forward::{Call, Known};
 use std::ops::Range;
 
 /// Returns the lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row. The slices of queries and

@@ -1,4 +1,4 @@
-// WGMMA synchronisation. `src/matrix.rs` generates the wgmma.mma_async wrappers, which have as many register operands as results; the CPU emulation
+// WGMMA synchronisation. `src/wgmma_wrappers.rs` generates the wgmma.mma_async wrappers, which have as many register operands as results; the CPU emulation
 // replaces both.
 
 inline void wgmma_fence() {

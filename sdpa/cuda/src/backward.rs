@@ -1,8 +1,8 @@
 //! The kernels' view of a backward problem, and its limits.
 
-use crate::places::captured;
+use crate::index_range::captured;
 use crate::problem::Forward;
-use crate::tile::{BackwardTile, MOST_DIM};
+use crate::tile_config::{BackwardTile, MOST_DIM};
 use crate::unsupported::{checked, copies, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};

@@ -8,7 +8,7 @@ use crate::kernel::{self, Kernel, KernelKey, Kernels, Origin};
 use crate::plan::CudaPlan;
 use crate::schedule::Schedule;
 use crate::target::Target;
-use crate::tile::Tile;
+use crate::tile_config::Tile;
 use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::device::{DeviceExecutor, OnDevice};

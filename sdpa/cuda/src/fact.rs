@@ -1,7 +1,7 @@
 //! The facts of a problem that the WGMMA kernels support. `mma/fact.rs` has those of the `mma.sync` kernels.
 
 use crate::params::FAR;
-use crate::tile::MOST_DIM;
+use crate::tile_config::MOST_DIM;
 use crate::unsupported::Check;
 use sdpa_core::{DType, Direction, Fact, Operand, Side, TensorSpec, packed};
 use sdpa_nvidia::JobQuery;

@@ -2,7 +2,7 @@
 
 use crate::backward::Backward;
 use crate::problem::Lists;
-use crate::tile::BackwardTile;
+use crate::tile_config::BackwardTile;
 use crate::work::{heads_in_cache, steps};
 use sdpa_core::Side;
 

@@ -8,11 +8,11 @@
 //! | `choice` | problems for which cuDNN is tried first |
 //! | `fact` | the facts of a problem that the kernels do not support |
 //! | `problem`, `backward` | the kernels' view of a problem, and other limits |
-//! | `tile`, `work`, `shares` | tile configurations; how many tiles there are, split-KV, and GQA groups over several thread blocks |
+//! | `tile_config`, `work`, `head_splits` | tile configurations; how many tiles there are, split-KV, and GQA groups over several thread blocks |
 //! | `head_sections` | L2 head sections of the backward pass, and where dQ accumulators are |
-//! | `map` | the KV blocks that an index-only mask leaves |
-//! | `places` | the range of indices for which traces are compiled |
-//! | `source`, `matrix` | kernel sources: `kernels/` and generated code |
+//! | `index_lists` | the KV blocks that an index-only mask leaves |
+//! | `index_range` | the range of indices for which traces are compiled |
+//! | `source`, `wgmma_wrappers` | kernel sources: `kernels/` and generated code |
 //! | `wgmma` | the family with `wgmma`: its parameters, and the schedules of its passes |
 //! | `mma` | the family with `mma.sync`: what it supports, its tile configurations, sources and schedules |
 //! | `entry_point` | the entry points of the kernel sources |
@@ -31,25 +31,25 @@ mod fact;
 mod family;
 pub mod files;
 mod head_sections;
-pub mod kernel;
+mod head_splits;
 #[doc(hidden)]
-pub mod map;
-mod matrix;
+pub mod index_lists;
+mod index_range;
+pub mod kernel;
 #[doc(hidden)]
 pub mod mma;
 mod parameter_gradients;
 mod params;
-mod places;
 mod plan;
 mod problem;
 mod schedule;
-mod shares;
 #[doc(hidden)]
 pub mod source;
 mod target;
-pub mod tile;
+pub mod tile_config;
 mod unsupported;
 mod wgmma;
+mod wgmma_wrappers;
 mod work;
 
 #[doc(hidden)]

@@ -1,6 +1,6 @@
 //! The kernels' view of a problem.
 
-use crate::places::captured;
+use crate::index_range::captured;
 use crate::unsupported::{checked, unsupported};
 use sdpa_core::error::Unsupported;
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};

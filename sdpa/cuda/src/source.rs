@@ -1,11 +1,11 @@
 //! Kernel sources: constants, the pieces of `kernels/`, and generated functions.
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
-use crate::matrix;
 use crate::mma::WarpPartials;
 use crate::problem::{Forward, Lists};
-use crate::tile::{BackwardTile, PANEL, Tile};
+use crate::tile_config::{BackwardTile, PANEL, Tile};
 use crate::wgmma::{BackwardParams, ForwardParams};
+use crate::wgmma_wrappers;
 use crate::work::steps;
 use sdpa_core::expr::{Axis, Trace};
 use sdpa_core::{DType, Side, StatsBase};
@@ -213,7 +213,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
     let mut text = begin(problem, problem.weight(), &own, &params, &traced, &HOPPER);
     text.push_str(GENERATED);
-    text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
+    text.push_str(&wgmma_wrappers::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
     let items = problem.lists_tiles(tile).then_some(TILE_LIST).into_iter().chain(tile.split.then_some(COMBINE));
     [MASK, VARLEN_TMA, PADDING, KV_BLOCKS, TILE_ORDER, TILE_SCHEDULER, STATISTICS, SOFTMAX, PIPELINE]
@@ -268,7 +268,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     } else {
         [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts)
     };
-    text.push_str(&matrix::backward(element(forward.dtype), columns));
+    text.push_str(&wgmma_wrappers::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
     [MASK, VARLEN_TMA, PADDING, Q_BLOCKS]
         .into_iter()

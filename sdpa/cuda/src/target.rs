@@ -7,7 +7,7 @@ use crate::kernel::KernelKey;
 use crate::mma::{self, TileConfig};
 use crate::problem::Forward;
 use crate::schedule::{Gpu, Schedule, ScheduleReport};
-use crate::tile::Tile;
+use crate::tile_config::Tile;
 use crate::unsupported::unsupported;
 use crate::wgmma;
 use sdpa_core::backward::BackwardProblem;

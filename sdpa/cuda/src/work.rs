@@ -2,7 +2,7 @@
 
 use crate::problem::Forward;
 use crate::source::HEAVY;
-use crate::tile::{Few, GROUP_QUERIES, MOST_DIM, Tile};
+use crate::tile_config::{Few, GROUP_QUERIES, MOST_DIM, Tile};
 use crate::unsupported::unsupported;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::{Operand, Side};

@@ -12,20 +12,19 @@ mod bind;
 mod call;
 #[doc(hidden)]
 pub mod cost;
+mod engine_order;
 mod error;
 mod executor;
 mod fact;
 mod files;
+mod keep_alive;
 #[doc(hidden)]
 #[doc(hidden)]
 pub mod kernels;
 pub mod ledger;
 #[doc(hidden)]
 pub mod lower;
-mod model;
-mod named;
 mod options;
-mod order;
 #[doc(hidden)]
 pub mod pieces;
 #[doc(hidden)]
@@ -37,11 +36,12 @@ pub mod portable;
 pub mod quirks;
 mod raw;
 mod replay;
+mod requested_engines;
 #[doc(hidden)]
 pub mod schedule;
+mod time_model;
 mod tune;
 pub mod unsupported;
-mod used;
 
 // Types in the API of the device tier, re-exported so that a caller needs no other crate.
 pub use cudnn_graph::{Buffer, Device, DeviceSlice, Error as BackendError, Handle, Library, Search, Stream};

@@ -3,7 +3,7 @@
 //! same rows are added.
 
 use crate::lower::{self, Job, Operand};
-use crate::model::Model;
+use crate::time_model::Model;
 use sdpa_core::{Piece, Side};
 use std::ops::Range;
 

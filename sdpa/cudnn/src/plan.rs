@@ -1,12 +1,12 @@
 //! Builds compiled plans for a pass: chooses the form, the engine, and the operands that are copied first.
 
 use super::bind::Takes;
-use super::named;
-use super::order;
+use super::engine_order;
+use super::keep_alive::Used;
 use super::pieces::{self, Part};
+use super::requested_engines;
 use super::schedule::{self, PIECE, Role, Run, Schedule, outline};
 use super::unsupported;
-use super::used::Used;
 use crate::error::Error;
 use crate::kernels::Loaded;
 use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Vectors};
@@ -299,7 +299,7 @@ pub(super) fn spellings(
     let runtime = library.version();
     let mut usual = policy.clone();
     usual.deterministic |= job.deterministic();
-    usual.prefer.extend(order::prefer(job, form, runtime, target));
+    usual.prefer.extend(engine_order::prefer(job, form, runtime, target));
     let problem = match job {
         Job::Backward(problem) if form == Form::Composite => problem,
         Job::Backward(_) | Job::Forward(_) => return Ok(vec![(spelled(lower::lower(job, form, runtime))?, usual)]),
@@ -310,13 +310,13 @@ pub(super) fn spellings(
         Ok(if vectors.graph == spread.graph { vec![vectors] } else { vec![vectors, spread] })
     };
     let offered = spell(Spelling::usual(problem).query_gradient)?;
-    let named = if policy.pin.is_none() { named::engine(problem, runtime, target.sm()) } else { None };
+    let named = if policy.pin.is_none() { requested_engines::engine(problem, runtime, target.sm()) } else { None };
     let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
     // The notes describe the engine, not this configuration of it.
     let pinned = policy.clone().with_pin(named.pin).with_deterministic(false);
     let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
     if !named.first {
-        usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);
+        usual.max_workspace.get_or_insert(requested_engines::LARGE_WORKSPACE);
     }
     let usual = offered.into_iter().map(|lowered| (lowered, usual.clone()));
     Ok(if named.first { pinned.chain(usual).collect() } else { usual.chain(pinned).collect() })

@@ -41,7 +41,7 @@ use super::output::{Rows, strips};
 use super::pack::{Aligned, Scratch, Transpose, View};
 use super::program::{Lengths, Rules, RulesOf, Worker};
 use super::schedule::share;
-use super::wrong_types;
+use crate::forward::wrong_types;
 use cut::{Cell, Cut, Grid};
 pub(super) use kernel::Slopes;
 use modified::Rulings;
@@ -165,7 +165,7 @@ impl CpuBackward {
         let lengths = Lengths::new(problem, self.problem.params(), &values, documents.as_ref());
         let rules = self.rules.bind(problem, self.isa, self.problem.params(), &values);
         let totals: Vec<Total<'_>> = self.problem.wrt_scores().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
-        super::is_there(self.most_workspace())?;
+        crate::workspace::is_there(self.most_workspace())?;
         let [queries, keys] = Side::ALL.map(|side| documents.as_ref().map(|documents| documents.of(side)));
         let [q, k, v] = [View::new(q, problem.q(), queries), View::new(k, problem.k(), keys), View::new(v, problem.v(), keys)];
         let stats = View::new(stats, &problem.stats_tensor(), queries);
@@ -197,7 +197,7 @@ impl CpuBackward {
         }
         let workspace = cut.threads * of_worker(&cut, &self.rules) + pools + totals.iter().map(Total::bytes).sum::<usize>() + norms.bytes();
         totals.into_iter().for_each(Total::finish);
-        Ok(super::report(started, self.isa, cut.threads, workspace))
+        Ok(crate::forward::report(started, self.isa, cut.threads, workspace))
     }
 
     fn total<'a>(&self, name: &str, gradients: &mut Vec<HostGradient<'a>>) -> Option<Total<'a>> {

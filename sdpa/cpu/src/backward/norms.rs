@@ -3,8 +3,8 @@
 //! For scores of a million, one f32 per row cannot hold the logarithm of the number of keys: every P would be 1. The scores of such rows are computed again, as
 //! in the forward pass, and the log-sum-exp is stored in two parts.
 
-use crate::Call;
 use crate::element::Element;
+use crate::forward::Call;
 use crate::isa::Isa;
 use crate::output;
 use crate::pack::{Head, View};

@@ -5,7 +5,7 @@ use super::tile_config::TileConfig;
 use super::warp_partials::MOST_PARTIAL_BYTES;
 use crate::backward::Backward;
 use crate::problem::Forward;
-use crate::tile::MOST_DIM;
+use crate::tile_config::MOST_DIM;
 use crate::unsupported::{Check, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Unsupported;

@@ -2,7 +2,7 @@
 
 use super::{Address, Argument, Builder, KernelId, Launch, Source, Step};
 use crate::entry_point::EntryPoint;
-use crate::map::BlockMap;
+use crate::index_lists::BlockMap;
 use crate::problem::{Forward, Lists};
 use crate::source::MAP_SHARED_BYTES;
 use crate::work::steps;

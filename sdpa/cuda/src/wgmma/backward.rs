@@ -11,7 +11,7 @@ use crate::problem::Forward;
 use crate::schedule::arguments::Member;
 use crate::schedule::{Address, Argument, Blocking, Builder, Gpu, OperandMap, Schedule};
 use crate::source;
-use crate::tile::BackwardTile;
+use crate::tile_config::BackwardTile;
 use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::spec::TensorSpec;

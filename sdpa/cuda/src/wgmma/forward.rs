@@ -9,7 +9,7 @@ use crate::problem::Forward;
 use crate::schedule::arguments::Member;
 use crate::schedule::{Address, Blocking, Builder, Gpu, OperandMap, Schedule};
 use crate::source;
-use crate::tile::Tile;
+use crate::tile_config::Tile;
 use crate::work::{heads_in_cache, steps};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::{Operand, Problem, Side, Statistic};

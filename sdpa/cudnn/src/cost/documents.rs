@@ -1,7 +1,7 @@
 //! Documents of a mask: whether they are contiguous, and how much less work packed sequences would be.
 
 use crate::lower::Job;
-use crate::model::Model;
+use crate::time_model::Model;
 use sdpa_core::expr::Trace;
 use sdpa_core::mask::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;

@@ -1,13 +1,13 @@
 //! Few rows, as in decoding: the lanes of a register are elements of one key or value, and memory is read once, in order.
 
-use super::Call;
 use super::element::Element;
 use super::isa::{Isa, mul_add};
 use super::kernel::exp;
-use super::long::{Long, Outputs};
+use super::long_sums::{Long, Outputs};
 use super::output::{Sink, Sums};
 use super::pack::{CopyRows, Head, Scratch, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
+use crate::forward::Call;
 use pulp::{Simd, WithSimd};
 
 /// Returns the lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.

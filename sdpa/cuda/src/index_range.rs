@@ -21,7 +21,7 @@ pub(crate) fn captured<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents:
 mod tests {
     use super::*;
     use crate::mma::TileConfig;
-    use crate::tile::{BackwardTile, Tile};
+    use crate::tile_config::{BackwardTile, Tile};
     use sdpa_core::{DType, Direction};
 
     /// Matches the function in `prelude.cuh`.

@@ -1,6 +1,6 @@
 //! Generates the `wgmma.mma_async` wrappers, whose number of register operands depends on the shape.
 
-use crate::tile::PANEL;
+use crate::tile_config::PANEL;
 use std::fmt::Write;
 
 /// The location of A and B, and the contiguous axis of each.

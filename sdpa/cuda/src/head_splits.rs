@@ -2,7 +2,7 @@
 
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
-use crate::tile::BackwardTile;
+use crate::tile_config::BackwardTile;
 use crate::work::steps;
 use sdpa_core::Side;
 use sdpa_core::expr::{Judged, Trace};

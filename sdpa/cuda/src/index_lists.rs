@@ -103,7 +103,7 @@ impl List<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tile::Tile;
+    use crate::tile_config::Tile;
     use sdpa_core::expr::{Place, Precision};
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 
