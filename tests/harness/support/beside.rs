@@ -6,14 +6,22 @@ use crate::offline::{Answer, Asked, PROFILES, RUNTIMES, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-const HEAD: &str = "# Problems that cuDNN supports
+const HEAD: &str = "# Support on cuDNN
 
-This page is generated from the answers of the real library, without a GPU, to every problem of `tests/harness/matrix.rs`: each option with the others, in
-both passes, on four devices. \"Supported\" means that cuDNN offered an engine; the problems were not run. Every run of the tests asks ";
+This page is for users who want to know how much of this library cuDNN supports, by version and GPU. The command line answers for one problem, with the reason and
+what would allow it: [`cargo sdpa support`](cli.md#support).
 
-const AFTER: &str = " again. For the other versions, run
-`SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which also rewrites these pages. For one problem, with the reason and what would make it supported, run
-[`cargo sdpa support`](cli.md#support).
+```text
+$ cargo sdpa support --shape 4,32,8,1,4096,128 --paged 16 --mask padding --mask causal-ends
+```
+
+The numbers are answers of the real cuDNN library, on machines without a GPU. The problems are those of `tests/harness/matrix.rs`: each option combined with the others,
+in both passes, for four devices. A supported problem has a plan; nothing has run, because results need a GPU.
+
+Every run of the tests asks ";
+
+const BEHIND: &str = " again. The others are asked when a change should affect them: `SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which
+also rewrites these pages.
 ";
 
 type Recorded<'a> = [(&'a str, Vec<Asked>)];
@@ -80,7 +88,7 @@ pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
     let pages: Vec<String> = all.iter().map(|(runtime, _)| format!("[{runtime}](support/{runtime}.md)")).collect();
     let _ = write!(
         text,
-        "\nFeature by feature, with engines and reasons: {}.\n\n## Supported problems\n\nThe first column has the number of problems. The others count supported problems on {}; one number if all four devices agree.\n\n",
+        "\nPages with every feature, engine and reason: {}.\n\n## Supported problems\n\nThe first column has the number of problems. The others have how many of them are supported on {}; one number if all four are equal.\n\n",
         pages.join(", "),
         devices().join(", ")
     );
@@ -106,10 +114,10 @@ pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
         .partition(|(_, counts)| counts.len() < all.len() || counts.values().collect::<BTreeSet<_>>().len() > 1);
     let _ = write!(
         text,
-        "\n## What differs between versions\n\nEach row counts the answers (one per problem and device) with this reason, the most frequent first. {} other reasons have the same count on all versions.\n\n",
+        "\n## Reasons that differ between versions\n\nEach number counts the answers with this reason, over all problems and devices. The most frequent reason is first. {} other reasons have equal counts on all versions.\n\n",
         alike.len()
     );
-    text.push_str(&heading("unsupported because", all));
+    text.push_str(&heading("reason", all));
     for (rule, counts) in differ {
         let cells: Vec<String> =
             all.iter().map(|(runtime, _)| counts.get(runtime).map_or_else(|| "–".to_owned(), usize::to_string)).collect();
