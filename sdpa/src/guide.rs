@@ -20,6 +20,8 @@ pages! {
     migration "migration.md"
     masks "masks.md"
     score_mods "score_mods.md"
+    training "training.md"
+    dropout_and_sinks "dropout-and-sinks.md"
     // cudarc is not available on Apple platforms: the page is shown there, but its code blocks do not compile.
     #[cfg(all(feature = "cudarc", any(feature = "cudnn", feature = "cuda"), any(not(doctest), not(target_vendor = "apple"))))]
     gpu_buffers "gpu-buffers.md"
@@ -33,6 +35,7 @@ pages! {
     #[cfg(feature = "cuda")]
     cuda "cuda.md"
     cache "cache.md"
+    ahead_of_time "ahead-of-time.md"
     threads "threads.md"
     merging "merging.md"
     fp8 "fp8.md"
