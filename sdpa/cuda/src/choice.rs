@@ -1,7 +1,7 @@
 //! Problems for which cuDNN is tried before these kernels: exceptions to a rule, each with its cause and its measurement.
 //!
 //! If both executors support a problem on Hopper, the dispatcher tries these kernels first. `benches/results/2026-11-26-choice*.jsonl` holds the
-//! times of 1,201 problems on an H100. docs/cuda.md, "The choice", says for how many of them this order selects the faster executor.
+//! times of 1,201 problems on an H100. docs/cuda.md, "Executor selection", says for how many of them this order selects the faster executor.
 
 use crate::family::Family;
 use sdpa_core::expr::{Node, ParamKind, Trace, Unary};

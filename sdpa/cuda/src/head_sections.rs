@@ -7,7 +7,7 @@ use crate::work::{heads_in_cache, steps};
 use sdpa_core::Side;
 
 /// Number of work items until those of a section are done, and then until its accumulators are converted, relative to the concurrent thread blocks.
-/// Larger values need more memory than L2 has; smaller ones make thread blocks wait. Measured (docs/cuda.md, "Versions of the backward kernel").
+/// Larger values need more memory than L2 has; smaller ones make thread blocks wait. Measured (docs/lab/2026-11-27-hopper-kernels.md).
 const DONE: f64 = 0.9;
 const CONVERTED: f64 = 1.5;
 /// Loops up to this many times the mean length, including those of causal masks, need no extra delay.

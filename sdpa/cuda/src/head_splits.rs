@@ -104,7 +104,7 @@ impl Backward {
     }
 
     /// Returns the number of thread blocks that share the query heads of a KV head, on a device of this many SMs with one thread block per SM. It is
-    /// the smallest number with about the least time (docs/cuda.md, "Backward").
+    /// the smallest number with about the least time (docs/cuda.md, "Backward kernels on Hopper").
     pub(crate) fn shares(&self, tile: &BackwardTile, multiprocessors: u32) -> u32 {
         let forward = &self.forward;
         let [batch, heads_q, ..] = forward.extents;
