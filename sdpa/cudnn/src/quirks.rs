@@ -356,7 +356,7 @@ impl Quirk {
 
     /// Returns all rows as a table in Markdown.
     pub fn table() -> String {
-        let mut text = "| quirk | cuDNN | compute capability | passes | engines do this without a word | so | source | test |\n|---|---|---|---|---|---|---|---|\n".to_owned();
+        let mut text = "| quirk | cuDNN | compute capability | passes | error, reported as success | handling | source | test |\n|---|---|---|---|---|---|---|---|\n".to_owned();
         for quirk in Quirk::ALL {
             let Row { versions: _, sm, passes, what, so, source, test } = quirk.row();
             let sm = if sm == ANY {
