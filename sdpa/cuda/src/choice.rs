@@ -61,15 +61,15 @@ fn exceptions(family: Family) -> &'static [Exception] {
 /// The exceptions of the WGMMA kernels, measured on an H100.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
-        what: "more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule",
-        cause: "not known; from 16 sines on cuDNN's kernels are the slower ones, 6 times in the median",
+        what: "more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask",
+        cause: "unknown; from 16 sines on cuDNN is slower, 6 times in the median",
         speed: 0.78,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && (2..=MOST_SINES).contains(&sines(p)) && p.kept().rest.is_none(),
     },
     Exception {
-        what: "a score_mod of 3 to 30 sines, to 40 with heads of 64, no mask that is a rule or keeps later keys",
-        cause: "not known; past 30 sines cuDNN's kernels are the slower ones",
+        what: "a score_mod of 3 to 30 sines, to 40 at head dim 64, no element-wise mask, no right bound above 0",
+        cause: "unknown; above 30 sines cuDNN is slower",
         speed: 0.75,
         passes: Passes::Backward,
         holds: |p| {
@@ -78,29 +78,29 @@ pub const EXCEPTIONS: [Exception; 8] = [
         },
     },
     Exception {
-        what: "a mask of documents, fewer than 1,536 tokens",
-        cause: "not known; two problems alone",
+        what: "a mask that reads document numbers, fewer than 1,536 tokens",
+        cause: "unknown; only two problems",
         speed: 0.57,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && sines(p) <= MOST_SINES && reads_documents(p) && shorter(p) < 1536,
     },
     Exception {
         what: "f16, a score_mod with tanh",
-        cause: "tanh is computed in steps beside f16, which the error of the GPU's own instruction would show in",
+        cause: "f16 needs several instructions for tanh: the error of tanh.approx would be visible",
         speed: 0.83,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && p.dtype() == DType::F16 && has_tanh(p),
     },
     Exception {
-        what: "keys in pages, heads wider than 192",
-        cause: "not known",
+        what: "paged KV cache, head dims above 192",
+        cause: "unknown",
         speed: 0.82,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && sines(p) <= MOST_SINES && p.paged().is_some() && widest(p) > 192,
     },
     Exception {
-        what: "keys in pages of 16, more than 64 queries, 64 tiles of queries or more",
-        cause: "a block of 128 keys comes as eight copies",
+        what: "pages of at most 16 tokens, more than 64 queries, 64 query tiles or more",
+        cause: "a block of 128 keys takes eight TMA loads or more",
         speed: 0.86,
         passes: Passes::Forward,
         holds: |p| sines(p) <= MOST_SINES && has_many_small_pieces(p),
@@ -113,8 +113,8 @@ pub const EXCEPTIONS: [Exception; 8] = [
         holds: |p| p.seq_q() == 1 && p.seq_kv() >= 512 && sines(p) <= MOST_SINES && p.packed().is_none(),
     },
     Exception {
-        what: "2 to 128 queries of 64 heads or more, fewer than 2,800 keys",
-        cause: "there are heads enough for every multiprocessor, so that dividing the keys costs more than it brings",
+        what: "2 to 128 queries, 64 heads or more over the batch, fewer than 2,800 keys",
+        cause: "the heads occupy the SMs already, so that split-KV costs more than it gains",
         speed: 0.89,
         passes: Passes::Forward,
         holds: |p| {
@@ -219,8 +219,8 @@ mod tests {
 
     #[test]
     fn exceptions_begin_and_end_where_they_are_written_to() {
-        let sines = Some("more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule");
-        let sines_back = Some("a score_mod of 3 to 30 sines, to 40 with heads of 64, no mask that is a rule or keeps later keys");
+        let sines = Some("more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask");
+        let sines_back = Some("a score_mod of 3 to 30 sines, to 40 at head dim 64, no element-wise mask, no right bound above 0");
         let of_sines = |n: usize| {
             let text = (0..n).map(|n| format!(" + sin(f32(k - q) * {n}.5)")).collect::<String>();
             spec(SHAPE, "").score_mod(format!("score{text}").parse().unwrap())
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!([1, 2, 15, 16].map(|n| forward(&of_sines(n))), [None, sines, sines, None]);
         assert_eq!([2, 3, 30, 31].map(|n| backward(of_sines(n))), [None, sines_back, sines_back, None]);
         let documents = |seq| forward(&spec(Shape { seq_q: seq, seq_kv: seq, ..SHAPE }, "document"));
-        assert_eq!([1535, 1536].map(documents), [Some("a mask of documents, fewer than 1,536 tokens"), None]);
+        assert_eq!([1535, 1536].map(documents), [Some("a mask that reads document numbers, fewer than 1,536 tokens"), None]);
         let capped = |dtype| spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()).with_dtype(dtype);
         assert_eq!([DType::F16, DType::BF16].map(|dtype| forward(&capped(dtype))), [Some("f16, a score_mod with tanh"), None]);
         assert_eq!(backward(capped(DType::F16)), None);
@@ -236,10 +236,10 @@ mod tests {
             let shape = Shape { heads_q, seq_q, dim_qk, ..SHAPE };
             forward(&AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, 2048 / page_size)))
         };
-        let small = Some("keys in pages of 16, more than 64 queries, 64 tiles of queries or more");
+        let small = Some("pages of at most 16 tokens, more than 64 queries, 64 query tiles or more");
         assert_eq!([paged(4, 2048, 128, 16), paged(4, 1921, 192, 8), paged(64, 65, 128, 16)], [small; 3]);
         assert_eq!([paged(4, 1920, 128, 16), paged(4, 2048, 128, 32), paged(62, 65, 128, 16), paged(132, 65, 128, 64)], [None; 4]);
-        assert_eq!([16, 64].map(|page_size| paged(4, 2048, 256, page_size)), [Some("keys in pages, heads wider than 192"); 2]);
+        assert_eq!([16, 64].map(|page_size| paged(4, 2048, 256, page_size)), [Some("paged KV cache, head dims above 192"); 2]);
     }
 
     #[test]
@@ -247,7 +247,7 @@ mod tests {
         let few = |heads_q, seq_q, seq_kv, mask| forward(&spec(Shape { heads_q, heads_kv: heads_q, seq_q, seq_kv, ..SHAPE }, mask));
         assert_eq!([few(2, 1, 9000, ""), few(2, 1, 511, ""), few(2, 2, 9000, "")], [Some("one query"), None, None]);
         let shared = |seq_q| forward(&spec(Shape { heads_q: 64, seq_q, seq_kv: 900, ..SHAPE }, ""));
-        let short = Some("2 to 128 queries of 64 heads or more, fewer than 2,800 keys");
+        let short = Some("2 to 128 queries, 64 heads or more over the batch, fewer than 2,800 keys");
         assert_eq!([shared(32), shared(33)], [None, short]);
         assert_eq!([few(64, 30, 2799, ""), few(131, 30, 900, ""), few(64, 30, 900, "padding"), few(132, 128, 900, "causal")], [short; 4]);
         assert_eq!([few(63, 30, 900, "causal"), few(64, 30, 2800, "causal"), few(132, 30, 900, ""), few(64, 30, 511, "")], [None; 4]);

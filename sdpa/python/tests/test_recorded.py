@@ -104,7 +104,7 @@ def test_kernels_of_our_own_come_first_but_for_exceptions():
     rule, rule_back, sines, sines_back = run(CHOSEN, environment=WITHOUT_LEDGER).splitlines()
     for line in (rule, rule_back):
         assert line.startswith("cuda [('cudnn', ['it was not asked: native CUDA kernels come first on this device'])]")
-    for line, what in ((sines, "more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule, 0.78 times"), (sines_back, "a score_mod of 3 to 30 sines, ")):
+    for line, what in ((sines, "more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask, 0.78 times"), (sines_back, "a score_mod of 3 to 30 sines, ")):
         assert line.startswith("cudnn [('cuda', [") and f"it was not asked: cuDNN first: {what}" in line
 
 
