@@ -20,7 +20,8 @@ in both passes, for four devices. A supported problem has a plan; nothing has ru
 
 Every run of the tests asks ";
 
-const AFTER: &str = " again. The others are asked when a change should affect them: `SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which
+const AFTER: &str =
+    " again. The others are asked when a change should affect them: `SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which
 also rewrites these pages.
 ";
 
