@@ -5,6 +5,7 @@ mod asked;
 mod block_scale;
 mod cuda;
 mod entries;
+mod features;
 mod grid;
 mod kernels;
 mod numbers;
