@@ -29,10 +29,12 @@ const PROBLEMS: [Problem; 9] = [
 fn theirs(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32, causal: bool) -> Result<Tensor> {
     let mask = if causal { AttnMask::causal() } else { AttnMask::None };
     // The result is (batch, heads, seq, dim) for operands (batch, seq, heads, dim).
-    match q.dtype() {
-        DType::BF16 => flash_attn::<bf16>(q, k, v, scale, mask, None, None),
-        DType::F16 => flash_attn::<f16>(q, k, v, scale, mask, None, None),
-        _ => flash_attn::<f32>(q, k, v, scale, mask, None, None),
+    if q.dtype() == DType::BF16 {
+        flash_attn::<bf16>(q, k, v, scale, mask, None, None)
+    } else if q.dtype() == DType::F16 {
+        flash_attn::<f16>(q, k, v, scale, mask, None, None)
+    } else {
+        flash_attn::<f32>(q, k, v, scale, mask, None, None)
     }
 }
 
