@@ -69,7 +69,7 @@ pub struct Candidate {
     pub numerical_notes: Vec<NumericalNote>,
     /// cuDNN's notes on the engine's other behaviour.
     pub behavior_notes: Vec<BehaviorNote>,
-    /// Its state.
+    /// Whether cuDNN chose the offer, and if not, why.
     pub outcome: Outcome,
 }
 

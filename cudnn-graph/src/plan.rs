@@ -75,8 +75,8 @@ impl Planner {
     /// Builds a plan from the first offer that works.
     ///
     /// # Errors
-    /// [`Error::NoEngine`] with cuDNN's text on each offer, if it supports none. If an offer failed otherwise, for example in compilation, that
-    /// failure: the graph may still be supported. Out of memory ends the search at once.
+    /// [`Error::NoEngine`], with cuDNN's message on each offer, if cuDNN supports none of them. If an offer failed for another reason, for example in
+    /// compilation, that error is returned instead, because the graph may still be supported. Out of memory ends the search at once.
     pub fn first(&self, target: &Target<'_>) -> Result<Plan, Error> {
         let (mut report, mut failed) = (self.report.clone(), None);
         for n in 0..report.candidates.len() {

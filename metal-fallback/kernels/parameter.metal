@@ -1,4 +1,4 @@
-// The gradient of a declared parameter: of each of its elements, the sum over the pairs of queries and keys that read it. A
+// Computes the gradient of a declared parameter: for each element, the sum over all (query, key) pairs that read it. A
 // threadgroup has OWN queries at a time, each simdgroup eight, and PASSING keys.
 //
 // Along axes that the parameter spans (SPANS_...), threadgroups own a part of it. Along the others they sum: queries or keys by

@@ -327,7 +327,7 @@ pub struct PagedLoad {
 pub struct BlockScaleQuantize {
     /// The tensor that is read.
     pub x: TensorId,
-    /// Quantized elements, written.
+    /// The quantised elements, the output.
     pub y: TensorId,
     /// One scale per block, an output.
     pub scale: TensorId,
@@ -340,7 +340,7 @@ pub struct BlockScaleQuantize {
 /// `y = x · scale`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleDequantize {
-    /// Quantized elements, read.
+    /// The quantised elements, the input.
     pub x: TensorId,
     /// One scale per block.
     pub scale: TensorId,

@@ -129,7 +129,7 @@ pub(crate) fn t5(text: &str) -> Option<Result<T5, String>> {
     let rest = text.trim().strip_prefix("t5")?;
     let rule = || {
         format!(
-            "{text:?}: t5:BUCKETS,FAR[,both] takes two whole numbers, up to {MOST_BUCKETS} buckets, FAR more than half of those of a direction"
+            "{text:?}: expected t5:BUCKETS,FAR[,both] with BUCKETS at most {MOST_BUCKETS}, and FAR above BUCKETS / 2 (with both, above BUCKETS / 4)"
         )
     };
     if !rest.is_empty() && !rest.starts_with(':') {

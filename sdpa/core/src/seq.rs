@@ -187,7 +187,7 @@ impl SeqPolicy {
         };
         let (q, kv) = (up(&self.q, "seq_q", seq_q), up(&self.kv, "seq_kv", seq_kv));
         let own_lengths = spec.masks.iter().any(reads_lengths);
-        // An exact bucket length also gets lengths, so that it shares the bucket's plan.
+        // A sequence whose length is exactly the bucket's also gets per-entry lengths, so that it shares the bucket's plan.
         let padded = (self.q.is_some() || self.kv.is_some()) && !own_lengths;
         let mut out = spec.clone();
         for (name, tensor, length) in [("q", &mut out.q, q), ("k", &mut out.k, kv), ("v", &mut out.v, kv), ("o", &mut out.o, q)] {

@@ -362,8 +362,9 @@ inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& 
     if (has_previous) gemm_dq_last(step_state, ctx, to);
 }
 
-// The consumers meet from two places of the code: each syncs on a named barrier of its own, on which the other arrives. A second meeting needs other
-// barriers, as threads may still be in the first; all have left both before the next KV block.
+// Synchronises the two consumer warpgroups, which call this from different places in the code: each waits on a named barrier of its own, on which the
+// other arrives. `time` is the number of the call within a KV block. The second call has its own barriers, because threads may not have left the first
+// yet. All threads have left both before the next KV block, which uses the same barriers again.
 template <int warpgroup>
 inline void warpgroups_sync(int time) {
     named_barrier_arrive(BARRIER_WARPGROUPS + 2 * time + (warpgroup ^ 1), 256);

@@ -82,8 +82,8 @@ inline bool traced_score(const Params& p, const Captured& captured, int batch, i
 #endif
 }
 
-// A warp writes the exact log-sum-exps of `rows` rows from `first` on, `apart` from each other, and recomputes the large ones. Their log2 sums also go
-// to `log2_sums`, if given. Returns whether any is large.
+// One warp writes the exact log-sum-exps of rows [first, first + rows) to `to`, `apart` elements apart. It recomputes those of at least LARGE_LSE, for
+// which the f32 of `stats` is too coarse, and also writes their log2 sums to `log2_sums` if that is not null. Returns whether any row was recomputed.
 template <class Score>
 inline bool recompute_large_lse(const Params& p, const SeqInfo& seq_info, int batch, int head, int first, int rows, float factor, float2* to, long apart,
                                 float* log2_sums, Score score_at) {

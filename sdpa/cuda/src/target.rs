@@ -17,7 +17,7 @@ use sdpa_core::problem::Problem;
 use sdpa_driver::Device;
 use sdpa_nvidia::Job;
 
-/// A device, as far as schedules and kernel sources depend on it, with overrides of the default selection.
+/// The properties of a device on which schedules and kernel sources depend, and overrides of the tile configurations that are selected by default.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     /// The compute capability: 90 for 9.0.

@@ -27,7 +27,7 @@ const VERSION: u32 = 5;
 #[non_exhaustive]
 pub enum PayloadError {
     /// The header line cannot be parsed.
-    #[error("the first line cannot be read: {0}")]
+    #[error("the header line cannot be parsed ({0}); expected bytes from `Planned::to_bytes`")]
     Head(String),
     /// A newer or older release made the bytes.
     #[error("version {found}, this reads {known}")]

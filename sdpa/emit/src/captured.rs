@@ -75,7 +75,7 @@ impl Captured {
         self.params.iter().find(|param| param.name == name).map_or_else(String::new, |param| self.read(param))
     }
 
-    /// Returns the names of scalars, in the order of their buffer, f32 each.
+    /// Returns the names of the scalar parameters, in the order in which their buffer holds the values, one f32 each.
     pub fn scalars(&self) -> Vec<&str> {
         self.params.iter().filter(|p| p.kind == ParamKind::Scalar).map(|p| p.name.as_str()).collect()
     }

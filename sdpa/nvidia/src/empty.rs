@@ -67,8 +67,8 @@ impl Empty {
             limit(format!("{operand}.strides"), format!("{strides:?}"), rule)
         });
         let beside_sink = self.statistics().filter(|_| self.job.problem().sink()).map(|which| {
-            let rule = "none with a sink and no keys, where it equals the sink in device memory; use host memory";
-            limit(which.name().to_owned(), "asked for".to_owned(), rule)
+            let rule = "none: without keys it equals the sink, which this call cannot read from device memory; use a call over host memory";
+            limit(which.name().to_owned(), "a request".to_owned(), rule)
         });
         gaps.chain(beside_sink).collect()
     }

@@ -134,7 +134,7 @@ pub struct Worst {
 impl Worst {
     pub(crate) fn of(got: f64, wanted: Wanted) -> Worst {
         let Wanted { value: want, tolerance, magnitude, stored } = wanted;
-        // An element whose tolerance is NaN may have any value.
+        // An element whose tolerance is NaN may have any finite value.
         let tolerance = if tolerance.is_nan() { f64::INFINITY } else { tolerance };
         let overflows = got.is_infinite() && want.is_finite() && want.abs() + tolerance >= stored.overflow() && want * got > 0.0;
         let same = got == want || (got.is_nan() && want.is_nan()) || overflows;

@@ -35,7 +35,7 @@ def test_clearing_deletes_kernels_alone(tmp_path):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (dict(on=1), "on is 1"),
+        (dict(on=1), "on: got 1"),
         (dict(on=False, folder="/x"), "True with a folder or a limit"),
         (dict(folder="relative"), "an absolute path"),
         (dict(limit_bytes=-1), "an integer of at least 0 bytes"),

@@ -239,7 +239,7 @@ def _branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s + array(np.zeros((9, 9)))[q, q], "twice", "diagonal"),
         (lambda s, b, h, q, k: s + array(np.zeros((9, 9)))[q, k, h], "indexed 3 times", "one index"),
         (lambda s, b, h, q, k: s + array(np.zeros(9, np.complex64))[q], "complex64", "convert"),
-        (lambda s, b, h, q, k: (q > k) + (q > 2), "truth values", "&"),
+        (lambda s, b, h, q, k: (q > k) + (q > 2), "two bools", "&"),
         (lambda s, b, h, q, k: s & 1, "`&` of float32", "compare"),
         (lambda s, b, h, q, k: s + (q ^ (k * 0.5)), "`\\^` of float32", "compare"),
         (lambda s, b, h, q, k: s.softmax(), "softmax", "attention takes the softmax"),

@@ -40,7 +40,7 @@ pub enum InterpError {
         what: &'static str,
     },
     /// A tensor without a value is read. Verified graphs with complete inputs do not get here.
-    #[error("{at}: {tensor} has no value")]
+    #[error("{at}: {tensor} is read but has no value; pass it as an input")]
     NoValue {
         /// The op.
         at: String,
@@ -54,7 +54,7 @@ pub enum InterpError {
 #[non_exhaustive]
 pub enum BindingError {
     /// An input has no value.
-    #[error("{tensor} {name:?} has no value")]
+    #[error("{tensor} {name:?} has no value; pass it as an input")]
     Missing {
         /// The tensor.
         tensor: TensorId,

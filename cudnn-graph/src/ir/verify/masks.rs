@@ -53,21 +53,21 @@ pub(super) fn band_mask(at: &mut At<'_>, op: &BandMask) {
     at.one("fill", op.fill, Class::F32);
     at.host_value("fill", op.fill);
     if let Some(id) = op.shift_right
-        && at.rule(op.side == BandSide::Right, || format!("shift_right {id} on a left mask"))
+        && at.rule(op.side == BandSide::Right, || format!("a mask of the left side takes no shift_right, got {id}"))
     {
         at.one("shift_right", id, Class::Integer);
         at.host_value("shift_right", id);
     }
     match (op.side, op.left) {
         (BandSide::Right, None) => {}
-        (BandSide::Right, Some(id)) => at.fail(format!("left {id} on a right mask")),
-        (BandSide::Left, None) => at.fail("a left mask needs left"),
+        (BandSide::Right, Some(id)) => at.fail(format!("a mask of the right side takes no left, got {id}")),
+        (BandSide::Left, None) => at.fail("a mask of the left side needs left"),
         (BandSide::Left, Some(id)) => {
             at.one("left", id, Class::Number);
             at.host_value("left", id);
         }
     }
-    at.rule(op.seq_q.is_some() == op.seq_kv.is_some(), || "one length without the other".to_owned());
+    at.rule(op.seq_q.is_some() == op.seq_kv.is_some(), || "seq_q and seq_kv are given together or not at all".to_owned());
     for (field, id) in [("seq_q", op.seq_q), ("seq_kv", op.seq_kv)] {
         if let Some(id) = id {
             at.type_in(field, id, Class::Integer);

@@ -402,7 +402,7 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     let of = |masks: bool| how.as_deref().filter(|_| masks == masked).unwrap_or_default();
     let [mask, second] = if chosen.is("mask", "causal document") { ["causal", "document"] } else { [chosen.of("mask"), ""] };
     lines.push(format!("mask = [{}]", list(&[mask, second, of(true)])));
-    // The `scores` score_mod is last, so that nothing is added to a number too large for f32 to hold the sum.
+    // The `scores` score_mod comes last. It makes scores so large that f32 would round away what a later score_mod adds.
     lines.push(format!("score_mod = [{}]", list(&[chosen.of("score_mod"), of(false), chosen.of("scores")])));
     if !chosen.is("pass", "forward") {
         let asked = [

@@ -94,7 +94,7 @@ impl fmt::Display for Trace {
                 }
                 Node::Unary(g, x) => match g.spelling() {
                     Spelling::Call(name) => (format!("{name}({})", within(x, 0)), ATOM),
-                    // The parser would read a sign before a number as part of it.
+                    // An operand that is a negative constant gets parentheses: the parser reads a sign directly before a number as part of the number.
                     Spelling::Prefix(sign) => (format!("{sign}{}", within(x, ATOM)), PREFIX),
                     Spelling::Infix(sign, binds) => (format!("{sign}{}", within(x, binds)), binds),
                 },

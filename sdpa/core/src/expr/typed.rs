@@ -75,7 +75,7 @@ mod sealed {
         message = "comparison operators cannot be traced: they return a `bool` of Rust",
         label = "this comparison is not traced",
         note = "compare with methods: `at.k.le(at.q)` for `at.k <= at.q`, likewise `.lt`, `.gt`, `.ge`, `.eq` and `.ne`",
-        note = "the result is a traced truth value: combine with `&`, `|` and `!`, choose with `.select(x, y)`"
+        note = "the result is a traced bool: combine with `&`, `|` and `!`, choose with `.select(x, y)`"
     )]
     pub trait ComparedByOperator<O> {}
     pub enum Never {}

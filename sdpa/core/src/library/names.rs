@@ -67,7 +67,7 @@ pub const SCORE_MODS: &[Named<ScoreMod>] = &[
                 let (heads, reach) = rest.split_once(',').ok_or_else(|| w.fail("relative-bias takes HEADS,REACH"))?;
                 match [w.number(heads, 1)?, w.number(reach, 0)?] {
                     [heads, reach] if heads <= 65_536 && reach <= 1 << 13 => Ok(relative_bias(heads, reach)),
-                    _ => Err(w.fail("at most 65536 heads, and a reach of 8192")),
+                    _ => Err(w.fail("relative-bias takes at most 65536 heads and a reach of at most 8192")),
                 }
             })
         },

@@ -89,7 +89,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "o_dtype",
-        limit: "an FP8 type before cuDNN 9.13 or compute capability 10",
+        limit: "an FP8 type: a 16-bit output needs cuDNN 9.13 and compute capability 10",
         breaks: |c| {
             let dtype = c.job.dtype_of(Operand::O);
             when(!c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
@@ -97,7 +97,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "gradient_dtype",
-        limit: "an FP8 type for gradients before cuDNN 9.13 or compute capability 10",
+        limit: "an FP8 type: 16-bit gradients need cuDNN 9.13 and compute capability 10",
         breaks: |c| {
             let dtype = c.job.dtype_of(Operand::DQ);
             when(c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
@@ -141,7 +141,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "no band aligned to the sequence ends with FP8: use bands and lengths",
+        limit: "a mask aligned to the start of sequences, and lengths: FP8 supports no mask aligned to their ends",
         breaks: |c| c.job.problem().ends().map(|_| c.job.problem().kept().to_string()),
     },
     Row {

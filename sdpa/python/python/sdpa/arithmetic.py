@@ -60,7 +60,7 @@ def logic(sign: str, strict: bool) -> Callable:
     def made(x, y, *, out=None):
         trace, x, y = binary(x, y, out)
         if strict and not kind_of(x) == kind_of(y) == "bool":
-            raise TracingError(f"`{sign}` of a number", "truth values are joined: compare first")
+            raise TracingError(f"`{sign}` of a number", "it takes bools: compare first")
         x, y = as_text(x, "bool", trace), as_text(y, "bool", trace)
         neutral = "true" if sign == "&" else "false"
         text = f"{x} {sign} {y}" if neutral not in (x, y) else f"({y if x == neutral else x})"

@@ -175,7 +175,7 @@ def _index(one: Any, source: Any, axis: int) -> Any:
     if isinstance(one, Operators):
         one = one.lifted()
         if one.element not in ("int32", "int64"):
-            mask = ", as PyTorch reads truth values and uint8 as a mask" if one.element in ("bool", "uint8") else ""
+            mask = ", as PyTorch reads bools and uint8 as a mask" if one.element in ("bool", "uint8") else ""
             raise TracingError(f"a tensor is indexed by a value of {one.element}", f"an index is an int32 or an int64{mask}: convert it before, `.int()`")
         return one
     if isinstance(one, int) and not isinstance(one, bool):

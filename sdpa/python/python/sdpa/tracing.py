@@ -397,7 +397,7 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
         if with_score and result.kind != "f32":
             result = FUNCTIONS["float"](result).lifted()
         if not with_score and result.kind != "bool":
-            raise TracingError(f"{what} returns a number", "return a truth value: compare with something")
+            raise TracingError(f"{what} returns a number", "return a bool: compare with something")
         trace.forget(result)
         ranges = Ranges(trace.steps, trace.unsure) if trace.unsure else None
         return Traced(trace.text(result), tuple(trace.tensors), tuple(trace.scalars.values()), ranges)

@@ -303,4 +303,4 @@ def computed(text: str, element: str, rule: str, trace, *operands):
 
 def no_truth(what: str, *of) -> None:
     if all([element_of(x) == "bool" for x in of]):
-        raise TracingError(f"truth values are joined by `{what}`" if len(of) > 1 else f"`{what}` of a truth value", "use & | ~, or convert one with `.float()` or `.int()`")
+        raise TracingError(f"`{what}` does not take {'two bools' if len(of) > 1 else 'a bool'}", "use & | ~, or convert one with `.float()` or `.int()`")
