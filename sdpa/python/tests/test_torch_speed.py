@@ -40,12 +40,12 @@ def test_functions_of_the_readers_own(tmp_path, capsys):
 @pytest.mark.parametrize(
     "given, word",
     [
-        (["--shape", "1,2"], "--shape is 1,2"),
+        (["--shape", "1,2"], "--shape: got 1,2"),
         (["--shape", "1,3,2,8,8"], "multiple"),
-        (["--shape", "1,1,1,8:8:8,8"], "whole numbers"),
+        (["--shape", "1,1,1,8:8:8,8"], "integers of at least 1"),
         (["--mask", "window"], "window:N"),
         (["--mask", "window:-3"], "above 0"),
-        (["--mask", "causal:3"], "--mask is causal:3"),
+        (["--mask", "causal:3"], "--mask: got causal:3"),
         (["--score-mod", "nowhere:at"], "can be imported"),
         (["--score-mod", "math:pi"], "a function of yours"),
         (["--seconds", "0", "--save", "x.png"], ".svg"),
