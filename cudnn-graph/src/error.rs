@@ -25,7 +25,7 @@ pub enum Error {
         version: Version,
     },
     /// A process uses one cuDNN, and another file was requested.
-    #[error("this process already uses {}; {} was asked for", loaded.display(), asked.display())]
+    #[error("this process already uses {} and cannot load {} as well", loaded.display(), asked.display())]
     OtherLibrary {
         /// The file in use.
         loaded: PathBuf,

@@ -176,7 +176,7 @@ impl Forward {
             Kernels::Vector | Kernels::Parts if self.shared_queries() <= ROWS_LIMIT => Ok(()),
             Kernels::Vector | Kernels::Parts => {
                 let most = format!("at most {ROWS_LIMIT} in vector kernels");
-                Err(vec![limit("queries of a key head", self.shared_queries(), most)])
+                Err(vec![limit("queries per KV head", self.shared_queries(), most)])
             }
         }
     }

@@ -145,7 +145,7 @@ fn sinks_are_where_rows_are_finished_and_their_gradient_is_last() {
 fn limits_are_reported_with_field_value_and_rule() {
     let many = forward(1 << 20, 64);
     let Err(unsupported) = many.plan_with(Kernels::Vector) else { panic!("taken") };
-    assert_eq!(unsupported[0].to_string(), "queries of a key head: got 2097152, expected at most 1048576 in vector kernels");
+    assert_eq!(unsupported[0].to_string(), "queries per KV head: got 2097152, expected at most 1048576 in vector kernels");
     assert_eq!(entries(&many.plan().unwrap()), ["attention_forward"]);
     let unsupported = with_bias(forward(1 << 18, 1 << 18)).supports().unwrap_err();
     let limit =

@@ -418,7 +418,7 @@ fn texts_are_read_back() {
         ("dilated", "one of causal"),
         ("natten:4", "an odd number"),
         ("global-local:3", "WINDOW,GLOBALS"),
-        ("global-local:0,1", "a whole number from 1"),
+        ("global-local:0,1", "an integer from 1"),
         ("array:z", "of b, h, q, k"),
         ("padding:3", "one of causal"),
     ] {

@@ -226,7 +226,7 @@ fn texts_that_are_none_say_what_would_be() {
         ("softcap:x", "a positive number"),
         ("alibi:3", "one of softcap:CAP"),
         ("bias:x", "of b, h, q, k"),
-        ("sandwich:0", "a whole number from 1"),
+        ("sandwich:0", "an integer from 1"),
         ("sandwich:65", "at most 64 terms"),
         ("score +", "at 1:8"),
         ("q < k", "it yields bool"),

@@ -97,7 +97,7 @@ fn several_mistakes_are_all_reported_once() {
             "alignment 3 is not a power of two",
             "no op uses it",
             "does not exist: b t99",
-            "axis is no constant of exp",
+            "axis is not an attribute of exp",
             "computes in i32, not in f32, f64, f16 or bf16",
         ]
     );

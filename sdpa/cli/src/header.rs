@@ -183,13 +183,13 @@ impl Header {
             [len] if len >= 2 => usize::try_from(len).unwrap_or(usize::MAX),
             _ => return Err(format!("{name} has the shape {:?}: one axis, of documents and one more", found.shape)),
         };
-        let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name} holds {n}, which is no number of 32 bits"));
+        let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name}: got the element {n}, expected 32-bit integers"));
         if found.dtype == Dtype::I32 {
             Ok(self.load_whole::<4>(found.offset, len)?.into_iter().map(i32::from_le_bytes).collect())
         } else if found.dtype == Dtype::I64 {
             self.load_whole::<8>(found.offset, len)?.into_iter().map(|n| narrow(i64::from_le_bytes(n))).collect()
         } else {
-            Err(format!("{name} is of type {}: I32 and I64 are read", found.dtype))
+            Err(format!("{name}: got type {}, expected I32 or I64", found.dtype))
         }
     }
 

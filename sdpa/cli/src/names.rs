@@ -121,7 +121,7 @@ pub(crate) fn strength(text: &str) -> Result<Strength, String> {
 
 /// Parses a count of at least one.
 pub(crate) fn count(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("{text:?} is not a whole number from 1 on"))
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("got {text:?}, expected an integer of at least 1"))
 }
 
 /// A stage on the way to a plan.
@@ -177,7 +177,7 @@ pub(crate) fn scale(text: &str) -> Result<f32, String> {
 }
 
 pub(crate) fn seed(text: &str) -> Result<u64, String> {
-    text.parse().map_err(|_| format!("{text:?} is not a whole number of 64 bits"))
+    text.parse().map_err(|_| format!("got {text:?}, expected a 64-bit integer"))
 }
 
 pub(crate) fn runtime(text: &str) -> Result<Version, String> {

@@ -141,9 +141,9 @@ fn reading(declared: DType, file: Dtype) -> Result<Reading, &'static str> {
     ];
     let found = known.into_iter().find(|(d, f, _)| (*d, *f) == (declared, file)).map(|(.., reading)| reading);
     found.ok_or(match declared {
-        DType::Bool => "BOOL is read",
-        DType::F8E8M0 => "F8_E8M0 is read",
-        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::F8E4M3 | DType::F8E5M2 => "I32 and I64 are read",
+        DType::Bool => "files store it as BOOL",
+        DType::F8E8M0 => "files store it as F8_E8M0",
+        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::F8E4M3 | DType::F8E5M2 => "files store it as I32 or I64",
     })
 }
 
@@ -254,7 +254,7 @@ impl Planned {
                     }
                     _ => random::fill(&mut table, seed, stream(name)),
                 }
-                let Data::F32(table) = table else { return Err(format!("{name} is no table of f32")) };
+                let Data::F32(table) = table else { return Err(format!("{name} is not a table of f32")) };
                 Values::Float(Data::F32(library::t5_bias(&table, *t5, seq_q, seq_kv)))
             }
             (From::File(Reading::I32, offset), Some(header)) => {
@@ -262,7 +262,7 @@ impl Planned {
             }
             (From::File(Reading::I64, offset), Some(header)) => {
                 let wide = header.load_whole::<8>(*offset, len)?.into_iter().map(i64::from_le_bytes);
-                let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name} holds {n}, which is no number of 32 bits"));
+                let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name}: got the element {n}, expected 32-bit integers"));
                 Values::I32(wide.map(narrow).collect::<Result<_, _>>()?)
             }
             (From::File(Reading::Bool, offset), Some(header)) => {

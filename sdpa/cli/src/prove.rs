@@ -53,7 +53,7 @@ impl Order {
         args.places.check(&mut mistakes);
         let folder = match &args.state {
             Some(folder) if folder.exists() && !folder.is_dir() => {
-                mistakes.add(format!("--state {}", folder.display()), "it is a file: expected a folder");
+                mistakes.add(format!("--state {}", folder.display()), "got a file, expected a folder");
                 None
             }
             Some(folder) => Some(folder.clone()),
@@ -140,7 +140,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
                     let [first, last] = [problems.first(), problems.last()].map(names);
                     let found: Vec<Problem> = problems.into_iter().filter(|problem| problem.case.name == *only).collect();
                     if found.is_empty() {
-                        let why = format!("{only:?} is no problem of this executor: they are {first:?} to {last:?}");
+                        let why = format!("got {only:?}, expected a problem of this executor: {first:?} to {last:?}");
                         return Err(Failure::Mistakes(vec![Line::new("--only", why)]));
                     }
                     (found, Vec::new())

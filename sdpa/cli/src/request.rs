@@ -177,7 +177,7 @@ impl Request {
             args.shape.as_deref().map(|text| names::shape(text).map_err(|e| e.into_iter().for_each(|e| mistakes.add("--shape", e))));
         let input = args.input.is_some();
         if input && args.shape.is_some() {
-            mistakes.add("--shape", "the shape is that of the --input: give one of the two");
+            mistakes.add("--shape", "got --shape and --input, expected one of them: --input has a shape");
         }
         let header = args.input.as_deref().and_then(|path| mistakes.take(path.display(), Header::read(path)));
         let operands = header.as_ref().map(|header| {

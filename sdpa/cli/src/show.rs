@@ -61,7 +61,7 @@ impl Order {
         let request = Request::read(&args.problem, &Wanted::default(), &mut mistakes);
         let empty = request.as_ref().is_some_and(|request| request.problem.is_empty());
         if empty {
-            mistakes.add("shape", "there is no batch entry, no query or no key: a picture needs at least one of each");
+            mistakes.add("shape", "got no batch entry, query or key; a picture needs at least one of each");
         }
         // With an empty extent any index would be out of range, which is reported as one mistake.
         let request = request.filter(|_| !empty);

@@ -95,11 +95,11 @@ impl Files {
 fn of_file(file: &PlanFile<KernelHead>, key: &KernelKey, nvrtc: [i32; 2]) -> Result<Vec<u8>, String> {
     match file.read(&digest(key, nvrtc)) {
         Ok(Some(code)) if code.starts_with(MAGIC) => Ok(code),
-        Ok(Some(_)) => Err("has a kernel for this that is not used: it is no machine code".to_owned()),
+        Ok(Some(_)) => Err("has a kernel for this problem that cannot be used: it is not machine code".to_owned()),
         Ok(None) => Err("has no kernel for this".to_owned()),
         Err(error) => {
             tracing::warn!(%error, kernel = key.label(), "a kernel of a file is not used; it is compiled");
-            Err(format!("has a kernel for this that is not used: {error}"))
+            Err(format!("has a kernel for this problem that cannot be used: {error}"))
         }
     }
 }

@@ -67,7 +67,7 @@ fn why(problem: &Problem) -> &'static str {
     match rule(problem) {
         Rule::Documents => "which document a query or key is of is data of each call",
         Rule::Data => "what the mask keeps is data of each call",
-        Rule::Places => "the mask is no band",
+        Rule::Places => "the mask is not a band",
     }
 }
 
@@ -170,7 +170,7 @@ mod tests {
         assert!(!told(&packed, Pieces::Auto).contains("cu_seqlens"));
         assert!(told(&spec([512, 512], &["array:qk"]), Pieces::Auto).contains("what the mask keeps is data"));
         let said = told(&spec([512, 512], &["dilated:2"]), Pieces::Auto);
-        assert_eq!(said, "every tile is computed: the mask is no band");
+        assert_eq!(said, "every tile is computed: the mask is not a band");
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         let short = spec([256, 256], &["prefix-lm:64"]);
         let said = told(&short, Pieces::Auto);
         assert!(
-            said.contains("every tile is computed: the mask is no band; it is 2 bands") && said.contains("and 1.1 is wanted"),
+            said.contains("every tile is computed: the mask is not a band; it is 2 bands") && said.contains("and 1.1 is wanted"),
             "{said}"
         );
         assert!(told(&short, Pieces::Always).starts_with("in 2 pieces"));

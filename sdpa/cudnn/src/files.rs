@@ -106,8 +106,10 @@ impl CudnnExecutor {
         let files = self.files.open.read().clone();
         let against = |file: &Arc<PlanFile>| match file.read(&key) {
             Ok(None) => Some("has no plan for this".to_owned()),
-            Ok(Some(bytes)) => self.loaded(&target, job, &bytes).err().map(|e| format!("has a plan for this that is not used: {e}")),
-            Err(e) => Some(format!("has a plan for this that is not used: {e}")),
+            Ok(Some(bytes)) => {
+                self.loaded(&target, job, &bytes).err().map(|e| format!("has a plan for this problem that cannot be used: {e}"))
+            }
+            Err(e) => Some(format!("has a plan for this problem that cannot be used: {e}")),
         };
         Ok(files.iter().map(against).collect())
     }

@@ -232,7 +232,7 @@ impl Planned {
         let attention = |role: &Role| matches!(role, Role::Attention | Role::Piece(_));
         let (made, plans): (Vec<_>, Vec<_>) = plans.into_iter().partition(|(role, _)| attention(role));
         let mut made = lowered.into_iter().zip(made.into_iter().map(|(_, plan)| plan));
-        let first = made.next().ok_or_else(|| PayloadError::Plans("there is no attention".to_owned()))?;
+        let first = made.next().ok_or_else(|| PayloadError::Plans("got no plan of the attention".to_owned()))?;
         let mut plans = plans.into_iter().map(|(_, plan)| plan);
         let mut planned = Planned::around(dense, Made { first, pieces: made.collect() }, schedule, |run| {
             plans.next().ok_or_else(|| PayloadError::Plans(format!("there is no {}", run.role)))
@@ -282,7 +282,7 @@ impl<'a> Texts<'a> {
         let length = usize::try_from(part.bytes).unwrap_or(usize::MAX);
         let text = self.rest.get(..length).ok_or_else(|| wrong("a plan is cut off"))?;
         self.rest = &self.rest[length..];
-        std::str::from_utf8(text).map_err(|_| wrong("a plan is no text"))
+        std::str::from_utf8(text).map_err(|_| wrong("a plan is not UTF-8 text"))
     }
 
     fn finish(self) -> Result<(), PayloadError> {

@@ -25,7 +25,7 @@ pub(crate) fn attach_plans(py: Python<'_>, ordinal: u32, path: PathBuf) -> PyRes
     py.detach(|| {
         if KernelHead::is_of(&path).map_err(|e| of_file(&path, e.into()))? {
             let cuda = all.cuda().map_err(|e| environment(e.to_string()))?;
-            return cuda.attach(&path).map_err(|e| one("path", path.display(), e.to_string()));
+            return cuda.attach(&path).map_err(|e| one("path", path.display(), format!("a usable kernel file: {e}")));
         }
         all.cudnn().map_err(|e| environment(e.to_string()))?.attach(&path).map_err(|e| of_file(&path, e))
     })
@@ -38,7 +38,7 @@ pub(crate) fn save_plans(py: Python<'_>, ordinal: u32, path: PathBuf, executor: 
     py.detach(|| match executor {
         name if name == ExecutorName::CUDA.name() => {
             let cuda = all.cuda().map_err(|e| environment(e.to_string()))?;
-            cuda.save(&path).map_err(|e| one("path", path.display(), e.to_string()))
+            cuda.save(&path).map_err(|e| one("path", path.display(), format!("a usable kernel file: {e}")))
         }
         name if name == ExecutorName::CUDNN.name() => {
             all.cudnn().map_err(|e| environment(e.to_string()))?.save(&path).map_err(|e| of_file(&path, e))

@@ -250,7 +250,7 @@ def _branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s + array(np.zeros(9))[q], "float64", "convert"),
         (lambda s, b, h, q, k: ~s, "`~` of float32", "compare"),
         (lambda s, b, h, q, k: q**k, "power", "float"),
-        (lambda s, b, h, q, k: q + 2**31, "past an i32", "float"),
+        (lambda s, b, h, q, k: q + 2**31, "does not fit an i32", "float"),
         (lambda s, b, h, q, k: "x", "returns str", "arguments"),
         (lambda s, b, h, q, k: s[0], "indexed", "one number"),
         (lambda s, b, h, q, k: s.detach(), "autograd", "gradients"),

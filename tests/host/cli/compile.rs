@@ -118,9 +118,9 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
     let of_no_use = format!("--mask causal --plans {other}");
     assert_eq!(from_file(&of_no_use), told(&[("forward", false)]));
     let said = why(&of_no_use, 0)[0].as_str().unwrap().to_owned();
-    assert!(said.starts_with(&format!("{other} has a plan for this that is not used: ")), "{said}");
+    assert!(said.starts_with(&format!("{other} has a plan for this problem that cannot be used: ")), "{said}");
     let text = run(&of_no_use.replace("--json", ""));
-    assert!(stdout(&text).contains("that is not used"), "{}", stdout(&text));
+    assert!(stdout(&text).contains("that cannot be used"), "{}", stdout(&text));
 
     std::fs::write(&empty, "").unwrap();
     let out = run(&format!("--plans {empty} --plans {plans} --plans {}", folder.path("none")));

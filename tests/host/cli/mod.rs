@@ -137,14 +137,14 @@ fn every_mistake_is_told_at_once_and_nothing_is_written() {
         "HKV: got \"x\"",
         "SQ: got -1",
         "has 5 numbers",
-        "give one of the two",
+        "expected one of them",
         "no tensor v; it has",
         "q is F16, k is F32",
         "k.dims[0] (batch): got 3",
         "q.dims[1] (heads_q): got 3",
         "\"gpu\" is not one of auto, cpu, cuda, cudnn, metal",
         "no folder /nowhere",
-        "--seed: \"x\"",
+        "--seed: got \"x\"",
     ];
     let out = sdpa(words(&line));
     assert_eq!(code(&out), 2);

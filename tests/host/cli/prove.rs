@@ -110,7 +110,7 @@ fn mistakes_are_told_at_once_and_nothing_is_written() {
         "EXECUTOR: \"cpux\" is not one of auto, cpu, cuda, cudnn, metal",
         "--only: \"seven\" names no problem",
         "--strength: \"four\" is not one of two, three, ledger",
-        "--problems: \"0\" is not a whole number from 1 on",
+        "--problems: got \"0\", expected an integer of at least 1",
         "--remove: it computes nothing: remove --only",
         "--problems: --only names the one problem",
     ] {
@@ -121,7 +121,7 @@ fn mistakes_are_told_at_once_and_nothing_is_written() {
     assert_eq!(code(&sdpa(words("prove"))), 2);
     std::fs::write(folder.path("file"), "").unwrap();
     let out = sdpa(["prove", "cpu", "--state", &folder.path("file")]);
-    assert_eq!((code(&out), errors(&out)), (2, vec![format!("--state {}: it is a file: expected a folder", folder.path("file"))]));
+    assert_eq!((code(&out), errors(&out)), (2, vec![format!("--state {}: got a file, expected a folder", folder.path("file"))]));
     let out = sdpa_with(words("prove cpu --problems 1"), [("SDPA_CACHE_DIR", "here".to_owned())]);
     assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE_DIR: \"here\": expected an absolute path".to_owned()]));
     assert_eq!(folder.names(), ["file"]);

@@ -78,7 +78,7 @@ pub enum BindingError {
         at: String,
     },
     /// A value for a tensor that takes none: a result, or a scalar that the graph supplies.
-    #[error("{tensor} {name:?} is no input")]
+    #[error("{tensor} {name:?} is not an input of the graph")]
     NotAnInput {
         /// The tensor.
         tensor: TensorId,
@@ -86,7 +86,7 @@ pub enum BindingError {
         name: String,
     },
     /// A value for a tensor of another graph.
-    #[error("{tensor} is no tensor of this graph")]
+    #[error("{tensor} is not a tensor of this graph")]
     Unknown {
         /// The tensor.
         tensor: TensorId,

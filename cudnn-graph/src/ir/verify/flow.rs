@@ -41,7 +41,7 @@ struct Use {
 /// Reports mistakes of the data flow, and returns for each site whether its op can be checked further.
 pub(super) fn check(graph: &Graph, sites: &[Site<'_>], errors: &mut Vec<VerifyError>) -> Vec<bool> {
     if graph.ops.is_empty() {
-        errors.push(VerifyError { at: "graph".to_owned(), message: "there is no op".to_owned() });
+        errors.push(VerifyError { at: "graph".to_owned(), message: "got no op, expected at least one".to_owned() });
     }
     let uses = uses(graph, sites);
     for (id, found) in graph.ids().zip(&uses) {

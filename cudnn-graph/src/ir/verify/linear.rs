@@ -78,8 +78,9 @@ pub(super) fn slice(at: &mut At<'_>, op: &Slice) {
     let mut want = Vec::with_capacity(x.len());
     for (axis, &extent) in x.iter().enumerate() {
         let (start, limit, step) = (op.start[axis], op.limit[axis], op.step[axis]);
-        let fits =
-            at.rule(0 <= start && start < limit && limit <= extent, || format!("{start}..{limit} is no part of axis {axis} ({extent})"));
+        let fits = at.rule(0 <= start && start < limit && limit <= extent, || {
+            format!("the range {start}..{limit} is outside of axis {axis}, which has {extent} elements")
+        });
         if at.rule(step >= 1, || format!("step {step} of axis {axis} is below 1")) && fits {
             want.push((limit - start - 1) / step + 1);
         }

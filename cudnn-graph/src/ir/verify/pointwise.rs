@@ -130,7 +130,7 @@ fn params(at: &mut At<'_>, op: &Pointwise) {
     let elu = [Mode::EluFwd, Mode::EluBwd].contains(&op.mode);
     let softplus = [Mode::SoftplusFwd, Mode::SoftplusBwd].contains(&op.mode);
     let swish = [Mode::SwishFwd, Mode::SwishBwd].contains(&op.mode);
-    at.rule(axis.is_none() || op.mode == Mode::GenIndex, || format!("axis is no constant of {}", op.mode));
+    at.rule(axis.is_none() || op.mode == Mode::GenIndex, || format!("axis is not an attribute of {}", op.mode));
     let constants = [
         ("relu_lower_clip", relu_lower_clip, relu),
         ("relu_upper_clip", relu_upper_clip, relu),
@@ -140,7 +140,7 @@ fn params(at: &mut At<'_>, op: &Pointwise) {
         ("swish_beta", swish_beta, swish),
     ];
     for (name, value, belongs) in constants {
-        if at.rule(value.is_none() || belongs, || format!("{name} is no constant of {}", op.mode)) {
+        if at.rule(value.is_none() || belongs, || format!("{name} is not an attribute of {}", op.mode)) {
             at.rule(!value.is_some_and(f64::is_nan), || format!("{name} is not a number"));
         }
     }

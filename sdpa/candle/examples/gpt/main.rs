@@ -48,7 +48,7 @@ fn options(arguments: impl Iterator<Item = String>) -> Result<Options> {
         let Some(value) = arguments.next() else { bail!("{name} is without a value\n{USAGE}") };
         let number = || match value.parse::<u64>() {
             Ok(number) if number > 0 => Ok(number),
-            _ => Err(candle_core::Error::msg(format!("{name}: got {value}, expected a whole number above 0"))),
+            _ => Err(candle_core::Error::msg(format!("{name}: got {value}, expected an integer above 0"))),
         };
         let one_of = |first: &str, second: &str| match &value {
             x if x == first => Ok(false),

@@ -97,7 +97,7 @@ fn tokens(text: &str, lines: &[usize]) -> Read<Vec<(Token, usize)>> {
             tokens.push((Token::Sign(sign), at));
             at += sign.len();
         } else {
-            return fail(at, format!("{:?} is no part of the language", rest.chars().next().unwrap_or(' ')));
+            return fail(at, format!("unexpected character {:?}", rest.chars().next().unwrap_or(' ')));
         }
     }
     tokens.push((Token::End, text.len()));
@@ -198,13 +198,13 @@ impl Reader {
             let at = self.at;
             let word = self.word("an axis")?;
             let Some(axis) = Axis::ALL.into_iter().find(|a| a.name() == word) else {
-                return self.fail_at(at, format!("{word:?} is no axis: one of batch, head, q, k"));
+                return self.fail_at(at, format!("got {word:?}, expected an axis: batch, head, q or k"));
             };
             axes = axes.with(axis);
             if axis == Axis::Batch && self.is("+") {
                 self.at += 1;
                 if *self.peek() != Token::Int(1) {
-                    return self.fail("an axis of boundaries is batch + 1");
+                    return self.fail("the axis of cu_seqlens is written as batch + 1");
                 }
                 self.at += 1;
                 axes = axes.union(Axes::BOUNDARIES);
@@ -229,7 +229,7 @@ impl Reader {
             match self.next() {
                 Token::Int(extent) => extents.push(extent),
                 other @ (Token::Word(_) | Token::Float(_) | Token::Sign(_) | Token::End) => {
-                    return self.fail_at(self.at.saturating_sub(1), format!("expected an extent, a whole number, found {}", other.said()));
+                    return self.fail_at(self.at.saturating_sub(1), format!("expected an extent (an integer), found {}", other.said()));
                 }
             }
             if !self.is("]") {
@@ -254,7 +254,7 @@ impl Reader {
         let word = self.word("an element type")?;
         match DType::ALL.into_iter().find(|d| d.name() == word && ![DType::I64, DType::F8E8M0].contains(d)) {
             Some(dtype) => Ok(dtype),
-            None => self.fail_at(at, format!("{word:?} is no element type: one of f32, f16, bf16, i32, bool")),
+            None => self.fail_at(at, format!("got {word:?}, expected an element type: f32, f16, bf16, i32 or bool")),
         }
     }
 
@@ -275,7 +275,7 @@ impl Reader {
             return self.fail_at(token, format!("{name} is read at one index, a place in memory, or at {rank}, not at {}", indices.len()));
         }
         if let Some(&other) = indices.iter().find(|&&index| self.builder.ty(index) != Type::I32) {
-            return self.fail_at(token, format!("{name} is read at whole numbers, not at {}", self.builder.ty(other)));
+            return self.fail_at(token, format!("{name} is indexed by i32, not by {}", self.builder.ty(other)));
         }
         Ok(self.builder.read_at(table, &indices))
     }

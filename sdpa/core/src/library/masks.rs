@@ -21,7 +21,7 @@ pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
     };
     let side = |s: &str| match s {
         "inf" => Ok(None),
-        n => n.parse().map(Some).map_err(|_| "each side of a window is a whole number or inf"),
+        n => n.parse().map(Some).map_err(|_| "each side of a window is an integer or inf"),
     };
     let (left, right) = sides.split_once(',').ok_or("window takes LEFT,RIGHT")?;
     Ok(Mask::window(side(left)?, side(right)?, align))

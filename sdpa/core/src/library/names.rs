@@ -105,7 +105,7 @@ pub const MASKS: &[Named<Mask>] = &[
         spelling: "prefix-lm:N",
         about: "k <= q | k < N",
         cases: &["prefix-lm:77"],
-        read: |w| w.with(|n| n.parse().map(Mask::prefix_lm).map_err(|_| w.fail("prefix-lm:N takes a whole number"))),
+        read: |w| w.with(|n| n.parse().map(Mask::prefix_lm).map_err(|_| w.fail("prefix-lm:N takes an integer"))),
     },
     Named { spelling: "dilated:N", about: "every Nth key, counted from the query", cases: &["dilated:3"], read: |w| w.whole(1, dilated) },
     Named {

@@ -62,7 +62,7 @@ impl<'a> Written<'a> {
     }
 
     pub(super) fn number(&self, number: &str, least: i32) -> Result<i32, ParseError> {
-        let rule = || format!("takes a whole number from {least} to {}", i32::MAX);
+        let rule = || format!("takes an integer from {least} to {}", i32::MAX);
         number.parse().ok().filter(|n| *n >= least).ok_or_else(|| self.fail(rule()))
     }
 

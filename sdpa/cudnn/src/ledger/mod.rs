@@ -121,7 +121,7 @@ fn numbers(text: &str, end: usize) -> Result<Vec<usize>, String> {
         let number = |text: &str| text.parse::<usize>().ok().filter(|number| *number < end);
         match (number(first), number(last)) {
             (Some(first), Some(last)) if first <= last => all.extend(first..=last),
-            _ => return Err(format!("{range:?} is no range of features")),
+            _ => return Err(format!("got {range:?}, expected a range of features")),
         }
     }
     Ok(all)
@@ -160,7 +160,7 @@ impl Ledger {
         if format != FORMAT {
             return Err(format!("its format is {format}, expected {FORMAT}"));
         }
-        let named = |name: &String| Feature::named(name).ok_or_else(|| format!("{name:?} is no feature"));
+        let named = |name: &String| Feature::named(name).ok_or_else(|| format!("got {name:?}, expected the name of a feature"));
         let names = proven.iter().map(|(name, _)| named(name)).collect::<Result<Vec<_>, _>>()?;
         let mut of_each = vec![Features::default(); names.len()];
         for (at, (_, with)) in proven.iter().enumerate() {

@@ -158,7 +158,7 @@ fn files_are_read_as_they_were_written() {
     };
     let text = ledger.text();
     assert_eq!(told(&text.replace("\"format\": 1", "\"format\": 2")), "FILE is not a ledger: its format is 2, expected 1");
-    assert_eq!(told(&text.replace("forward pass", "forth")), "FILE is not a ledger: \"forth\" is no feature");
+    assert_eq!(told(&text.replace("forward pass", "forth")), "FILE is not a ledger: got \"forth\", expected the name of a feature");
     assert!(told(&text[..text.len() / 2]).starts_with("FILE is not a ledger: "));
     assert_eq!(numbers("0-2 5", 6).unwrap(), [0, 1, 2, 5]);
     assert!(numbers("0-2 5", 5).is_err() && numbers("3-1", 9).is_err() && numbers("x", 9).is_err());

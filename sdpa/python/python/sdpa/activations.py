@@ -19,7 +19,7 @@ def _of_float(name: str, x: Any, out: Any = None) -> tuple:
 
 def _number(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TracingError(f"{name} is {type(x).__name__}", "a number of Python's")
+        raise TracingError(f"{name} is {type(x).__name__}", "a Python number")
     return float(x)
 
 
@@ -150,7 +150,7 @@ def round_to_even(x: Any, *, decimals: int = 0, out: Any = None) -> Any:
     trace, x = unary(x, out)
     no_truth("round", x)
     if isinstance(decimals, bool) or not isinstance(decimals, int):
-        raise TracingError(f"decimals is {type(decimals).__name__}", "a whole number")
+        raise TracingError(f"decimals is {type(decimals).__name__}", "an integer")
     if x.kind == "i32":
         if decimals:
             raise TracingError(f"{x.element} is rounded to {decimals} decimals", "PyTorch does so with floats: convert before, `.float()`")

@@ -23,7 +23,7 @@ def arithmetic(sign: str) -> Callable:
         element = common(x, y)
         if alpha != 1:
             if isinstance(alpha, float) and category(element) < 2:
-                raise TracingError(f"alpha={alpha} scales integers", "a whole number, or convert with `.float()`")
+                raise TracingError(f"alpha={alpha} scales integers", "an integer, or convert with `.float()`")
             y = FUNCTIONS["mul"](as_type(y, element, trace), alpha).lifted()
         a, b = as_type(x, element, trace), as_type(y, element, trace)
         made = computed(f"{as_text(a, element, trace)} {sign} {as_text(b, element, trace)}", element, sign, trace, a, b)
@@ -276,7 +276,7 @@ def power(x, y, *, out=None):
     element = common(x, y)
     if category(element) == 1:
         if type(y) not in NUMBERS or not 0 <= y <= 16:
-            raise TracingError("a power of whole numbers", "a constant exponent from 0 to 16, or convert with `.float()`")
+            raise TracingError("a power of integers", "a constant exponent from 0 to 16, or convert with `.float()`")
         if y == 0:
             return of_type(1, element, trace)
         product = copied(x)

@@ -69,7 +69,7 @@ class Rows(Unread):
         return _called("where", condition, self, other)
 
     def __setitem__(self, at: Any, to: Any) -> None:
-        raise TracingError("an element of a row is set", "make another row: torch.where(condition, row, x)")
+        raise TracingError("a traced row is assigned to", "compute another row: torch.where(condition, row, x)")
 
     def __matmul__(self, other: Any) -> Any:
         return _called("matmul", self, other)
@@ -185,7 +185,7 @@ def _index(one: Any, source: Any, axis: int) -> Any:
         return one if one >= 0 else one + extents(source)[axis]
     if isinstance(one, Unread):
         raise TracingError("a tensor is indexed by a row", "index every axis of the row first, `idx[q_idx, kv_idx]`")
-    raise TracingError(f"a tensor is indexed by {type(one).__name__}", "an index is a whole number, q_idx, kv_idx, b, h, or an integer that is computed from these and from tensors")
+    raise TracingError(f"a tensor is indexed by {type(one).__name__}", "an index is an integer constant, q_idx, kv_idx, b, h, or an integer that is computed from these and from tensors")
 
 
 def element(source: Any, taken: tuple, trace: Any) -> Any:

@@ -118,7 +118,7 @@ def create_block_mask(
     lengths = (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))
     least = {"H": 1}
     odd = lambda name, n: isinstance(n, bool) or not isinstance(n, int) or n < least.get(name, 0)  # noqa: E731
-    wrong = [(name, repr(n), f"a whole number, at least {least.get(name, 0)}") for name, n in lengths if odd(name, n)]
+    wrong = [(name, repr(n), f"an integer of at least {least.get(name, 0)}") for name, n in lengths if odd(name, n)]
     if wrong:
         raise SpecError(wrong)
     mask = mask_mod if isinstance(mask_mod, MaskMod) else MaskMod(mask_mod)

@@ -31,11 +31,11 @@ def constant(x: bool | int | float) -> str:
         return "true" if x else "false"
     if isinstance(x, int):
         if x not in _I32:
-            raise TracingError(f"the whole number {x} is past an i32", "write it as a float")
+            raise TracingError(f"the integer {x} does not fit an i32", "write it as a float")
         return str(x) if x >= 0 else f"(0 - {-x})" if x > -(2**31) else f"(0 - {2**31 - 1} - 1)"
     near = rounded(float(x))
     if abs(near) > _GREATEST and not math.isinf(near):
-        raise TracingError(f"the number {x!r} is past an f32", "use float('inf') or torch.finfo(torch.float32).max")
+        raise TracingError(f"the number {x!r} does not fit an f32", "use float('inf') or torch.finfo(torch.float32).max")
     # As a dictionary key, a number is a constant for the compiler, not an input of its graph.
     text = repr(list({near: None})[0])  # noqa: RUF015
     if text == "nan":
@@ -170,7 +170,7 @@ def value(x: Any, trace):
     """Returns a traced value, or a number unchanged."""
     if type(x) in NUMBERS:
         if type(x) is int and abs(x) >= 2**128:
-            raise TracingError(f"a whole number of {x.bit_length()} bits is past an f32", "use float('inf')")
+            raise TracingError(f"an integer of {x.bit_length()} bits does not fit an f32", "use float('inf')")
         return x
     if isinstance(x, Operators):
         return x.lifted()
