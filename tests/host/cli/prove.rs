@@ -71,7 +71,7 @@ fn one_problem_is_computed_again() {
     let out = only(&format!("two-way {}", all()));
     let lines = &json(&out)["error"]["lines"];
     assert_eq!(code(&out), 2);
-    let names = format!("they are \"two-way 0\" to \"two-way {}\"", all() - 1);
+    let names = format!("a problem of this executor: \"two-way 0\" to \"two-way {}\"", all() - 1);
     assert!(lines[0]["message"].as_str().unwrap().contains(&names), "{lines}");
 }
 
