@@ -234,7 +234,7 @@ fn texts_that_are_none_say_what_would_be() {
         ("score, upstream, score", "at most 2"),
         ("score, q", "it yields i32"),
         ("upstream * score", "upstream is for the second value"),
-        ("tensor a[q]: f64; score + a", "no element type"),
+        ("tensor a[q]: f64; score + a", "expected an element type"),
     ] {
         let error = text.parse::<ScoreMod>().unwrap_err();
         assert!(error.to_string().contains(said), "{text:?}: {error}");

@@ -83,7 +83,7 @@ fn tables_are_read_at_places_within_them() {
         ("table t[3, 0]: f32; t[q]", "positive"),
         ("table t[65536, 32768]: f32; t[q]", "2^31"),
         ("table t[q]: f32; t[q]", "expected an extent"),
-        ("table t[3, 5]: f64; t[q]", "no element type"),
+        ("table t[3, 5]: f64; t[q]", "expected an element type"),
         ("table t[3, 5, 2]: f32; t[q, k]", "at one index, a place in memory, or at 3, not at 2"),
         ("table t[3]: f32; t[f32(q)]", "indexed by i32, not by f32"),
         ("table t[3]: f32; score + t", "expected \"[\""),
