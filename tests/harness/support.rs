@@ -5,9 +5,11 @@ mod beside;
 mod cells;
 mod library;
 mod read;
+mod stored;
 
 pub use beside::{recorded, summary};
 pub use read::read;
+pub use stored::{Stored, files, stored};
 
 use crate::matrix::{AXES, Kind, Row};
 use crate::offline::{Answer, Asked, PROFILES, Wanted};
@@ -73,8 +75,8 @@ fn head(runtime: &str) -> String {
     format!(
         "# Problems that cuDNN {runtime} supports
 
-This page is generated from `tests/snapshots/support/{runtime}.txt`: the answers of the real library on a machine without a GPU. [support.md](../support.md) compares
-the versions. \"Supported\" means that cuDNN offered an engine. The problems were not run: results need a GPU.
+This page is generated from the files in `tests/snapshots/support`: the answers of the real library on a machine without a GPU. [support.md](../support.md) compares the
+versions. \"Supported\" means that cuDNN offered an engine. The problems were not run: results need a GPU.
 
 A row counts all problems with one feature, in several combinations with the other features. A cell names the form (`composite` or `unified`) and the engines that
 cuDNN offers first. Then it counts the unsupported problems; the numbers in brackets refer to [the reasons](#why) at the end of the page. If a row stride is not a

@@ -3,7 +3,7 @@
 use crate::offline::Answer;
 use sdpa::Reason;
 use sdpa::cudnn::lower::Form;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Refusals in the order of their first appearance; a table names them by number.
 #[derive(Default)]
@@ -37,6 +37,14 @@ fn why(answer: &Answer) -> Vec<String> {
         Answer::Supported { .. } => Vec::new(),
         Answer::Unsupported(reasons) => reasons.iter().map(reason).collect(),
         Answer::Fails(text) => vec![format!("failed: {text}")],
+    }
+}
+
+/// What a table tells of an answer: form and engine, or the reasons.
+pub(super) fn told(answer: &Answer) -> BTreeSet<String> {
+    match answer {
+        Answer::Supported { form, engine: tag } => BTreeSet::from([format!("{form} {}", tag.as_deref().map_or("", engine))]),
+        Answer::Unsupported(_) | Answer::Fails(_) => why(answer).into_iter().collect(),
     }
 }
 
