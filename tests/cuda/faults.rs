@@ -200,7 +200,7 @@ const FAULTS: [Fault; 103] = [
         ["wgmma_wait_group<1>();\n                    wgmma_fence_operand(s);", "wgmma_fence_operand(s);"],
         LONG,
     ),
-    ("the second query of two has the first's sum", Backward, ["dropout_mask, n + 1) - pair.y", "dropout_mask, n + 1) - pair.x"], LONG),
+    ("the second query of two has the first's sum", Backward, ["d_p[n + 1], pair.y", "d_p[n + 1], pair.x"], LONG),
     ("groups add to one slice", Backward, ["(index * SLICES + slice) * DQ_SLICE", "(index * SLICES) * DQ_SLICE"], LONG),
     (
         "sums are written over before they have left",
@@ -383,12 +383,12 @@ pub(super) fn all_are_found(name: &str, faults: &[Fault], cases: &[&str], execut
     say(&format!("faults {name}: all of {} found", faults.len()));
 }
 
-/// Faults of a day are some: texts that no file of kernels has any more are found every day.
-pub(super) fn all_have_places(faults: &[Fault]) {
+/// Checks on every run that the kernel files have the text of each fault, because a run tries some of the faults only. `generated`: texts of generated source.
+pub(super) fn all_have_places(faults: &[Fault], generated: &[&str]) {
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../sdpa/cuda/kernels");
     let texts: Vec<String> = fs::read_dir(kernels).unwrap().map(|file| fs::read_to_string(file.unwrap().path()).unwrap()).collect();
-    let without: Vec<&str> =
-        faults.iter().filter(|fault| !texts.iter().any(|text| text.contains(fault.2[0]))).map(|fault| fault.0).collect();
+    let is_there = |text: &str| generated.contains(&text) || texts.iter().any(|kernel| kernel.contains(text));
+    let without: Vec<&str> = faults.iter().filter(|fault| !is_there(fault.2[0])).map(|fault| fault.0).collect();
     assert!(without.is_empty(), "no kernel has what is to be broken: {without:?}");
 }
 
@@ -398,7 +398,7 @@ pub(super) const CASES: [&str; 17] =
 
 #[test]
 fn every_fault_is_found() {
-    all_have_places(&FAULTS);
+    all_have_places(&FAULTS, &[]);
     if executor().is_none() {
         return;
     }

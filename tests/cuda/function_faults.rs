@@ -53,7 +53,7 @@ pub(super) const CASES: [&str; 3] = [WAVES, POWERS, SMOOTH];
 
 #[test]
 fn every_fault_of_functions_is_found() {
-    all_have_places(&FAULTS);
+    all_have_places(&FAULTS, &[]);
     if super::executor().is_none() {
         return;
     }

@@ -108,7 +108,7 @@ pub(super) const CASES: [&str; 4] = [GROWING, LONGER, LONG, WIDE];
 
 #[test]
 fn every_fault_of_what_waits_is_found() {
-    all_have_places(&FAULTS);
+    all_have_places(&FAULTS, &[]);
     if super::executor().is_none() {
         return;
     }

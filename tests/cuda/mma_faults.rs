@@ -3,7 +3,7 @@
 use super::faults::{
     DROPPED, Fault,
     Pass::{Backward, Forward},
-    STATISTICS, all_are_found,
+    STATISTICS, all_are_found, all_have_places,
 };
 use super::mma::executor;
 use conformance::emulated::{Emulated, executor_on};
@@ -221,12 +221,7 @@ const FAULTS: [Fault; 59] = [
     ("an odd row ends a column late", Forward, ["if (column + 1 < dim) store_one(", "if (column < dim) store_one("], ODD),
     ("the lower parts are left out", Forward, ["low = cvt_rna_tf32(x - __uint_as_float(high));", "low = 0;"], SINGLE),
     ("neighbours of a row are those of the next", Forward, ["ld_shared(from + row_bytes + n * 8)", "ld_shared(from + n * 8)"], SINGLE),
-    (
-        "the second row keeps what the first does",
-        Forward,
-        ["seq_info_of(p, tile.batch), q, q + 8, column)", "seq_info_of(p, tile.batch), q, q, column)"],
-        LONG,
-    ),
+    ("the second row keeps what the first does", Forward, ["const int rows[2] = {q, q + 8};", "const int rows[2] = {q, q};"], LONG),
     ("stats in base two are natural", Forward, ["WITH_BASE_TWO ? total.origin * LOG2_E + total.log :", "false ? total.log :"], STATISTICS),
     ("the largest score is not scaled", Forward, ["p.natural ? x : x * p.scale", "p.natural ? x : x"], STATISTICS),
     ("the sink is no score", Forward, ["row.natural_max = fmaxf(row.natural_max, sink);", ""], STATISTICS),
@@ -259,7 +254,7 @@ const FAULTS: [Fault; 59] = [
         ],
         WIDE,
     ),
-    ("the second query of two has the first's sum", Backward, ["d_p[n + 1] - delta.y", "d_p[n + 1] - delta.x"], LONG),
+    ("the second query of two has the first's sum", Backward, ["d_p[n + 1], delta.y", "d_p[n + 1], delta.x"], LONG),
     (
         "the second row has the first's stats",
         Backward,
@@ -302,12 +297,12 @@ const FAULTS: [Fault; 59] = [
     (
         "dropped weights have gradients",
         Backward,
-        ["dropout_mask >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f", "d_p[n] * p.dropout_scale"],
+        ["return dropout_mask >> n & 1 ? d_p * p.dropout_scale : 0.0f;", "return d_p * p.dropout_scale;"],
         DROPPED,
     ),
-    ("values have gradients of dropped weights", Backward, ["left[n] = dropout_mask >> n & 1 ? s[n] : 0.0f", "left[n] = s[n]"], DROPPED),
+    ("values have gradients of dropped weights", Backward, ["left[n] = dropout_p(s[n], dropout_mask, n)", "left[n] = s[n]"], DROPPED),
     ("gradients of values are not scaled", Backward, ["WITH_DROPOUT ? p.dropout_scale : 1.0f", "1.0f"], DROPPED),
-    ("queries drop as keys do", Backward, ["else dropout_of_queries<SCORES>", "else dropout_of_keys<SCORES>"], DROPPED),
+    ("queries drop as keys do", Backward, ["dropout_of_queries<SCORES>", "dropout_of_keys<SCORES>"], DROPPED),
     ("the sink's gradient has the other sign", Backward, ["sum -= sink_probability(", "sum += sink_probability("], LENGTHS),
     ("warps have the same rows", Backward, ["(block * 8 + warp) * ROWS_OF_WARP", "block * 8 * ROWS_OF_WARP"], EMPTY),
     (
@@ -336,6 +331,7 @@ pub(super) const CASES: [&str; 14] =
 
 #[test]
 fn every_fault_is_found_of_mma_sync() {
+    all_have_places(&FAULTS, &["* 12L + origin.k / 16", "* 4L + origin.head) * 12L"]);
     if executor().is_none() {
         return;
     }

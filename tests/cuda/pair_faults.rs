@@ -260,7 +260,7 @@ pub(super) const CASES: [&str; 4] = [PAIRS, SHARES, MANY, ENDING];
 
 #[test]
 fn every_fault_of_pairs_is_found() {
-    all_have_places(&FAULTS);
+    all_have_places(&FAULTS, &[]);
     if super::executor().is_none() {
         return;
     }

@@ -154,7 +154,7 @@ pub(super) const CASES: [&str; 9] = [UPSTREAM, SPLIT, SPLIT_TILES, GROWING, GROW
 
 #[test]
 fn faults_that_survived_are_found() {
-    all_have_places(&FAULTS);
+    all_have_places(&FAULTS, &[]);
     if executor().is_some() {
         all_are_found(&format!("{NAME}, survivors"), &FAULTS, &CASES, || executor().unwrap());
     }

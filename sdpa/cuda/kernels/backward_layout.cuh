@@ -26,6 +26,8 @@ constexpr int Q_SUBTILES = TILE_M / 64;
 constexpr int SCORES = 32;
 constexpr int QUERY_PAIRS = SCORES / 4;
 constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS ? SCORES : 1;
+// S is transposed.
+#define BY_KEYS 1
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
 constexpr int DQ = PANEL / 2;
@@ -69,15 +71,6 @@ inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head,
 #else
     return (long(batch) * p.heads_q + head) * p.head_tiles + tile;
 #endif
-}
-
-// Position of the thread's first element: S is transposed, so its rows are keys.
-struct FragmentOrigin {
-    int batch, head, q, k;
-};
-
-inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n) {
-    return place_at(p, origin.batch, origin.head, origin.q, origin.k, fragment_column(n), fragment_row(n));
 }
 
 // Shared memory in this order: operands, dS of two steps, P of the 2-CTA consumers, dQ slices, pieces to convert, zeros, row statistics, mbarriers, tile

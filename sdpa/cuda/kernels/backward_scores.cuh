@@ -45,28 +45,6 @@ inline void load_query_pairs(float2 (&x)[QUERY_PAIRS], uint at) {
     for (int n = 0; n < QUERY_PAIRS; n++) x[n] = ld_shared_v2_f32(at + n * 32);
 }
 
-// One bit per register: whether dropout keeps the entry of P.
-inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
-    uint bits = 0;
-#if WITH_DROPOUT
-    dropout_of_keys<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, [&](int n, bool survives) { bits |= uint(survives) << n; });
-#endif
-    return bits;
-}
-
-// P as dropout leaves it, unscaled, and dP before dropout.
-inline float dropout_p(float prob, uint dropout_mask, int n) {
-    return !WITH_DROPOUT || (dropout_mask >> n & 1) ? prob : 0.0f;
-}
-
-inline float dropout_backward(const Params& p, float d_p, uint dropout_mask, int n) {
-#if WITH_DROPOUT
-    return dropout_mask >> n & 1 ? d_p * p.dropout_scale : 0.0f;
-#else
-    return d_p;
-#endif
-}
-
 // The exact log-sum-exps of the thread's queries, two queries per float4. Their row maximum is 0 unless the log-sum-exp is large.
 inline const float4* exact_lse_of(const Params& p, const FragmentOrigin& origin) {
     // Recompute for each score: a live address would cost registers in launches without such rows.
@@ -142,23 +120,18 @@ inline void recompute_p_step(bool masked, float (&s)[SCORES], float (&raw)[RAW_S
     else recompute_p<true, false>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
 }
 
-// Computes dS in place of dP: 0 where P is 0, even if dP is NaN there. Adds to parameter gradients if `owns_scores`: exactly one CTA may do so for each score.
+// Computes dS in place of dP. Adds to parameter gradients if `owns_scores`: exactly one CTA may do so for each score.
 template <bool masked>
 inline void compute_ds(float (&s)[SCORES], const float (&raw)[RAW_SCORES], float (&d_p)[SCORES], const Params& p, const Captured& captured,
                        const Gradients& gradients, const FragmentOrigin& origin, const float2 (&delta)[QUERY_PAIRS], uint dropout_mask, bool owns_scores) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         const float2 pair = delta[n / 4];
-        d_p[n] = masked && s[n] == 0.0f ? 0.0f : s[n] * (dropout_backward(p, d_p[n], dropout_mask, n) - pair.x);
-        d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (dropout_backward(p, d_p[n + 1], dropout_mask, n + 1) - pair.y);
+        d_p[n] = softmax_backward<masked>(p, s[n], d_p[n], pair.x, dropout_mask, n);
+        d_p[n + 1] = softmax_backward<masked>(p, s[n + 1], d_p[n + 1], pair.y, dropout_mask, n + 1);
     }
 #if WITH_PARAMETER_GRADIENTS
     if (owns_scores) parameter_gradients(raw, d_p, p, captured, gradients, origin);
-#if WITH_SCORE_MOD
-UNROLL_TRACES
-    for (int n = 0; n < SCORES; n++) {
-        if (d_p[n] != 0.0f) d_p[n] = score_mod_gradient(raw[n], d_p[n], place_of_score(p, origin, n), captured);
-    }
-#endif
+    score_mod_backward(d_p, raw, p, captured, origin);
 #endif
 }

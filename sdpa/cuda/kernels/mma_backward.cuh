@@ -1,17 +1,6 @@
-// P, dP and dS of one warp, by rows of queries (dQ kernel) or of keys (`BY_KEYS`, dK/dV kernel). Called by mma_backward_dq.cu and mma_backward_dkv.cu.
+// P and dS of one warp, by rows of queries (dQ kernel) or of keys (`BY_KEYS`, dK/dV kernel). Called by mma_backward_dq.cu and mma_backward_dkv.cu.
 
-constexpr int SCORES = STEP / 2;
 constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS || WITH_SCORE_MOD ? SCORES : 1;
-
-// Position of the thread's first element.
-struct FragmentOrigin {
-    int batch, head, q, k;
-};
-
-inline Place place_of_score(const Params& p, const FragmentOrigin& origin, int n) {
-    const int row = fragment_row(n), column = fragment_column(n);
-    return place_at(p, origin.batch, origin.head, origin.q, origin.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
-}
 
 // Log-sum-exp in base 2 and delta = sum of o * d_o of each query: of the thread's two rows in registers, or by keys where those of its columns are in
 // shared memory.
@@ -77,41 +66,14 @@ inline void recompute_p_step(bool masked, bool large, float (&s)[SCORES], float 
     else recompute_p<false>(s, raw, p, captured, origin, row_statistics, false);
 }
 
-#if WITH_DROPOUT
-// One bit per register: whether dropout keeps the entry of P.
-inline uint dropout_bits(const Params& p, const FragmentOrigin& origin) {
-    uint bits = 0;
-    const auto note = [&](int n, bool survives) { bits |= uint(survives) << n; };
-    if (BY_KEYS) dropout_of_keys<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, note);
-    else dropout_of_queries<SCORES>(p, origin.batch, origin.head, origin.q, origin.k, note);
-    return bits;
-}
-
-// dP before dropout.
-inline void dropout_backward(float (&d_p)[SCORES], const Params& p, uint dropout_mask) {
-#pragma unroll
-    for (int n = 0; n < SCORES; n++) d_p[n] = dropout_mask >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f;
-}
-#endif
-
-// dS after the score_mod, in place of P: 0 where P is 0, even if dP is NaN there.
-inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const RowStatistics& row_statistics) {
+// dS after the score_mod, in place of P.
+inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const Params& p, const RowStatistics& row_statistics, uint dropout_mask) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         const float2 delta = delta_of(row_statistics, n);
-        s[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - delta.x);
-        s[n + 1] = s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - delta.y);
+        s[n] = softmax_backward<true>(p, s[n], d_p[n], delta.x, dropout_mask, n);
+        s[n + 1] = softmax_backward<true>(p, s[n + 1], d_p[n + 1], delta.y, dropout_mask, n + 1);
     }
-}
-
-// Multiplies dS by the derivative of the score_mod.
-inline void score_mod_backward(float (&s)[SCORES], const float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin) {
-#if WITH_SCORE_MOD
-UNROLL_TRACES
-    for (int n = 0; n < SCORES; n++) {
-        if (s[n] != 0.0f) s[n] = score_mod_gradient(raw[n], s[n], place_of_score(p, origin, n), captured);
-    }
-#endif
 }
 
 // Shared memory: rows of the CTA's own side, then a stage of the other side, or two.

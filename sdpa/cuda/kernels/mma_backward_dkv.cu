@@ -83,20 +83,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         for (int n = 0; n < STEP; n += 32) large |= n + lane < STEP && is_large(__uint_as_float(ld_shared(d_o_at + STEP * V_ROW + 4 * (n + lane))));
         recompute_p_step(masked, __any_sync(~0u, large), s, raw, p, captured, origin, row_statistics);
         const uint d_o_part = d_o_at + part * (DIM_V / COLUMN_PARTS) * ELEMENT_BYTES;
-#if WITH_DROPOUT
         const uint dropout_mask = dropout_bits(p, origin);
+#if WITH_DROPOUT
         float left[SCORES];
 #pragma unroll
-        for (int n = 0; n < SCORES; n++) left[n] = dropout_mask >> n & 1 ? s[n] : 0.0f;
+        for (int n = 0; n < SCORES; n++) left[n] = dropout_p(s[n], dropout_mask, n);
         warp_gemm_ab(dv, left, d_o_part, V_ROW);
 #else
         warp_gemm_ab(dv, s, d_o_part, V_ROW);
 #endif
         warp_gemm_abt<DIM_V>(d_p, v_at + warp * 16 * V_ROW, d_o_at, V_ROW);
-#if WITH_DROPOUT
-        dropout_backward(d_p, p, dropout_mask);
-#endif
-        compute_ds(s, d_p, row_statistics);
+        compute_ds(s, d_p, p, row_statistics, dropout_mask);
 #if WITH_PARAMETER_GRADIENTS
         // Column parts recompute the same scores; one adds the parameter gradients.
         if (part == 0) parameter_gradients(raw, s, p, captured, gradients, origin);

@@ -64,10 +64,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         warp_gemm_abt<DIM_QK>(s, q_at + warp * 16 * QK_ROW, k_at, QK_ROW);
         recompute_p_step(masked, large, s, raw, p, captured, origin, row_statistics);
         warp_gemm_abt<DIM_V>(d_p, d_o_at + warp * 16 * V_ROW, v_at, V_ROW);
-#if WITH_DROPOUT
-        dropout_backward(d_p, p, dropout_bits(p, origin));
-#endif
-        compute_ds(s, d_p, row_statistics);
+        compute_ds(s, d_p, p, row_statistics, dropout_bits(p, origin));
         score_mod_backward(s, raw, p, captured, origin);
         warp_gemm_ab(dq, s, k_at, QK_ROW);
         // All warps are done with this stage.

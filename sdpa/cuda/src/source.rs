@@ -42,6 +42,8 @@ const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
 /// Query tiles of a KV block.
 pub(crate) const Q_BLOCKS: (&str, &str) = piece!("q_blocks.cuh");
 const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
+/// dP and dS, of every backward kernel.
+pub(crate) const BACKWARD_SOFTMAX: (&str, &str) = piece!("backward_softmax.cuh");
 const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
 pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
 const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
@@ -273,7 +275,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     [MASK, VARLEN_TMA, PADDING, Q_BLOCKS]
         .into_iter()
         .chain(map)
-        .chain([BACKWARD_LAYOUT, BACKWARD_STEPS])
+        .chain([BACKWARD_LAYOUT, BACKWARD_SOFTMAX, BACKWARD_STEPS])
         .for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
         add(&mut text, PARAMETER_GRADIENTS);

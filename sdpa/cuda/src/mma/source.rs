@@ -6,15 +6,15 @@ use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    BLOCK_SPARSITY, EXACT_LSE, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, SOFTMAX, STATISTICS, TILE_ORDER, add,
-    along_functions, along_parameters, begin, boundary, gradients_structure, keep_function, piece, score_functions, statistics,
+    BACKWARD_SOFTMAX, BLOCK_SPARSITY, EXACT_LSE, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, SOFTMAX, STATISTICS, TILE_ORDER,
+    add, along_functions, along_parameters, begin, boundary, gradients_structure, keep_function, piece, score_functions, statistics,
 };
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Side, packed};
 
 const WARP_PIECES: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("warp_gemm.cuh"), piece!("strided.cuh")];
 const FORWARD: (&str, &str) = piece!("mma_forward.cu");
-const SCORES: (&str, &str) = piece!("mma_backward.cuh");
+const BACKWARD: (&str, &str) = piece!("mma_backward.cuh");
 const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
 const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
 
@@ -109,6 +109,7 @@ fn constants_of_gradients(backward: &Backward, config: &TileConfig, by_keys: boo
         ("APPROXIMATE", 0),
         ("OWN", config.own),
         ("STEP", config.step),
+        ("SCORES", config.step / 2),
         ("COLUMN_PARTS", config.parts),
         ("TILE_M", tile_m),
         ("TILE_N", tile_n),
@@ -128,7 +129,12 @@ pub fn queries_text(backward: &Backward, config: &TileConfig) -> String {
     let own = constants_of_gradients(backward, config, false);
     let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, backward.weight(), &own, &params(forward), &traced, &WARP_PIECES);
-    [MASK, EXACT_LSE, KV_BLOCKS].into_iter().chain(map(forward)).chain([SCORES]).chain(BACKWARD_DQ).for_each(|piece| add(&mut text, piece));
+    [MASK, EXACT_LSE, KV_BLOCKS]
+        .into_iter()
+        .chain(map(forward))
+        .chain([BACKWARD_SOFTMAX, BACKWARD])
+        .chain(BACKWARD_DQ)
+        .for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -140,7 +146,7 @@ pub fn keys_text(backward: &Backward, config: &TileConfig) -> String {
         score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
     let params = format!("{}{}", params(forward), gradients_structure(&backward.along));
     let mut text = begin(forward, backward.weight(), &own, &params, &traced, &WARP_PIECES);
-    [MASK, EXACT_LSE, Q_BLOCKS].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
+    [MASK, EXACT_LSE, Q_BLOCKS].into_iter().chain(map(forward)).chain([BACKWARD_SOFTMAX, BACKWARD]).for_each(|piece| add(&mut text, piece));
     if !backward.along.is_empty() {
         add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
