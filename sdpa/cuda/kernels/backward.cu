@@ -2,7 +2,7 @@
 // warpgroups have 64 keys of a KV block each and iterate over query tiles.
 // S and P are transposed, keys by queries, so that P and dS are A operands in registers for dV and dK.
 
-// Zeroes K past the sequence's length: dS is 0 there, and dQ reads K.
+// Zeroes rows of K past the sequence's length. dS is 0 there, but dQ = dS K would be NaN if K were NaN.
 inline void zero_k_padding(const SeqInfo& seq_info, const Tile& tile, const SharedStorage& smem) {
 #if WITH_SEQ_LEN_KV
     const int rows = seq_info.len_kv - tile.block * TILE_N;
@@ -13,12 +13,12 @@ inline void zero_k_padding(const SeqInfo& seq_info, const Tile& tile, const Shar
 #endif
 }
 
-// Zeroes Q and dO past the sequence's length: dK and dV read them.
+// Zeroes rows of Q and dO past the sequence's length: dK = dS^T Q and dV = P^T dO read them, and 0 * NaN is NaN.
 inline void zero_q_padding(const SeqInfo& seq_info, int tile, uint q, uint d_o) {
 #if WITH_SEQ_LEN_Q
     const int queries = seq_info.len_q - tile * TILE_M;
     if (queries >= TILE_M) return;
-    // Both consumers have read the rows before, and see zeros after.
+    // Wait until both consumers have read these rows for S and dP. The barrier after the stores lets both see the zeros.
     named_barrier_sync(BARRIER_ZEROED, 256);
     zero_rows<QK_PANELS>(q, Q_PANEL_BYTES, queries, TILE_M);
     zero_rows<V_PANELS>(d_o, Q_PANEL_BYTES, queries, TILE_M);
@@ -27,7 +27,7 @@ inline void zero_q_padding(const SeqInfo& seq_info, int tile, uint q, uint d_o) 
 #endif
 }
 
-// Waits for dV with `under_way` WGMMA groups in flight, and releases dO.
+// Waits for the GEMM of dV, leaving `under_way` later WGMMA groups in flight, and releases the stage of dO.
 template <int under_way>
 inline void wait_dv(float (&dv)[DV], uint d_o_empty) {
     wgmma_wait_group<under_way>();
@@ -36,15 +36,15 @@ inline void wait_dv(float (&dv)[DV], uint d_o_empty) {
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(d_o_empty);
 }
 
-// The consumers' position: dS has two stages, Q and dO have STAGES.
+// The consumers' position in the pipelines: dS has two stages, Q and dO have STAGES.
 struct StepState : PipelineState<2> {
     static_assert(STAGES <= 2, "places of operands follow from those of gradients of scores");
     inline int operand_stage() const { return STAGES == 1 ? 0 : stage; }
     inline int operand_phase() const { return STAGES == 1 ? stage : phase; }
 };
 
-// Loads K, V and, for each query tile of all heads of the GQA group, dO and Q. The first tiles are loaded while the previous KV block's K is still in
-// use.
+// Loads K, V and, for each query tile of all heads of the GQA group, dO and Q. The first query tile is loaded before K and V, whose buffers the previous
+// KV block may still use.
 inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
                       const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
@@ -58,7 +58,7 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
         bool partial;
         while (next_block(iterator, p, range, queries, partial)) {
             const long rows = q_tile_index(p, seq_info, tile.batch, head, queries) * TILE_M;
-            // Consumers release dO first.
+            // dO is loaded before Q, because consumers release it first.
             mbarrier_wait_parity(smem.d_o_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(smem.d_o_full + 8 * pipeline.stage, D_O_BYTES + ROWS_BYTES);
             cp_async_bulk_load(smem.delta + pipeline.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, smem.d_o_full + 8 * pipeline.stage);
@@ -80,7 +80,8 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
             }
         }
     }
-    // No query attends to this block: its dK and dV of zeros are staged where K and V would be, so the producer must not load others before.
+    // No query attends to this block, so its dK and dV are zeros. Consumers still stage dV in the memory of K: hand that memory over without a load, so
+    // that the next K is not loaded too early.
     if (!DQ_BY_TMA && first) {
         mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
         mbarrier_arrive(smem.kv_full);
@@ -88,7 +89,7 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
     }
 }
 
-// Producer: pulls KV blocks from the counter.
+// Producer: pulls KV blocks from the counter and loads their operands.
 inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
                           const SharedStorage& smem) {
     PipelineState<STAGES> pipeline;
@@ -104,18 +105,19 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
 }
 
 #if DQ_BY_TMA
-// Adds each step's dQ slices, which the consumers store in shared memory, to the f32 accumulator by bulk reduction while the consumers go on.
+// Adds each step's dQ slices to the f32 accumulator by bulk reductions. The consumers store the slices in shared memory and go on while the slices are
+// reduced.
 inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
     const BlockRange range = block_range_of(p, seq_info, tile.block);
     StepIterator steps = step_iterator(p, range, tile);
     Step step;
     const bool first = threadIdx.x == 32;
-    // The section that had these slices of the ring before has been converted.
+    // Wait until the L2 section that used these slices of the ring before has been converted.
     if (first && p.ring_sections > 0 && tile.section >= p.ring_sections) counter_acquire_wait(p.slices_converted + tile.section - p.ring_sections, section_slices(p, tile.section - p.ring_sections));
     while (true) {
         const bool has_next = next_step(steps, p, range, tile, step);
-        // Warpgroup 0's slice has been read, then warpgroup 1's.
+        // For each consumer warpgroup, wait until the reduction has read its slice from shared memory, then report the slice as empty.
         if (first) cp_async_bulk_wait_group_read<1>();
         __syncwarp();
         named_barrier_arrive(BARRIER_DQ_EMPTY, 160);
@@ -133,7 +135,7 @@ inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const 
     }
 }
 
-// One warp: reduces dQ of KV block after KV block, and counts the finished ones of each L2 section.
+// The dQ reduce warp: reduces dQ of each KV block, and counts the finished blocks of each L2 section.
 inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
     TilePipeline tile_pipeline;
     while (true) {
@@ -147,13 +149,13 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
             cp_async_bulk_wait_group();
             counter_release_add(p.blocks_done + tile.section, 1);
         }
-        // dV was staged where the dQ slices are: no next block before that is stored.
+        // Consumers also stage dV in the memory of the dQ slices. Wait until they have issued its stores before going on to the next block.
         for (int warpgroup = 0; warpgroup < 2 && !none; warpgroup++) named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);
     }
 }
 
-// Stores a consumer's dQ slice for that warp, each warp's piece in register order: the accumulator is not row-major. The warpgroup index is recomputed:
-// keeping it live costs a register that WGMMA operands need.
+// Stores a consumer's dQ slice in shared memory for the dQ reduce warp. Each warp's piece is in register order, as in the accumulator, which is not
+// row-major. The warpgroup index is recomputed: keeping it live costs a register that WGMMA operands need.
 inline void store_dq(const float (&sums)[DQ], float*, uint at) {
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
     named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
@@ -169,14 +171,14 @@ inline void store_dq(const float (&sums)[DQ], float* to, uint) {
 }
 #endif
 
-// dQ of the previous step, from dS of both consumers: issued a step late, neither waits for the other within a step.
+// Issues the GEMM of the previous step's dQ, over dS of both consumers. Because it is a step late, neither consumer waits for the other within a step.
 inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const SharedStorage& smem, uint own_d_s, uint own_k) {
     const int before = step_state.stage ^ 1;
     mbarrier_wait_parity(smem.d_s_full + 8 * before, step_state.phase ^ before);
     gemm_dq(dq, smem.d_s + before * D_S_BYTES + own_d_s, smem.k + own_k);
 }
 
-// Waits for nothing: its WGMMAs are done. Releases dS, stores dQ.
+// Finishes dQ of the previous step: releases the dS stage and stores dQ. The caller must already have waited for the WGMMAs that compute dQ.
 inline void finish_dq_previous(float (&dq)[DQ], float* to, const StepState& step_state, const SharedStorage& smem) {
     wgmma_fence_operand(dq);
     __syncwarp();
@@ -238,12 +240,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (tile_index >= p.block_items) continue;
         const Tile tile = tile_at(p, tile_index);
         if (is_empty(p, tile)) continue;
-        // The previous block's gradients have been read from shared memory.
+        // Wait until TMA has read the previous block's gradients from shared memory.
         if (lane == 0) cp_async_bulk_wait_group_read();
         __syncwarp();
-        // Each consumer computes 64 query rows of dQ, or one panel of its columns.
+        // Each consumer computes 64 query rows of dQ (TILE_M = 128), or one panel of its columns (TILE_M = 64).
         const uint own_d_s = TILE_M == 128 ? warpgroup * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + warpgroup) * KV_PANEL_BYTES;
-        // Wide heads without a 2-CTA cluster: both CTAs of a tile recompute the same scores, each for its own columns of dK and dV.
+        // With COLUMN_PARTS = 2, two CTAs recompute the same scores, each for its own columns of dK and dV. Only one may add parameter gradients.
         const bool owns_scores = COLUMN_PARTS == 1 || tile.part == 0;
         const SeqInfo seq_info = seq_info_of(p, tile.batch);
         const BlockRange range = without_full_blocks(p, block_range_of(p, seq_info, tile.block));
@@ -264,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             uint k_registers[K_REGISTERS], v_registers[V_REGISTERS];
             load_a_fragments(k_registers, smem.k + own_rows, KV_PANEL_BYTES);
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
-            // The accumulator slice of the previous step.
+            // The dQ accumulator slice of the previous step.
             float* to = nullptr;
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
@@ -284,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     float d_p[SCORES], raw[RAW_SCORES];
                     float2 lse[QUERY_PAIRS], delta[QUERY_PAIRS];
                     uint p_packed[SCORES / 2], ds_packed[SCORES / 2];
-                    // Before S is in registers.
+                    // Compute the dropout mask early, while few other values occupy registers.
                     const uint dropout_mask = dropout_bits(p, origin);
                     if (LSE_FIRST) load_query_pairs(lse, smem.lse + row_bytes_at);
                     if (!PREFETCH_S || sub > 0) gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, q + sub_rows);
@@ -294,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     wgmma_wait_group<1>();
                     wgmma_fence_operand(s);
                     recompute_p_step(step.partial, s, raw, p_packed, p, captured, origin, lse, dropout_mask);
-                    // Before dP is waited for, unless registers are short.
+                    // Load delta before waiting for dP, unless registers are short.
                     if (!LOW_REGISTERS) load_query_pairs(delta, smem.delta + row_bytes_at);
                     wgmma_wait_group<0>();
                     wgmma_fence_operand(d_p);
@@ -304,13 +306,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                                                                           owns_scores);
                     else compute_ds<false>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask, owns_scores);
                     convert_fragment(ds_packed, d_p);
-                    // Both consumers have read the dS of two steps ago.
+                    // Wait until both consumers have read the dS of two steps ago, which is in the same buffer.
                     if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
-                    // dS transposed: keys are rows, 64 queries a panel.
+                    // dS is stored transposed: rows are keys, and a panel has 64 queries.
                     const uint d_s_at = swizzled_matrix_row(d_s + sub * KV_PANEL_BYTES + own_rows, warp * 16 + (lane & 15), lane);
 #pragma unroll
                     for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(d_s_at ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
-                    // After the WGMMAs of dV are issued, which do not read dS: the fence waits for this thread's stores.
+                    // Issue the WGMMAs of dV first, since they do not read dS: fence.proxy.async waits for this thread's stores of dS.
                     const auto values = [&] {
                         gemm_dk_dv(dv, p_packed, d_o_columns);
                         if (sub + 1 < Q_SUBTILES) return;
@@ -345,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 step_state.advance();
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
                 has_previous = true;
-                // Prefetch: the next S is computed while this step ends. Issued last, so that nothing before its wait touches its accumulator.
+                // Prefetch: issue the next S at the end of this step. It is issued last, so that no code before its wait touches its accumulator.
                 if (PREFETCH_S && has_next) {
                     mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                     gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
@@ -356,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
             wgmma_wait_group<0>();
             finish_dq_previous(dq, to, step_state, smem);
-            // The next K and V are loaded while dK and dV are stored from the memory of dS and of the dQ slices.
+            // Release K and V: dK and dV are staged in the memory of dS and of the dQ slices, so the next K and V can be loaded at the same time.
             if (DQ_BY_TMA && lane == 0) mbarrier_arrive(smem.kv_empty);
         } else if (!DQ_BY_TMA) {
             mbarrier_wait_parity(smem.kv_full, kv_phase);
@@ -379,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             load_split_sum(dv, split_sum + 128 * DK);
         }
 #else
-        // Both consumers are done with K, V and dS.
+        // Wait until both consumers are done with K, V and dS: their memory is reused for dK and dV.
         named_barrier_sync(BARRIER_CONSUMERS, 256);
 #endif
         const uint in_group = warp * 16 * ROW_BYTES;

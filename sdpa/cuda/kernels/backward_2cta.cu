@@ -1,9 +1,9 @@
 // attention_backward for sm_90 and head dims above 128: a 2-CTA cluster per KV block, 64 keys per CTA. A CTA computes S, P and all columns of dK and dV
-// for its keys, and half of the columns of dQ over the keys of both, so the CTAs exchange dS through DSMEM.
-// Consumer warpgroup 0 computes S, P and dV and passes P to warpgroup 1, which computes dP, dS and dK. Both compute a panel of dQ. Warpgroup 0 of the
-// CTA is the producer.
+// for its keys, and half of the columns of dQ over the keys of both CTAs, so the CTAs exchange dS through DSMEM.
+// Consumer warpgroup 0 computes S, P and dV and passes P to consumer warpgroup 1, which computes dP, dS and dK. Both compute a panel of dQ. The CTA's
+// first warpgroup is the producer.
 
-// The next tile, for a thread that stands for its warp.
+// Reads the next tile index, for a producer thread, which is the only active thread of its warp.
 inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = int(ld_shared(tile_pipeline.slot(smem)));
@@ -25,7 +25,7 @@ inline int tile_produce_2cta(TilePipeline& tile_pipeline, const Params& p, const
     return tile_consume_thread_2cta(tile_pipeline, smem);
 }
 
-// The next tile, for a consumer warp.
+// Reads the next tile index, for a consumer warp.
 inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = warp_uniform(int(ld_shared(tile_pipeline.slot(smem))));
@@ -35,7 +35,7 @@ inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& s
     return tile_index;
 }
 
-// Loads K and V of this CTA's keys, and of the peer's K the columns along which this CTA computes dQ.
+// Loads K and V of this CTA's keys, and of the peer's K the columns that this CTA's half of dQ needs.
 inline void load_kv_2cta(const TensorMap& k_map, const TensorMap& v_map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     const int own = tile.block * 2 + tile.part, other = own ^ 1;
     mbarrier_arrive_expect_tx(smem.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
@@ -44,8 +44,8 @@ inline void load_kv_2cta(const TensorMap& k_map, const TensorMap& v_map, const S
     load_kv_rows<KEYS, QK_PANELS / 2, QK_TENSOR_PANELS>(smem.k_other, k_map, smem.kv_full, seq_info, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
 }
 
-// Loads rows of Q or dO: each CTA multicasts half of the panels to both. With packed sequences each loads all of its own, since some panels are bulk-
-// copied zeros.
+// Loads rows of Q or dO: each CTA multicasts half of the panels to both. With packed sequences each CTA loads all panels for itself, since bulk copies of
+// zeros replace some of them.
 template <int panels, int tensor_panels>
 inline void load_q_rows_2cta(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, const Step& step, const Tile& tile) {
 #if WITH_PACKED_Q
@@ -57,7 +57,7 @@ inline void load_q_rows_2cta(uint to, const TensorMap& map, uint barrier, const 
 #endif
 }
 
-// Producer thread of Q: loads Q for each query tile of the GQA group, and K and V after the first.
+// Producer thread of Q: loads Q for each query tile of the GQA group, and K and V after the first Q.
 inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p,
                          const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
@@ -79,7 +79,8 @@ inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const 
             first = false;
         }
     }
-    // No query attends to this block: its dK and dV of zeros are staged where K and V would be, so the producer must not load others before.
+    // No query attends to this block, so its dK and dV are zeros. Consumers stage them in the memory of K and V too: hand it over without a load, so that
+    // the next K and V are not loaded too early.
     if (first) {
         mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
         mbarrier_arrive(smem.kv_full);
@@ -87,7 +88,7 @@ inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const 
     }
 }
 
-// Producer thread of dO, in another warp.
+// Producer thread of dO, in another warp than that of Q.
 inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& d_o_map, const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
     const BlockRange range = block_range_of(p, seq_info, tile.block);
@@ -104,7 +105,7 @@ inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& 
     }
 }
 
-// Both iterate over KV blocks.
+// The loops of the producers of Q and of dO over KV blocks.
 inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const SharedStorage& smem, uint rank) {
     PipelineState<STAGES> pipeline;
     TilePipeline tile_pipeline;
@@ -128,13 +129,13 @@ inline void producer_loop_do(const TensorMap& d_o_map, const Params& p, const Sh
     }
 }
 
-// A consumer's position: Q and dS have two stages, dO has D_O_STAGES.
+// A consumer's position in the pipelines: Q and dS have two stages, dO has D_O_STAGES.
 struct StepState : PipelineState<2> {
     inline int d_o_stage() const { return D_O_STAGES == 1 ? 0 : stage; }
     inline int d_o_phase() const { return D_O_STAGES == 1 ? stage : phase; }
 };
 
-// What the consumer functions share: the KV block, the call, and the thread's place in its warpgroup.
+// State that the consumer functions share: the KV block, the call, and the thread's position in its warpgroup.
 struct WarpgroupContext {
     const Params& p;
     const Captured& captured;
@@ -149,13 +150,14 @@ struct WarpgroupContext {
                               tile.block * TILE_N + tile.part * KEYS + warp * 16 + thread_row(lane)};
     }
     inline float* sums(const Step& step) const { return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup); }
-    // This warp's rows of dS of a step.
+    // Address of this warp's rows of a step's dS.
     inline uint own_ds(const StepState& step_state) const {
         return smem.d_s + step_state.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES;
     }
-    // This thread's slot for P.
+    // Address through which this thread passes or receives P.
     inline uint p_slot() const { return smem.p + (threadIdx.x & 127) * 16; }
-    // Releases a buffer of this CTA, or one that TMA multicast fills in both.
+    // `release` releases a buffer that only this CTA fills. `release_both_ctas` also arrives on the peer's mbarrier, for buffers that each CTA fills in
+    // the peer too.
     inline void release(uint barrier) const {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier);
@@ -168,7 +170,7 @@ struct WarpgroupContext {
     }
 };
 
-// Zeroes K past the sequence's length: dS is 0 there, and dQ reads K, the peer's too.
+// Zeroes rows of K, and of the peer's K, past the sequence's length. dS is 0 there, but dQ = dS K would be NaN if K were NaN.
 inline void zero_k_padding(const WarpgroupContext& ctx) {
 #if WITH_SEQ_LEN_KV
     if ((ctx.tile.block + 1) * TILE_N <= ctx.seq_info.len_kv) return;
@@ -179,7 +181,7 @@ inline void zero_k_padding(const WarpgroupContext& ctx) {
 #endif
 }
 
-// Zeroes Q or dO past the sequence's length: dK and dV read them.
+// Zeroes rows of Q or dO past the sequence's length: dK = dS^T Q and dV = P^T dO read them, and 0 * NaN is NaN.
 template <int panels>
 inline void zero_q_padding(const WarpgroupContext& ctx, const Step& step, uint smem_address) {
 #if WITH_SEQ_LEN_Q
@@ -190,7 +192,7 @@ inline void zero_q_padding(const WarpgroupContext& ctx, const Step& step, uint s
 #endif
 }
 
-// dQ of the previous step along one panel of columns, from dS of both CTAs, this one's first. Asynchronous.
+// Issues the GEMM of one panel of the previous step's dQ, over dS of this CTA and then of its peer. Asynchronous.
 inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const WarpgroupContext& ctx) {
     const int before = step_state.stage ^ 1;
     mbarrier_wait_parity(ctx.smem.d_s_full + 8 * before, step_state.phase ^ before);
@@ -209,13 +211,13 @@ inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const
     wgmma_commit_group();
 }
 
-// dQ is done: releases dS here and in the peer.
+// Releases the previous step's dS in both CTAs. The caller must already have waited for the WGMMAs that compute dQ.
 inline void release_ds(float (&dq)[DQ], const StepState& step_state, const WarpgroupContext& ctx) {
     wgmma_fence_operand(dq);
     ctx.release_both_ctas(ctx.smem.d_s_empty + 8 * (step_state.stage ^ 1));
 }
 
-// dQ of the last step.
+// Computes dQ of the last step and adds it to the accumulator.
 inline void gemm_dq_last(const StepState& step_state, const WarpgroupContext& ctx, float* to) {
     float dq[DQ];
     gemm_dq_previous(dq, step_state, ctx);
@@ -239,7 +241,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
     if (!has_next) return;
     float s[SCORES];
     gemm_s_next(s, step_state, ctx);
-    // The accumulator slice of the previous step.
+    // The dQ accumulator slice of the previous step.
     float* to = nullptr;
     do {
         has_next = next_step(steps, ctx.p, ctx.range, ctx.tile, next);
@@ -252,7 +254,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
         wgmma_fence_operand(s);
         ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
         recompute_p_step(step.partial, s, raw, p_packed, ctx.p, ctx.captured, origin, lse, 0);
-        // The warp with the same keys has read the previous P.
+        // Wait until the warp of consumer 1 with the same keys has read the previous P.
         mbarrier_wait_parity(smem.p_empty + 8 * ctx.warp, step_state.stage ^ 1);
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) st_shared_v4_f32(ctx.p_slot() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
@@ -279,14 +281,14 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
         to = ctx.sums(step);
         has_previous = true;
         step_state.advance();
-        // Issued last, so that nothing before its wait touches its accumulator.
+        // The next S is issued last, so that no code before its wait touches its accumulator.
         if (has_next) gemm_s_next(s, step_state, ctx);
         step = next;
     } while (has_next);
     gemm_dq_last(step_state, ctx, to);
 }
 
-// Stores dS, once both CTAs have read the dS of two steps ago.
+// Stores dS, after waiting until both CTAs have read the dS of two steps ago, which is in the same buffer.
 inline void store_ds(const uint (&ds_packed)[SCORES / 2], const StepState& step_state, const WarpgroupContext& ctx) {
     mbarrier_wait_parity(ctx.smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
     const uint rows = swizzled_matrix_row(ctx.own_ds(step_state), ctx.lane & 15, ctx.lane);
@@ -294,7 +296,7 @@ inline void store_ds(const uint (&ds_packed)[SCORES / 2], const StepState& step_
     for (int n = 0; n < SCORES / 2; n += 4) stmatrix_x4(rows ^ n << 3, ds_packed[n], ds_packed[n + 1], ds_packed[n + 2], ds_packed[n + 3]);
 }
 
-// A warp's rows are contiguous: one bulk copy sends them to the peer.
+// Copies this warp's rows of dS to the peer. They are contiguous, so that one bulk copy suffices.
 inline void send_ds_to_peer(const StepState& step_state, const WarpgroupContext& ctx) {
     fence_proxy_async();
     __syncwarp();
@@ -371,7 +373,7 @@ inline void warpgroups_sync(int time) {
     named_barrier_sync(BARRIER_WARPGROUPS + 2 * time + warpgroup, 256);
 }
 
-// Stores dK or dV through the memory of K or V. With head splits the last CTA of the block stores the sum of all.
+// Stores dK or dV through the memory of K or V. With head splits, the last CTA to finish the block stores the sum of all.
 template <int warpgroup, int count>
 inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const WarpgroupContext& ctx) {
     bool complete = true;

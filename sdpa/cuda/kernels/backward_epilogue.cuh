@@ -1,6 +1,7 @@
 // Gradients from accumulator registers to memory: dQ reductions, dK and dV stores, and sums over head splits. Called by the sm_90 backward kernels.
 
-// Adds a dQ slice to the accumulator, four f32 per red. One opaque base address and immediate offsets.
+// Adds a dQ slice to the accumulator, four f32 per red instruction. The base address is opaque to the compiler, so that it uses one register and
+// immediate offsets.
 inline void red_add_dq(const float (&sums)[DQ], float* to) {
     to = opaque_address(to + (threadIdx.x & 127) * 4);
 #pragma unroll
@@ -30,7 +31,7 @@ inline void store_gradient(const float (&sums)[count], float scale, uint rows_at
 }
 
 #if WITH_HEAD_SPLITS
-// Adds this CTA's dK or dV to the sum over head splits, in register order.
+// Adds this CTA's dK or dV to the sum over head splits, which is laid out in register order.
 template <int count>
 inline void red_add_split(float* to, const float (&sums)[count]) {
 #pragma unroll
@@ -46,7 +47,8 @@ inline void load_split_sum(float (&sums)[count], const float* from) {
     }
 }
 
-// Returns whether this CTA is the last of the splits, and so reads the complete sum. Both consumers sync twice, and are done with shared memory.
+// Returns whether this CTA is the last of the head splits to finish, so that the sum is complete. Both consumers synchronise twice; afterwards both are
+// done with their operands in shared memory.
 template <class Sync>
 inline bool is_last_split(const Params& p, const SharedStorage& smem, const Tile& tile, const Sync& warpgroups_sync) {
     __threadfence();

@@ -1,4 +1,4 @@
-// Tile shape, shared-memory layout and named barriers of the sm_90 backward kernels. Included by both.
+// Tile shape, shared-memory layout and named barriers of both sm_90 backward kernels, backward.cu and backward_2cta.cu.
 
 constexpr int WARPS = 8;
 constexpr int PANEL = 64;
@@ -13,11 +13,12 @@ constexpr uint Q_BYTES = Q_PANEL_BYTES * QK_PANELS;
 constexpr uint D_O_BYTES = Q_PANEL_BYTES * V_PANELS;
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
-// 2-CTA: the peer's K, along the columns of dQ that this CTA computes.
+// TWO_CTA: the peer's K, but only the columns of dQ that this CTA computes.
 constexpr uint K_OTHER_BYTES = TWO_CTA ? KV_PANEL_BYTES * QK_PANELS / 2 : 0;
 constexpr uint ROWS_BYTES = TILE_M * 4;
 constexpr uint D_S_BYTES = TILE_N * TILE_M * 2;
-// A CTA computes 1 / COLUMN_PARTS of the columns of dK and dV, with 2 CTAs all of the tensor's. Of dQ a consumer has half of the CTA's columns.
+// A CTA computes 1 / COLUMN_PARTS of the columns of dK and dV; with TWO_CTA it computes all columns of the tensor. dQ of a query tile consists of SLICES
+// slices, one per consumer and column part.
 constexpr int DK_PANELS = TWO_CTA ? QK_TENSOR_PANELS : QK_PANELS / COLUMN_PARTS;
 constexpr int DV_PANELS = TWO_CTA ? V_TENSOR_PANELS : V_PANELS / COLUMN_PARTS;
 constexpr int SLICES = 2 * COLUMN_PARTS;
@@ -31,40 +32,42 @@ constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS ? SCORES : 1;
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
 constexpr int DQ = PANEL / 2;
-// dQ of a consumer and step: 64 x 64 f32, reduced through shared memory where there is room.
+// dQ of one consumer in one step: 64 x 64 f32. With DQ_BY_TMA it is reduced through shared memory.
 constexpr int DQ_SLICE = 64 * 64;
 constexpr uint DQ_SLICE_BYTES = DQ_BY_TMA ? DQ_SLICE * 4 : 0;
-// A warp's share of a slice; a converting warp holds two of them and two of converted rows.
+// A warp's piece of a slice. A converting warp has buffers for two f32 pieces and for two converted pieces of half the size.
 constexpr int DQ_PIECE = DQ_SLICE / 4;
 constexpr uint DQ_PIECE_BYTES = DQ_BY_TMA ? DQ_PIECE * 4 : 0, DQ_CONVERT_BYTES = 3 * DQ_PIECE_BYTES;
-// K and V are read once, unless several CTAs read them.
+// L2 policy of K and V: they are read once, unless several CTAs share a KV block.
 constexpr bool KV_EVICT_FIRST = !WITH_HEAD_SPLITS && COLUMN_PARTS == 1;
-// 2-CTA: P in f32, from consumer 0 to consumer 1.
+// TWO_CTA: buffer for P in f32, which consumer 0 passes to consumer 1.
 constexpr uint P_BYTES = TWO_CTA ? 64 * 64 * 4 : 0;
-// The next step's S is issued at the end of a step, if its Q can be there by then.
+// With several stages of Q, a step issues the next step's S at its end, since the next Q can already be loaded.
 constexpr bool PREFETCH_S = STAGES > 1;
-// Log-sum-exps are loaded before S is waited for, where nothing else needs the registers: no second subtile, no dropout, no long trace.
+// Log-sum-exps are loaded before waiting for S, if nothing else needs the registers: no second subtile, no dropout, no long trace.
 constexpr bool LSE_FIRST = Q_SUBTILES == 1 && !LOW_REGISTERS;
-// Packed sequences look for the next step at the end of a step: their offsets take registers too.
+// With packed sequences the next step is determined at the end of a step: any earlier, it costs registers that the sequence offsets need.
 constexpr bool NEXT_STEP_LAST = WITH_PACKED_Q;
-// Named barriers: of both consumers; of each consumer and the dQ reduce warp, empty and full; of each 2-CTA consumer with the other, twice.
+// Named barriers. CONSUMERS: both consumers. DQ_EMPTY and DQ_FULL: a consumer and the dQ reduce warp, two barriers each. WARPGROUPS: four barriers, on
+// which the 2-CTA consumers synchronise twice per KV block.
 constexpr uint BARRIER_CONSUMERS = 1, BARRIER_DQ_EMPTY = 2, BARRIER_DQ_FULL = 4, BARRIER_WARPGROUPS = 6;
 // Warps that read tile indices: the consumers, and with TMA reductions the dQ reduce warp and two converting warps.
 constexpr uint TILE_CONSUMER_WARPS = WARPS + (DQ_BY_TMA ? 3 : 0);
-// 2-CTA: the consumers and the dO producer of both CTAs, and CTA 1's Q producer.
+// TWO_CTA: readers of a tile index: the consumer warps and the dO producer of both CTAs, and CTA 1's Q producer.
 constexpr uint TILE_CONSUMERS_2CTA = 2 * (WARPS + 1) + 1;
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A KV block of one KV head, a part of the columns, and a split of the GQA group's heads; its index, its L2 section, and its KV head's slot in the ring
-// of dQ accumulators.
+// A work item: a KV block of one KV head, column part `part` (the CTA's rank with TWO_CTA) and one split of the GQA group's heads. `tile_index` counts
+// blocks and parts, `section` is the L2 section, `slot` the KV head's slot in the ring of dQ accumulators.
 struct Tile {
     int block, batch, head, part, head_split;
     int tile_index, section, slot;
 };
 
-// Index of a query tile among all heads. With packed sequences a head has as many tiles as its tokens fill, plus one partial tile per sequence.
+// Index of a query tile among the tiles of all heads. With packed sequences, a head's tokens fill `tokens / TILE_M` tiles, plus one partial tile per
+// sequence.
 inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head, int tile) {
 #if WITH_PACKED_Q
     return long(head) * p.head_tiles + s.begin_q / TILE_M + batch + tile;
@@ -78,7 +81,7 @@ inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head,
 struct SharedStorage {
     uint k, v, k_other, q, d_o, d_s, p, dq_slices, dq_pieces, zeros, lse, delta;
     uint kv_full, kv_empty, q_full, q_empty, d_o_full, d_o_empty, tile_full, tile_empty, dq_pieces_full, d_s_full, d_s_empty, tile_slots, last;
-    // 2-CTA: one per warp of consumer 0 and the warp of consumer 1 with the same keys.
+    // TWO_CTA: one mbarrier for each warp of consumer 0 and the warp of consumer 1 that has the same keys.
     uint p_full, p_empty;
 };
 

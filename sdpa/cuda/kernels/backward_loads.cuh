@@ -15,7 +15,7 @@ inline void tma_load_panels_varlen(uint to, uint panel_bytes, int first, int pan
 }
 #endif
 
-// Loads a tile's rows of Q or dO; `tensor_panels` panels have columns of the tensor.
+// Loads a tile's rows of Q or dO. Panels from `tensor_panels` on have no columns of the tensor and become zeros.
 template <int rows, int panels, int tensor_panels>
 inline void load_q_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int tile, int head, int batch) {
 #if WITH_PACKED_Q
@@ -30,7 +30,7 @@ template <int rows, int panels, int tensor_panels>
 inline void load_kv_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, int head, int batch, int first = 0) {
 #if WITH_PACKED_KV
     const VarlenBox box = varlen_box<rows>(seq_info.begin_kv, seq_info.len_kv, block * rows);
-    // A sequence may end before the second CTA's keys begin.
+    // A sequence may end before the second CTA's keys begin. All panels are zeros then.
     const int there = TWO_CTA && block * rows >= seq_info.len_kv ? 0 : tensor_panels;
     tma_load_panels_varlen<KV_EVICT_FIRST>(to, rows * ROW_BYTES, first, panels, there, map, barrier, box, head);
 #else

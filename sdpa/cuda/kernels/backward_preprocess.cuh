@@ -1,6 +1,6 @@
 // Small kernels around the sm_90 backward pass: preprocess (log-sum-exp, delta, sink gradient) before it, conversion of parameter gradients after it.
 
-// A row of a tensor of queries.
+// Address of a row of a tensor indexed by queries, such as Q, O or dO.
 inline const Element* row_of(const void* at, long batch_stride, long head_stride, long row_stride, const SeqInfo& s, int batch, int head, int row) {
     const long of_batch = WITH_PACKED_Q ? s.begin_q * row_stride : batch * batch_stride;
     return static_cast<const Element*>(at) + of_batch + head * head_stride + row * row_stride;
@@ -10,20 +10,20 @@ inline const Element* row_of(const void* at, long batch_stride, long head_stride
 constexpr int ROW_LANES = 8 * V_PANELS;
 constexpr int ROWS_AT_ONCE = 256 / ROW_LANES, ROUNDS = TILE_M / ROWS_AT_ONCE;
 
-// Dot product of two packed pairs.
+// Dot product of two packed pairs of 16-bit elements.
 inline float dot_pairs(float a, float b) {
     const uint x = __float_as_uint(a), y = __float_as_uint(b);
     const auto low = [](uint pair) { return float(Element{(unsigned short)(pair & 0xffffu)}); };
     return low(x) * low(y) + low(x >> 16) * low(y >> 16);
 }
 
-// Per row: the log-sum-exp in base 2, infinity for a row without keys, and delta = sum of o * d_o, stored by query tiles. A CTA has a tile and issues
-// all loads before the first use.
+// For each row, writes the log-sum-exp in base 2 (infinity for a row without keys) and delta = sum of o * d_o, both in the order of query tiles. Each CTA
+// has one tile and issues all loads before the first use.
 extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = rows_q(p, seq_info);
-    // The grid covers the longest sequence.
+    // The grid covers the longest sequence; this one may be shorter.
     if (tile * TILE_M >= extent) return;
     float stats[ROUNDS], sums[ROUNDS];
 #pragma unroll
@@ -72,14 +72,14 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
         for (int apart = ROW_LANES / 2; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
-        // `o` of a row without keys may hold anything.
+        // `o` of a row without keys may hold anything, so delta is set to 0.
         const float stat = stats[n];
         const bool any = stat != -INFINITE && row < seq_info.len_q;
         const float sum = any ? sums[n] : 0.0f;
         if (lane == 0) {
             const long to = q_tile_index(p, seq_info, batch, head, tile) * TILE_M + row % TILE_M;
             const float lse = any ? lse_of_stat(stat) : INFINITE;
-            // Large ones are written by recompute_large_lse.
+            // recompute_large_lse writes the large ones.
             if (!is_large(lse)) p.lse[to] = lse;
             p.delta[to] = sum;
         }
@@ -96,12 +96,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     constexpr int OF_WARP = TILE_M / 8;
     const int own = threadIdx.x / 32 * OF_WARP;
     const long to = q_tile_index(p, seq_info, batch, head, tile) * TILE_M + own;
-    // The factor of recompute_p.
+    // The factor by which recompute_p multiplies scores.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.softmax_scale_log2 : p.softmax_scale_log2 * p.scale;
     const bool large = recompute_large_lse(p, seq_info, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact_lse + to, 1, p.lse + to, score_at);
     if (large && (threadIdx.x & 31) == 0) *p.any_large_lse = 1;
 #if WITH_SINK_GRADIENT
-    // All deltas of the tile are written.
+    // Wait until all deltas of the tile are written.
     __syncthreads();
     float of_sink = 0.0f;
     const int lane_of_warp = threadIdx.x & 31, row = tile * TILE_M + own + lane_of_warp;

@@ -1,7 +1,7 @@
-// Tile scheduler of the sm_90 backward kernels: order of KV blocks, and the ring of dQ accumulators. KV heads form L2 sections: a section's dQ
-// accumulator stays in L2 from its zeros to its conversion, and is then reused by another section.
+// Tile scheduler of the sm_90 backward kernels: order of KV blocks, and the ring of dQ accumulators. KV heads form L2 sections. A section's dQ
+// accumulator stays in L2 from zeroing to conversion; another section then reuses its memory.
 
-// CTAs that share a KV block, each with some heads of the GQA group.
+// Number of CTAs that share a KV block. Each has some query heads of the GQA group.
 inline int head_splits_of(const Params& p) {
     return WITH_HEAD_SPLITS ? p.head_splits : 1;
 }
@@ -25,7 +25,7 @@ inline int section_slices(const Params& p, int section) {
     return section_heads(p, section) * p.group * p.tiles * SLICES;
 }
 
-// Within a section, first blocks first: under a causal mask they have the most queries.
+// Within a section the first blocks come first, since they have the most queries under a causal mask.
 inline Tile tile_at(const Params& p, int tile_index) {
     const int shares = head_splits_of(p), kv_part = tile_index / shares, block = kv_part / COLUMN_PARTS;
     const int section = block / (p.section_heads * p.blocks), together = section_heads(p, section);
@@ -34,7 +34,7 @@ inline Tile tile_at(const Params& p, int tile_index) {
     return Tile{in_section / together, kv_head / heads_kv, kv_head % heads_kv, kv_part % COLUMN_PARTS, tile_index - kv_part * shares, kv_part, section, slot};
 }
 
-// Whether a packed sequence has no such block: the grid covers the longest.
+// Returns whether a packed sequence ends before this block. The work items cover the longest sequence.
 inline bool is_empty(const Params& p, const Tile& tile) {
     return WITH_PACKED_KV && tile.block * TILE_N >= seq_info_of(p, tile.batch).len_kv;
 }

@@ -15,7 +15,7 @@ inline void gemm_s_dp(float (&s)[SCORES], uint rows, const uint (&a_registers)[c
     wgmma_commit_group();
 }
 
-// dV += P^T dO or dK += dS^T Q over 64 queries. Asynchronous: the A registers must not be written until it is done.
+// dV += P^T dO or dK += dS^T Q over 64 queries. Asynchronous: the A registers must not be written until the GEMM is done.
 template <int count>
 inline void gemm_dk_dv(float (&sums)[count], const uint (&p_packed)[SCORES / 2], uint tile) {
     const ulong64 b = descriptor_mn_major(tile, Q_PANEL_BYTES);
@@ -39,27 +39,27 @@ inline void gemm_dq(float (&sums)[DQ], uint d_s, uint k) {
     wgmma_commit_group();
 }
 
-// Log-sum-exps or deltas of the thread's queries.
+// Loads the log-sum-exps or deltas of the thread's queries.
 inline void load_query_pairs(float2 (&x)[QUERY_PAIRS], uint at) {
 #pragma unroll
     for (int n = 0; n < QUERY_PAIRS; n++) x[n] = ld_shared_v2_f32(at + n * 32);
 }
 
-// The exact log-sum-exps of the thread's queries, two queries per float4. Their row maximum is 0 unless the log-sum-exp is large.
+// The exact log-sum-exps of the thread's queries, two queries per float4. The row maximum of a query is 0 unless its log-sum-exp is large.
 inline const float4* exact_lse_of(const Params& p, const FragmentOrigin& origin) {
-    // Recompute for each score: a live address would cost registers in launches without such rows.
+    // Recompute the address for each score: keeping it live would cost registers even in launches without large log-sum-exps.
     const int q = opaque_int(origin.q);
     return (const float4*)(p.exact_lse + q_tile_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q / TILE_M) * TILE_M + q % TILE_M);
 }
 
-// Recomputes P from S: packed in `p_packed`, as dropout leaves it. `s` becomes P times the derivative of the score_mod, which dS is a multiple of. With
-// parameter gradients `s` is P, and `raw` has the scores before the score_mod.
+// Recomputes P from S. `p_packed` gets P after dropout. `s` becomes P times the derivative of the score_mod, a factor of dS. With parameter gradients,
+// `s` becomes P instead, and `raw` gets the scores before the score_mod.
 template <bool masked, bool looks_for_large>
 inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p, const Captured& captured,
                         const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
     const bool large = looks_for_large && *p.any_large_lse != 0;
 #if !WITH_SCORE_MOD
-    // One score at a time, so that the rare case costs the other no registers.
+    // Load for one score at a time (volatile), so that this rare case does not cost the usual one registers.
     if (__builtin_expect(large, 0)) {
         const float4* const row_max = exact_lse_of(p, origin);
 #pragma unroll
@@ -86,7 +86,7 @@ UNROLL_TRACES
 #if WITH_KEEP
             if (masked && !keep(place_of_score(p, origin, n + other), captured)) x = -INFINITE;
 #endif
-            // Recompute for each: keeping the bounds live costs registers.
+            // Recompute the bounds for each score: keeping them live costs registers.
             if (masked && !attending_queries(p, seq_info_of(p, origin.batch), origin.k + fragment_row(n)).contains(fragment_column(origin.q, n) + other)) x = -INFINITE;
             prob[other] = ex2_approx(x);
         }
@@ -96,7 +96,8 @@ UNROLL_TRACES
 #if WITH_PARAMETER_GRADIENTS
             raw[n + other] = before[other];
 #elif WITH_SCORE_MOD
-            // P of 0 has no gradient, however steep the score_mod. Evaluated all the same: diverging lanes would serialise.
+            // If P is 0 the gradient is 0, however steep the score_mod. The derivative is computed for all scores anyway, because diverging lanes would
+            // serialise.
             const float derivative = score_mod_gradient(before[other], prob[other], place_of_score(p, origin, n + other), captured);
             prob[other] = prob[other] == 0.0f ? 0.0f : derivative;
 #endif
@@ -105,7 +106,7 @@ UNROLL_TRACES
     }
 }
 
-// If any log-sum-exp of the launch is large, all blocks are partial: only the masked path looks for it.
+// If any log-sum-exp of the launch is large, marks all blocks as partial, because only the masked path checks for large log-sum-exps.
 inline BlockRange without_full_blocks(const Params& p, BlockRange range) {
     if (*p.any_large_lse != 0) range.full_end = 0;
     return range;
@@ -113,7 +114,7 @@ inline BlockRange without_full_blocks(const Params& p, BlockRange range) {
 
 inline void recompute_p_step(bool masked, float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p,
                              const Captured& captured, const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
-    // With a score_mod the large case is a path of its own: a branch per score would cost the ordinary path registers.
+    // With a score_mod, large log-sum-exps have a path of their own: a branch per score would cost the usual path registers.
     if (ALWAYS_MASKED) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!masked) recompute_p<false, false>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!WITH_SCORE_MOD || __builtin_expect(*p.any_large_lse != 0, 0)) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);

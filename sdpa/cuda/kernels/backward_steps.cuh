@@ -1,4 +1,4 @@
-// Steps of a backward CTA: the query tiles of a KV block, head after head of the GQA group. Producers and consumers iterate alike.
+// Steps of a backward CTA: the query tiles of a KV block, for each head of the GQA group in turn. Producers and consumers iterate over the same steps.
 
 // The CTA's heads of the GQA group: all, or one head split.
 struct HeadRange {

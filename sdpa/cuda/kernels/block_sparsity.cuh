@@ -1,6 +1,7 @@
-// attention_block_lists: block-sparse index lists of masks that read tensors, made before each call. kv_blocks.cuh and q_blocks.cuh read them.
+// attention_block_lists writes block-sparse index lists for masks that read tensors, before each call. kv_blocks.cuh and q_blocks.cuh read the lists.
 
-// Evaluates the mask over a block, a query at a time: 0 empty, 1 full, 2 partial. Stops once an attended and a masked-out pair have been seen.
+// Evaluates the mask over a block, one query at a time. Returns 0 for an empty, 1 for a full, 2 for a partial block. Stops once an attended and a
+// masked-out pair have been seen.
 inline uint classify_block(const Params& p, const Captured& captured, int batch, int head, int first_q, int first_k) {
     const int lane = threadIdx.x & 31, past_q = min(first_q + TILE_M, p.seq_q), past_k = min(first_k + TILE_N, p.seq_kv);
     bool any = false, all = true;
@@ -18,19 +19,19 @@ inline uint classify_block(const Params& p, const Captured& captured, int batch,
     return any ? all ? 1u : 2u : 0u;
 }
 
-// A CTA makes one list; its 32 warps classify a block each.
+// Each CTA writes one list; its 32 warps classify 32 blocks at a time.
 extern "C" __global__ void __launch_bounds__(1024, 1) attention_block_lists(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint states = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
     const int outer = row % OUTER_BLOCKS(p), heads = p.block_list_head ? p.heads_q : 1;
     const int head = row / OUTER_BLOCKS(p) % heads, batch = row / OUTER_BLOCKS(p) / heads;
-    // Per-sequence lengths are left to the iteration, so that sequences can share a list.
+    // The lists ignore per-sequence lengths, so that sequences can share a list. Iteration over a list skips blocks past the lengths (next_block).
     const BlockRange range = block_range_of(p, SeqInfo{p.lower, p.upper, p.seq_q, p.seq_kv}, outer);
     uint* const items = const_cast<uint*>(p.block_list) + long(row) * INNER_BLOCKS(p);
     uint count = 0;
     for (int from = 0; from < range.end - range.begin; from += 32) {
-        // In the order of iteration.
+        // List blocks in the order of iteration: KV blocks descending, query tiles ascending.
         const int mine = DESCENDING ? range.end - 1 - from - warp : range.begin + from + warp;
         uint state = 0;
         if (from + warp < range.end - range.begin)

@@ -24,15 +24,15 @@ inline void st_mbarrier_arrive_release_cluster(uint at, uint x, uint barrier, ui
         : "memory");
 }
 
-// Arrives on an mbarrier in CTA `rank`: TMA and WGMMA of this CTA are done reading a buffer, which may be refilled.
+// Arrives on an mbarrier in CTA `rank`, to report that TMA and WGMMA of this CTA are done reading a buffer, which may then be refilled.
 //
 // Deliberately without `.release.cluster`: a release at cluster scope compiles to MEMBAR.GPU, which waits for this thread's outstanding dQ reductions
-// (red.global) and cost a third of the kernel's time. It does not publish this thread's own stores.
+// (red.global) and cost a third of the kernel's time. So the arrival does not publish this thread's own stores.
 inline void mbarrier_arrive_peer(uint barrier, uint rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(barrier, rank)) : "memory");
 }
 
-// Waits for a phase with acquire at cluster scope: the peer's DSMEM stores are visible after it.
+// Waits for an mbarrier phase with acquire at cluster scope, so that the peer's DSMEM stores are visible afterwards.
 inline void mbarrier_wait_parity_acquire_cluster(uint barrier, uint parity) {
     asm volatile(
         "{\n"
@@ -47,7 +47,7 @@ inline void mbarrier_wait_parity_acquire_cluster(uint barrier, uint parity) {
         : "memory");
 }
 
-// TMA load of a box to the same shared-memory offset of both CTAs. Each CTA's own mbarrier at `barrier` counts the bytes.
+// TMA load of a box to the same shared-memory offset of both CTAs. In each CTA, the mbarrier at offset `barrier` counts the bytes.
 inline void tma_load_multicast(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
@@ -62,7 +62,7 @@ inline void cp_async_bulk_to_peer(uint at, uint bytes, uint barrier, uint rank) 
                  : "memory");
 }
 
-// barrier.cluster arrive and wait: all threads of both CTAs that have not exited.
+// Synchronises all threads of both CTAs that have not exited (barrier.cluster arrive, then wait).
 inline void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release;\n"

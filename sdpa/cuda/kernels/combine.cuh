@@ -12,7 +12,7 @@ inline float warp_sum(float x) {
     return x;
 }
 
-// The log-sum-exp of a split in base 2, relative to the origin of all.
+// The log-sum-exp of a split in base 2, relative to `all.origin`, which is common to all splits.
 inline float split_log2(const LogSumExp& split, const LogSumExp& all) { return log2_from(all, split.origin) + split.log; }
 
 extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __grid_constant__ Params p) {
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
     const int first = p.first_items[batch * p.tiles + tile_number];
     if (first >= p.max_items) return;
     const int splits = min(p.tile_items[first].splits, p.max_items - first);
-    // The forward kernel has written tiles of one split itself.
+    // The forward kernel itself has written the output of tiles with one split.
     if (splits <= 1) return;
     const int q = query_of_row(tile, row), head = head_of_row(tile, row);
     const auto place = [&](int split) { return (long(first + split) * p.head_groups + unit) * TILE_ROWS + row; };
@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
         const SinkUpdate row = with_sink(row_max, p.sink[head]);
         row_max = row.row_max;
 #endif
-        // Without any key there is no maximum; NaN stays NaN.
+        // If no split has keys, the maximum is -infinity. Subtract 0 instead, so that the exponentials are 0 and not NaN. NaN in a split still makes
+        // the sum NaN.
         if (row_max.log == -INFINITE) row_max.log = 0.0f;
         for (int split = lane; split < splits; split += 32) sum += ex2_approx(split_log2(lse_of_split(split), row_max) - row_max.log);
         sum = warp_sum(sum);
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
         float low = 0.0f, high = 0.0f;
         for (int split = 0; split < splits && sum != 0.0f; split++) {
             const float weight = ex2_approx(split_log2(lse_of_split(split), row_max) - row_max.log) * inverse;
-            // A split of weight 0 may hold NaN.
+            // Skip a split of weight 0: its O may be NaN.
             if (weight == 0.0f) continue;
             const float* const from = p.split_o + place(split) * DIM_V + column;
             low += weight * from[0];

@@ -1,5 +1,5 @@
-// attention_convert_dq: scales the dQ accumulator, which is in register order, and converts it. A kernel of its own for head dims above 128, where the
-// main kernel has no shared memory for it.
+// attention_convert_dq: scales the dQ accumulator, which is in register order, and converts it. It is a separate kernel for head dims above 128, where
+// attention_backward has no shared memory left for the conversion.
 extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = blockIdx.x % SLICES;
     const int index = blockIdx.x / SLICES, tile = index % p.tiles, head = index / p.tiles % p.heads_q, batch = index / p.tiles / p.heads_q;

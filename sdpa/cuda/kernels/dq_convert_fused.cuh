@@ -1,5 +1,5 @@
-// Converts the dQ accumulator within attention_backward: two warps per CTA load slices of a section that is done, scale and convert them, store dQ by
-// TMA, and leave zeros for the section that reuses the slices.
+// Converts the dQ accumulator within attention_backward. Two warps per CTA load slices of a finished L2 section, scale and convert them, store dQ by TMA,
+// and leave zeros for the section that reuses the slices.
 // Tile indices past the last KV block stand for slices of the last sections.
 
 // Slices [begin, end) of a section.
@@ -7,7 +7,7 @@ struct SliceRange {
     int section, begin, end;
 };
 
-// The slices that a tile index converts: a share of the section `p.conversion_lag` before its own.
+// The slices that a tile index converts: a share of the section that is `p.conversion_lag` sections before its own.
 inline SliceRange slices_of(const Params& p, int tile_index) {
     const int beyond = tile_index - p.block_items, each = p.section_heads * p.blocks * head_splits_of(p);
     const int own = beyond < 0 ? tile_index / each : p.sections + beyond / p.conversion_items, section = own - p.conversion_lag;
@@ -17,7 +17,7 @@ inline SliceRange slices_of(const Params& p, int tile_index) {
     return SliceRange{section, min(index * each_slices, slices), min(index * each_slices + each_slices, slices)};
 }
 
-// A slice: its head, query tile and part, and its accumulator.
+// A slice of the dQ accumulator: its head, query tile, part and address. `keys` has the KV head and its slot in the ring.
 struct Slice {
     Tile keys;
     int head, queries, part;
@@ -31,7 +31,7 @@ inline Slice slice_of(const Params& p, int section, int n) {
     return Slice{keys, head, queries, part, dq_slice(p, seq_info_of(p, keys.batch), keys, head, queries, part)};
 }
 
-// The first slice from n on, of every other, that has queries; `end` if none has.
+// Returns the first of slices n, n + 2, n + 4, ... that has queries; `slices.end` if none has. The other converting warp has the slices between.
 inline int next_slice(const Params& p, const SliceRange& slices, int n, Slice& slice) {
     for (; n < slices.end; n += 2) {
         slice = slice_of(p, slices.section, n);
@@ -40,7 +40,7 @@ inline int next_slice(const Params& p, const SliceRange& slices, int n, Slice& s
     return slices.end;
 }
 
-// Converts a piece, 16 rows by 64 columns in register order, to swizzled rows for TMA.
+// Converts a piece of 16 rows by 64 columns from register order to swizzled rows for TMA.
 inline void convert_piece(float scale, uint from, uint to) {
     const int lane = threadIdx.x & 31;
     const uint rows = to + (lane & 15) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
@@ -59,7 +59,8 @@ inline void load_piece(uint pieces, uint full, const float* sums, int n) {
     cp_async_bulk_load(pieces + (n & 1) * DQ_PIECE_BYTES, sums + n * DQ_PIECE, DQ_PIECE_BYTES, full + 8 * (n & 1));
 }
 
-// Converts a tile index's slices that this warp has. Two of a slice's four pieces are loaded ahead, also across slices.
+// Converts those slices of a tile index that are assigned to this warp (`mine`). A slice has four pieces; loads run two pieces ahead, and continue into
+// the next slice.
 inline void convert_slices(const TensorMap& dq_map, const Params& p, const SharedStorage& smem, const SliceRange& slices, int mine) {
     const bool first = (threadIdx.x & 31) == 0, reused = p.ring_sections > 0 && slices.section + p.ring_sections < p.sections;
     const uint pieces = smem.dq_pieces + mine * DQ_CONVERT_BYTES, rounded = pieces + 2 * DQ_PIECE_BYTES, full = smem.dq_pieces_full + 16 * mine;

@@ -16,8 +16,8 @@ inline RandomWords philox(RandomWords counter, uint key_low, uint key_high) {
     return counter;
 }
 
-// The four random words that a query and a key draw from. They serve two queries and two keys that are 8 apart within 16: bit 0 of the word index is the
-// key's half, bit 1 the query's. Of two neighbouring queries the even one has the lower half of a word.
+// The four random words that decide on (q, k). They also serve the key k ^ 8 and the queries q ^ 1 and q ^ 8: bit 0 of the word index is bit 3 of the
+// key, bit 1 is bit 3 of the query. A word has 16 random bits for each of two neighbouring queries, the lower half for the even one.
 inline RandomWords random_words(const Params& p, int batch, int head, uint q, uint k) {
     const ulong64 row = ulong64(batch) * p.heads_q + head, n = *p.dropout_offset + 4 * (row * 8 + k % 8) + q % 8 / 2, seed = *p.dropout_seed;
     const uint square = k / 16 * ((p.seq_q + 15) / 16) + q / 16;
@@ -28,7 +28,7 @@ inline bool survives(const Params& p, uint word, uint odd) {
     return (odd ? word >> 16 : word & 0xffffu) <= uint(p.dropout_threshold);
 }
 
-// Forward: calls `each` for every score of queries q and q + 8. q % 16 is below 8; a thread has keys k and k + 1 of every 8.
+// Forward: calls `each` for all scores of a thread. It has queries q and q + 8, where q % 16 < 8, and keys k and k + 1 of every 8.
 template <int scores, class Each>
 inline void dropout_of_queries(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll
@@ -42,7 +42,7 @@ inline void dropout_of_queries(const Params& p, int batch, int head, int q, int 
     }
 }
 
-// Backward, S transposed: keys k and k + 8, queries q and q + 1 of every 8.
+// Backward, where S is transposed: a thread has keys k and k + 8, and queries q and q + 1 of every 8.
 template <int scores, class Each>
 inline void dropout_of_keys(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll
@@ -53,7 +53,8 @@ inline void dropout_of_keys(const Params& p, int batch, int head, int q, int k, 
     }
 }
 
-// Packed GQA tiles of at most 8 queries: one query and every other pair of registers, which `half` selects.
+// For packed GQA tiles of at most 8 queries: calls `each` for the scores of one query only, which are every other pair of registers. `half` selects the
+// pairs.
 template <int scores, class Each>
 inline void dropout_of_query(const Params& p, int batch, int head, int q, int k, int half, Each each) {
 #pragma unroll

@@ -1,16 +1,17 @@
-// Log-sum-exps of rows with large scores as two f32. One f32 has no room for the logarithm of the number of keys next to a maximum of -1e9, which an
-// additive mask gives to whole rows. The backward preprocess kernels recompute these rows.
+// Log-sum-exps of rows with large scores, as two f32. One f32 cannot represent the logarithm of the number of keys next to a maximum of -1e9, which an
+// additive mask can give to a whole row. The backward preprocess kernels recompute these log-sum-exps.
 
-// Log-sum-exps in base 2 from this size on are recomputed. Below, rounding them to f32 changes P by less than rounding P to its element type does.
+// Log-sum-exps in base 2 of at least this size are recomputed. Below it, rounding them to f32 changes P by less than rounding P to its element type
+// does.
 constexpr float LARGE_LSE = sizeof(Element) == 4 ? 512.0f : 4096.0f;
 
-// Rows without P have a log-sum-exp of infinity.
+// A log-sum-exp of infinity stands for a row without keys, so it does not count as large.
 inline bool is_large(float lse) { return fabsf(lse) >= LARGE_LSE && lse != INFINITE; }
 
-// The log-sum-exp in base 2 of a row with this statistic, finite where that is.
+// Converts a row's `stats` value to a log-sum-exp in base 2. A finite value stays finite; -infinity, of a row without keys, becomes infinity.
 inline float lse_of_stat(float stat) { return stat == -INFINITE ? INFINITE : fminf(fmaxf(stat * LOG2_E, -3.402823466e38f), 3.402823466e38f); }
 
-// P = exp2((x - row_max) * factor - log2_sum) for a score x as the backward kernels multiply it by `factor`.
+// A log-sum-exp as two f32: P = exp2((x - row_max) * factor - log2_sum), where x is a score that the backward kernels multiply by `factor`.
 struct ExactLse {
     float row_max, log2_sum;
 };
@@ -18,10 +19,11 @@ struct ExactLse {
 // The exponent of P for a score.
 inline float exponent_of(float x, float factor, const ExactLse& lse) { return (x - lse.row_max) * factor - lse.log2_sum; }
 
-// Multiplies a score of these kernels into natural units.
+// The factor that converts a score of the backward kernels to natural units.
 inline float natural_of(float factor) { return WITH_SCORE_MOD ? 1.0f : factor / LOG2_E; }
 
-// The log-sum-exp of a row, computed by a warp. `score_at` gives a score as the backward kernels multiply it by `factor`, and whether it is attended to.
+// A warp computes the log-sum-exp of a row. `score_at(k, x)` sets x to the score that is multiplied by `factor`, and returns whether the query attends
+// to key k.
 template <class Score>
 inline ExactLse log_sum_exp(const Range& keys, float factor, Score score_at) {
     const float sign = factor < 0.0f ? -1.0f : 1.0f, unit = sign * factor;
@@ -44,8 +46,8 @@ inline ExactLse log_sum_exp(const Range& keys, float factor, Score score_at) {
     return all == -INFINITE ? ExactLse{0.0f, -INFINITE} : ExactLse{all * sign, log2f(sum)};
 }
 
-// How far a sink is above `row_max`, in base 2; `natural` converts scores to the units of sinks. Not contracted, so that every call gives the same
-// number.
+// Returns by how much a sink is above `row_max`, in base 2. `natural` converts scores to the units of sinks. The arithmetic is uncontracted, so that
+// every call gives the same number.
 inline float sink_above(const ExactLse& row, float natural, float sink) {
     return __fmul_rn(__fsub_rn(sink, __fmul_rn(row.row_max, natural)), LOG2_E);
 }
@@ -61,13 +63,14 @@ inline float sink_probability(const ExactLse& row, float natural, float stat, fl
     return ex2_approx(row.row_max == 0.0f ? (sink - stat) * LOG2_E : __fsub_rn(sink_above(row, natural, sink), row.log2_sum));
 }
 
-// The recomputed sum if it rounds to the caller's statistic, else that statistic: one merged over several parts of the keys is larger.
+// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, else that statistic. It may differ because the caller merged results over
+// several parts of the keys, which makes the statistic larger.
 inline ExactLse nearest_to(float stat, float natural, const ExactLse& sum) {
     const float off = sum.row_max * natural + sum.log2_sum * LN_2 - stat;
     return fabsf(off) <= fabsf(stat) * 2.384185791015625e-7f ? sum : ExactLse{0.0f, stat * LOG2_E};
 }
 
-// Applies the score_mods to a score; returns false if a mask drops it.
+// Applies the score_mod to a score; returns false if the mask excludes the key.
 inline bool traced_score(const Params& p, const Captured& captured, int batch, int head, int q, int k, float& x) {
 #if WITH_SCORE_MOD || WITH_KEEP
     const Place at = place_at(p, batch, head, q, k, 0, 0);

@@ -9,7 +9,7 @@ constexpr int ROW_BYTES = 128;
 constexpr uint Q_PANEL_BYTES = CTA_ROWS * ROW_BYTES;
 constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-// Packed GQA stores its output from registers.
+// Packed GQA stores O directly from registers.
 constexpr uint O_BYTES = PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_HAS_SMEM || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
@@ -41,7 +41,7 @@ inline void gemm_qk(float (&s)[SCORES], uint q, const uint (&q_registers)[Q_REGI
     wgmma_commit_group();
 }
 
-// O += P V. Asynchronous: P's registers must not be written until it is done.
+// O += P V. Asynchronous: P's registers must not be written until the GEMM is done.
 inline void gemm_pv(float (&o)[OUTPUTS], const uint (&p_packed)[SCORES / 2], uint v, bool add) {
     const ulong64 b = descriptor_mn_major(v, KV_PANEL_BYTES);
     wgmma_fence();
@@ -53,7 +53,7 @@ inline void gemm_pv(float (&o)[OUTPUTS], const uint (&p_packed)[SCORES / 2], uin
     wgmma_commit_group();
 }
 
-// The softmax of a KV block, after scale, score_mod and mask.
+// Applies scale, score_mod and mask to the scores of a KV block, then one step of the online softmax.
 template <bool masked>
 inline void softmax_of_block(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile,
                            int first_k) {
@@ -70,7 +70,7 @@ inline void softmax_of_block(float (&s)[SCORES], SoftmaxState& state, float (&re
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
         const int half = fragment_half(n);
-        // Written out: behind fragment_column() the loop over a long trace compiles to other code.
+        // The column is written out: with fragment_column(n), the loop over a long trace compiles to different machine code.
         const Place at = place_at<!masked>(p, tile.batch, heads[half], PACK_GQA ? q[half] : q[0], column, PACK_GQA ? 0 : 8 * half, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
@@ -80,19 +80,19 @@ UNROLL_TRACES
 #endif
     }
 #endif
-    // Recompute the sequence: keeping it live across the KV loop costs registers.
+    // Recompute the sequence's band and lengths: keeping them live across the KV loop costs registers.
     if (masked) mask_scores(s, p, seq_info_of_tile(p, tile), q, column);
     online_softmax(s, state, rescale, p);
 }
 
-// Zeroes dropped entries of P. The row sums have all of them.
+// Zeroes dropped entries of P. The row sums already include them.
 inline void apply_dropout(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
 #if WITH_DROPOUT
-    // Written out: behind functions, next to the same sums of softmax_of_block, it compiles to other code.
+    // The indices are written out as in softmax_of_block: computed by a shared function, they compile to different machine code.
     const int lane = threadIdx.x & 31, k = first_k + 2 * (lane & 3);
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
     const auto leave = [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; };
-    // In a tile of at most 8 queries, rows q and q + 8 are of different heads.
+    // In a tile of at most 8 queries, `row` and `row + 8` belong to different heads.
     if (!PACK_GQA || TILE_M > 8) {
         dropout_of_queries<SCORES>(p, tile.batch, head_of_row(tile, row), query_of_row(tile, row), k, leave);
     } else {
@@ -138,7 +138,7 @@ inline SharedStorage shared_layout(uint base) {
     return smem;
 }
 
-// TMA load of the tile's queries, of all its heads.
+// TMA load of Q: the tile's queries, for all heads of the tile.
 inline void load_q(const TensorMap& map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     for (int panel = 0; panel < QK_PANELS; panel++) {
         const uint to = smem.q + panel * Q_PANEL_BYTES;
@@ -156,8 +156,8 @@ struct PageSlice {
     int page, token;
 };
 
-// Keys past the sequence's end have no page: row 0 of page -1 is outside of the tensor, and TMA fills in zeros. Invalid page numbers are clamped to the
-// pool.
+// Keys past the sequence's end have no page. They get row 0 of page -1, which is outside of the tensor, so that TMA fills in zeros. Invalid page numbers
+// are clamped to the pool.
 inline PageSlice page_slice_of(const Params& p, const SeqInfo& seq_info, int batch, int block) {
 #if WITH_PAGES
     const int key = block * TILE_N + int(threadIdx.x) * PAGE_SLICE;
@@ -169,7 +169,7 @@ inline PageSlice page_slice_of(const Params& p, const SeqInfo& seq_info, int bat
 #endif
 }
 
-// Loads a block of K or V; `tensor_panels` panels have columns of the tensor.
+// Loads a block of K or V. Panels from `tensor_panels` on have no columns of the tensor and become zeros.
 template <int panels, int tensor_panels>
 inline void load_kv_block(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, const PageSlice& page_slice, int kv_head, const Tile& tile) {
 #if WITH_PAGES
@@ -196,7 +196,7 @@ struct TilePipeline {
     inline uint slot(const SharedStorage& smem) const { return smem.tiles + TILE_SLOT_BYTES * (tiles % TILE_SLOTS); }
 };
 
-// The producer is one thread, or one warp for paged KV, whose lane 0 does what is needed once.
+// The producer is one thread. For paged KV it is one warp, whose lane 0 does the steps that are needed only once.
 constexpr int PRODUCER_THREADS = WITH_PAGES ? 32 : 1;
 
 inline bool is_elected_producer() {
@@ -217,7 +217,8 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
     const int tiles = tiles_per_head(p), all = head_count(p) * tiles;
     int tile_index = blockIdx.x;
     while (true) {
-        // With two slots, this one had the tile before the last, whose Q the consumers have waited for. With four, that tile's output has been stored.
+        // Overwriting this slot needs no wait. With two slots, it has the tile before the last; consumers have released that tile's Q, so they have read
+        // the slot. With four slots, which the epilogue reads again, consumers have finished the tile in this slot.
         const uint to = tile_pipeline.slot(smem);
 #if WITH_TILE_LIST
         const Tile tile = tile_index < all ? tile_at(p, tiles, tile_index) : Tile{-1};
@@ -229,7 +230,7 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
         if (is_elected_producer()) mbarrier_arrive(tile_pipeline.barrier(smem));
         tile_pipeline.tiles++;
         if (tile_index >= all) return;
-        // Issued early: the atomic's latency is about one KV block.
+        // Pull the next index early: the latency of the atomic is about the time of one KV block.
         int next = all;
         if (int(gridDim.x) < all && is_elected_producer()) next = int(gridDim.x) + atomicAdd(p.tile_counter, 1);
 #if !WITH_TILE_LIST
@@ -243,7 +244,7 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
         bool partial, any = next_block(iterator, p, range, block, partial);
         bool first = true;
         do {
-            // The page table read overlaps the wait for an empty stage.
+            // Read the page table before the wait for an empty stage, so that the two latencies overlap.
             const PageSlice page_slice = any ? page_slice_of(p, seq_info, tile.batch, block) : PageSlice{0, 0};
             if (any) {
                 mbarrier_wait_parity(smem.k_empty + 8 * kv_pipeline.stage, kv_pipeline.phase ^ 1);
@@ -307,7 +308,7 @@ inline void store_split(const float (&o)[OUTPUTS], const float (&inverse_sum)[2]
 #endif
 
 #if PACK_GQA
-// Packed GQA: stores rows from registers. The output is small next to the K and V read for it.
+// Packed GQA: stores rows of O directly from registers. O is small compared with the K and V that are read for it.
 inline void store_packed_gqa(const float (&o)[OUTPUTS], const float (&inverse_sum)[2], const Params& p, const SeqInfo& seq_info, const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
@@ -326,7 +327,7 @@ inline void store_packed_gqa(const float (&o)[OUTPUTS], const float (&inverse_su
 inline void epilogue(float (&o)[OUTPUTS], SoftmaxState& state, bool any, const TensorMap& o_map, const Params& p, const SharedStorage& smem,
                      const Tile& before, int warpgroup) {
 #if WITH_TILE_LIST
-    // Reload: keeping it live across the KV loop costs registers.
+    // Reload the tile: keeping it live across the KV loop costs registers.
     const Tile tile = load_tile(before.smem_address);
 #else
     const Tile tile = before;
@@ -342,7 +343,7 @@ inline void epilogue(float (&o)[OUTPUTS], SoftmaxState& state, bool any, const T
         RowTotal total = row_total(state, half, p);
         const int row = warpgroup * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_SPLIT_KV
-        // Without the sink, which attention_combine adds once.
+        // The split's log-sum-exp excludes the sink, which attention_combine adds once.
         lse[half] = lse_of(total);
 #endif
 #if WITH_SINK
@@ -367,7 +368,7 @@ inline void epilogue(float (&o)[OUTPUTS], SoftmaxState& state, bool any, const T
 #if PACK_GQA
     store_packed_gqa(o, inverse_sum, p, seq_info, tile, warpgroup * 64 + warp * 16 + in_warp);
 #else
-    // Each warp stores its 16 rows, once its previous store has been read from shared memory.
+    // Each warp stores its 16 rows. First it waits until TMA has read the warp's previous rows from shared memory.
     const uint rows_at = smem.o + (warpgroup * 64 + warp * 16) * ROW_BYTES;
     if (lane == 0) cp_async_bulk_wait_group_read();
     __syncwarp();
@@ -422,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
         if (threadIdx.x < PRODUCER_THREADS) producer_loop(q_map, k_map, v_map, p, smem);
         return;
     }
-    // With one consumer warpgroup a thread has the most registers there are anyway.
+    // With one consumer warpgroup, threads are launched with the maximum number of registers, so setmaxnreg is not needed.
     if (CONSUMER_WARPGROUPS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = smem.q + warpgroup * 64 * ROW_BYTES;
@@ -462,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
             wgmma_wait_group<0>();
             wgmma_fence_operand(s);
             if (lane == 0) mbarrier_arrive(smem.k_empty + 8 * kv_pipeline.stage);
-            // The first block is partial under most masks: one softmax less to compile.
+            // The first block always runs the masked path: it is partial under most masks, and this saves one compiled copy of the softmax.
             softmax_of_block<true>(s, state, rescale, p, captured, tile, block * TILE_N);
             apply_dropout(s, p, tile, block * TILE_N);
             convert_fragment(p_packed, s);
@@ -504,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
         }
         epilogue(o, state, any, o_map, p, smem, tile, warpgroup);
         if (lane == 0) {
-            // O shares Q's shared memory: the next Q may be loaded when the store has been read.
+            // O shares Q's shared memory, so the next Q may be loaded only after TMA has read O.
             if (!O_HAS_SMEM) cp_async_bulk_wait_group_read();
             if (!O_HAS_SMEM || !any) mbarrier_arrive(smem.q_empty);
         }

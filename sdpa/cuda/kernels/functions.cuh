@@ -5,8 +5,8 @@ inline float error_function(float x) {
     return erff(x);
 }
 
-// The CUDA library's functions: for f32 problems and for values that a comparison depends on. `_within` variants get arguments of at most 2^24 (sin,
-// cos) or 64 (pow); `pow_of` gets a positive base and its logarithm.
+// The CUDA library's functions: for f32 problems and for values that a comparison depends on. `sin_within` and `cos_within` get arguments of at most
+// 2^24 or that depend on the score; `pow_within` gets exponents of at most 64, `pow_of` a positive constant base and its base-2 logarithm.
 namespace exact {
 inline float sqrt(float x) { return sqrtf(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
@@ -29,17 +29,18 @@ inline float max(float x, float y) { return fmaxf(x, y); }
 namespace precise = exact;
 #else
 
-// x minus whole turns, for |x| <= 2^24: at most 3.8, off by less than an ulp of 2.
+// Subtracts whole turns (multiples of 2 pi) from x, for |x| <= 2^24. The result is at most 3.8 in absolute value; its error is less than an ulp of 2.
 inline float reduce_range_small(float x) {
     // Adding 1.5 * 2^23 rounds to an integer.
     const float turns = fmaf(x, 0.159154943f, 12582912.0f) - 12582912.0f;
     return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
 
-// 1 / (2 pi) in binary, from the bit of weight 1/2 on.
+// The bits of 1 / (2 pi), from the bit of weight 1/2 on.
 __constant__ const uint INVERSE_TWO_PI[6] = {0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410};
 
-// The same for |x| > 2^24: x is an integer times a power of two, and is multiplied by those bits of 1 / (2 pi) that do not amount to whole turns.
+// Like reduce_range_small, for |x| > 2^24. x is an integer times a power of two. The integer is multiplied by 64 bits of 1 / (2 pi); the bits before
+// these contribute only whole turns.
 inline float reduce_range_large(float x) {
     const uint bits = __float_as_uint(x);
     const int power = int(bits >> 23 & 255) - 150, word = power >> 5, by = power & 31;
@@ -59,7 +60,7 @@ inline float sin_reduced(float angle) {
     return fabsf(angle) < 0.0144f ? angle : sin_approx(angle);
 }
 
-// Relative error 1e-6 also next to 1, where large exponents of pow amplify it.
+// log2(x) with a relative error of 1e-6, also for x close to 1, where large exponents of pow amplify the error.
 inline float log2_accurate(float x) {
     const float y = x - 1.0f;
     float sum = fmaf(y, -0.246187665f, 0.293438937f);
@@ -98,8 +99,8 @@ inline float quotient(float x, float y) { return div_full(x, y); }
 inline float min(float x, float y) { return fminf(x, y); }
 inline float max(float x, float y) { return fmaxf(x, y); }
 
-// bf16: MUFU.TANH, relative error 2^-11, in both passes. Otherwise from the parts that the derivative uses too: absolute error 1.2e-7, and near 0 the
-// argument itself, which keeps the relative error below 2e-5.
+// bf16 (APPROXIMATE) uses MUFU.TANH, relative error 2^-11, in both passes. Otherwise tanh is computed from the same exponential as tanh_slope, with an
+// absolute error of 1.2e-7. Near 0 it returns the argument itself, which keeps the relative error below 2e-5.
 inline float tanh(float x) {
     if (APPROXIMATE) return tanh_approx(x);
     const float remainder = exp_minus_2abs(x);
@@ -107,9 +108,9 @@ inline float tanh(float x) {
     return fabsf(x) < 0.0071f ? x : copysignf(far, x);
 }
 
-// pow from log2 |x|. Branch-free: diverging lanes would serialise.
+// Computes pow(x, y), given log2 |x| as `log`. Branch-free, because diverging lanes would serialise.
 inline float power(float x, float y, float log) {
-    // 0 * infinity and 0 * NaN would be NaN: pow(x, 0) and pow(1, y) are 1.
+    // pow(x, 0) and pow(1, y) are 1 for all x and y. y * log could be 0 * infinity or 0 * NaN, which is NaN, so the exponent is set to 0 instead.
     const float size = ex2_approx((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
     const bool negative = __float_as_int(x) < 0, integer = floorf(y) == y, odd = integer & floorf(0.5f * y) != 0.5f * y;
     const float result = negative & odd ? -size : size;

@@ -1,31 +1,31 @@
-// KV blocks of a query tile: which ones the tile iterates over, last block first, and which of them are partial. Called by the forward kernels and the
-// sm_80 dQ kernel.
+// KV blocks of a query tile: which blocks the tile iterates over, in descending order, and which of them are partial. The forward kernels and the sm_80
+// dQ kernel use this.
 
 // block_sparsity.cuh makes a list of KV blocks for each query tile.
 #define OUTER_BLOCKS(p) ((p).tiles)
 #define INNER_BLOCKS(p) (((p).seq_kv + TILE_N - 1) / TILE_N)
 #define DESCENDING true
 
-// Blocks [begin, end) with any attended pair, and of these the full ones [full_begin, full_end), by band, prefix and lengths.
+// By band, prefix and lengths, blocks [begin, end) have an attended (query, key) pair. Of these, blocks [full_begin, full_end) are full.
 struct BlockRange {
     int begin, end;
     int full_begin, full_end;
 };
 
 inline BlockRange block_range_of(const Params& p, const SeqInfo& s, int tile) {
-    // Both ends of the attended range grow with the query: the first and the last query of the tile decide.
+    // Neither end of the range of attended keys decreases as the query increases, so the tile's first and last query determine the blocks.
     const int first_q = tile * TILE_M, last_q = min(first_q + TILE_M, s.len_q) - 1;
     const Range first = attended_keys(p, s, first_q), last = attended_keys(p, s, last_q);
     BlockRange r;
     r.begin = first.begin / TILE_N;
     r.end = last_q < first_q || last.end <= first.begin ? r.begin : (last.end + TILE_N - 1) / TILE_N;
     r.full_begin = (last.begin + TILE_N - 1) / TILE_N;
-    // Queries past the last one attend to nothing; their rows are not written.
+    // Rows past the last query do not make a block partial: they attend to nothing, but their results are discarded anyway.
     r.full_end = first.end / TILE_N;
     return r;
 }
 
-// Descending: `at` counts down to `end`. With block lists, indices into the list.
+// Iterates in descending order: `at` counts down to `end`. With block lists, `at` and `end` are indices into the list, and `at` counts up.
 struct BlockIterator {
     int at;
     int end;

@@ -1,7 +1,7 @@
-// Masks known without evaluating a trace: diagonal band, prefix, per-sequence lengths, varlen offsets. Every kernel calls it for bounds of keys or
-// queries.
+// Masks known without evaluating a trace: diagonal band, prefix, per-sequence lengths, varlen offsets. Every kernel gets its bounds of keys or queries
+// from here.
 
-// A band without this bound.
+// Absolute value of an absent band bound.
 constexpr int UNBOUNDED = 1 << 30;
 
 // Band and lengths of one sequence.
@@ -29,7 +29,7 @@ inline Sequence sequence_of(const void* boundaries, int document, int tokens, in
 }
 #endif
 
-// Intersects the band with one that is bottom-right aligned for this sequence's lengths.
+// Intersects the band with a second one (`ends_lower`, `ends_upper`) that is bottom-right aligned for this sequence's lengths.
 inline SeqInfo align_to_ends(const Params& p, SeqInfo s) {
 #if WITH_ENDS
     const int shift = s.len_kv - s.len_q;
@@ -60,7 +60,7 @@ inline SeqInfo seq_info_of(const Params& p, int batch) {
     return align_to_ends(p, s);
 }
 
-// Rows that the output has: of a packed sequence only its tokens.
+// Rows of the output or gradient to write: all rows of the tensor, or only the tokens of a packed sequence.
 inline int rows_q(const Params& p, const SeqInfo& s) { return WITH_PACKED_Q ? s.len_q : p.seq_q; }
 inline int rows_kv(const Params& p, const SeqInfo& s) { return WITH_PACKED_KV ? s.len_kv : p.seq_kv; }
 
@@ -85,7 +85,7 @@ inline Range attended_keys(const Params& p, const SeqInfo& s, int q) {
     return Range{begin, q < s.len_q ? end : begin};
 }
 
-// Queries that may attend to a key. Both ends grow with the key.
+// Queries that band, prefix and lengths let attend to a key. Neither end of the range decreases as the key increases.
 inline Range attending_queries(const Params& p, const SeqInfo& s, int k) {
     int begin = s.upper < UNBOUNDED ? max(0, k - s.upper) : 0;
 #if WITH_PREFIX
@@ -95,8 +95,8 @@ inline Range attending_queries(const Params& p, const SeqInfo& s, int k) {
     return Range{begin, k < s.len_kv ? end : begin};
 }
 
-// The position at an offset from (q, k), for traces. It is clamped to the tensors' extents only if a trace reads tensors along that axis or is long:
-// otherwise values past the end are computed and dropped.
+// The position at an offset from (q, k), for traces. CLAMPS_QUERIES and CLAMPS_KEYS are set if a trace reads tensors along that axis or is long; the
+// index is then clamped to the extent. Otherwise values past the extent are computed and discarded.
 template <bool key_inside = false>
 inline Place place_at(const Params& p, int batch, int head, int q, int k, int q_offset, int k_offset) {
     const bool clamps = CLAMPS_KEYS && !key_inside;
@@ -105,6 +105,6 @@ inline Place place_at(const Params& p, int batch, int head, int q, int k, int q_
 }
 
 #if WITH_BLOCK_LISTS
-// Set in an entry of a block list if the mask drops some pairs of the block.
+// Flag in an entry of a block list: the block is partial, because the mask excludes some of its (query, key) pairs.
 constexpr uint PARTIAL_BLOCK = 1u << 31;
 #endif

@@ -1,6 +1,6 @@
 // mma.sync, ldmatrix.trans and cp.async PTX wrappers of the sm_80 kernels. The CPU emulation replaces this file.
 
-// Like ldmatrix_x4, each matrix transposed: a thread gets two neighbours of a column.
+// Like ldmatrix_x4, but transposes each matrix: a thread gets two adjacent elements of a column.
 inline void ldmatrix_x4_trans(uint (&x)[4], uint at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -45,7 +45,7 @@ inline void st_shared_v4_b32(uint at, uint x, uint y, uint z, uint w) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Copies `bytes` bytes to shared memory and fills up to 16 with zeros. Both addresses are multiples of 16.
+// Copies `bytes` bytes to shared memory and fills the rest of 16 bytes with zeros. Both addresses are multiples of 16.
 inline void cp_async_16(uint to, const void* from, uint bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

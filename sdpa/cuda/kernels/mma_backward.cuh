@@ -1,9 +1,9 @@
-// P and dS of one warp, by rows of queries (dQ kernel) or of keys (`BY_KEYS`, dK/dV kernel). Called by mma_backward_dq.cu and mma_backward_dkv.cu.
+// P and dS of one warp, for mma_backward_dq.cu and mma_backward_dkv.cu. Rows are queries in the dQ kernel, and keys in the dK/dV kernel (BY_KEYS).
 
 constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS || WITH_SCORE_MOD ? SCORES : 1;
 
-// Log-sum-exp in base 2 and delta = sum of o * d_o of each query: of the thread's two rows in registers, or by keys where those of its columns are in
-// shared memory.
+// Log-sum-exp in base 2, and delta = sum of o * d_o, for each query. With BY_KEYS queries are columns, and the values are read from shared memory.
+// Otherwise queries are rows, and a thread keeps the values of its two rows in registers.
 #if BY_KEYS
 struct RowStatistics {
     uint lse, delta;
@@ -18,13 +18,13 @@ inline float2 lse_of(const RowStatistics& row_statistics, int n) { return float2
 inline float2 delta_of(const RowStatistics& row_statistics, int n) { return float2{row_statistics.delta[fragment_half(n)], row_statistics.delta[fragment_half(n)]}; }
 #endif
 
-// The exact log-sum-exp of the query of a score.
+// The exact log-sum-exp of query `q`.
 inline ExactLse exact_at(const Params& p, const FragmentOrigin& origin, int q) {
     const float2 both = p.exact_lse[stats_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, q)];
     return ExactLse{both.x, both.y};
 }
 
-// P in place of scores, and in `raw` the scores before the score_mod. `large`: some rows need the exact log-sum-exp.
+// Replaces scores by P, and stores the scores before the score_mod in `raw`. `large`: some query needs the exact log-sum-exp.
 template <bool masked>
 inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], const Params& p, const Captured& captured, const FragmentOrigin& origin,
                         const RowStatistics& row_statistics, bool large) {
@@ -66,7 +66,7 @@ inline void recompute_p_step(bool masked, bool large, float (&s)[SCORES], float 
     else recompute_p<false>(s, raw, p, captured, origin, row_statistics, false);
 }
 
-// dS after the score_mod, in place of P.
+// Replaces P by dS, the gradient of the scores after the score_mod.
 inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const Params& p, const RowStatistics& row_statistics, uint dropout_mask) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
@@ -76,6 +76,6 @@ inline void compute_ds(float (&s)[SCORES], const float (&d_p)[SCORES], const Par
     }
 }
 
-// Shared memory: rows of the CTA's own side, then a stage of the other side, or two.
+// Shared memory: the CTA's own rows, then one or two stages of the rows that it iterates over.
 constexpr uint OWN_BYTES = OWN * (QK_ROW + V_ROW);
 constexpr uint STEP_BYTES = STEP * (QK_ROW + V_ROW + 8);

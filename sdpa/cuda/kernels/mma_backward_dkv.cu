@@ -8,7 +8,7 @@ constexpr int DV = DIM_V / COLUMN_PARTS / 2;
 inline void load_step(uint to, const Params& p, int batch, int head, int tile) {
     const uint known_at = to + STEP * (QK_ROW + V_ROW);
     const SeqInfo seq_info = seq_info_of(p, batch);
-    // Zeros past the length: rows there may be NaN, which P and dS of 0 would pass on.
+    // Rows past the length are loaded as zeros: they may hold NaN, and P or dS of 0 times NaN would be NaN.
     const Extent queries = {seq_info.begin_q, tile * STEP, seq_info.len_q};
     load_rows<STEP, DIM_QK, Q_WIDE>(to, QK_ROW, p.q, batch, head, queries, p.dim_qk);
     load_rows<STEP, DIM_V, D_O_WIDE>(to + STEP * QK_ROW, V_ROW, p.d_o, batch, head, queries, p.dim_v);
@@ -21,7 +21,7 @@ inline void load_step(uint to, const Params& p, int batch, int head, int tile) {
     cp_async_commit_group();
 }
 
-// Iterates over the query tiles of the GQA group, head after head.
+// Iterates over the query tiles of all heads of the GQA group, one head after the other.
 struct HeadRange {
     int head_in_group, head;
     BlockIterator iterator;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint k_at = shared_address(memory), v_at = k_at + OWN * QK_ROW, steps_at = k_at + OWN_BYTES;
     const int lane = threadIdx.x & 31, warp = warp_uniform(int(threadIdx.x >> 5));
-    // First blocks first: under a causal mask they have the most queries.
+    // The first blocks run first, since they have the most queries under a causal mask.
     const int part = blockIdx.x % COLUMN_PARTS, index = blockIdx.x / COLUMN_PARTS, heads_kv = p.heads_q / p.group, all = p.batch * heads_kv;
     const int block = index / all, batch = index % all / heads_kv, kv_head = index % heads_kv;
     const SeqInfo seq_info = seq_info_of(p, batch);

@@ -5,7 +5,7 @@ constexpr int DQ = DIM_QK / 2;
 
 inline void load_step(uint to, const Params& p, int batch, int kv_head, int block) {
     const SeqInfo seq_info = seq_info_of(p, batch);
-    // Zeros past the length: rows there may be NaN, which dS of 0 would pass on.
+    // Rows past the length are loaded as zeros: they may hold NaN, and dS of 0 times NaN would be NaN.
     const Extent keys = {seq_info.begin_kv, block * STEP, seq_info.len_kv};
     load_rows<STEP, DIM_QK, K_WIDE>(to, QK_ROW, p.k, batch, kv_head, keys, p.dim_qk);
     load_rows<STEP, DIM_V, V_WIDE>(to + STEP * QK_ROW, V_ROW, p.v, batch, kv_head, keys, p.dim_v);
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint q_at = shared_address(memory), d_o_at = q_at + OWN * QK_ROW, steps_at = q_at + OWN_BYTES;
     const int lane = threadIdx.x & 31, warp = warp_uniform(int(threadIdx.x >> 5));
-    // Last tiles first: under a causal mask they have the most keys.
+    // The last tiles run first, since they have the most keys under a causal mask.
     const int index = blockIdx.x, heads = p.batch * p.heads_q;
     const int tile = p.tiles - 1 - index / heads, batch = index % heads / p.heads_q, head = index % p.heads_q, kv_head = head / p.group;
     const SeqInfo seq_info = seq_info_of(p, batch);
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     int block;
     bool partial, any = next_block(iterator, p, range, block, partial);
     if (any) {
-        // Zeros past the length: NaN scores would be NaN times an exponential of 0.
+        // Rows past the length are loaded as zeros: if they held NaN, their P would be NaN instead of 0.
         const Extent known_rows = {seq_info.begin_q, own.first, seq_info.len_q};
         load_rows<OWN, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, batch, head, known_rows, p.dim_qk);
         load_rows<OWN, DIM_V, D_O_WIDE>(d_o_at, V_ROW, p.d_o, batch, head, known_rows, p.dim_v);

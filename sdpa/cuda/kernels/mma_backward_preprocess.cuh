@@ -2,19 +2,20 @@
 
 constexpr int ROWS_OF_WARP = 4;
 
-// Per row: the log-sum-exp in base 2, infinity for a row without keys, and delta = sum of o * d_o. A CTA has 32 rows of a head, a warp four at once.
+// For each row, writes the log-sum-exp in base 2 (infinity for a row without keys) and delta = sum of o * d_o. A CTA has 32 rows of a head, four per
+// warp.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preprocess(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
     const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int first = (block * 8 + warp) * ROWS_OF_WARP, rows = rows_q(p, seq_info);
-    // The grid covers the longest sequence.
+    // The grid covers the longest sequence; this one may be shorter.
     if (first >= rows) return;
     const Element *o[ROWS_OF_WARP], *d_o[ROWS_OF_WARP];
     float stats[ROWS_OF_WARP], sums[ROWS_OF_WARP];
 #pragma unroll
     for (int n = 0; n < ROWS_OF_WARP; n++) {
-        // Past the end the last row is read again.
+        // Rows past the end read the last row instead. Their results are not stored.
         const int row = min(first + n, rows - 1);
         stats[n] = p.stats[stats_index(p, seq_info, batch, head, row)];
         o[n] = row_of(p.o, batch, head, seq_info.begin_q + row);
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preproce
         for (int apart = 16; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
         const int row = first + n;
         const float stat = stats[n];
-        // `o` of a row without keys may hold anything.
+        // `o` of a row without keys may hold anything, so delta is set to 0.
         const bool any = stat != -INFINITE && row < seq_info.len_q;
         if (lane == 0 && row < rows) {
             const long at = stats_index(p, seq_info, batch, head, row);
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_preproce
                         row_apart, nullptr, score_at);
 }
 
-// One CTA per head adds in a fixed order: deterministic.
+// One CTA per head adds the rows in a fixed order, so the result is deterministic.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint sums = shared_address(memory);
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sink_gradient(con
     for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
         const int batch = int(n / p.seq_q), row = int(n % p.seq_q);
         const SeqInfo seq_info = seq_info_of(p, batch);
-        // Tokens between packed sequences have no statistics.
+        // Rows past the end of a packed sequence have no statistics.
         if (row >= rows_q(p, seq_info)) continue;
         const long at = stats_index(p, seq_info, batch, head, row);
         const float2 exact = p.exact_lse[at];
@@ -83,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(
     if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }
 
-// Deterministic parameter gradients: adds what warps stored, (batch, heads, slots, inner) numbers, in a fixed order to elements of the batch entries
-// (`spans` bit 0) and heads (bit 1) that the parameter spans. 1 or 32 lanes share an element.
+// Deterministic parameter gradients: sums the partial results of warps, `from` of shape (batch, heads, slots, inner), in a fixed order. The gradient `to`
+// has an axis of batch entries if bit 0 of `spans` is set, and of heads if bit 1 is set. 1 or 32 lanes share an element of it.
 extern "C" __global__ void __launch_bounds__(256, 1)
     attention_reduce_gradient(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
     const long thread = long(blockIdx.x) * 256 + threadIdx.x, element = thread / lanes;

@@ -7,7 +7,8 @@ struct Tile {
     int tile, batch, head;
 };
 
-// The softmax of a KV block. The thread's first score is of query `q` and key `column`.
+// Applies scale, score_mod and mask to the scores of a KV block, then one step of the online softmax. The thread's first score is of query `q` and key
+// `column`.
 template <bool masked>
 inline void softmax_of_block(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p, const Captured& captured, const Tile& tile, int q,
                              int column) {
@@ -32,7 +33,7 @@ UNROLL_TRACES
     online_softmax(s, state, rescale, p);
 }
 
-// The factor that normalises each row of O, after the last block; writes the statistics.
+// After the last block: computes the factor that normalises each row of O, and writes the statistics.
 inline void finish_softmax(float (&inverse_sum)[2], SoftmaxState& state, const Params& p, const Tile& tile, int q) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
 #pragma unroll
@@ -64,7 +65,7 @@ inline Tile tile_at(const Params& p, int tile_index) {
 constexpr uint K_BYTES = TILE_N * QK_ROW;
 constexpr uint V_BYTES = TILE_N * V_ROW;
 
-// Loads a block of K or V. Keys past the sequence's end have no page; invalid page numbers are clamped to the pool.
+// Loads a block of K or V. Keys past the sequence's end have no page and become zeros; invalid page numbers are clamped to the pool.
 template <int columns, bool wide>
 inline void load_kv_block(uint to, uint row_bytes, const Params& p, const Strided& from, const Tile& tile, int block, int dim) {
     const int head = tile.head / p.group;
@@ -76,7 +77,7 @@ inline void load_kv_block(uint to, uint row_bytes, const Params& p, const Stride
     load_rows_at<TILE_N, columns, wide>(to, row_bytes, from, block * TILE_N, seq_info_of(p, tile.batch).len_kv, dim, in_page);
 #else
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
-    // Zeros past the length: what is there may be NaN, which P of 0 would pass on.
+    // Keys past the length are loaded as zeros: they may hold NaN, and P of 0 times NaN would be NaN.
     load_rows<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, {seq_info.begin_kv, block * TILE_N, seq_info.len_kv}, dim);
 #endif
 }
@@ -119,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const bool masked = partial;
         any = next_block(iterator, p, range, block, partial);
         const int next = STAGES == 1 ? 0 : stage ^ 1;
-        // This block's K has arrived, and all warps are done with the stage that is loaded next.
+        // Wait until this block's K has arrived and all warps are done with the stage that is loaded next.
         cp_async_wait_group<1>();
         __syncthreads();
         if (STAGES == 2) {
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         if (ALWAYS_MASKED || masked) softmax_of_block<true>(s, state, rescale, p, captured, tile, q, column);
         else softmax_of_block<false>(s, state, rescale, p, captured, tile, q, column);
 #if WITH_DROPOUT
-        // The row sums have all entries of P.
+        // The row sums already include the dropped entries of P.
         dropout_of_queries<SCORES>(p, tile.batch, tile.head, q, column, [&](int n, bool survives) { s[n] = survives ? s[n] : 0.0f; });
 #endif
 #pragma unroll

@@ -1,5 +1,5 @@
-// Zeroes rows past a sequence's length in shared memory. P and dS are 0 there, but 0 * NaN is NaN, and such rows may hold anything. Called by the
-// consumers of the sm_90 kernels.
+// Zeroes rows past a sequence's length in shared memory. P and dS are 0 there, but such rows may hold anything, and 0 * NaN is NaN. The consumers of
+// the sm_90 kernels call this.
 
 constexpr uint SWIZZLED_ROW_BYTES = 128;
 
@@ -14,7 +14,7 @@ inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
     }
 }
 
-// Makes the zeros of a warpgroup visible to its WGMMAs. Each warpgroup has a named barrier of its own.
+// Makes the zeros that a warpgroup wrote visible to that warpgroup's WGMMAs. Each warpgroup has its own named barrier.
 constexpr uint BARRIER_ZEROED = 12;
 inline void sync_zeroed_rows() {
     fence_proxy_async();

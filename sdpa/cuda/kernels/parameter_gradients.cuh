@@ -1,7 +1,7 @@
-// Parameter gradients: sums of what scores contribute, reduced over a thread and a warp before the atomics. Called by code that source.rs generates for
-// the backward kernels.
+// Parameter gradients: contributions of scores, summed over a thread and a warp before the atomic additions. Code that source.rs generates for the
+// backward kernels calls this.
 
-// Runs `something` for the lanes where `holds`, one after the other: a fixed order of additions.
+// Runs `something` for the lanes where `contains` is true, one after the other, so that additions have a fixed order.
 template <class Do>
 inline void lane_by_lane(bool contains, Do something) {
     for (uint left = __ballot_sync(~0u, contains); left != 0; left &= left - 1) {
@@ -10,7 +10,7 @@ inline void lane_by_lane(bool contains, Do something) {
     }
 }
 
-// Adds `x` of each score to the parameter gradient; `to` gives the address of an element. The parameter spans queries, keys, both or neither.
+// Adds `x` of each score to the parameter gradient; `to` gives the address of an element. The parameter spans queries if `by_q`, and keys if `by_k`.
 template <bool by_q, bool by_k, class To>
 inline void add_parameter_gradient(const float (&x)[SCORES], const Params& p, const FragmentOrigin& origin, To to) {
     const int lane = threadIdx.x & 31;

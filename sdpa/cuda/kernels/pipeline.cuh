@@ -1,6 +1,7 @@
-// A pipeline of mbarriers between a producer and its consumers, as in CUTLASS: both count stages, and the phase of the barriers flips with each round.
+// Pipeline of mbarriers between a producer and its consumers, as in CUTLASS. Producer and consumers each count stages; the phase bit flips after each
+// round of all stages.
 
-// Stage and phase bit.
+// Index of the current stage, and phase bit (parity) of its mbarriers.
 template <int stages>
 struct PipelineState {
     int stage = 0, phase = 0;

@@ -1,5 +1,5 @@
-// What kernels and traced score_mods and masks rely on: element types, bit casts and helpers with the names that they have in MSL, so that both dialects
-// share generated code.
+// Element types, bit casts and helpers that the kernels and the traced score_mods and masks use. Names are those of MSL, so that CUDA and MSL share
+// generated code.
 
 // Bit cast.
 template <class To>
@@ -17,12 +17,13 @@ inline To as_type(float x);
 template <>
 inline uint as_type<uint>(float x) { return __float_as_uint(x); }
 
-// Exact float of an integer in [-2^22, 2^22), without a conversion instruction: adding to the bits of 1.5 * 2^23 counts in the last place.
+// Converts an integer in [-2^22, 2^22) to float exactly, without a conversion instruction. It adds x to the bits of 1.5 * 2^23, whose last bit has the
+// value 1, and then subtracts 1.5 * 2^23.
 inline float float_of_small(int x) {
     return __int_as_float(0x4b400000 + x) - 12582912.0f;
 }
 
-// float(x) where x - more is the same for many scores: that is converted once, and each score costs one addition.
+// Returns float(x). `x - more` is the same for many scores of a thread, so the compiler converts it once, and each score costs one addition.
 inline float float_from(int x, int more) {
     return more == 0 ? float_of_small(x) : float_of_small(x - more) + float(more);
 }
@@ -40,8 +41,8 @@ struct BFloat {
 inline uint pack_pair(Half, float low, float high) { return cvt_rn_f16x2(low, high); }
 inline uint pack_pair(BFloat, float low, float high) { return cvt_rn_bf16x2(low, high); }
 
-// Precedes each loop over scores that evaluates a trace. Long traces are not unrolled for all scores: that takes minutes to compile and overflows the
-// instruction cache.
+// UNROLL_TRACES goes before each loop over scores that evaluates a trace. Loops over long traces are unrolled for TRACE_UNROLL scores only: unrolling
+// them for all takes minutes to compile and overflows the instruction cache.
 #if TRACE_UNROLL == 0
 #define UNROLL_TRACES _Pragma("unroll")
 #else

@@ -1,5 +1,5 @@
-// PTX wrappers of single threads and warps: conversions, approximate functions, shared memory, named barriers, setmaxnreg. Every kernel includes them;
-// the CPU emulation replaces this file.
+// PTX wrappers for conversions, approximate functions, shared memory, named barriers and setmaxnreg. Every kernel source includes this file; the CPU
+// emulation replaces it.
 
 inline float cvt_f32_f16(unsigned short bits) {
     float x;
@@ -84,8 +84,8 @@ inline void st_shared_v4_f32(uint at, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements. A thread holds row lane / 4, columns 2 (lane % 4) and the next; lane n passes the address of row n % 8
-// of matrix n / 8.
+// Stores four 8 x 8 matrices of 16-bit elements. Of each matrix a thread holds two elements: row lane / 4, columns 2 (lane % 4) and 2 (lane % 4) + 1.
+// Lane n passes the address of row n % 8 of matrix n / 8.
 inline void stmatrix_x4(uint at, uint a, uint b, uint c, uint d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -123,12 +123,13 @@ inline void named_barrier_arrive(uint barrier, uint threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Four separate relaxed additions to consecutive f32; their order is not defined.
+// Adds to four consecutive f32: four separate relaxed atomic additions, in no defined order.
 inline void red_add_v4_f32(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Adds to a counter in global memory. The release orders it after this thread's own writes, and the proxy fence after its completed bulk copies.
+// Adds to a counter in global memory. The release orders the addition after this thread's own writes; the proxy fence orders it after this thread's
+// completed bulk copies.
 inline void counter_release_add(int* at, int count) {
     asm volatile(
         "fence.proxy.async.global;\n"
@@ -137,8 +138,8 @@ inline void counter_release_add(int* at, int count) {
         : "memory");
 }
 
-// Spins until the counter has reached `count`. The acquire, with the proxy fence, makes what was written before visible to this thread and to the bulk
-// copies that it issues.
+// Spins until the counter has reached `count`. Writes from before the additions to the counter are then visible to this thread (acquire) and to the
+// bulk copies that it issues (proxy fence).
 inline void counter_acquire_wait(const int* at, int count) {
     int found;
     do {
@@ -153,7 +154,7 @@ inline float* opaque_address(float* at) {
     return at;
 }
 
-// Hides the value from the compiler, so that it recomputes what depends on it instead of keeping it live.
+// Hides the value from the compiler, so that the compiler recomputes what depends on the value instead of keeping it in registers.
 inline int opaque_int(int x) {
     asm volatile("" : "+r"(x));
     return x;

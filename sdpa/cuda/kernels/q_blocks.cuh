@@ -1,12 +1,12 @@
-// Query tiles of a KV block: which ones the block iterates over, first tile first, and which of them are partial. Called by the backward kernels that
-// own KV blocks.
+// Query tiles of a KV block: which tiles the block iterates over, in ascending order, and which of them are partial. The backward kernels whose CTAs
+// each own a KV block use this.
 
 // block_sparsity.cuh makes a list of query tiles for each KV block.
 #define OUTER_BLOCKS(p) ((p).blocks)
 #define INNER_BLOCKS(p) ((p).tiles)
 #define DESCENDING false
 
-// Tiles [begin, end) with any attended pair, and of these the full ones [full_begin, full_end), by band, prefix and lengths.
+// By band, prefix and lengths, tiles [begin, end) have an attended (query, key) pair. Of these, tiles [full_begin, full_end) are full.
 struct BlockRange {
     int begin, end;
     int full_begin, full_end;
@@ -23,7 +23,7 @@ inline BlockRange block_range_of(const Params& p, const SeqInfo& s, int block) {
     return r;
 }
 
-// Ascending. With block lists, indices into the list.
+// Iterates in ascending order from `at` to `end`. With block lists, both are indices into the list.
 struct BlockIterator {
     int at;
     int end;

@@ -1,15 +1,16 @@
-// Online softmax (Milakov and Gimelshein, 2018; FlashAttention, algorithm 1) over the scores that a thread holds, for the forward kernels. A thread has two
-// rows, which four neighbouring threads share.
+// Online softmax (Milakov and Gimelshein, 2018; FlashAttention, algorithm 1) over the scores in a thread's registers, for the forward kernels. A thread
+// has scores of two rows; four neighbouring threads share a row.
 
 constexpr int SCORES = TILE_N / 2;
 
 #if LAZY_RESCALE
-// A row is rescaled when its maximum has grown by more than this, in base 2, since the last time (FlashAttention-4). Exponentials are at most 2^8, which f16
-// holds. Without lazy rescaling the maximum is the reference of the exponentials.
+// With LAZY_RESCALE a row is rescaled only when its maximum has grown by more than this, in base 2, since its last rescaling (as in FlashAttention-4).
+// Exponentials are then at most 2^8, which f16 can represent. Without LAZY_RESCALE they are relative to the current maximum.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 #endif
 
-// State of a thread's two rows, in unscaled scores: maximum, sum of exponentials, and the reference that they are relative to.
+// State of a thread's two rows: maximum, sum of exponentials, and the reference score that is subtracted before exponentiation. Maximum and reference
+// are scores before multiplication by softmax_scale_log2.
 struct SoftmaxState {
     float row_max[2];
     float row_sum[2];
@@ -34,7 +35,7 @@ inline float& reference_of(SoftmaxState& state, int half) {
 #endif
 }
 
-// The threads of a row.
+// Reduces over the four threads that share a row.
 inline float row_reduce_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -45,7 +46,8 @@ inline float row_reduce_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Masks the scores outside of the keys that the queries `q` of the thread's rows attend to. `column`: the key of its first score.
+// Sets scores to -infinity where a query does not attend to the key by band, prefix or lengths. `q`: the queries of the thread's two rows; `column`:
+// the key of the thread's first score.
 inline void mask_scores(float (&s)[SCORES], const Params& p, const SeqInfo& seq_info, const int (&q)[2], int column) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -57,7 +59,8 @@ inline void mask_scores(float (&s)[SCORES], const Params& p, const SeqInfo& seq_
     }
 }
 
-// One update: exponentials in place of scores, and the factor by which O and the sum of each row are rescaled.
+// One step of the online softmax: replaces scores by exponentials, updates the state, and sets `rescale` to the factor by which the caller rescales
+// each row of O.
 inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&rescale)[2], const Params& p) {
     const float unit = p.softmax_scale_log2;
 #pragma unroll
@@ -68,7 +71,7 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
         row_max = row_reduce_max(row_max);
 #if LAZY_RESCALE
         state.row_max[half] = fmaxf(state.row_max[half], row_max);
-        // A growth of NaN, of two maxima of -infinity, is not larger.
+        // If both maxima are -infinity, `growth` is NaN and the comparison is false: the row is not rescaled.
         const float before = state.reference[half], growth = (row_max - before) * unit;
         const bool larger = growth > RESCALE_THRESHOLD;
         const float from = larger ? row_max : before;
@@ -77,13 +80,13 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
 #else
         const float from = row_max;
 #endif
-        // A row without keys so far has no maximum, and its exponentials are 0.
+        // A row without attended keys so far has a maximum of -infinity. With a base of 0 its exponentials are 0 instead of NaN.
         float base = from == -INFINITE ? 0.0f : from * unit;
 #if !LAZY_RESCALE
         rescale[half] = from == -INFINITE ? 1.0f : ex2_approx((state.row_max[half] - from) * unit);
         state.row_max[half] = from;
 #endif
-        // Rare, and the same for the whole warp: exponents are relative to 0 then.
+        // Rare: a large maximum is subtracted before scaling, and `base` becomes 0 (see LARGE_EXPONENT). All lanes of the warp branch together.
         if (__builtin_expect(__any_sync(~0u, is_large(base)), 0)) {
             const float large = is_large(base) ? from : 0.0f;
             if (large != 0.0f) base = 0.0f;
@@ -100,8 +103,8 @@ inline void online_softmax(float (&s)[SCORES], SoftmaxState& state, float (&resc
     }
 }
 
-// A row after its last block: its sum of exponentials, what these are relative to, how far the maximum is above that in base 2, the maximum as a score, and
-// the factor that normalises O.
+// Totals of a row after its last KV block: the sum of exponentials, the reference that they are relative to, by how much the maximum is above the
+// reference (in base 2), the maximum as a score, and the factor that normalises O.
 struct RowTotal {
     float sum;
     LogSumExp reference;
@@ -127,7 +130,7 @@ inline void add_sink(RowTotal& row, float sink) {
     const SinkUpdate update = with_sink(row.reference, sink);
     row.sum = row.sum * update.scale + update.sink;
     row.inverse_sum = row.sum == 0.0f ? 0.0f : update.scale / row.sum;
-    // The sink replaced the reference; the maximum may still be above the sink.
+    // The sink is now the reference. With lazy rescaling the row maximum may still be above it.
     if (LAZY_RESCALE && update.scale < 1.0f) row.above = fmaxf(0.0f, row.above + log2f(update.scale));
     row.reference = update.row_max;
     row.natural_max = fmaxf(row.natural_max, sink);

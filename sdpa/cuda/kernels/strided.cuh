@@ -15,12 +15,12 @@ struct Extent {
     int rows;
 };
 
-// Loads rows from `first` on, zeros from `seq` on and past `dim`. `row_at` gives the address of a row. `wide`: rows are 16-byte aligned and copied by
-// cp.async, which the caller waits for.
+// Loads rows from `first` on to shared memory; rows from `seq` on and columns from `dim` on become zeros. `row_at` gives the address of a row. `wide`:
+// rows are 16-byte aligned and copied by cp.async, which the caller waits for.
 template <int rows, int columns, bool wide, class At>
 inline void load_rows_at(uint to, uint row_bytes, const Strided& from, int first, int seq, int dim, At row_at) {
     constexpr int PER = 16 / ELEMENT_BYTES, CHUNKS = columns / PER;
-    // Not unrolled: several addresses at once would take the registers of accumulators.
+    // Not unrolled: keeping several addresses live would use registers that the accumulators need.
 #pragma unroll 1
     for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
         const int row = n / CHUNKS, column = n % CHUNKS * PER;
@@ -40,7 +40,7 @@ inline void load_rows_at(uint to, uint row_bytes, const Strided& from, int first
     }
 }
 
-// The same for rows with one stride.
+// Like load_rows_at, for rows at a constant stride.
 template <int rows, int columns, bool wide>
 inline void load_rows(uint to, uint row_bytes, const Strided& from, int batch, int head, const Extent& extent, int dim) {
     const auto at = [&](int row) { return row_of(from, batch, head, extent.begin + row); };
@@ -54,7 +54,7 @@ inline void store_one(Half* to, float x) { to->bits = (unsigned short)(cvt_rn_f1
 inline void store_one(BFloat* to, float x) { to->bits = (unsigned short)(cvt_rn_bf16x2(x, 0.0f) & 0xffffu); }
 inline void store_one(float* to, float x) { *to = x; }
 
-// Stores a warp's 16 rows of accumulators times a factor per row. `pairs`: rows are aligned to two elements.
+// Stores a warp's 16 rows of accumulators, multiplied by a factor per row. `pairs`: rows are aligned to two elements.
 template <bool pairs, int count>
 inline void store_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, const Extent& extent, int row,
                        int first_column, int dim) {

@@ -1,5 +1,5 @@
-// attention_tile_list: the list of query tiles, and of their splits, made before each forward call of packed or split-KV problems. tile_scheduler.cuh
-// reads it.
+// attention_tile_list writes the list of query tiles and their splits before each forward call of packed or split-KV problems. tile_scheduler.cuh reads
+// the list.
 
 // Query tiles of a sequence.
 inline int tile_count_of(const Params& p, const SeqInfo& s) {
@@ -26,12 +26,12 @@ inline int block_count_of_sequence(const Params& p, int entry) {
     return blocks;
 }
 
-// Splits of a tile with so many KV blocks.
+// Number of splits of a tile with `blocks` KV blocks: at most `max_blocks` per split.
 inline int split_count_of(int blocks, int max_blocks) {
     return max(1, (blocks + max_blocks - 1) / max_blocks);
 }
 
-// Longest first: by KV blocks where they are counted, else by query tiles.
+// Length of a sequence, by which the list is sorted in descending order: KV blocks with split-KV, otherwise query tiles.
 inline int sort_key_of(const Params& p, int entry) {
 #if WITH_SPLIT_KV
     return block_count_of_sequence(p, entry);
@@ -53,7 +53,7 @@ inline int item_count_of(const Params& p, int entry, int max_blocks) {
 #endif
 }
 
-// Enough splits to fill all SMs, but at least MIN_BLOCKS_PER_SPLIT blocks each: below, combining costs more.
+// The most KV blocks of a split: few enough that splits fill all SMs, but at least MIN_BLOCKS_PER_SPLIT, below which combining costs too much.
 inline int max_blocks_per_split(const Params& p, int lane) {
 #if WITH_SPLIT_KV
     int blocks = 0;
@@ -64,12 +64,13 @@ inline int max_blocks_per_split(const Params& p, int lane) {
 #endif
 }
 
-// One warp per sequence. The longest sequence comes first; within it, the last tiles first, which have the most keys under a causal mask.
+// One warp per sequence. The list begins with the longest sequence. Within a sequence the last tiles come first, since they have the most keys under a
+// causal mask.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, mine = int(blockIdx.x) * 8 + int(threadIdx.x >> 5);
     if (mine >= p.batch) return;
     const int max_blocks = max_blocks_per_split(p, lane), own_key = sort_key_of(p, mine);
-    // Entries of the sequences that come before, and of all.
+    // List entries of the sequences that precede this one in the list, and of all sequences.
     int before = 0, all = 0;
     for (int other = lane; other < p.batch; other += 32) {
         const int items = item_count_of(p, other, max_blocks), length = sort_key_of(p, other);
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const _
     all = warp_sum(all);
     const SeqInfo s = seq_info_of(p, mine);
     const int tiles = tile_count_of(p, s);
-    // Overlapping cu_seqlens can have more tiles than the list has room for.
+    // If sequences in cu_seqlens overlap, there can be more tiles than list entries. Tiles past `max_items` are dropped.
 #if WITH_SPLIT_KV
     for (int tile = tiles - 1; tile >= 0; tile--) {
         const int splits = split_count_of(block_count_of(p, s, tile), max_blocks);

@@ -1,12 +1,12 @@
-// Order of the tiles of the forward kernels: heads whose K and V fit L2 together, p.section_heads of them, are interleaved; within a head the last tiles come
-// first, which have the most keys under a causal mask (LPT order).
+// Order of tiles in the forward kernels. The tiles of p.section_heads heads, whose K and V fit L2 together, are interleaved. Within a head the last
+// tiles come first, since they have the most keys under a causal mask (LPT order).
 
-// A head, and the position of a tile among those of its head.
+// Index of a head, and position of a tile in the order of that head's tiles.
 struct ScheduledTile {
     int head_index, position;
 };
 
-// Of the batch; each forward kernel defines it.
+// Number of heads to schedule. Each forward kernel defines this function.
 inline int head_count(const Params& p);
 
 inline ScheduledTile scheduled_tile(const Params& p, int tiles, int tile_index) {

@@ -1,5 +1,5 @@
-// Tile scheduler of the sm_90 forward kernel: order of tiles, and the rows of a tile. The producer pulls indices from an atomic counter; combine.cuh
-// uses the row arithmetic.
+// Tile scheduler of the sm_90 forward kernel: order of tiles, and the rows of a tile. The producer pulls tile indices from an atomic counter.
+// combine.cuh also uses the arithmetic of rows.
 
 // Packed GQA: a tile's rows are the queries of PACKED_HEADS heads, head after head; CTA_ROWS - TILE_ROWS rows are padding.
 constexpr int CTA_ROWS = 64 * CONSUMER_WARPGROUPS, TILE_ROWS = TILE_M * PACKED_HEADS;
@@ -7,14 +7,15 @@ constexpr float LN_2 = 0.69314718055994530942f;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A query tile: its sequence, its first head, which split of its keys, and where split results are stored.
+// A query tile of sequence `batch` and of query head `head`, the first of several with packed GQA. With split-KV it stands for split `split` of
+// `splits`, whose results are stored at `slot`.
 struct Tile {
     int tile, batch, head;
     int split, splits, slot;
-    uint smem_address;  // of its slot, with a tile list
+    uint smem_address;  // with a tile list: address of the tile's slot
 };
 
-// Tiles per head of one sequence, or of all sequences with a tile list, whose length only the device knows.
+// Tiles per head: of one sequence, or, with a tile list, of all sequences together. Only the device knows the length of the list.
 inline int tiles_per_head(const Params& p) {
 #if WITH_TILE_LIST
     return p.tile_counter[1];
@@ -23,12 +24,12 @@ inline int tiles_per_head(const Params& p) {
 #endif
 }
 
-// Heads, or groups of heads that share a tile, that have so many tiles.
+// Number of heads (packed GQA: of groups of heads that share tiles) that each have tiles_per_head() tiles.
 inline int head_count(const Params& p) {
     return WITH_TILE_LIST ? p.head_groups : p.batch * p.head_groups;
 }
 
-// The first query head of such a group.
+// The first query head of head group `unit`; without packed GQA a group is one head.
 inline int first_head(const Params& p, int unit) {
     return PACK_GQA ? unit / p.head_tiles * p.group + unit % p.head_tiles * PACKED_HEADS : unit;
 }
@@ -44,7 +45,7 @@ inline Tile tile_at(const Params& p, int tiles, int tile_index) {
 #endif
 }
 
-// Slots through which the producer passes tiles to the consumers. With a tile list a slot holds the whole tile, so that the list is read once per CTA.
+// Slots through which the producer passes tiles to the consumers. With a tile list a slot holds the whole tile: only the producer reads the list.
 constexpr int TILE_SLOTS = WITH_TILE_LIST ? 4 : 2;
 constexpr uint TILE_SLOT_BYTES = WITH_TILE_LIST ? 48 : 4;
 
@@ -63,7 +64,7 @@ inline Tile load_tile(uint at) {
 }
 #endif
 
-// Band and lengths of the tile's sequence; with a tile list from the slot.
+// Band and lengths of the tile's sequence. With a tile list the lengths are read from the tile's slot in shared memory.
 inline SeqInfo seq_info_of_tile(const Params& p, const Tile& tile) {
 #if WITH_TILE_LIST
     const auto word = [&](int n) { return int(ld_shared(tile.smem_address + 4 * n)); };
@@ -93,14 +94,14 @@ inline int head_of_row(const Tile& tile, int row) {
     return PACK_GQA ? tile.head + row / TILE_M : tile.head;
 }
 
-// Whether the output has this row.
+// Returns false for padding rows of packed GQA and for rows past the end of the output.
 inline bool has_row(const Params& p, const SeqInfo& s, const Tile& tile, int row) {
     const bool headed = !PACK_GQA || (row < TILE_ROWS && head_of_row(tile, row) / p.group == tile.head / p.group);
     return headed && query_of_row(tile, row) < rows_q(p, s);
 }
 
 #if PACK_GQA || WITH_SPLIT_KV
-// Output row of a query.
+// Address of a query's output row.
 inline unsigned short* output_row(const Params& p, const SeqInfo& s, int batch, int head, int q) {
     return (unsigned short*)p.o + (WITH_PACKED_Q ? 0 : batch * p.o_batch) + head * p.o_head + long(s.begin_q + q) * p.o_row;
 }

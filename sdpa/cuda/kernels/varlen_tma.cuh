@@ -1,12 +1,12 @@
-// TMA boxes of packed sequences that end with the sequence. Called by the load and store code of the sm_90 kernels.
+// TMA boxes that end where a packed sequence ends. The load and store code of the sm_90 kernels uses them.
 
 #if WITH_PACKED_Q || WITH_PACKED_KV
-// Rows past a sequence's end belong to the next one. The tensor map of a packed operand has two token axes of the same stride, whose indices add up. The
-// first is as long as a box: a box that begins `rows - left` before its end has `left` rows inside, and the second index makes up for it. Rows past them
-// arrive as zeros and are not stored. The map begins one box before the tensor.
+// A box must end with its sequence, because the next row belongs to another one. The tensor map has two token axes of equal stride, whose indices add
+// up. The first axis is one box long: of a box at index `rows - left`, only `left` rows are in bounds. TMA loads zeros for the others and does not
+// store them. The second index compensates; it is never negative, since the map begins one box before the tensor.
 struct VarlenBox {
-    int row_offset;  // index along the axis that ends after one box
-    int end;         // index along the other axis: past the last row of the box within the sequence
+    int row_offset;  // index along the first token axis, which is one box long
+    int end;         // index along the second token axis: one past the last row of the box that is in the sequence
 };
 
 template <int rows>
@@ -15,8 +15,8 @@ inline VarlenBox varlen_box(int begin, int length, int first) {
     return VarlenBox{rows - left, begin + first + left};
 }
 
-// Loads one panel, or zeros if the tensor has none of its columns. A box outside of the tensor along the column axis makes an H200 read the base of the
-// map, where no memory need be.
+// Loads one panel; copies zeros if `there` is false, since the tensor then has none of the panel's columns. TMA is not used for them: for a box outside
+// of the tensor along the column axis, an H200 reads the base address of the map, which may not be mapped memory.
 template <bool evict_first = false>
 inline void tma_load_panel(uint to, uint bytes, const TensorMap& map, uint barrier, int column, bool there, const VarlenBox& rows, int head) {
     if (there) tma_load<evict_first>(to, map, barrier, column, rows.row_offset, head, rows.end);

@@ -18,7 +18,7 @@ inline void split_tf32(float x, uint& high, uint& low) {
     low = cvt_rna_tf32(x - __uint_as_float(high));
 }
 
-// The k index may be permuted if A and B agree: a thread reads neighbours of both.
+// A thread reads adjacent columns, which permutes the k index of the MMA. B is read in the same way, so the sum is unchanged.
 inline void load_a_3xtf32(uint (&x)[4], uint (&low)[4], uint at, uint row_bytes) {
     const int lane = threadIdx.x & 31;
     const uint from = at + (lane >> 2) * row_bytes + (lane & 3) * 8;
@@ -70,7 +70,7 @@ inline void warp_gemm_ab(float (&sums)[count], const float (&a_fragments)[a_valu
             uint y[2], y_low[2];
             split_tf32(__uint_as_float(ld_shared(from + n * 8)), y[0], y_low[0]);
             split_tf32(__uint_as_float(ld_shared(from + row_bytes + n * 8)), y[1], y_low[1]);
-            // Tensor cores truncate the sum they add to. Accumulating over blocks is done here instead, rounded.
+            // Tensor cores truncate when they add to an accumulator. So each MMA starts from 0, and `sums` is accumulated here, with rounding.
             float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             mma_m16n8k8_3xtf32(d, x, x_low, y, y_low);
 #pragma unroll

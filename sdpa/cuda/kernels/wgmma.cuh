@@ -1,5 +1,5 @@
-// WGMMA synchronisation. `src/wgmma_wrappers.rs` generates the wgmma.mma_async wrappers, which have as many register operands as results; the CPU emulation
-// replaces both.
+// WGMMA synchronisation. `src/wgmma_wrappers.rs` generates the wgmma.mma_async wrappers, because their number of register operands depends on the tile.
+// The CPU emulation replaces both.
 
 inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

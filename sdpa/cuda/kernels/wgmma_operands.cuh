@@ -13,13 +13,13 @@ inline ulong64 descriptor_mn_major(uint at, uint panel_bytes) {
     return SWIZZLE_128B | ulong64(1024 >> 4) << 32 | ulong64(panel_bytes >> 4) << 16 | ulong64((at & 0x3ffff) >> 4);
 }
 
-// Advances the start address. It cannot carry out of its field: shared memory ends before.
+// Advances the descriptor's start address. The sum cannot overflow the address field, which covers 256 KiB: shared memory is smaller.
 inline ulong64 descriptor_advance(ulong64 operand, uint bytes) {
     return (operand & ~0xffffffffull) | (uint(operand) + (bytes >> 4));
 }
 
-// Loads the first `count / 4` k16 steps of a warpgroup's 64 rows as A fragments. Kept for a whole tile, they halve what WGMMA reads from shared memory
-// for these steps.
+// Loads the first `count / 4` k16 steps of a warpgroup's 64 rows as A fragments. They stay in registers for a whole tile, so that WGMMA reads only B
+// from shared memory in these steps.
 template <int count>
 inline void load_a_fragments(uint (&a_registers)[count], uint rows, uint panel_bytes) {
     const int lane = threadIdx.x & 31;
@@ -33,7 +33,7 @@ inline void load_a_fragments(uint (&a_registers)[count], uint rows, uint panel_b
     }
 }
 
-// Rounds the scores of a thread to the element type: the A registers of the next WGMMA.
+// Rounds a thread's scores to the element type and packs them as the A registers of the next WGMMA.
 template <int count>
 inline void convert_fragment(uint (&packed)[count / 2], const float (&s)[count]) {
 #pragma unroll
