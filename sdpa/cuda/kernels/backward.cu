@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             load_split_sum(dv, split_sum + 128 * DK);
         }
 #else
-        // Wait until both consumers are done with K, V and dS: their memory is reused for dK and dV.
+        // Wait until both consumers are done with K, V and dS.
         named_barrier_sync(BARRIER_CONSUMERS, 256);
 #endif
         const uint in_group = warp * 16 * ROW_BYTES;

@@ -233,7 +233,7 @@ impl CudaExecutor {
             let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, &self.disk, self.device, key)?));
             self.kernels.get_or_build(key, build).map(|(kernel, _)| kernel)
         };
-        // A build does not disturb a capture of this or another thread.
+        // Build in relaxed capture mode, so that a stream capture of this or another thread stays valid.
         self.device.relaxed(|| {
             let kernels = schedule.kernels.iter().map(kernel).collect::<Result<_, _>>()?;
             Ok(Arc::new(CudaPlan::new(job, schedule, kernels, &self.setup_stream)?))

@@ -11,7 +11,7 @@ const LEAST_PIECE: i64 = 8;
 
 /// Checks queries or keys per head, for kernels of both families.
 pub(crate) fn extent(check: &mut Check, name: &str, extent: i64) {
-    // Indices and bounds are i32, and so must be their sums.
+    // Kernels add indices and bounds in i32, so the sums must fit too.
     check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
 }
 
@@ -32,7 +32,7 @@ pub(crate) fn tokens(check: &mut Check, pass: JobQuery<'_>, side: Side) {
 fn through_tma(pass: JobQuery<'_>, operand: Operand) -> Option<TensorSpec> {
     let packs = pass.problem().packs(operand.side());
     let tensor = pass.in_memory(operand).map(|tensor| if packs { packed::memory(&tensor, 2) } else { tensor });
-    // The rule for `dtype` refuses f32. `d_o` is copied if TMA does not support its layout.
+    // No rule of TMA applies to f32, which the rule for `dtype` refuses, or to `d_o`, which is copied if TMA does not support its layout.
     tensor.filter(|_| pass.problem().dtype() != DType::F32 && operand != Operand::DO)
 }
 
@@ -42,7 +42,7 @@ fn through_tma(pass: JobQuery<'_>, operand: Operand) -> Option<TensorSpec> {
 pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {
     match fact {
         Fact::Dtype(dtype) => check.that(matches!(dtype, DType::F16 | DType::BF16), "dtype", dtype, "f16 or bf16"),
-        // Only problems of 8-bit floats have other types.
+        // These differ from `dtype` only in FP8 problems, which the rule for `dtype` refuses.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
         Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
         // The number of thread blocks is checked for the whole problem.
@@ -61,7 +61,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
                 check.alignment(*operand, &tensor);
             }
         }
-        // `Packs` in `problem` represents them; `backward` checks the strides of a packed `d_o`.
+        // The kernels support packing: `Packs` in `problem` represents it, and `backward` checks the strides of a packed `d_o`.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
         Fact::MostTokens(side, _) => tokens(check, pass, *side),
         Fact::Pages(pages) => {

@@ -42,7 +42,7 @@ impl Family {
     /// Returns the architecture for which its source is compiled, on a device of this compute capability.
     pub fn architecture(self, sm: u32) -> String {
         match self {
-            // Instructions of a single architecture need the suffix `a`.
+            // Architecture-specific instructions such as WGMMA need the suffix `a`.
             Family::Wgmma => format!("sm_{sm}a"),
             Family::Mma => format!("sm_{sm}"),
         }

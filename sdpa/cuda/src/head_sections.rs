@@ -46,7 +46,7 @@ impl HeadSections {
             if forward.packed.is_some() { heads_q * head_tiles(backward, tile) } else { batch * heads_q * steps(seq_q, tile.queries) };
         let whole = HeadSections { heads: 1, count: heads_kv, ring: 0, behind: 0, places: own, blocks, tail: 0 };
         if tile.sums_bytes() == 0 {
-            // Queries, output gradients, and f32 accumulators.
+            // For each KV head, L2 has to hold Q and dO in 16 bits and the dQ accumulator in f32.
             let [dim_qk, dim_v] = [0, 2].map(|n: usize| forward.tensors[n].dims[3]);
             let heads = heads_in_cache(group * seq_q * (2 * (dim_qk + dim_v) + 4 * dim_qk));
             return HeadSections { heads: heads.min(heads_kv), ..whole }.counted(heads_kv);
@@ -57,7 +57,7 @@ impl HeadSections {
         let since = |of_all: f64| 1 + (multiprocessors as f64 * of_all) as i64 / (heads * of_head);
         let sections = HeadSections { heads, ..whole }.counted(heads_kv);
         let behind = (1 + since(DONE * uneven(backward, tile))).min(sections.count);
-        // After the last KV block, only the conversion remains: two work items per SM.
+        // After the last KV block only the conversion of dQ remains. It gets two work items per SM.
         let sections = HeadSections { behind, tail: 2 * multiprocessors / behind.max(1) + 1, ..sections };
         let ring = sections.count.min(1 + sections.behind + since(CONVERTED));
         let places = ring * heads * group * steps(seq_q, tile.queries);

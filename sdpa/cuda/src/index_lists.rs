@@ -29,7 +29,7 @@ impl BlockMap {
         BlockMap::listed(problem, |list, places| {
             for first_q in (0..seq_q).step_by(queries as usize) {
                 let last_q = (first_q + queries).min(seq_q) - 1;
-                // The first and the last query determine the ends of the bands.
+                // The first and the last query of the tile determine the range of keys that the band allows.
                 let reach = problem.region.key_range(first_q, seq_kv).start..problem.region.key_range(last_q, seq_kv).end;
                 for block in (reach.start / keys..(reach.end + keys - 1) / keys).rev() {
                     let last_k = (block * keys + keys).min(seq_kv) - 1;

@@ -155,7 +155,8 @@ impl Kernel {
         if let Some(code) = disk.code(key, nvrtc) {
             match Kernel::load(device, key, code, Origin::Cache, start) {
                 Ok(kernel) => return Ok(kernel),
-                // The caller did not name this file, so code that the driver refuses is compiled anew and replaced.
+                // The caller did not name this file of the kernel cache. If the driver refuses its code, compile the kernel and replace
+                // the file.
                 Err(error) => {
                     tracing::warn!(%error, kernel = key.label(), "the driver does not take a kernel of the kernel cache; it is compiled")
                 }

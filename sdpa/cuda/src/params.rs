@@ -49,7 +49,7 @@ macro_rules! params {
 
         impl $crate::schedule::arguments::Member for $name {
             fn push(&self, to: &mut $crate::schedule::arguments::Arguments) {
-                // Deliberately without `..`: a shared field that a kernel's structure lacks does not compile.
+                // Deliberately without `..`: if a kernel's structure lacks a shared field, this does not compile.
                 let $name { attention: $crate::params::AttentionParams { $($shared,)* }, $($names,)* } = self;
                 $($crate::schedule::arguments::Member::push($field, to);)*
             }

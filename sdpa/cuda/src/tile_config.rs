@@ -154,7 +154,7 @@ impl Tile {
         let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
         let step = self.keys * (panels(self.dim_qk) + panels(self.dim_v));
         let rows = match (self.few, self.output_apart) {
-            // Results of few queries bypass shared memory.
+            // Packed GQA tiles store O from registers, without shared memory.
             (Some(_), _) => queries,
             (None, true) => queries + output,
             (None, false) => queries.max(output),
@@ -320,7 +320,7 @@ mod tests {
             let registers = 128 * (tile.groups * tile.group_registers + tile.bring_registers);
             assert!(registers <= given(tile.threads()), "{tile:?}: {registers} registers");
             assert!(tile.dim_qk % PANEL == 0 && tile.dim_v % PANEL == 0 && tile.keys % 16 == 0 && tile.keys <= 256);
-            // Panels begin where the swizzle pattern does.
+            // Each panel must begin at a multiple of 1,024 bytes, where the pattern of the 128-byte swizzle begins.
             assert_eq!((tile.keys * ROW_BYTES) % 1024, 0, "{tile:?}");
         }
     }
@@ -330,7 +330,7 @@ mod tests {
         for tile in BackwardTile::all() {
             assert!(tile.shared_bytes() <= SHARED_BYTES, "{tile:?}: {} bytes", tile.shared_bytes());
             assert!(128 * (2 * tile.group_registers + tile.bring_registers) <= given(BackwardTile::THREADS), "{tile:?}");
-            // A part has whole panels, and each warpgroup has a dQ slice of a step.
+            // Each column part has whole panels, and each warpgroup has one dQ slice per step.
             let panels = [tile.dim_qk, tile.dim_v].map(|dim| dim / PANEL);
             assert!(panels.iter().all(|n| n % tile.parts == 0), "{tile:?}");
             assert_eq!(tile.slices() * PANEL * PANEL, tile.queries * tile.dim_qk, "{tile:?}");

@@ -14,7 +14,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
             let floats = [DType::F16, DType::BF16, DType::F32];
             check.that(floats.contains(dtype), "dtype", dtype, "f16, bf16 or f32");
         }
-        // Only problems of 8-bit floats have other types.
+        // These differ from `dtype` only in FP8 problems, which the rule for `dtype` refuses.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
         Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
         // The number of thread blocks is checked for the whole problem.
@@ -25,7 +25,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::DimV(dim_v) => dim(check, "dim_v", *dim_v),
         // Threads copy element by element if they cannot copy 16 bytes.
         Fact::Strides(..) | Fact::Alignment(..) => {}
-        // `Packs` in `problem` represents them.
+        // The kernels support packing, which `Packs` in `problem` represents.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
         Fact::MostTokens(side, _) => tokens(check, pass, *side),
         Fact::Pages(pages) => {

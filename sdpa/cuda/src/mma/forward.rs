@@ -21,7 +21,7 @@ pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &Bloc
     let forward = builder.attention;
     let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, _, seq_kv], group, paged, .. } = forward;
     let bytes = i64::from(forward.dtype.bits() / 8);
-    // Whole GQA groups.
+    // Count whole GQA groups, because the heads of a group share K and V.
     let heads_in_l2 = (heads_in_cache(bytes * seq_kv * (k.dims[3] + v.dims[3])) * group).min(batch * heads_q);
     let strided = |operand: Operand, tensor: &TensorSpec| Strided::of(operand, tensor, forward.packs(operand.side()));
     let Gradients { d_o, dq, dk, dv, lse, exact, delta, sink_gradient } = *gradients;

@@ -15,7 +15,7 @@ use sdpa_nvidia::JobQuery;
 fn checked(pass: JobQuery<'_>) -> Check {
     let mut check = Check(Vec::new());
     pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));
-    // The smallest tile has 32 rows, in two parts.
+    // The grid is largest for the smallest tile, of 32 rows, with two column parts.
     let longest = pass.problem().seq_q().max(pass.problem().seq_kv());
     check.blocks(pass.problem(), 2 * (longest / 32 + 1));
     check
@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(of(&spec.clone().deterministic().wrt(SINK, DType::F32)), [""; 0]);
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
         assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), [""; 0]);
-        // The partial sums are 2 · 4 · 9,000² numbers, summed over the batch.
+        // The partial sums have 2 · 4 · 9,000² elements (batch, heads, queries, keys); the batch is summed.
         let long = Shape { seq_q: 9000, seq_kv: 9000, ..SHAPE };
         let spec = AttentionSpec::dense(DType::BF16, long, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).backward();
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);

@@ -47,7 +47,7 @@ impl TileConfig {
         let config =
             |[own, step, stages]: [u32; 3]| TileConfig { direction, element_bytes: bytes, dim_qk, dim_v, own, step, stages, parts };
         let mut fits = all.iter().copied().map(config).filter(|config| config.shared_bytes() <= SHARED_BYTES);
-        // The last configuration has the fewest scores.
+        // If all configurations have too many accumulators and scores, use the last one, which has the fewest scores.
         fits.clone().find(|config| config.numbers() <= NUMBERS[usize::from(bytes == 4)]).or(fits.next_back())
     }
 
@@ -75,7 +75,7 @@ impl TileConfig {
         let [qk, v] = [self.dim_qk, self.dim_v].map(|dim| dim * self.element_bytes + 16);
         match self.direction {
             Direction::Forward => self.own * qk + self.stages * self.step * (qk + v),
-            // Each row of a step has two more numbers.
+            // Each row of a step also has a log-sum-exp and a delta, 4 bytes each.
             Direction::Backward => self.own * (qk + v) + self.stages * self.step * (qk + v + 8),
         }
     }

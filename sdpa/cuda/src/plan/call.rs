@@ -26,7 +26,7 @@ pub(super) struct Call<'a> {
 impl<'a> Call<'a> {
     pub(super) fn new(schedule: &'a Schedule, homes: &'a [Home], call: &'a DeviceCall<'a, DeviceSlice>, workspace: u64) -> Call<'a> {
         let scale = call.attn_scale.unwrap_or(schedule.default_scale);
-        // Within the exponent a scale must be positive, or the largest score would become the smallest.
+        // The scale can be folded into the exponent only if it is positive: otherwise the largest score would become the smallest.
         let natural = schedule.has_score_mod || scale <= 0.0;
         let tokens = schedule.tokens.as_ref().map_or([0; 2], |tokens| tokens.of_call(call));
         Call { schedule, homes, call, workspace, tokens, scale, natural }

@@ -41,7 +41,7 @@ impl OperandMap {
 /// Returns the tensor of an operand whose box has these numbers of rows and heads.
 fn tiled(tensor: &TensorSpec, [rows, heads]: [u32; 2]) -> Tiled {
     let [batch, head, seq, dim] = tensor.dims.map(|d| d.max(1) as u64);
-    // An axis of one element may have any stride that TMA accepts.
+    // The stride of an axis of one element is never used, but TMA must accept it.
     let bytes = |axis: usize| if tensor.dims[axis] <= 1 { 16 } else { 2 * tensor.strides[axis].unsigned_abs() };
     Tiled { extents: [dim, seq, head, batch], strides: [bytes(2), bytes(1), bytes(0)], tile: [64, rows, heads, 1] }
 }

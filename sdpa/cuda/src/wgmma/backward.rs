@@ -160,7 +160,7 @@ pub(crate) fn schedule(
     builder.make_block_lists(&lists, kernel, [params, captured]);
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
     builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
-    // The thread blocks of a cluster start together.
+    // The grid has whole clusters, since the CTAs of a cluster start together.
     let at_once = (gpu.multiprocessors / tile.cluster_size()).max(1) * tile.cluster_size();
     let main = ([i64::from(last).min(at_once.into()), BackwardTile::THREADS.into()], tile.shared_bytes());
     builder.launch_with(kernel, EntryPoint::Backward, main, maps.into_iter().chain([params, captured, sums]));

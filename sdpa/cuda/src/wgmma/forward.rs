@@ -60,7 +60,7 @@ impl Workspace {
         }
         let [batch, _, seq_q, _] = forward.extents;
         let (rows, head_groups) = (forward.most_rows(tile), forward.head_groups(tile));
-        // A tile has one split per share of its KV blocks, and one for the remainder.
+        // The number of splits of each tile is rounded up, so the list may have one item per tile more than the requested splits.
         let splits = if tile.split { forward.most_parts(tile, multiprocessors) / head_groups + 1 } else { 0 };
         own.most_items = rows + splits;
         own.counter = builder.slot("tile counter, number of tiles", 8);
@@ -90,7 +90,7 @@ fn heads_in_l2(forward: &Forward, tile: &Tile) -> i64 {
     let head_groups = forward.head_groups(tile);
     let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * forward.head_tiles(tile);
     match forward.packed {
-        // All heads' keys are adjacent, and each is read once.
+        // Each key is read once, so keeping K and V of some heads in L2 gains nothing: all heads form one section.
         _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => head_groups,
         Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(head_groups),
         None => together(*seq_kv).min(batch * head_groups),
@@ -115,7 +115,7 @@ pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, gpu: G
 
     let operands = [Operand::Q, Operand::K, Operand::V, Operand::O];
     builder.tokens_of(operands.into_iter().zip(forward.tensors));
-    // Queries are loaded as a whole tile, K and V as a KV block or a piece of it. Outputs are stored by the rows of a warp.
+    // TMA boxes: a whole tile of Q, a KV block of K and V (or a piece of one), and a warp's 16 rows of O.
     let piece = [forward.piece(tile), 1];
     let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
     let maps = std::array::from_fn::<_, 4, _>(|n| {
