@@ -1,5 +1,5 @@
-// Preprocess of the backward pass: for each row the sum of o dO, of which every element of dS is reduced, and its exact log-sum-exp. A
-// simdgroup to a row.
+// Preprocess of the backward pass: computes for each row delta = sum of o * dO, which dS = P * (dP - delta) needs, and the exact
+// log-sum-exp. One simdgroup per row.
 
 kernel void attention_delta(
     const device Element* q [[buffer(0)]],
@@ -57,7 +57,7 @@ kernel void attention_delta(
             for (int d = 0; d < DIM_QK; d++) {
                 score += float(q_row[d]) * float(k_row[d]);
             }
-            // Bounds keep every key that one query visits.
+            // For a single query, keys_of returns exactly the keys within bounds. Only score_mod and mask are still evaluated.
             const bool kept = to_score(score, true, int4(batch, head, query, key), params, CAPTURED);
             const float largest = max(row_max, score);
             row_sum = row_sum * exp_from(row_max, largest) + (kept ? exp_from(score, largest) : 0.0f);

@@ -1,7 +1,7 @@
-// The gradients of keys and values. A threadgroup has OWN keys of one key head, each simdgroup eight, so that nothing is added across
-// simdgroups; blocks of PASSING queries come by, of every head that reads the key head. Scores are transposed: a row is a key.
+// Computes dK and dV. A threadgroup has OWN keys of one KV head, eight per simdgroup, so that nothing is added across simdgroups. It
+// iterates over blocks of PASSING queries, for every head of the GQA group. Scores are transposed: a row is a key.
 //
-// Wide gradients do not fit the registers: SPLITS threadgroups share the keys, and each writes SLICE_QK and SLICE_V columns.
+// Wide gradients do not fit the registers: SPLITS threadgroups share the keys, and each writes SLICE_QK columns of dK and SLICE_V of dV.
 
 kernel void attention_dkv(
     const device Element* q [[buffer(0)]],
@@ -63,6 +63,7 @@ kernel void attention_dkv(
         const device Element* d_o_rows = d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1];
         for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
             const int present = bounds.queries - start;
+            // Before the next block of Q and dO is loaded into the tiles, this must hold for all threads:
             // The block before has been read, and the keys are there.
             threadgroup_barrier(mem_flags::mem_threadgroup);
             const bool odd_q = load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(

@@ -1,4 +1,4 @@
-// The gradient of queries. A threadgroup has OWN queries of one head, each simdgroup eight; blocks of PASSING keys and values come by.
+// Computes dQ. A threadgroup has OWN queries of one head, eight per simdgroup. It iterates over blocks of PASSING keys and values.
 
 kernel void attention_dq(
     const device Element* q [[buffer(0)]],
@@ -55,6 +55,7 @@ kernel void attention_dq(
     }
     for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
         const int present = bounds.keys - start;
+        // Before the next block of K and V is loaded into the tiles, this must hold for all threads:
         // The block before has been read, and the queries are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool own_odd = load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(

@@ -1,4 +1,4 @@
-// Which weights dropout leaves: the generator of sdpa_core::DropoutMask, pair by pair.
+// Dropout: the generator of sdpa_core::DropoutMask, evaluated for one (query, key) pair at a time.
 
 #if WITH_DROPOUT
 struct Words {
@@ -17,7 +17,7 @@ inline Words philox(Words counter, uint key_low, uint key_high) {
     return counter;
 }
 
-// What the weight of (batch, head, query, key) is multiplied by.
+// The factor of P at `place`, which is (batch, head, query, key): 0 if dropout drops the entry, else DROPOUT_SCALE.
 inline float left_of(int4 place, int heads, int seq_q, Captured captured) {
     const uint query = uint(place.z);
     const uint key = uint(place.w);

@@ -1,8 +1,8 @@
-// Forward attention: o = softmax(mask(score_mod(q k^T scale))) v, and what is asked for of each row: the logarithm of its sum of
-// exponentials, that sum, the largest score.
+// Forward attention: o = softmax(mask(score_mod(q k^T scale))) v. If requested, also writes for each row the logarithm of its sum of
+// exponentials, that sum, and the largest score.
 //
-// A threadgroup has OWN queries of one head, each simdgroup eight of them; blocks of PASSING keys come by. Scores, weights and
-// the output stay in registers, in f32.
+// A threadgroup has OWN queries of one head, eight per simdgroup, and iterates over blocks of PASSING keys. Scores, P and the output stay
+// in registers, in f32.
 
 kernel void attention_forward(
     const device Element* q [[buffer(0)]],
@@ -65,7 +65,7 @@ kernel void attention_forward(
 
     for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
         const int present = min(PASSING, bounds.keys - start);
-        // The values of the block before have been read, and the queries are there.
+        // Wait until all threads have read the values of the block before in kv_tile, and the queries are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         load_keys<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(kv_tile, k_rows, start, present, int(thread_index));
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -76,7 +76,7 @@ kernel void attention_forward(
         }
         multiply_transposed<PADDED_QK, PASSING, PITCH_QK>(scores, own_q, kv_tile + column * PITCH_QK + row);
 
-        // Whether nothing of this block is dropped by the band or the lengths.
+        // True if band, prefix and lengths mask out no pair of this block.
         const bool whole = all_in_bounds(bounds, first, first + OWN, start, start + PASSING);
         uint kept = 0;
         UNROLL for (int j = 0; j < PASSING / 8; j++) {
@@ -116,6 +116,7 @@ kernel void attention_forward(
             sums[d] *= shrink;
         }
 
+        // Before V is loaded into kv_tile, this must hold for all threads:
         // The keys have been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool own_odd = load_keys<PASSING, DIM_V, PADDED_V, PITCH_V>(kv_tile, v_rows, start, present, int(thread_index));

@@ -1,6 +1,6 @@
-// Pieces of 8 x 8 matrices, as the lanes of a simdgroup hold them: each lane two neighbours of one row.
+// Fragments of 8 x 8 matrices, distributed over the lanes of a simdgroup: each lane holds two adjacent elements of one row.
 
-// The row that a lane holds of a fragment; the lanes of one row differ in bits 0 and 3.
+// The row of a lane in a fragment. The four lanes of a row differ in bits 0 and 3 of their numbers.
 inline int fragment_row(uint lane) {
     return int(((lane >> 2) & 4u) + ((lane >> 1) & 3u));
 }
@@ -25,7 +25,7 @@ inline void multiply_add(thread float2& d, float2 a, float2 b) {
     d = reinterpret_cast<thread float2&>(sum.thread_elements());
 }
 
-// The largest of a row of fragments; every lane of the row learns it.
+// The largest number in a row of fragments; all lanes of the row receive it.
 inline float row_maximum(float x) {
     x = max(x, simd_shuffle_xor(x, ushort(1)));
     return max(x, simd_shuffle_xor(x, ushort(8)));
@@ -44,9 +44,8 @@ inline float column_total(float x) {
     return x + simd_shuffle_xor(x, ushort(16));
 }
 
-// Copies rows into threadgroup memory, all threads together; `stride` is between rows, `step` between elements. Rows from `present`
-// on, and columns from DIM to PADDED, are 0: what lies there in device memory may be anything. Whether this thread copied an odd
-// number.
+// Copies rows to threadgroup memory, with all threads; `stride` is between rows, `step` between elements. Rows from `present` on and
+// columns from DIM on become 0, since device memory may hold anything there. Returns whether this thread copied an infinity or NaN.
 template <int ROWS, int DIM, int PADDED, int PITCH>
 inline bool load_tile(
     threadgroup Element* tile, const device Element* from, long stride, long step, int present, int thread_index) {
@@ -62,7 +61,7 @@ inline bool load_tile(
     return odd;
 }
 
-// What simdgroups tell one another of odd numbers; one alone knows them.
+// Threadgroup memory through which simdgroups report infinities and NaN to each other. A single simdgroup does not need it.
 #if THREADS > 32
 #define ODD_ARGUMENT(slot) threadgroup uint* odd_told [[threadgroup(slot)]],
 #define ODD_TOLD odd_told
@@ -71,7 +70,7 @@ inline bool load_tile(
 #define ODD_TOLD nullptr
 #endif
 
-// Tells the threadgroup, in front of a barrier, whether a thread of this simdgroup has copied an odd number.
+// Reports to the threadgroup whether a thread of this simdgroup has copied an infinity or NaN. A barrier must follow.
 inline void tell_odd(threadgroup uint* told, bool odd, uint simdgroup, uint lane) {
     const bool any = simd_any(odd);
     if (THREADS > 32 && lane == 0) {
@@ -79,7 +78,7 @@ inline void tell_odd(threadgroup uint* told, bool odd, uint simdgroup, uint lane
     }
 }
 
-// Whether any thread of the threadgroup has, behind the barrier.
+// After that barrier, returns whether any thread of the threadgroup has copied an infinity or NaN.
 inline bool any_odd(const threadgroup uint* told, bool odd) {
     if (THREADS == 32) {
         return simd_any(odd);
@@ -91,8 +90,8 @@ inline bool any_odd(const threadgroup uint* told, bool odd) {
     return any != 0;
 }
 
-// Eight rows of one matrix times eight rows of another, transposed: d += a b^T over WIDTH columns. `a` and `b` are where this lane's
-// elements begin: of `a` at its row and first column, of `b` at the row of its first column, and at the column of its row.
+// d += a b^T over WIDTH columns, for eight rows of `a` and ROWS rows of `b`. Both point to this lane's first element: `a` to its (row,
+// column), `b` to its (column, row).
 template <int WIDTH, int ROWS, int PITCH>
 inline void multiply_transposed(thread float2* d, const threadgroup Element* a, const threadgroup Element* b) {
     UNROLL for (int at = 0; at < WIDTH; at += 8) {
@@ -104,7 +103,7 @@ inline void multiply_transposed(thread float2* d, const threadgroup Element* a, 
     }
 }
 
-// sums += weights tile, over WIDTH of the tile's columns from `slice` on.
+// sums += weights * tile, for WIDTH columns of the tile from `slice` on.
 template <int WIDTH, int PADDED, int PITCH>
 inline void add_products(
     thread float2* sums, const thread float2* weights, const threadgroup Element* tile, int slice, int row, int column) {
@@ -118,7 +117,8 @@ inline void add_products(
     }
 }
 
-// The same of a tile with odd numbers, which a weight of 0 does not take away: a pair whose bit in `kept` is 0 adds nothing.
+// Like add_products, for a tile that has an infinity or NaN, whose product with a weight of 0 would be NaN. A pair whose bit in `kept` is
+// 0 adds nothing.
 template <int WIDTH, int PADDED, int PITCH>
 inline void add_kept_products(
     thread float2* sums, const thread float2* weights, uint kept, const threadgroup Element* tile, int slice, int row, int column) {

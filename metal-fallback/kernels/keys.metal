@@ -1,6 +1,6 @@
-// Which keys a query keeps.
+// Bounds of the keys that a query attends to.
 
-// Rules on the two indices, and what lengths leave of both.
+// Band and prefix, and the numbers of queries and keys that the lengths leave.
 struct Bounds {
     int lower;
     int upper;
@@ -9,7 +9,8 @@ struct Bounds {
     int keys;
 };
 
-// A band besides, about the last query and the last key that are left: beside the first ones it lies so much further on.
+// Intersects the band with a second one, which is bottom-right aligned: it is relative to the last query and the last key that the
+// lengths leave. Adding `further` makes it relative to the first ones.
 inline Bounds about_ends(Bounds bounds, int lower, int upper) {
     const int further = bounds.keys - bounds.queries;
     bounds.lower = max(bounds.lower, lower + further);
@@ -23,13 +24,13 @@ inline bool in_bounds(Bounds bounds, int query, int key) {
         && query < bounds.queries;
 }
 
-// Whether every query of first_q .. end_q keeps every key of first_k .. end_k.
+// Returns whether every query of [first_q, end_q) attends to every key of [first_k, end_k) by band, prefix and lengths.
 inline bool all_in_bounds(Bounds bounds, int first_q, int end_q, int first_k, int end_k) {
     return first_k - (end_q - 1) > bounds.lower && end_k - 1 - first_q <= bounds.upper
         && (end_k - 1 <= first_q || end_k <= bounds.prefix) && end_k <= bounds.keys && end_q <= bounds.queries;
 }
 
-// The keys that some query of first_q .. end_q may keep: from the first to before the second.
+// The half-open range of keys to which some query of [first_q, end_q) may attend.
 inline int2 keys_of(Bounds bounds, int first_q, int end_q) {
     if (first_q >= bounds.queries) {
         return int2(0, 0);
@@ -37,7 +38,7 @@ inline int2 keys_of(Bounds bounds, int first_q, int end_q) {
     return int2(max(0, first_q + bounds.lower + 1), min(min(bounds.keys, end_q + bounds.upper), max(end_q, bounds.prefix)));
 }
 
-// The queries that may keep some key of first_k .. end_k.
+// The half-open range of queries that may attend to some key of [first_k, end_k).
 inline int2 queries_of(Bounds bounds, int first_k, int end_k) {
     if (first_k >= bounds.keys) {
         return int2(0, 0);
@@ -46,7 +47,7 @@ inline int2 queries_of(Bounds bounds, int first_k, int end_k) {
     return int2(max(0, from), min(bounds.queries, end_k - bounds.lower - 1));
 }
 
-// What a kernel knows of its batch entry.
+// Lengths and bounds of the batch entry that a kernel processes.
 #if WITH_SEQ_LEN_Q
 #define QUERIES_LEFT clamp(seq_len_q[batch], 0, span_q.rows)
 #else
@@ -64,7 +65,7 @@ inline int2 queries_of(Bounds bounds, int first_k, int end_k) {
 #define BOUNDS LEFT
 #endif
 
-// The arguments that not every kernel has.
+// Kernel arguments that exist only with per-sequence lengths.
 #if WITH_SEQ_LEN_Q
 #define SEQ_LEN_Q_ARGUMENT const device int* seq_len_q [[buffer(6)]],
 #else

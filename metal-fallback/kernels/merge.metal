@@ -1,4 +1,4 @@
-// The output of queries whose keys PARTS threadgroups shared. A simdgroup to a row.
+// Split-KV: merges the results of the PARTS threadgroups that shared the keys of each query. One simdgroup per row.
 
 kernel void attention_merge(
     device Element* o [[buffer(3)]],
@@ -41,7 +41,7 @@ kernel void attention_merge(
         row_sum += own_sums[part * 2 + 1] * exp_from(own_sums[part * 2], row_max);
     }
 #if WITH_SINK
-    // Outputs are relative to the maximum with it, from here on.
+    // From here on, outputs are relative to the maximum that includes the sink.
     add_sink(row_max, row_sum, sinks[head]);
 #endif
     const float inverse = inverse_of(row_sum);

@@ -1,17 +1,17 @@
-// Where keys and values of a batch entry are: one behind the other, or in pages.
+// Location of the keys and values of a batch entry: contiguous rows, or pages.
 
-// Those of a head.
+// The keys or values of one head.
 struct KeyRows {
     const device Element* from;
     long stride;
 #if WITH_PAGES
-    // Which pages the entry has, and how far apart pages are.
+    // Page numbers of the batch entry, and the stride between pages.
     const device int* pages;
     long page;
 #endif
 };
 
-// Where one is. A page that is none stands for one that is, as nobody has looked at the table.
+// Address of the row of a key. Page numbers are clamped to the pool, because the page table is unchecked device data.
 inline const device Element* key_row(KeyRows rows, int key) {
 #if WITH_PAGES
     const long page = clamp(rows.pages[key / PAGE_TOKENS], 0, PAGES - 1);
@@ -21,7 +21,8 @@ inline const device Element* key_row(KeyRows rows, int key) {
 #endif
 }
 
-// Copies some to the threadgroup, from one on, with zeros past the end and past the dim. Whether an odd number was among those of this thread.
+// Copies rows from `first` on to threadgroup memory, with zeros for rows from `present` on and columns from DIM on. Returns whether this
+// thread copied an infinity or NaN.
 template <int COUNT, int DIM, int PADDED, int PITCH>
 inline bool load_keys(threadgroup Element* tile, KeyRows rows, int first, int present, int thread_index) {
     bool odd = false;

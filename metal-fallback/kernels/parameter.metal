@@ -1,9 +1,9 @@
-// Computes the gradient of a declared parameter: for each element, the sum over all (query, key) pairs that read it. A
-// threadgroup has OWN queries at a time, each simdgroup eight, and PASSING keys.
+// Computes the gradient of a declared parameter: for each element, the sum over all (query, key) pairs that read it. A threadgroup
+// processes OWN queries at a time, eight per simdgroup, and PASSING keys.
 //
-// Along axes that the parameter spans (SPANS_...), threadgroups own a part of it. Along the others they sum: queries or keys by
-// going along them, and heads and batch entries too where both queries and keys are spanned, so that every element is one
-// threadgroup's and WHOLE. Otherwise what each threadgroup has is a part of the sum, and sum.metal adds up the parts.
+// Threadgroups divide the axes that the parameter spans (SPANS_...) and sum over the others. A threadgroup iterates over keys that are
+// not spanned; if keys are spanned, over queries that are not. With queries and keys spanned (WHOLE), it iterates over heads and batch
+// entries that are not, so that its sums are final. Otherwise they are partial sums, which sum.metal adds up.
 
 #define BLOCKS_Q ((params.seq_q - 1) / OWN + 1)
 
@@ -50,7 +50,8 @@ kernel void attention_parameter(
     const int first_batch = int(group.z);
     const int end_batch = first_batch + 1;
 #endif
-    // With keys spanned, x counts blocks of keys, and of queries too where those are spanned as well.
+    // If keys are spanned, group.x counts blocks of keys. If queries are spanned too, it counts pairs of a block of keys and a block of
+    // queries.
 #if SPANS_KEY
     const int first_k = (SPANS_QUERY ? int(group.x) / BLOCKS_Q : int(group.x)) * PASSING;
     const int end_k = first_k + 1;
@@ -84,6 +85,7 @@ kernel void attention_parameter(
                     q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + from * params.q_strides[2];
                 const device Element* d_o_rows =
                     d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1] + from * params.d_o_strides[2];
+                // Before the next Q and dO are loaded into the tiles, this must hold for all threads:
                 // The queries before have been read.
                 threadgroup_barrier(mem_flags::mem_threadgroup);
                 load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(
@@ -95,6 +97,7 @@ kernel void attention_parameter(
                         continue;
                     }
                     const int present = bounds.keys - start;
+                    // Before the next block of K and V is loaded into the tiles, this must hold for all threads:
                     // The block before has been read, and the queries are there.
                     threadgroup_barrier(mem_flags::mem_threadgroup);
                     load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
@@ -139,7 +142,7 @@ kernel void attention_parameter(
     const int rows = params.seq_q;
     const int at_row = first_q + own;
 #else
-    // Rows are summed by simdgroups, of which each has a part.
+    // Queries are not spanned: each simdgroup sums over its eight rows and stores one row of partial sums.
     const int rows = SPANS_KEY ? OWN / 8 : BLOCKS_Q * (OWN / 8);
     const int at_row = first_q / 8 + int(simdgroup);
 #endif

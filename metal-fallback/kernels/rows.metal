@@ -1,12 +1,12 @@
-// Rows that the lanes of a simdgroup hold together, for few queries: lane l has the elements l, l + 32, l + 64 and so on.
+// Rows distributed over the lanes of a simdgroup, for kernels for few queries: lane l holds the elements l, l + 32, l + 64 and so on.
 
-// The query head, of those that share a key head, and the query of a row: the queries of one head lie next to each other.
+// Query head and query of a row. Rows count all queries of the first head of a GQA group, then those of the next head.
 struct Query {
     int head;
     int query;
 };
 
-// Rows past the last are the last.
+// Rows past the last one are clamped to it.
 inline Query query_at(int row, int head_kv, int seq_q, int group) {
     const int there = min(row, seq_q * group - 1);
     return Query{head_kv * group + there / seq_q, there % seq_q};
@@ -21,7 +21,7 @@ inline void load_row(thread float* to, const device Element* from, long step, ui
     }
 }
 
-// The product of two rows; every lane learns it.
+// Dot product of two rows; all lanes receive it.
 template <int PER_LANE>
 inline float product_of(const thread float* a, const thread float* b) {
     float sum = 0.0f;
@@ -31,7 +31,7 @@ inline float product_of(const thread float* a, const thread float* b) {
     return simd_sum(sum);
 }
 
-// sum += weight row.
+// sum += weight * row.
 template <int PER_LANE>
 inline void add_row(thread float* sum, float weight, const thread float* row) {
     UNROLL for (int i = 0; i < PER_LANE; i++) {
@@ -46,7 +46,7 @@ inline void clear_row(thread float* row) {
     }
 }
 
-// Puts a row beside those of the other simdgroups.
+// Stores this simdgroup's row, times `factor`, in threadgroup memory, where each simdgroup has a row.
 template <int DIM, int PER_LANE>
 inline void tell_row(threadgroup float* rows, const thread float* row, float factor, uint simdgroup, uint lane) {
     UNROLL for (int i = 0; i < PER_LANE; i++) {

@@ -1,7 +1,7 @@
-// The gradient of sinks: for each query head, minus the sum over its rows, in all batch entries, of the sink's weight times the sum of
-// o d_o. A threadgroup to a head; threads and simdgroups add in the same order in every run.
+// The gradient of sinks: for each query head, minus the sum of P of the sink times delta, over its rows in all batch entries. One
+// threadgroup per head; threads and simdgroups add in the same order in every run.
 
-// Whether an output is nothing but zeros.
+// Returns whether all elements of an output row are 0.
 inline bool is_zeros(const device Element* row) {
     for (int d = 0; d < DIM_V; d++) {
         if (float(row[d]) != 0.0f) {
@@ -39,11 +39,12 @@ kernel void attention_sink(
         const Bounds bounds = BOUNDS;
         const int2 visited = keys_of(bounds, query, query + 1);
         const long place = stats_place(params, span_q, head, query);
-        // A row that attends to nothing adds nothing, whatever is there; a row after the end of a document does not exist.
+        // Skip rows that attend to nothing, whatever memory holds for them, and rows past the end of a packed sequence.
         if (visited.x >= visited.y || lse[place * 2 + 1] >= WITHOUT_KEYS) {
             continue;
         }
-        // Where the log-sum-exp does not show it, such a row's output does: it is 0, which only an odd gradient makes odd.
+        // If the log-sum-exp does not reveal a row without keys, its output does: it is all zeros, so that delta is NaN only if dO has an
+        // infinity or NaN. Skip such rows too.
         const float its_delta = delta[place];
         const device Element* row = o + span_q.begin * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
         if (is_odd(its_delta) && is_zeros(row)) {

@@ -1,19 +1,21 @@
-// Where the rows of a batch entry lie.
+// Position of the rows of a batch entry in memory.
 
-// What the first stride of an operand is multiplied by to come to them, and how many there are: of a document its first token, and its tokens.
+// `begin` times an operand's first stride is the offset of the entry's first row; `rows` is the number of rows. For a packed sequence
+// they are its first token and its number of tokens.
 struct Span {
     long begin;
     int rows;
 };
 
-// Where a row has its statistics.
+// Index of a row's statistics.
 template <typename P>
 inline long stats_place(constant P& params, Span span_q, int head, int query) {
     return span_q.begin * params.stats_strides[0] + head * params.stats_strides[1] + query * params.stats_strides[2];
 }
 
 #if WITH_PACKED
-// A document. Whatever boundaries hold, it lies within the tokens of the call and is no longer than the longest.
+// The span of a packed sequence. The offsets in `boundaries` are unchecked device data: they are clamped to the tokens of the call, and
+// the length to `longest`.
 inline Span span_of(const device Boundary* boundaries, int document, long tokens, int longest) {
     const long first = boundaries[document];
     const long last = boundaries[document + 1];

@@ -1,5 +1,5 @@
-// The gradient of a declared parameter, from parts of its sums: of each element the sum over the axes that it does not span. A
-// simdgroup to an element.
+// Adds up partial sums of the gradient of a declared parameter: each element is the sum over the axes that the parameter does not span.
+// One simdgroup per element.
 
 kernel void attention_sum(
     constant SumParams& params [[buffer(4)]],

@@ -1,8 +1,9 @@
-// Forward attention for few queries. A threadgroup has ROWS queries of the heads that share a key head, and each of its simdgroups
-// every so many batches of 32 keys, a key to a lane where scores are computed. Nothing is shared before the end, where the
-// simdgroups' maxima, sums and outputs are merged.
+// Forward attention for few queries. A threadgroup has ROWS queries of the heads of a GQA group. Its simdgroups divide the keys in
+// batches of 32; to compute scores, each lane has one key of a batch. Simdgroups share nothing before the end, where their maxima, sums
+// and outputs are merged.
 //
-// With many keys, PARTS threadgroups share the queries, each with its part of the keys, and merge.metal adds up what they leave.
+// With many keys (split-KV), PARTS threadgroups have the same queries, each with a part of the keys, and merge.metal merges their
+// results.
 
 kernel void attention_vector(
     const device Element* q [[buffer(0)]],
@@ -47,7 +48,7 @@ kernel void attention_vector(
     const int part = int(group.x) % PARTS;
     const Span span_q = QUERY_SPAN;
     const Span span_k = KEY_SPAN;
-    // Of a shorter document than the longest, with none of whose rows anything is read.
+    // These rows are past the end of a packed sequence, which is shorter than the longest: nothing is read or written for them.
     if (first >= span_q.rows * params.group) {
         return;
     }
@@ -106,7 +107,7 @@ kernel void attention_vector(
 #else
             const float left = 1.0f;
 #endif
-            // No weight is negative.
+            // -1 marks a masked-out key, since no weight is negative.
             scores[r] = kept ? weight * left : -1.0f;
         }
         for (int j = 0; j < present; j++) {
@@ -114,7 +115,7 @@ kernel void attention_vector(
             load_row<DIM_V, LANE_V>(value, key_row(v_rows, start + j), 1, lane);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const float weight = simd_shuffle(scores[r], ushort(j));
-                // What is dropped adds nothing, not even NaN.
+                // A masked-out key adds nothing, even if its value is NaN.
                 if (!(weight < 0.0f)) {
                     add_row<LANE_V>(sums[r], weight, value);
                 }
@@ -129,7 +130,7 @@ kernel void attention_vector(
         }
     }
     UNROLL for (int r = 0; r < ROWS; r++) {
-        // The maxima and sums are there, and the outputs of the row before have been read.
+        // Wait until all simdgroups have stored their maxima and sums, and the outputs of the row before have been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         float total_max = LOWEST;
         for (int s = 0; s < THREADS / 32; s++) {
@@ -140,7 +141,7 @@ kernel void attention_vector(
             total += simd_sums[(s * ROWS + r) * 2 + 1] * exp_from(simd_sums[(s * ROWS + r) * 2], total_max);
         }
 #if PARTS == 1 && WITH_SINK
-        // Outputs are relative to the maximum with it, from here on.
+        // From here on, outputs are relative to the maximum that includes the sink.
         add_sink(total_max, total, sinks[query_at(first + r, head_kv, span_q.rows, params.group).head]);
 #endif
         tell_row<DIM_V, LANE_V>(simd_outputs, sums[r], exp_from(row_max[r], total_max), simdgroup, lane);

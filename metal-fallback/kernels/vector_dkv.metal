@@ -1,5 +1,5 @@
-// The gradients of keys and values for few queries. A simdgroup owns one key; the queries of the heads that read it come by in
-// batches of 32, a query to a lane where weights are computed.
+// dK and dV for few queries. A simdgroup owns one key and iterates over the queries of its GQA group in batches of 32; to compute P and
+// dS, each lane has one query of a batch.
 
 kernel void attention_vector_dkv(
     const device Element* q [[buffer(0)]],
@@ -72,7 +72,7 @@ kernel void attention_vector_dkv(
             const Query its = query_at(start + j, head_kv, span_q.rows, params.group);
             const float its_weight = simd_shuffle(weight, ushort(j));
             const float its_slope = simd_shuffle(slope, ushort(j));
-            // What is dropped adds nothing, not even NaN.
+            // A masked-out pair adds nothing, even if its operands are NaN.
             if (simd_shuffle(kept, ushort(j)) != 0) {
                 float query[LANE_QK];
                 float d_output[LANE_V];

@@ -1,4 +1,4 @@
-// The gradient of few queries. Queries and keys are shared as in the forward kernel.
+// dQ for few queries. Queries and keys are divided among threadgroups and simdgroups as in vector.metal.
 
 kernel void attention_vector_dq(
     const device Element* q [[buffer(0)]],
@@ -25,7 +25,7 @@ kernel void attention_vector_dq(
     const int first = int(group.x) * ROWS;
     const Span span_q = QUERY_SPAN;
     const Span span_k = KEY_SPAN;
-    // Of a shorter document than the longest, with none of whose rows anything is read.
+    // These rows are past the end of a packed sequence, which is shorter than the longest: nothing is read or written for them.
     if (first >= span_q.rows * params.group) {
         return;
     }
@@ -100,6 +100,7 @@ kernel void attention_vector_dq(
     }
 
     UNROLL for (int r = 0; r < ROWS; r++) {
+        // Before the next row is stored in simd_outputs, this must hold for all threads:
         // The row before has been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         tell_row<DIM_QK, LANE_QK>(simd_outputs, sums[r], params.scale, simdgroup, lane);

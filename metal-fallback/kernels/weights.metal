@@ -1,6 +1,6 @@
-// P and dS, computed again from the log-sum-exps that the preprocess has stored.
+// P and dS, recomputed from the log-sum-exps that the preprocess kernel has stored.
 
-// A row: its log-sum-exp, the score `most` plus `rest` in base 2, and the sum of o dO.
+// Values of a row: its log-sum-exp, which is the score `most` plus `rest` in base 2, and delta = sum of o * dO.
 struct Row {
     float most;
     float rest;
@@ -14,8 +14,8 @@ inline Row row_of(const device float* lse, const device float* delta, long at, b
     return Row{lse[at * 2], lse[at * 2 + 1], delta[at]};
 }
 
-// Turns a product of a query and a key into P, after dropout, and the gradient of P into that of the product without the scale, or into that
-// of a declared parameter. A masked pair has P and gradient 0, whatever its operands are. Returns whether the query attends to the key.
+// Replaces the product of a query and a key by P after dropout, and dP by the gradient of the product, without `scale`, or of a declared
+// parameter. A masked-out pair has P and gradient 0, whatever its operands are. Returns whether the query attends to the key.
 inline bool to_weight(
     thread float& product, thread float& gradient, Row row, bool kept, int4 at, constant BackwardParams& params, Captured captured) {
 #if WITH_GRADIENT
