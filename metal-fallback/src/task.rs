@@ -131,7 +131,7 @@ impl Tensors<'_> {
             Operand::Declared { name: _, dtype, elements } | Operand::Gradient { name: _, dtype, elements } => {
                 u64::try_from(*elements).ok()?.checked_mul(dtype.bytes(1))
             }
-            // Each plan has its own.
+            // Each plan holds its own parameters, so the caller provides no bytes for them.
             Operand::Params => Some(0),
         }
     }

@@ -57,7 +57,7 @@ impl Tiles {
         Tiles::choose([dim_qk, dim_v], element, |tiles| tiles.backward_bytes(true))
     }
 
-    // Padding: 16 bytes more than whole banks, so that the rows of a fragment are in different banks.
+    // Rows are padded by 16 bytes, so that the rows of a fragment are in different banks of threadgroup memory.
     fn new((own, passing): (u32, u32), dims: [u32; 2], element: u32, padding: u32) -> Tiles {
         let [padded_qk, padded_v] = dims.map(|dim| dim.next_multiple_of(FRAGMENT));
         Tiles { own, passing, padded_qk, padded_v, pitch_qk: padded_qk + padding, pitch_v: padded_v + padding, element }

@@ -50,8 +50,9 @@ impl<'a> Host<'a> {
         let whole = !slice.is_empty() && slice.len().is_multiple_of(PAGE) && slice.cast::<u8>().addr().get().is_multiple_of(PAGE);
         let itself = whole.then(|| {
             let shared = MTLResourceOptions::StorageModeShared;
-            // SAFETY: `contents` borrows whole pages for longer than the buffer is used: the run waits for the GPU before this value is dropped.
-            // Metal frees nothing. A kernel writes only operands that `Call::check` found to be writable.
+            // SAFETY: `contents` borrows whole pages for longer than the buffer is used: the run waits for the GPU before this value is
+            // dropped. Without a deallocator, Metal does not free them. A kernel writes only operands that `Call::check` found to be
+            // writable.
             unsafe { device.newBufferWithBytesNoCopy_length_options_deallocator(slice.cast::<c_void>(), slice.len(), shared, None) }
         });
         match itself.flatten() {

@@ -10,7 +10,7 @@ use sdpa_core::{Fact, Reason, StatsBase};
 fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
     match fact {
         Fact::Dtype(dtype) => check.that(!dtype.is_fp8(), "dtype", dtype, "f32, f16 or bf16"),
-        // Only problems of 8-bit floats have other types.
+        // These differ from `dtype` only in FP8 problems, which the rule for `dtype` refuses.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
         Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
         // `supports` of the plans limits extents and head dims, and requires dense rows.
@@ -18,7 +18,7 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
         Fact::Strides(..) | Fact::Alignment(..) => {}
         // `packed` checks the number of tokens.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => {}
-        // `supports` of the plans refuses them with packed queries.
+        // `supports` of the plans refuses pages together with packed queries.
         Fact::Pages(_) | Fact::PageSize(_) => {}
         // The kernel sources implement each of these: `forward`, `backward`, `sink`, `captured`.
         Fact::Sink(_)

@@ -137,11 +137,11 @@ impl Device {
         // SAFETY: `let_go` frees `kept` once, with the last reference.
         let code = unsafe { (table.object_create)(&mut object, kept, let_go, 1, NO_DESTRUCTOR_SYNC) };
         if let Err(error) = self.check("cuUserObjectCreate", code) {
-            // SAFETY: nothing else refers to it.
+            // SAFETY: no user object was created, so nothing else refers to `kept`.
             drop(unsafe { Box::from_raw(kept.cast::<Kept>()) });
             return Err(error);
         }
-        // SAFETY: both are live; the only reference moves into the graph.
+        // SAFETY: the graph and the user object are live; the only reference moves into the graph.
         let code = unsafe { (table.retain)(graph, object, 1, MOVE) };
         self.check("cuGraphRetainUserObject", code).inspect_err(|_| {
             // SAFETY: the graph did not take the reference.
@@ -162,7 +162,7 @@ unsafe impl Send for Graph {}
 impl Drop for Graph {
     fn drop(&mut self) {
         if let Some(table) = self.device.graphs_if_any() {
-            // SAFETY: it is owned here; executable graphs made from it are independent.
+            // SAFETY: the graph is owned here; executable graphs made from it are independent.
             let _ = self.device.relaxed(|| unsafe { (table.destroy)(self.graph) });
         }
     }
@@ -192,7 +192,8 @@ impl Graph {
         for n in 0..count {
             let (mut kind, mut params, mut node) = (KERNEL_NODE + 1, KernelParams::default(), std::ptr::null_mut());
             let depends = before.as_slice();
-            // SAFETY: nodes live as long as their graphs, and parameters live in the first node while the second copies them.
+            // SAFETY: nodes live as long as their graphs. The parameters belong to the original node, which is live while the new node
+            // copies them.
             let copied = unsafe {
                 (table.node_type)(at, &mut kind) == 0
                     && kind == KERNEL_NODE
@@ -253,7 +254,7 @@ impl Stream {
         // SAFETY: the graph is live, and the pointer is to a live pointer.
         device.check("cuGraphInstantiate", device.relaxed(|| unsafe { (table.instantiate)(&mut exec, launched, 0) }))?;
         if bare.is_some() {
-            // The executable graph needs the resources of the original.
+            // Keep the original graph, because the executable graph needs its resources.
             left.push(Box::new(original));
         }
         Ok(Captured { device, exec, nodes, left, lane: device.lanes().take() })
@@ -275,7 +276,7 @@ impl Captured {
     /// A driver error.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
         let entered = self.device.enter()?;
-        // SAFETY: both are live; the caller upholds the rest of the contract.
+        // SAFETY: the executable graph and the stream are live; the caller upholds the rest of the contract.
         self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })?;
         if self.device.is_capturing(stream.raw().0) {
             // This launch becomes part of another graph, which copies this one but not its resources.
@@ -288,13 +289,13 @@ impl Captured {
 impl Drop for Captured {
     fn drop(&mut self) {
         if let (Ok(_entered), Some(table)) = (self.device.enter(), self.device.graphs_if_any()) {
-            // SAFETY: it is owned here; the driver frees a running one when it ends.
+            // SAFETY: the executable graph is owned here. If it is running, the driver frees it when it ends.
             let code = self.device.relaxed(|| unsafe { (table.exec_destroy)(self.exec) });
             if code != 0 {
                 tracing::warn!(code, "cuGraphExecDestroy");
             }
         }
-        // A launch may still run.
+        // A launch may still be running, so retire the resources instead of dropping them.
         if !self.left.is_empty() {
             self.device.retire(Box::new(std::mem::take(&mut self.left)));
         }

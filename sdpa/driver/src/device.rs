@@ -258,7 +258,8 @@ pub struct Entered<'a> {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            // SAFETY: the context was current on this thread before, or null. The driver refuses one that was destroyed since.
+            // SAFETY: the context was current on this thread before, or null. If it has been destroyed since, the driver returns an
+            // error.
             let code = unsafe { (self.device.table.context_set)(before) };
             if code != 0 {
                 tracing::warn!(code, "cuCtxSetCurrent to the context from before");

@@ -101,7 +101,7 @@ impl Lane {
     /// Marks the current end of a live stream that is not under capture, as the end of the work submitted on this lane.
     pub(crate) fn mark(&self, entered: &Entered<'_>, device: &'static Device, stream: Ptr, id: Option<u64>) -> Result<(), Error> {
         let mut ends = self.ends.lock();
-        // Streams without numbers may all be different.
+        // A stream without an ID may differ from the stream before, so treat it as another one.
         if id.is_none() || ends.stream != id {
             let Ends { last, elsewhere, .. } = &mut *ends;
             elsewhere.extend(last.take());

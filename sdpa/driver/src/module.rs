@@ -107,7 +107,7 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         if let (Ok(_entered), Ok(modules)) = (self.device.enter(), self.device.modules()) {
-            // SAFETY: it is owned here, and nothing runs it any more.
+            // SAFETY: the module is owned here, and none of its kernels runs any more.
             let code = self.device.relaxed(|| unsafe { (modules.unload)(self.raw) });
             if code != 0 {
                 tracing::warn!(code, "cuModuleUnload");

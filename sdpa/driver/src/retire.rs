@@ -43,7 +43,7 @@ impl Device {
     /// Drops retired resources that the device has passed, and returns how many still wait. Retirements, captures and workspace allocations do this
     /// too.
     pub fn release_retired(&'static self) -> usize {
-        // Outside the lock: dropping calls the driver, which may call back and retire more.
+        // Drop the resources outside the lock: dropping calls the driver, which may call back and retire more.
         let waiting = std::mem::take(&mut *self.waiting().0.lock());
         if waiting.is_empty() {
             return 0;

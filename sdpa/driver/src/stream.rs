@@ -96,7 +96,7 @@ impl Stream {
     /// A driver error.
     pub fn wait(&self, event: &Event) -> Result<(), Error> {
         let _entered = self.device.enter()?;
-        // SAFETY: both are live.
+        // SAFETY: the stream and the event are live.
         self.device.check("cuStreamWaitEvent", unsafe { (self.device.table.stream_wait)(self.raw.0, event.raw, 0) })
     }
 }
@@ -142,7 +142,7 @@ impl Event {
 
     /// Moves it to the current end of a live stream of its device, whose context is current.
     pub(crate) fn record(&self, _: &Entered<'_>, stream: Ptr) -> Result<(), Error> {
-        // SAFETY: both are live and of one context.
+        // SAFETY: the event and the stream are live and belong to one context.
         self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(self.raw, stream) })
     }
 

@@ -142,7 +142,7 @@ impl Captured {
         let known = Known::of(trace, self.extents, self.places_below.filter(|_| self.dialect == Dialect::Cuda));
         let rounds = |id: NodeId| needed[id.index()] && known.decisive[id.index()] && contracts(trace.node(id));
         if self.dialect == Dialect::Msl && trace.ids().any(rounds) {
-            // The compiler's math modes still contract products and sums; only this pragma makes each function round.
+            // In every math mode the compiler contracts products and sums; only this pragma makes it round each of them.
             text.push_str("    #pragma METAL fp contract(off)\n");
         }
         for id in trace.ids().filter(|id| needed[id.index()]) {
@@ -163,7 +163,8 @@ impl Captured {
             return None;
         }
         let wave = |name, x: NodeId| {
-            // An argument of this size that depends on the score already has an error of more than one period.
+            // An argument that depends on the score and exceeds WAVES already has an error of more than one period, so an accurate range
+            // reduction would gain nothing.
             let is_within = known.within(x, WAVES) || known.depends[x.index()].score;
             is_within.then(|| format!("precise::{name}_within(v{})", x.index()))
         };
@@ -259,7 +260,7 @@ fn rounded(f: Binary, x: &str, y: &str) -> String {
         Binary::Add => format!("__fadd_rn({x}, {y})"),
         Binary::Sub => format!("__fsub_rn({x}, {y})"),
         Binary::Mul => format!("__fmul_rn({x}, {y})"),
-        // Always rounded, or a selection of one operand.
+        // These are never contracted: they round anyway, or select an operand.
         Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => binary(f, Type::F32, x, y, "exact"),
         Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {
             binary(f, Type::F32, x, y, "exact")

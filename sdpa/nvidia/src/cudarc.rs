@@ -287,7 +287,7 @@ pub struct Attention {
 /// Slices of one call: their addresses and devices, and the guards that order them with other streams.
 struct Slices<'a> {
     stream: &'a Arc<CudaStream>,
-    // Inline storage: a call that hits allocates nothing.
+    // Inline storage, so that a call that finds its plan in the cache allocates nothing.
     guards: SmallVec<[SyncOnDrop<'a>; 16]>,
     errors: Vec<SpecError>,
 }

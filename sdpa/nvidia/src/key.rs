@@ -157,7 +157,7 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
             (!kept.is_full()).then(|| short(&kept.to_string(), &kept.without_defaults().to_string()))
         }
         Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
-        // These are in the head.
+        // The head of the label has these.
         Fact::Dtype(_)
         | Fact::Batch(_)
         | Fact::HeadsQ(_)
@@ -166,7 +166,7 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
         | Fact::SeqKv(_)
         | Fact::DimQk(_)
         | Fact::DimV(_) => None,
-        // These are only in the fields.
+        // Only the fields of the key have these, not its label.
         Fact::OutputDtype(_)
         | Fact::Strides(..)
         | Fact::Alignment(..)

@@ -56,7 +56,7 @@ impl Target {
             check_folder(parent)?;
             match std::fs::canonicalize(path) {
                 Ok(file) => Some(file),
-                // Another process has just deleted it.
+                // Another process has just deleted the file.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => None,
                 Err(e) => return Err(PlanFileError::io(path, "following")(e)),
             }

@@ -67,7 +67,7 @@ impl<H: Head> PlanFile<H> {
     fn payload(&self, slot: &Slot) -> Result<Vec<u8>, PlanFileError> {
         let what = || format!("payload {:?}", slot.entry.label);
         let bytes = match self.source.read(slot.offset, slot.entry.bytes) {
-            // It was long enough when it was opened, so another process has truncated it.
+            // The file was long enough when it was opened, so another process has truncated it.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                 let has = self.source.length().map_err(PlanFileError::io(&self.path, "asking about"))?;
                 return Err(PlanFileError::Truncated { path: self.path.clone(), what: what(), needs: slot.end(), has });
@@ -148,7 +148,7 @@ impl Beginning<'_> {
             return Err(self.truncated(what, end));
         }
         let bytes = match self.source.read(self.at, length) {
-            // It was truncated since its size was queried.
+            // The file has been truncated since its size was queried.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(self.truncated(what, end)),
             read => read.map_err(PlanFileError::io(self.path, "reading"))?,
         };

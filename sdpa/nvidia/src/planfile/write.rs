@@ -103,7 +103,7 @@ fn lock(target: &Target) -> Result<File, PlanFileError> {
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o644);
     let opened = match options.open(&path) {
-        // Another user created it; read access is enough for a lock.
+        // Another user created the lock file; read access is enough for a lock.
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(&path),
         opened => opened,
     };
@@ -161,7 +161,7 @@ fn temporary(folder: &Path) -> io::Result<NamedTempFile> {
 #[cfg(unix)]
 fn sync_folder(folder: &Path) -> io::Result<()> {
     match File::open(folder)?.sync_all() {
-        // Some file systems do not support this.
+        // Some file systems cannot flush a folder.
         Err(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
         synced => synced,
     }

@@ -76,7 +76,7 @@ impl Tensor {
             DType::F8E4M3 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::F8E5M2 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::I32 | DType::I64 | DType::Bool => self.buffer.fill(stream, 0)?,
-            // The bits of 1.0.
+            // 127 is the bit pattern of 1.0.
             DType::F8E8M0 => self.buffer.fill(stream, 127)?,
         }
         Ok(())
@@ -113,7 +113,7 @@ impl Tensor {
                 let wide = if self.dtype == DType::F8E4M3 { |x| F8E4M3::from_bits(x).to_f32() } else { |x| F8E5M2::from_bits(x).to_f32() };
                 x.into_iter().map(wide).collect()
             }
-            // Results are floats.
+            // No result has an integer type, so these are f32.
             DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => {
                 let mut x = vec![0f32; self.elements()];
                 self.buffer.download(stream, 0, &mut x)?;
@@ -163,7 +163,7 @@ impl<'a> Memory<'a> {
                 SEQ_LEN_KV => Some(problem.seq_kv()),
                 _ => None,
             };
-            // Each entry has its own pages, as far as there are enough.
+            // Each batch entry has its own pages, as long as the pool has enough.
             if let Some(paged) = problem.paged().filter(|_| p.name == PAGE_TABLE) {
                 let table: Vec<i32> = (0..tensor.elements() as i64).map(|n| (n % paged.pages) as i32).collect();
                 tensor.buffer.upload(stream, 0, &table)?;
