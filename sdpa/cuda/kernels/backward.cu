@@ -80,8 +80,8 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
             }
         }
     }
-    // No query attends to this block, so its dK and dV are zeros. Consumers still stage dV in the memory of K: hand that memory over without a load, so
-    // that the next K is not loaded too early.
+    // No query attends to this block, so its dK and dV are zeros. Consumers still stage dV in the memory of K: pass that memory to them through kv_empty
+    // and kv_full without a load, so that the next K is not loaded too early.
     if (!DQ_BY_TMA && first) {
         mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
         mbarrier_arrive(smem.kv_full);

@@ -79,8 +79,8 @@ inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const 
             first = false;
         }
     }
-    // No query attends to this block, so its dK and dV are zeros. Consumers stage them in the memory of K and V too: hand it over without a load, so that
-    // the next K and V are not loaded too early.
+    // No query attends to this block, so its dK and dV are zeros. Consumers still stage them in the memory of K and V: pass it to them through kv_empty
+    // and kv_full without a load, so that the next K and V are not loaded too early.
     if (first) {
         mbarrier_wait_parity(smem.kv_empty, kv_phase ^ 1);
         mbarrier_arrive(smem.kv_full);
@@ -156,8 +156,8 @@ struct WarpgroupContext {
     }
     // Address through which this thread passes or receives P.
     inline uint p_slot() const { return smem.p + (threadIdx.x & 127) * 16; }
-    // `release` releases a buffer that only this CTA fills. `release_both_ctas` also arrives on the peer's mbarrier, for buffers that each CTA fills in
-    // the peer too.
+    // `release` frees a buffer that only this CTA fills. `release_both_ctas` also arrives on the peer's mbarrier, for buffers that each CTA fills in the
+    // peer too.
     inline void release(uint barrier) const {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier);
