@@ -1,4 +1,4 @@
-"""interleave.py OLD NEW OUT [SECONDS]: forward times of the native CUDA kernels of two builds of `device`, call by call in turn.
+"""interleave.py OLD NEW OUT [SECONDS]: times of the native CUDA kernels of two builds of `device`, call by call in turn.
 
 Each build is a process of its own, on the same GPU. OUT gets a JSON line for each problem, with the median of both times in ms, their ratio NEW ÷ OLD, and
 the median and quartiles of the ratios of neighbouring measurements. No problem begins after SECONDS (default 120).
@@ -37,6 +37,15 @@ PROBLEMS = [
     problem((64, 64), score_mod=["softcap:30"]),
     problem(mask=["causal"], shape=(1, 32, 8, 16384, 16384)),
     problem(mask=["causal"], sink=True),
+    # mma.sync: rows of 124 elements are not multiples of 16 bytes, and f32.
+    problem((124, 124), mask=["causal"]),
+    problem((124, 124), score_mod=["softcap:30"], mask=["causal"]),
+    problem((124, 124), mask=["causal"], dropout=0.1),
+    problem(mask=["causal"], dtype="f32", shape=(1, 16, 16, 4096, 4096)),
+    problem((124, 124), mask=["causal"], backward=True),
+    problem((124, 124), score_mod=["softcap:30"], mask=["causal"], backward=True),
+    problem((124, 124), mask=["causal"], dropout=0.1, backward=True),
+    problem(mask=["causal"], dtype="f32", shape=(1, 16, 16, 4096, 4096), backward=True),
 ]
 
 
