@@ -110,7 +110,7 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let profile = mistakes.take("--device", device(&args.device));
     let problems = problems::read(&args.problems, &mut mistakes);
     let destination = mistakes.take("--out", Destination::new(&args.out, Some(&args.problems)));
-    // The lock file will be next to the output file.
+    // Writing creates a lock file next to the output file, so check that its longer name is valid too.
     let mut lock = args.out.clone().into_os_string();
     lock.push(".lock");
     if let (Some(_), Err(e)) = (destination, std::fs::metadata(lock))

@@ -218,7 +218,7 @@ fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
             for ordinal in 0..count {
                 match driver.device(ordinal) {
                     Ok(found) => finding.devices.push(device(found)),
-                    // Other devices may work.
+                    // Report this device and continue: other devices may work.
                     Err(e) => finding.lacks("device", format!("number {ordinal}: {e}"), SHOW_DEVICE),
                 }
             }

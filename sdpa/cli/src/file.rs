@@ -21,7 +21,7 @@ pub(crate) fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, String> {
         return Err(large());
     }
     let mut bytes = Vec::new();
-    // A file that another process writes may be longer now.
+    // Limit the read too: another process may have written to the file after the check.
     File::open(path).and_then(|file| file.take(most + 1).read_to_end(&mut bytes)).map_err(failed)?;
     if bytes.len() as u64 > most { Err(large()) } else { Ok(bytes) }
 }
@@ -53,7 +53,7 @@ mod tests {
         assert_eq!(text(&path, 4), Err("is larger than 4 bytes, the most that is read".to_owned()));
         assert_eq!(bytes(folder.path(), 5), Err("is not a file".to_owned()));
         assert!(bytes(&folder.path().join("none"), 5).unwrap_err().starts_with("cannot be read"));
-        // Its size is 0, whatever it contains.
+        // Files in /proc report size 0, whatever they contain.
         #[cfg(target_os = "linux")]
         {
             assert_eq!(bytes(Path::new("/dev/zero"), 5), Err("is not a file".to_owned()));

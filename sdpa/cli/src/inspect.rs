@@ -251,7 +251,7 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
         Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan | Stage::Kernel => {}
     }
     if !json {
-        // stdout has the stage only; a closed stderr is ignored.
+        // Print the note to stderr, because stdout has only the stage. A closed stderr is ignored.
         writeln!(std::io::stderr(), "note: {form} form for cuDNN {runtime} ({runtime_from})").ok();
     }
     let (stage, graph) = match (&program, &schedule) {
@@ -398,7 +398,7 @@ fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
         Fact::ScoreMod(score_mod) => table.rows("score_mod", score_mod.map(lines)),
         Fact::Band(..) => table.row("keeps", bands_text(p.kept())),
         Fact::Prefix(_) | Fact::Ends(..) => {}
-        // The row of parameters names them.
+        // Lengths are shown in the row of parameters.
         Fact::Lengths(..) => {}
         Fact::Keep(keep) => {
             table.rows("and", keep.map(lines));
@@ -415,7 +415,7 @@ fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
         }
         Fact::UpstreamDtype(dtype) => table.rows("dtype of do", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
         Fact::GradientDtype(dtype) => table.rows("dtype of gradients", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
-        // It has a stage of its own.
+        // The gradient is printed as a stage of its own.
         Fact::Gradient(_) => {}
         Fact::GradientsOf(wrt) => table.row("wrt", wrt_text(wrt)),
         Fact::BackwardParameters(_) => {}

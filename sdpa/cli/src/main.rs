@@ -47,7 +47,7 @@ fn block_file_size_signal() {
     use nix::sys::signal::{SigSet, Signal};
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGXFSZ);
-    // It fails only for an unknown operation.
+    // `thread_block` fails only for an unknown operation, so its result is ignored.
     signals.thread_block().ok();
 }
 

@@ -116,7 +116,7 @@ impl Padded<'_> {
                 let tokens = documents.get(batch).filter(|tokens| row < tokens.len())?;
                 (tokens.start + row) * self.strides[2]
             }
-            // Table entries past the existing keys may be invalid.
+            // Page-table entries past the existing keys may be invalid.
             Entries::Pages(pages, count) => {
                 let [page, token] = pages.place(batch, row).filter(|[page, _]| *page < count)?;
                 page * self.strides[0] + token * self.strides[2]
@@ -213,7 +213,7 @@ impl Call<'_> {
             masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(b, q, k))));
         }
         let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
-        // The page table was validated before.
+        // The page table was validated before, so this does not fail.
         let pages = self.problem.pages(&params).ok().flatten().zip(spec.paged).map(|(pages, paged)| Entries::Pages(pages, n(paged.pages)));
         let keys = pages.unwrap_or_else(|| Entries::of(Side::Keys, documents));
         let q = padded(self.q, &spec.q, Entries::of(Side::Queries, documents), 0.0);
@@ -253,7 +253,7 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let o = padded(call.o, &call.spec.o, queries, 0.0);
     let rows = call.problem.stats_tensor();
     let natural = call.natural_stats();
-    // The statistics of a row that attends to no key.
+    // Each statistic, with its value in a row that attends to no key.
     let given = [(natural.as_deref().or(call.stats), f64::NEG_INFINITY), (call.row_max, f64::NEG_INFINITY), (call.sum_exp, 0.0)];
     let given = given.map(|(given, none)| (given.is_some(), given.unwrap_or_default(), none));
     let of_documents = given.each_ref().map(|(_, given, none)| padded(given, &rows, queries, *none));
@@ -282,7 +282,7 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
     let of_results = results.map(|(data, spec, side)| padded(data, spec, Entries::of(side, documents), 0.0));
     let of_d_o = padded(*d_o, &spec.d_o, Entries::of(Side::Queries, documents), 0.0);
     let got = std::array::from_fn(|n| told(results[n].0, results[n].1, &of_results[n]));
-    // Row-major, so all elements are one row.
+    // Gradients of parameters are dense and row-major, so each one is passed as a single row.
     let along: Vec<_> = wrt.iter().map(|(_, data)| (Tensor { numbers: data, strides: [0, 0, 0, 1] }, data.element().into())).collect();
     let given = if *chained { Given::Own } else { Given::Rounded };
     let queries = Entries::of(Side::Queries, documents);

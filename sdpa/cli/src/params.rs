@@ -294,7 +294,7 @@ impl Planned {
         }
         let longest = if name == SEQ_LEN_Q { Some(self.longest[0]) } else { (name == SEQ_LEN_KV).then_some(self.longest[1]) };
         if let Some(longest) = longest {
-            // One in four has the maximum length.
+            // One in four lengths is the maximum; the others are random.
             let length = |n: usize| if draw(n, 4) == 0 { longest } else { 1 + (draw(n, 4 * longest as u64) / 4) as i64 };
             return Ok(Values::I32((0..len).map(|n| i32::try_from(length(n)).unwrap_or(i32::MAX)).collect()));
         }

@@ -127,7 +127,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     let progress = Progress::new(json);
     let kept = order.only.as_deref().and_then(|name| state.named(name)?.problem().ok());
     let (problems, impossible) = match kept {
-        // Its row is known, so the executor need not be queried.
+        // The state already has this problem, so the executor need not be asked what it supports.
         Some(problem) => (vec![problem], Vec::new()),
         None => {
             let _step = progress.spinner("choosing problems");
@@ -216,7 +216,7 @@ fn remove(order: &Order, json: bool) -> Result<Told, Failure> {
 
 /// Answers requests of [`run`] and returns the exit code.
 pub(crate) fn worker(args: &WorkerArgs) -> u8 {
-    // The answer contains the message of a panic.
+    // Print nothing on a panic: the answer contains its message.
     std::panic::set_hook(Box::new(|_| ()));
     let opened = names::executor(&args.executor).map_err(|e| Failure::environment("EXECUTOR", e));
     let served = opened
@@ -225,7 +225,7 @@ pub(crate) fn worker(args: &WorkerArgs) -> u8 {
     match served {
         Ok(()) => 0,
         Err(failure) => {
-            // The parent process reads stdout.
+            // Print to stdout, which the parent process reads.
             failure.lines().iter().for_each(|line| println!("{}: {}", line.about, line.message));
             failure.code()
         }

@@ -198,7 +198,7 @@ impl Request {
             }
             (None, None) => Some(Element::BF16),
         };
-        // A tensor of 8-bit floats determines its type.
+        // If `do` in the file has 8-bit floats, that is its type.
         let d_o_dtype = d_o_dtype.or_else(|| operands.as_ref()?.d_o.as_ref()?.ty.narrow());
         if let (Some(header), Some(operands), Some(element)) = (&header, &operands, element) {
             let own = operands.forward.as_ref().map(|(o, ..)| o);
@@ -220,7 +220,7 @@ impl Request {
             (_, _, None) if !input => ("the example".to_owned(), extents(EXAMPLE).map(Some)),
             (_, _, _) => (String::new(), [None; 3]),
         };
-        // For an input of packed sequences, these are the extents of memory.
+        // In an input of packed sequences, the third extent is the number of tokens in memory.
         let of_keys = dims[1].or(dims[2]).filter(|_| packed_keys);
         let tokens = if packed && input { [dims[0], of_keys].map(|dims| dims.map(|dims| dims[2])) } else { [None; 2] };
         if let ([_, Some(k), Some(v)], Some(_), true) = (dims, tokens[1], packed)
@@ -228,7 +228,7 @@ impl Request {
         {
             mistakes.add(&about, format!("v: got {} tokens, expected {}, as k has", v[2], k[2]));
         }
-        // For a paged input, those of keys are the extents of page pools.
+        // In a paged input, the extents of k and v are those of the page pools.
         let container = if paging.is_some() && input { dims[1].or(dims[2]) } else { None };
         let dims = match (&packing, &paging) {
             (packing, Some(paging)) if input => {
@@ -255,7 +255,7 @@ impl Request {
         (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
         any.o_dtype = o_dtype.map(Element::dtype);
         if args.block_scaled {
-            // Block scales depend on extents, and tensors have no scales here.
+            // The shape `ANY` has no block scales, so check the rules with f32 instead of 8-bit floats.
             (any.dtype, any.o_dtype) = (DType::F32, None);
         }
         any.paged = paging.as_ref().map(Paging::any);
@@ -266,7 +266,7 @@ impl Request {
             paging.judge_rows(scores, mistakes);
         }
         let judged = judge(&any, args, gradient, rules.complete, mistakes);
-        // Mistakes in these were reported already.
+        // A value that could not be read was reported when it was read.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
         let t5: Vec<T5> = args.score_mod.iter().filter_map(|text| expression::t5(text)?.ok()).collect();
         if t5.iter().any(|other| *other != t5[0]) {

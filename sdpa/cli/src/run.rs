@@ -260,7 +260,8 @@ mod tests {
             let backward = request.backward.as_ref().unwrap();
             let passes = |operands: &Operands| operands.check_backward(backward, request.attn_scale(), &Step::hidden()).unwrap().passes();
             assert!(passes(&operands), "{dtype}");
-            // Query 7 of the first head, key 3 of the last one, and the score of query 9 and key 2.
+            // One element each of dq (query 7, first head), dk and dv (key 3, last head), dbias (query 9, key 2) and the gradient of the
+            // scalar cap.
             let elements = [7 * 16 + 3, (3 * 40 + 3) * 16, (3 * 40 + 3) * 8, 9 * 40 + 2, 0];
             for (which, at) in elements.into_iter().enumerate() {
                 let before = set(operands.gradients.as_mut().unwrap(), which, at, f32::NAN);

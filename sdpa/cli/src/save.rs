@@ -28,7 +28,7 @@ impl Destination {
         if there.as_ref().is_ok_and(|facts| !facts.is_file()) {
             return Err("is not a file".to_owned());
         }
-        // Otherwise a name that is too long would be detected only when the temporary file is renamed.
+        // Check for a name that is too long, which would otherwise fail only when the temporary file is renamed.
         if let Err(e) = &there
             && e.kind() == std::io::ErrorKind::InvalidFilename
         {
@@ -149,7 +149,7 @@ fn header(tensors: &[Tensor<'_>]) -> Result<Vec<u8>, String> {
 fn temporary(folder: &Path) -> std::io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".sdpa-").suffix(".tmp");
-    // Permissions of any new file, which the umask restricts, instead of those of temporary files.
+    // Give the file the permissions of an ordinary new file, restricted by the umask, not the private ones of a temporary file.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     builder.tempfile_in(folder)

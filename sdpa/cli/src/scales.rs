@@ -100,14 +100,14 @@ impl Scales {
             self.make(scale, value);
         }
         self.make(Fp8Scale::DescaleS, self.get(Fp8Scale::ScaleS).recip());
-        // An output is at most the largest value.
+        // O is an average of V's rows, so it is at most the largest value, times the dropout scale.
         self.result(request, Operand::O, dropped * amax(v), 0);
         if let Some((d_o, o)) = gradient {
             self.make(Fp8Scale::DescaleDO, d_o.descale());
             if let Some(o) = o {
                 self.make(Fp8Scale::DescaleO, o.descale());
             }
-            // Six standard deviations of dP − δ, whose terms sum products.
+            // Estimate the largest |dP − δ|, a sum of dim_v products of either sign, as six standard deviations.
             let deviation = (request.problem.dim_v() as f32).sqrt() * amax(v) * amax(d_o) / 4.0;
             self.slopes(request, dropped * deviation * request.attn_scale().abs());
         }

@@ -63,7 +63,7 @@ impl Order {
         if empty {
             mistakes.add("shape", "got no batch entry, query or key; a picture needs at least one of each");
         }
-        // With an empty extent any index would be out of range, which is reported as one mistake.
+        // An empty extent was reported above. Ignore the request then: any --head or --batch would be out of range.
         let request = request.filter(|_| !empty);
         if let Some(request) = &request {
             mistakes.take("memory", operands::fits(request, false, 0));

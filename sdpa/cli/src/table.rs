@@ -33,7 +33,7 @@ impl Table {
     pub(crate) fn render(&self) -> String {
         let letters = |name: &str| name.chars().count();
         let width = |row: &Row| if let Row::Pair(name, _) = row { letters(name) } else { 0 };
-        // A longer name moves only the value of its own row.
+        // A name longer than WIDEST does not widen the column: it moves only the value of its own row.
         let width = self.0.iter().map(width).filter(|&width| width <= WIDEST).max().unwrap_or(0);
         let mut text = String::new();
         for row in &self.0 {

@@ -223,7 +223,7 @@ impl BackwardSpec {
         let names: Vec<String> = of_scores(wrt, asked.sink).map(|g| g.name.clone()).collect();
         let gradient = match score_mod::gradient(&asked.score_mods, extents, &names) {
             Ok(gradient) => Some(gradient),
-            // Reported already.
+            // `Problem::new` has already reported this error.
             Err(NoGradient::Expr(_)) if problem.is_none() => None,
             Err(e) => {
                 check.fail("forward.score_mods", "score_mods without a gradient", format!("differentiable ones: {e}"));
@@ -235,7 +235,7 @@ impl BackwardSpec {
             check.params("forward.score_mods", gradient.trace.params(), &mut params);
         }
         if dtype.is_fp8() && !forward.block_scaled {
-            // The backward pass reads the output and does not round it again.
+            // The backward pass reads the rounded output and does not round it again, so it needs no `scale_o`.
             params.retain(|p| p.name != Fp8Scale::ScaleO.name());
             let more = Fp8Scale::of(Direction::Backward).iter().filter(|scale| !Fp8Scale::of(Direction::Forward).contains(scale));
             more.for_each(|scale| check.own(scale.declared(), &mut params));

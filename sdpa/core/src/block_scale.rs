@@ -286,7 +286,7 @@ mod tests {
                 (0..tensor.extent().unwrap()).map(|n| (n as f32 * 0.37).sin() * 2f32.powi((n / 777 % 41 - 20) as i32)).collect();
             let (four, of_four) = F8E4M3::narrow(&numbers, &scales).unwrap();
             let (five, of_five) = F8E5M2::narrow(&numbers, &scales).unwrap();
-            // Each block separately.
+            // Check each block separately.
             let at = |[b, h, s, d]: [i64; 4]| (b * tensor.strides[0] + h * tensor.strides[1] + s * tensor.strides[2] + d) as usize;
             let [_, _, seq, dim] = tensor.dims;
             for (s, d) in (0..seq).step_by(7).flat_map(|s| (0..dim).step_by(5).map(move |d| (s, d))) {
@@ -347,7 +347,7 @@ mod tests {
         assert!(plain.block_scales(Operand::Q).is_none() && problem.block_scales(Operand::O).is_none());
         let text = serde_json::to_string(&spec()).unwrap();
         assert_eq!(serde_json::from_str::<AttentionSpec>(&text).unwrap(), spec());
-        // This problem declares no scales of whole tensors.
+        // Four mistakes: the three block scales are missing, and this problem declares no `descale_q`.
         let told = problem.bind(&[Param::new("descale_q", &[1.0])]).unwrap_err();
         assert_eq!(told.0.len(), 4, "{told}");
     }

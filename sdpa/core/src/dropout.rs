@@ -125,7 +125,7 @@ impl DropoutMask {
         let mut kept = [0; SQUARE];
         let mut before = None;
         for pair in 0..4 {
-            // Pairs of rows with equal counters have equal numbers.
+            // Row pairs with equal counters get equal random numbers, so the previous ones are reused.
             let counters: [u64; 8] = std::array::from_fn(|k| first.wrapping_add(4 * k as u64 + pair as u64) >> 2);
             let words = match before {
                 Some((same, words)) if same == counters => words,

@@ -97,11 +97,11 @@ impl Prepared for Empty<Problem> {
             paged: _,
             score_mod: _,
             kept: _,
-            // `sinks` reads it.
+            // `problem.sinks` below reads it.
             sink: _,
             dropout: _,
             params,
-            // The check of a call accepts memory only for requested statistics.
+            // `call.check` above accepts memory only for requested statistics, so these flags need no test.
             stats: _,
             stats_base,
             row_max: _,

@@ -34,7 +34,8 @@ impl Format {
         let (bits, dropped) = (x.abs().to_bits(), 23 - self.fraction);
         let half = (1 << (dropped - 1)) - 1;
         let normal = f32::from_bits((bits + half + (bits >> dropped & 1)) >> dropped << dropped);
-        // The last bit of the addend equals the distance between the smallest numbers, so the addition rounds.
+        // The last mantissa bit of the addend is worth the spacing of subnormal numbers, so adding and subtracting it rounds to that
+        // spacing.
         let addend = 1.5 * power(23 + self.finest());
         let small = (x.abs() + addend) - addend;
         let rounded = if x.abs() < power(self.least) { small } else { normal };
@@ -205,7 +206,7 @@ impl F8E8M0 {
     /// Returns the scale of a block with this amax: `2^(⌊log₂ amax⌋ − e)`, where `e` is the exponent of the largest number of `dtype`, 8 or 15. At
     /// least 2⁻¹²⁷.
     pub fn of_block(amax: f32, dtype: DType) -> F8E8M0 {
-        // Exponents of zero and subnormal numbers are below every scale.
+        // Zero and subnormal f32 numbers get exponent 0. The clamp below turns that into the smallest scale.
         let exponent = |x: f32| (x.to_bits() >> 23 & 0xff) as i32;
         let bits = exponent(amax) - (exponent(dtype.largest()) - 127);
         F8E8M0(bits.clamp(0, 254) as u8)

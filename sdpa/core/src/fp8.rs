@@ -262,7 +262,7 @@ impl Fp8Scales {
 /// ```
 pub fn scale_of(amax: f32, dtype: DType, margin: i32) -> f32 {
     let scale = dtype.largest() / amax / 2f32.powi(margin);
-    // A scale without a normal reciprocal would lose the tensor.
+    // If the scale or its reciprocal is not a normal number, scaling and descaling would lose the tensor's values.
     if amax > 0.0 && scale.is_normal() && scale.recip().is_normal() { scale } else { 1.0 }
 }
 

@@ -384,7 +384,7 @@ mod tests {
             spec.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
             spec.validate()
         };
-        // Both sides have one length.
+        // With one cu_seqlens, queries and keys have the same lengths, so a mask aligned to the ends equals one aligned to the top left.
         for (ends, corner) in [("causal-ends", "causal"), ("window:3,1:ends", "window:3,1"), ("!causal-ends | k < 3", "!causal | k < 3")] {
             assert_eq!(of(false, &[ends]).unwrap(), of(false, &[corner]).unwrap());
         }

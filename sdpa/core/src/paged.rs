@@ -299,7 +299,7 @@ mod tests {
             spec.validate().unwrap()
         };
         assert_eq!(one([16, 8, 1000, 1]), one([16, 8, 0, 1]));
-        // One batch entry still has several pages.
+        // Even a single batch entry has several pages, so the stride between pages counts.
         assert_ne!(one([16, 8, 16, 1]), one([32, 8, 16, 1]));
     }
 
@@ -313,7 +313,7 @@ mod tests {
         far.paged = Some(Paged { pages: i64::from(i32::MAX), ..CACHE });
         far.v.strides[0] = 1 << 32;
         assert_eq!(fields(&far), ["v.strides"]);
-        // Memory holds pages, not batch entries.
+        // Memory holds pages, not batch entries: in a pool of one page, no stride between pages is used.
         far.paged = Some(Paged { pages: 1, ..CACHE });
         far.v.strides[0] = 1 << 62;
         assert_eq!(fields(&far), Vec::<String>::new());
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(of(&["tensor seq_len_kv[batch]: i32; k < seq_len_kv"], |_| ()).validate().unwrap().kept(), problem.kept());
         assert_eq!(of(&["causal-ends"], |_| ()).validate().unwrap().ends(), Some(&crate::Ends { lower: None, upper: Some(0) }));
         assert_ne!(of(&[], |spec| spec.packed = None).validate().unwrap(), problem);
-        // Expressions may read the offsets of queries, and lengths have one type.
+        // Expressions may read the offsets of queries. `seq_len_kv` must be declared over the batch.
         assert!(of(&["tensor cu_seqlens_q[batch + 1]: i32; cu_seqlens_q + q > k"], |_| ()).validate().is_ok());
         assert_eq!(fields(&of(&["tensor seq_len_kv[head]: i32; k < seq_len_kv"], |_| ())), ["packed, parameter seq_len_kv"]);
         assert_eq!(fields(&of(&["padding"], |_| ())), ["masks"]);
@@ -401,7 +401,7 @@ mod tests {
             "{told:?}"
         );
         assert!(told[1].starts_with("parameter page_table[1][0]: got 7"), "{told:?}");
-        // A mask that attends to no key reads nothing, with or without lengths.
+        // If the mask attends to no key, no page is read, so any page table is valid.
         for masks in
             [&["padding", "1 > 2"][..], &["1 > 2"], &["causal & k > q"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv & q < q"]]
         {
@@ -412,7 +412,7 @@ mod tests {
             let given = &given[..1 + usize::from(empty.params().iter().any(|p| p.name == SEQ_LEN_KV))];
             assert!(empty.pages(given).unwrap().is_some(), "{masks:?}");
         }
-        // Without lengths every entry has all keys.
+        // Without lengths, every batch entry has all keys, so all of its page-table entries are checked.
         let whole = spec().validate().unwrap();
         let table = [0, 1, 2, 3, 4, 5, 6, 6, 9];
         let told = whole.pages(&[Param::new(PAGE_TABLE, &table)]).unwrap_err().to_string();

@@ -78,7 +78,7 @@ impl Hash for Problem {
             kept,
             sink,
             dropout,
-            // The traces and options declare them.
+            // Parameters follow from the traces and options that declare them.
             params: _,
             stats,
             stats_base,
@@ -117,7 +117,7 @@ impl Problem {
             check.fail("dtype", dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
         }
         let o_dtype = check.narrow("o_dtype", o_dtype, dtype, &[DType::F16, DType::BF16]);
-        // `cu_seqlens` locate packed sequences.
+        // Returns whether a side is packed. `cu_seqlens` then locate its sequences, and its batch stride has no effect.
         let packs = |side: Side| packed.is_some() && (side == Side::Queries || paged.is_none());
         let most = |operand: Operand| packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
         let given = [q, k, v, o];
@@ -162,7 +162,7 @@ impl Problem {
         let kept = packed.map_or_else(|| Kept::of(masks, extents), |p| Kept::of_documents(masks, extents, &p));
         let mut kept = check.expression("masks", kept);
         if let Some(kept) = kept.as_mut().filter(|_| packed.is_some() && paged.is_some()) {
-            // Lengths of keys exist whether masks read them or not.
+            // A paged KV cache of packed queries always has lengths of keys, whether masks read them or not.
             kept.seq_len_kv = true;
         }
         let own_lengths = |kept: &Kept| kept.seq_len_q || kept.seq_len_kv && packs(Side::Keys);

@@ -269,7 +269,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
         wrt.iter().map(|name| place(&b, name).map(|n| b.param_at(n))).collect()
     };
     let mut sums: Vec<Option<NodeId>> = vec![None; wrt.len()];
-    // Reads of tables: index in `wrt`, position, value.
+    // Values read from tables: the index of the table in `wrt`, the position that is read, and the value.
     let tables: Vec<(usize, NodeId, NodeId)> =
         b.reads().filter_map(|(p, place, value)| Some((wrt.iter().position(|n| *n == names[p])?, place, value))).collect();
     let mut of_reads: Vec<Option<NodeId>> = vec![None; tables.len()];

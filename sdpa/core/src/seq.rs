@@ -249,7 +249,7 @@ fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
     let reach = tensor.strides[2].saturating_mul(length);
     for (axis, name) in [(0, "batch entries"), (1, "heads")] {
         let stride = tensor.strides[axis];
-        // The axis is outside the rows, and its stride is too small.
+        // This axis steps over all rows, so its stride must leave space for `length` of them.
         if tensor.dims[axis] > 1 && stride > tensor.strides[2] && stride < reach {
             return Err(format!("{name} at least {reach} apart, so that {length} rows fit between: a buffer of fixed capacity"));
         }

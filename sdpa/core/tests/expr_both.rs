@@ -114,7 +114,7 @@ fn functions_that_are_made_of_others() {
         let truths = vec!["q < k"; f.arguments()].join(", ");
         let said = format!("select({}({truths}), score, score)", f.name()).parse::<Trace>().unwrap_err().to_string();
         assert!(said.contains("does not take bool"), "{said}");
-        // A word of the language, which no parameter may have as its name.
+        // The name of a function is reserved: no parameter may have it.
         assert!(Trace::of_score(|s, _, p| s + p.scalar(f.name(), 1.0)).is_err(), "{f:?}");
     }
     assert_eq!(of_score("clamp(q, 0, 2) * 1"), of_score("min(max(q, 0), 2) * 1"));

@@ -340,7 +340,7 @@ fn derivatives_of_one_value_are_limits_of_differences() {
             Unary::Neg | Unary::Abs | Unary::Exp | Unary::Sin | Unary::Cos | Unary::Tanh | Unary::Erf => {
                 agrees(&format!("{f:?}"), |b, x, _| b.unary(f, x), |x, _| x.abs() > 0.01);
             }
-            // Step functions.
+            // The derivative of a step function is 0, so there is none to compute.
             Unary::Floor | Unary::Ceil | Unary::ToI32 => assert_eq!(derived(|b, x, _| b.unary(f, x)).1, [false; 2], "{f:?}"),
             Unary::Not | Unary::ToF32 => unreachable!("not of floats"),
         }
@@ -366,7 +366,7 @@ fn derivatives_of_two_values_are_limits_of_differences() {
             Binary::And | Binary::Or => {}
         }
     }
-    // Integer powers of negative numbers.
+    // Integer powers are tested at negative numbers too.
     for power in [2.0, 3.0, -1.0] {
         let make = |b: &mut Builder, x, _| {
             let power = b.f32(power);
@@ -401,7 +401,7 @@ fn paths_end_at_what_a_gradient_is_asked_along() {
     let cube = b.binary(Binary::Mul, square, x);
     let upstream = b.upstream();
     let both = b.gradient(cube, upstream, &[x, square]);
-    // Along x, the path through the square does not count: x² is left.
+    // The gradient along x stops at `square`: only the direct path counts, so the derivative of square · x is square.
     let trace = b.finish(&[both[0].unwrap(), both[1].unwrap()]).unwrap();
     let place = Place { score: 3.0, upstream: 2.0, index: [0; 4], extents: [1; 4], params: &[] };
     assert_eq!(trace.eval(&place, Precision::F64), [2.0 * 9.0, 2.0 * 3.0]);

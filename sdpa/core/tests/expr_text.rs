@@ -59,7 +59,7 @@ fn tables_are_read_at_places_within_them() {
     let by_closure = Trace::of_score(|score, at, p| score + p.table("t", [3, 5], F16).at([at.head, at.k - at.q])).unwrap();
     assert_eq!((&by_closure, by_closure.to_string().parse().as_ref()), (&flat, Ok(&flat)));
     assert!(flat != read("table t[5, 3]: f16; score + t[min(max(head, 0), 2) * 5 + min(max(k - q, 0), 4)]"), "extents count");
-    // Element n is n.
+    // Element n of each table is n.
     let at = |text: &str, [head, q, k]: [i64; 3]| {
         let place = Place { score: 0.0, upstream: 0.0, index: [0, head, q, k], extents: [1, 9, 9, 9], params: &[] };
         read(text).eval_reading(&place, Precision::F32, |_, n| n as f64)[0]
@@ -261,7 +261,7 @@ type Step = (u8, u16, u16, u16, u32);
 fn leaf(b: &mut Builder, kind: u8, bits: u32) -> NodeId {
     const NAMES: [&str; 6] = ["a", "b_2", "t1", "t2", "t1_", "Slopes"];
     const TYPES: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::Bool];
-    // One declaration for each name.
+    // The kind of a parameter follows from its name, so that a name always has the same declaration.
     let name = NAMES[bits as usize % NAMES.len()];
     match kind % 8 {
         0 => b.score(),

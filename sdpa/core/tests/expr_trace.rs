@@ -45,7 +45,7 @@ fn what_is_written_alike_is_alike() {
         x * x
     });
     alike(&twice, &once);
-    // (score, q, k, q − k, f32, +, *)
+    // The seven values are score, q, k, q − k, its conversion to f32, the sum and the product.
     assert_eq!(once.nodes().len(), 7);
 }
 
@@ -177,7 +177,7 @@ fn a_trace_inside_another_is_the_same_as_one() {
     let second = b.inline(&decay, Inputs { score: Some(first), ..Inputs::default() })[0];
     let both = b.finish(&[second]).unwrap();
     alike(&both, &score!(|s, at, p| (s / p.scalar("cap", 30.0)).tanh() * p.scalar("cap", 30.0) - (at.q - at.k).to_f32()));
-    // Extents become constants.
+    // With given extents, reads of extents become constants.
     let far = score!(|s, at, _| s + (at.seq_kv - at.seq_q - at.heads_q).to_f32());
     let mut b = Builder::new();
     let roots = b.inline(&far, Inputs { extents: Some([2, 3, 5, 11]), ..Inputs::default() });

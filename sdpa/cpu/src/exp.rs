@@ -16,7 +16,7 @@ const ROUND: f32 = 12_583_039.0;
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let floor = simd.splat_f32s(-127.0);
-    // Not `max`, whose result for NaN differs between instruction sets.
+    // Compare and select instead of `max`, whose result for NaN differs between instruction sets.
     let x = simd.select_f32s(simd.less_than_f32s(x, floor), floor, x);
     let rounded = simd.add_f32s(x, simd.splat_f32s(ROUND));
     let f = simd.sub_f32s(x, simd.sub_f32s(rounded, simd.splat_f32s(ROUND)));
@@ -24,7 +24,7 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     for c in &COEFFICIENTS[1..] {
         p = mul_add(simd, p, f, simd.splat_f32s(*c));
     }
-    // The shift removes everything except the biased exponent; -127 becomes the factor 0.
+    // The shift removes everything except the biased exponent. An exponent of -127 gives the factor 0.
     let power = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(rounded), simd.splat_u32s(23));
     simd.mul_f32s(p, simd.transmute_f32s_u32s(power))
 }

@@ -8,9 +8,9 @@ use sdpa_core::error::Reason;
 /// The match deliberately has no wildcard arm: a new fact needs an arm here, with the file that computes it or with a [`Reason`].
 pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
     match fact {
-        // `element`, `fp8`.
+        // Computed in `element` and `fp8`.
         Fact::Dtype(_) | Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) | Fact::BlockScaled(_) => Ok(()),
-        // `schedule`.
+        // Computed in `schedule`.
         Fact::Batch(_)
         | Fact::HeadsQ(_)
         | Fact::HeadsKv(_)
@@ -22,7 +22,7 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         | Fact::Prefix(_)
         | Fact::Ends(..)
         | Fact::Lengths(..) => Ok(()),
-        // `pack`: operands are read and written element by element, so alignment does not matter.
+        // Computed in `pack`, which reads and writes operands element by element, so alignment does not matter.
         Fact::Strides(..)
         | Fact::Alignment(..)
         | Fact::Packed(_)
@@ -31,13 +31,13 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         | Fact::MostTokens(..)
         | Fact::Pages(_)
         | Fact::PageSize(_) => Ok(()),
-        // `program`.
+        // Computed in `program`.
         Fact::ScoreMod(_) | Fact::Keep(_) | Fact::Parameters(_) => Ok(()),
-        // `output`.
+        // Computed in `output`.
         Fact::Sink(_) | Fact::Statistic(..) | Fact::StatsBase(_) => Ok(()),
-        // `dropout`.
+        // Computed in `dropout`.
         Fact::Dropout(_) => Ok(()),
-        // `backward`: every gradient is summed in a fixed order, so each run gives identical bits.
+        // Computed in `backward`, which sums every gradient in a fixed order, so each run gives identical bits.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) | Fact::Deterministic(_) => Ok(()),
     }
 }

@@ -43,7 +43,7 @@ impl Rounder {
         let amax = match self.dtype {
             DType::F8E4M3 => self.each(numbers, F8E4M3::round),
             DType::F8E5M2 => self.each(numbers, F8E5M2::round),
-            // P and dS are only rounded to 8-bit types.
+            // P and dS are only rounded to 8-bit types, so these types do not occur.
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => self.each(numbers, |x| x),
         };
         self.amax.fetch_max(amax, Ordering::Relaxed);
@@ -181,7 +181,7 @@ impl CpuPrepared {
             call.run(output::targets(call.schedule, (problem, documents), None, &mut wide, none));
         })?;
         let of_o = store(o, &mut wide, (problem.o(), tokens), scales.get(Fp8Scale::ScaleO));
-        // Without a scale, graphs report amax of the rounded output.
+        // Block-scaled outputs have no scale of the whole tensor. For these, graphs report the amax of the rounded output.
         let of_o = if problem.block_scaled() { rounded(of_o, problem.dtype_of(Operand::O)) } else { of_o };
         tell(amax, |amax| if amax == Amax::S { weights.amax() } else { of_o });
         report.workspace_bytes += self.narrow_bytes();

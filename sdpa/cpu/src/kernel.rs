@@ -273,7 +273,7 @@ fn value_panel<S: Simd, const VECTORS: usize, const N: usize>(
     scale: &[S::f32s; VECTORS],
     o: &mut [[S::f32s; VECTORS]; N],
 ) {
-    // The previous value is added last: a sum over many blocks then has few terms.
+    // Add the previous value last, so that a sum over many blocks has few terms per block.
     let mut sums = [[simd.splat_f32s(0.0); VECTORS]; N];
     for (p, v) in p.iter().zip(v.chunks_exact(dim_v)) {
         let Some(v) = v[column..].first_chunk::<N>() else { return };

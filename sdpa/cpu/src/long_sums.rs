@@ -20,7 +20,7 @@ pub(super) struct Long {
 
 /// Returns the factor that rescales P from one maximum to another that is not smaller.
 fn factor(from: f32, to: f32) -> f64 {
-    // No key yet: there is nothing to rescale.
+    // If neither maximum has seen a key, there is nothing to rescale.
     if from == f32::NEG_INFINITY && to == f32::NEG_INFINITY { 1.0 } else { (f64::from(from) - f64::from(to)).exp() }
 }
 

@@ -63,7 +63,7 @@ fn two_parts_of_the_keys_merge_to_the_whole() {
     let (q, k, v) = (numbers(HEADS * QUERIES * DIM), numbers(KEYS * DIM), numbers(KEYS * DIM));
     let near = |one: &[f32], other: &[f32]| one.iter().zip(other).all(|(x, y)| x == y || (x - y).abs() <= 2e-5 * (1.0 + y.abs()));
     for isa in Isa::all() {
-        // Few keys, so that the first rows attend to keys of the second part only, or to none of it; and enough for parts of parts.
+        // With few keys, the first rows attend only to keys of the second part, or to no key. Many keys make each part split again.
         for (keys, cut) in [(12usize, 1usize), (12, 8), (QUERIES, 4), (KEYS, 350), (KEYS, 699)] {
             let beyond = Some((keys - QUERIES) as i64);
             for sink in [None, Some([0.5f32, f32::NEG_INFINITY]), Some([60.0, -60.0])] {

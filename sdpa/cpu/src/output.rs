@@ -209,7 +209,7 @@ pub(super) fn strips<'a, T>(
     let groups = dims[1] / group;
     let seq = |batch: usize| documents.map_or(dims[2], |documents| documents[batch].len());
     let mut n_strips = 0;
-    // The first strip of each batch entry, and the number of strips per group there.
+    // For each batch entry: its first strip, and the number of strips per group.
     let entries: Vec<[usize; 2]> = (0..dims[0])
         .map(|batch| {
             let (first, per_group) = (n_strips, (seq(batch) * group).div_ceil(strip_rows));
@@ -220,7 +220,7 @@ pub(super) fn strips<'a, T>(
     let mut strips: Vec<Rows<'a, T>> = (0..n_strips).map(|_| Rows(Vec::new())).collect();
     let strides = spec.strides.map(|n| n as usize);
     let axes = axes(spec, documents.is_some());
-    // Each packed sequence is visited before its tokens.
+    // In packed order the batch axis comes before the token axis, so a sequence's length is known when its tokens are visited.
     let extent = |axis: usize, index: [usize; 3]| if axis == 2 { seq(index[0]) } else { dims[axis] };
     let mut index = [0; 3];
     let mut taken = 0;
@@ -284,7 +284,7 @@ struct Denominator {
 
 impl Denominator {
     fn new(max: f32, sum: f32, sink: Option<f32>) -> Denominator {
-        // NaN is not equal to 0, so it propagates.
+        // A NaN sum is not equal to 0, so NaN propagates.
         let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
         let without = Denominator { max, log: f64::from(sum).ln(), factor, sum };
         let Some(sink) = sink.filter(|&sink| sink != f32::NEG_INFINITY) else { return without };
@@ -303,7 +303,7 @@ impl Denominator {
                     StatsBase::Two => (natural * LOG2_E) as f32,
                 }
             }
-            // The maximum ignores NaN scores, but the sum shows them.
+            // The maximum ignores NaN scores, but the sum is NaN then.
             Statistic::RowMax if self.sum.is_nan() => f32::NAN,
             Statistic::RowMax => self.max,
             Statistic::SumExp => self.sum,
@@ -361,7 +361,7 @@ pub(super) fn merge<T: Element>(partials: &mut [Partial], target: Target<'_, T>)
     for place in 0..first.max.len() {
         let max = rest.iter().fold(first.max[place], |max, p| max.max(p.max[place]));
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        // `f32::max` ignores a NaN maximum; its factor is NaN.
+        // `f32::max` ignores the NaN maximum of a piece, but the weight of that piece is then NaN, so NaN still reaches the output.
         let weight = (first.max[place] - shift).exp();
         let dim_v = first.dim_v;
         let o = &mut first.o[place * dim_v..][..dim_v];

@@ -137,7 +137,7 @@ impl<T: Element> WithSimd for CopyRows<'_, T> {
         let CopyRows { from, head, mut rows, width, to } = self;
         let mut to = to.chunks_exact_mut(width);
         if let Entries::Paged(_) = from.entries {
-            // One page at a time. Only keys and values have pages, so the rows are those of one head.
+            // Copy one page at a time. Only keys and values have pages, so all rows are those of one head.
             while !rows.is_empty() {
                 let run = from.run(head.batch, &rows);
                 let start = from.place(head.index(rows.start));

@@ -118,7 +118,7 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
             HostBackward::new((&q.data, &k.data, &v.data), (&o.data, &stats.data), &d_o.data, (&mut dq.data, &mut dk.data, &mut dv.data))
                 .params(params);
         let report = executor.prepare_backward(problem).unwrap().backward(call).unwrap();
-        // Parts that wait for one of a suspended thread are not bounded.
+        // With several threads, partial sums may wait for one of a suspended thread, so their number has no bound.
         assert!(threads > 1 || report.workspace_bytes <= executor.backward_workspace_bytes(problem), "{problem:?}");
     });
     Run { q, k, v, d_o, o, stats, gradients }
@@ -183,7 +183,7 @@ fn every_document_is_a_problem_of_its_own() {
             verify(&problem, &boundaries, &first);
             let second = run(isa, 3, &problem, &boundaries, tokens);
             assert!(gradients(&first) == gradients(&second), "{isa:?}, {problem:?}: threads change gradients");
-            // The oracle takes most of the time, so identical bits are not checked again.
+            // The oracle takes most of the time, so check the second run only if its bits differ.
             if forward(&first) != forward(&second) {
                 verify(&problem, &boundaries, &second);
             }

@@ -65,10 +65,10 @@ fn scores_up_to_the_largest_number_are_told_apart() {
             let even = (v[0] + v[2] + v[4]) / 3.0;
             let (o, stats) = run("select(k % 2 == 0, 3e38, 2.5e38)", 1.0, &k);
             assert!(o.iter().all(|o| near(*o, even.into(), 1e-6)) && stats.iter().all(|s| *s == 3e38), "{isa:?}: {o:?} {even} {stats:?}");
-            // Without a score_mod.
+            // Large scores without a score_mod.
             let (o, stats) = run("", 1.5e19, &[2e19, 1.7e19, 2e19, -2e19, 2e19, 0.0]);
             assert!(o.iter().all(|o| near(*o, even.into(), 1e-6)) && stats.iter().all(|s| *s == 1.5e19 * 2e19), "{isa:?}: {o:?} {stats:?}");
-            // Some libraries write the lowest f32 for a key that is masked out.
+            // Some libraries write the lowest finite f32 as the score of a key that is masked out.
             let mean = v.iter().sum::<f32>() / 6.0;
             let (o, stats) = run("-3.4028235e38 + score * 0.0", 1.0, &k);
             assert!(o.iter().all(|o| near(*o, mean.into(), 1e-5)) && stats.iter().all(|s| *s == f32::MIN), "{isa:?}: {o:?} {stats:?}");
@@ -80,7 +80,7 @@ fn scores_up_to_the_largest_number_are_told_apart() {
 fn rows_keep_their_digits_over_any_number_of_keys() {
     for isa in Isa::all() {
         for (seq_q, seq_kv) in [(1, 3000), (40, 3000), (1, 1_000_000), (17, 1_000_000)] {
-            // P that f32 cannot represent exactly, so that sums round.
+            // Choose P that f32 cannot represent exactly, so that sums round.
             let scores: Vec<f32> = (0..seq_kv).map(|key| if key % 5 == 4 { -0.7 } else { -0.1 * (key % 3) as f32 }).collect();
             let v: Vec<f32> = (0..seq_kv).map(|key| 0.3 + 0.1 * (key % 7) as f32).collect();
             let problem = spec(shape(seq_q, seq_kv, 1, 1), "").validate().unwrap();
@@ -101,7 +101,7 @@ fn rows_keep_their_digits_over_any_number_of_keys() {
 fn the_slope_of_a_softcap_is_right_wherever_it_is_not_zero() {
     for isa in Isa::all() {
         for text in ["tanh(score / 2.0) * 2.0", "2.0 * tanh(score * 0.5)"] {
-            // Two keys, the second with score 0: dS is P(1 − P)(dP₁ − dP₂) times the derivative.
+            // There are two keys, the second with score 0. dS is P(1 − P)(dP₁ − dP₂) times the derivative.
             let scores: Vec<f32> = (0..41).map(|n| (n as f32 - 20.0) * 2.0).collect();
             for score in scores {
                 let problem = spec(shape(1, 2, 1, 1), text).backward().validate().unwrap();
@@ -127,7 +127,7 @@ fn weights_are_right_where_one_number_per_row_is_not_enough() {
             let head = Head { q: &q, k: &k, v: &v, scale: 0.3 };
             let (o, stats) = forward(isa, problem.forward(), &head);
             assert!(stats.iter().all(|s| *s == -shift));
-            // In f32 all scores are equal, so every P is 1 / seq_kv.
+            // Subtracting 1e9 makes all scores equal in f32, so every P is 1 / seq_kv.
             let [dq, dk, dv] = backward(isa, &problem, &head, [&o, &stats, &d_o]);
             for c in 0..dim {
                 let want: f64 = (0..seq_q).map(|row| f64::from(d_o[row * dim + c])).sum::<f64>() / seq_kv as f64;
@@ -184,7 +184,7 @@ fn statistics_of_other_keys_too_are_believed() {
             let head = Head { k: &k[keys.clone()], v: &v[keys], ..head };
             let [_, _, dv] = backward(isa, &part, &head, [&o, &stats, &d_o]);
             let size = of_whole.iter().fold(0f32, |size, x| size.max(x.abs()));
-            // Stats of 700 have a rounding error of 3e-5.
+            // The tolerance: f32 stats near 700 have a rounding error of 3e-5, which P has too.
             assert!(dv.iter().zip(of_whole).all(|(x, y)| (x - y).abs() < 1e-4 * size), "{isa:?}, half {n}");
         }
     }
@@ -200,11 +200,11 @@ fn no_weight_is_above_one() {
             let head = Head { q: &q, k: &k, v: &v, scale: 1e8 };
             let (o, stats) = forward(isa, problem.forward(), &head);
             let [dq, dk, dv] = backward(isa, &problem, &head, [&o, &stats, &d_o]);
-            // One key has P near 1: dS is nearly 0, and a row of dv is a sum of rows of d_o.
+            // One key of each row has P near 1, so dS is nearly 0 and a row of dv is a sum of rows of d_o.
             let most: f32 = d_o.iter().map(|x| x.abs()).sum();
             assert!(dv.iter().all(|x| x.abs() <= most), "{isa:?}: {dv:?}");
             assert!(dq.iter().chain(&dk).all(|x| x.is_finite()), "{isa:?}: {dq:?} {dk:?}");
-            // Stats of another implementation, whose sums were rounded differently.
+            // Lower the stats slightly, as another implementation would that rounds its sums differently. P must not exceed 1.
             let lower: Vec<f32> = stats.iter().map(|s| s - 20.0 * (s.abs().next_up() - s.abs())).collect();
             let [_, _, dv] = backward(isa, &problem, &head, [&o, &lower, &d_o]);
             assert!(dv.iter().all(|x| x.abs() <= most), "{isa:?}: {dv:?}");

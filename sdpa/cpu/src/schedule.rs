@@ -176,14 +176,14 @@ impl Schedule {
         let page = problem.paged().map_or(usize::MAX, |paged| paged.page_size as usize);
         let blocks = Blocks::new(&extents, (problem.dtype(), page), isa, enough, rules);
 
-        // Row ranges, and their number of (row, key).
+        // Returns ranges of rows, each with its number of (row, key) pairs.
         let spans_of = |extents: Extents| -> Vec<(Range<usize>, usize)> {
             let n_rows = extents.seq_q * extents.group;
             let spans = (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows));
             let pairs = |rows: &Range<usize>| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>();
             spans.map(|rows| (rows.clone(), pairs(&rows) * extents.group)).collect()
         };
-        // Without lengths every batch entry has the same strips.
+        // Without per-sequence lengths, every batch entry has the strips of the first.
         let first = spans_of(extents.within(&lengths, 0));
         let entries: Vec<Vec<(Range<usize>, usize)>> =
             (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| spans_of(extents.within(&lengths, batch)))).collect();
@@ -246,7 +246,7 @@ impl Blocks {
             let whole = extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
             let many = (16384 / dim).clamp(1, 128);
             let in_place = dtype == DType::F32 && whole && page >= many;
-            // Copied keys are best processed one OS page at a time: the next pages arrive while this one is processed.
+            // If keys are copied, blocks of one OS page are fastest: the next pages are loaded while a block is processed.
             let few = (4096 / (dim * dtype.bits() as usize / 8)).clamp(1, 128);
             let block_keys = if in_place { many } else { few }.min(extents.seq_kv);
             return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys };

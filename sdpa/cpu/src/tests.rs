@@ -333,7 +333,8 @@ fn inputs(problem: &Problem) -> [Tensor; 3] {
 
 #[test]
 fn forward_with_keys_shared_between_threads_agrees_with_the_oracle() {
-    // Fewer strips than threads, so that keys are split; group sizes for either kernel; masks that leave pieces empty.
+    // The shapes have fewer strips than threads, so that keys are split, and group sizes for either kernel. Some masks leave pieces
+    // empty.
     let shapes = [[1, 1, 1, 1, 4099, 128, 72], [1, 6, 2, 1, 2111, 64, 64], [1, 8, 1, 3, 1500, 40, 129], [1, 2, 2, 65, 1237, 64, 8]];
     let masks = [
         vec![],
@@ -403,7 +404,7 @@ fn large_scores_do_not_overflow() {
         for seq_q in [1, 70] {
             let problem = dense([1, 1, 1, seq_q, 150, 8, 8], &[]).validate().unwrap();
             let [q, mut k, v] = inputs(&problem);
-            // One key dominates; P of the others is exactly 0.
+            // Make one key dominate, so that P of the others is exactly 0.
             for index in indices(problem.k()) {
                 k.set(index, 0.0);
             }

@@ -19,7 +19,7 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
     let rows = schedule.strip_rows_used().next_multiple_of(isa.lanes());
     let keys = blocks.block_keys;
     let row = extents.dim_qk.max(extents.dim_v);
-    // The last panel of scores reads rows past the last key of a block.
+    // Allocate one panel more: the last panel of scores reads rows past the last key of a block.
     let padded = keys + PANEL;
     let tile = blocks.tile_rows.min(rows);
     [rows * row, rows * row, rows, rows, tile, padded * extents.dim_qk, keys * extents.dim_v, keys * tile, row]
@@ -79,7 +79,7 @@ pub(super) fn run<T: Element>(
     let ([q, o, max, sum, factors, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
     let (start, end) = bounds.split_at_mut(max.len());
 
-    // Tiles are consecutive; the last one may have fewer registers.
+    // Tiles are consecutive; the last one may use fewer vector registers.
     let n_rows = strip.rows.len();
     let used = n_rows.next_multiple_of(lanes);
     let (o, max, sum) = (&mut o[..used * dim_qk.max(dim_v)], &mut max[..used], &mut sum[..used]);
@@ -191,7 +191,7 @@ pub(super) fn run<T: Element>(
         long.finish(sum, columns(tiles(), o, dim_v));
     }
     if call.known.is_some() {
-        // P was normalised already.
+        // With known statistics, P is already normalised, so divide by 1.
         sum.fill(1.0);
     }
     for (rows, _, width) in tiles() {

@@ -238,7 +238,7 @@ impl Planned {
             call.params.iter().find(|p| p.name == name).map(|p| p.value)
         };
         for slot in self.schedule.slots() {
-            // `wrong_params` reports lengths of parameters, in elements.
+            // Skip wrong lengths of parameters here: `wrong_params` already reports them, in elements instead of bytes.
             let is_param = matches!(slot.source, Source::Param(_));
             if let Some(slice) = self.of_caller(call, slot, named) {
                 errors.extend(misfits(slot, slice).into_iter().filter(|e| !(is_param && e.field.ends_with("length"))));
@@ -269,7 +269,7 @@ impl Planned {
             }
         });
         let given: Vec<_> = given.collect();
-        // Specifications with different defaults share a plan, so the plan knows no default.
+        // Specifications that differ only in defaults share one plan, so a plan keeps no defaults.
         let declared: Vec<Declared> = self.job.params().iter().map(|p| Declared { default: None, ..p.clone() }).collect();
         params::check(&declared, self.job.problem().extents(), &given, true).err().map_or_else(Vec::new, |e| e.0)
     }

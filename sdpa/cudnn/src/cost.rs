@@ -149,7 +149,7 @@ mod tests {
         for masks in [&[][..], &["causal"], &["window:9,3:bottom-right", "padding"], &["causal-ends", "padding"]] {
             assert_eq!(told(&spec([512, 600], masks), Pieces::Auto), "", "{masks:?}");
         }
-        // A single query has no tile to skip.
+        // With a single query there is no tile to skip, so there is no note.
         assert_eq!(told(&spec([1, 600], &["document"]), Pieces::Auto), "");
     }
 

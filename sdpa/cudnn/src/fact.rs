@@ -11,7 +11,7 @@ fn limit(field: &str, value: String, limit: &str) -> Reason {
 
 /// Returns reasons against declared parameters that are tables.
 fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
-    // Engines read block scales in order, and no expression reads them.
+    // Block scales are declared as tables too, but engines read them in order and no expression indexes them.
     let in_order = |name: &str| job.problem().block_scaled() && BlockScale::ALL.iter().any(|scale| scale.name() == name);
     let tables = params.iter().filter(|declared| declared.kind.extents().len() > 0 && !in_order(&declared.name));
     let reason = |table: &Declared| {
@@ -55,7 +55,7 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
         Fact::Statistic(..) | Fact::StatsBase(_) => Vec::new(),
         // Rules are in `unsupported/functions`; `lower/backward` lowers it. A parameter of a derivative is a parameter of its score_mod.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) => Vec::new(),
-        // Rules are in `unsupported`; `plan` chooses engines by it.
+        // Rules are in `unsupported`; `plan` chooses among engines by this flag.
         Fact::Deterministic(_) => Vec::new(),
     }
 }
@@ -64,7 +64,7 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
 /// whose digests are in the key.
 pub(crate) fn beside_programs(fact: &Fact<'_>) -> Option<u8> {
     match fact {
-        // The fact chooses among the engines of one program.
+        // Determinism does not change the program. It restricts which of the program's engines may run.
         Fact::Deterministic(is_deterministic) => Some(u8::from(*is_deterministic)),
         Fact::Dtype(_)
         | Fact::OutputDtype(_)

@@ -143,7 +143,7 @@ impl CudnnExecutor {
         job: &Job,
         finish: impl Fn(&mut Planned) -> Result<(), Error>,
     ) -> Result<Arc<Planned>, Error> {
-        // A pass without a key has no plan either; the build reports why.
+        // If a pass has no key, it has no plan either: `plan::build` below fails and reports the reason.
         let key = portable::key(self.library, target, job, &self.options).ok();
         let mut planned = match key.as_ref().and_then(|key| self.load(target, job, key)) {
             Some(planned) => planned,
@@ -166,12 +166,12 @@ impl CudnnExecutor {
         let mut planned = match tune::fastest(self.library, self.device, &self.options, job, &built) {
             Ok(Some(mut fastest)) => {
                 fastest.time = built.time;
-                // The caller uploads the tables where it needs them.
+                // `fastest` uploaded the tables to time the plans. Drop them: a caller that needs tables uploads them itself.
                 fastest.tables.clear();
                 fastest
             }
             Ok(None) => built,
-            // The plan is usable all the same. Timing needs memory for all operands at once, which may be missing.
+            // Keep the untimed plan, which is usable. Timing typically fails for lack of memory: it needs all operands at once.
             Err(error) => {
                 tracing::warn!(%error, key = sdpa_cache::CacheKey::label(job), "not timed");
                 built

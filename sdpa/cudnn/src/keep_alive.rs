@@ -28,7 +28,7 @@ impl Planned {
             return submit();
         }
         let submitted = submit();
-        // Mark the stream even if part of the work was refused.
+        // Mark the stream even if the submission failed: part of the work may already be queued.
         submission.mark()?;
         submitted
     }

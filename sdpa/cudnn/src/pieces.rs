@@ -70,7 +70,7 @@ pub fn parts(job: &Job) -> Option<Vec<Part>> {
     pieces.reverse();
     let mut written = [Written::default(), Written::default()];
     let mut parts = Vec::with_capacity(pieces.len());
-    // A piece writes either new rows only, or rows that earlier pieces wrote all of.
+    // All rows that a piece writes must be new, or all must have been written by earlier pieces. A piece that mixes both is cut in two.
     'pieces: while let Some(piece) = pieces.pop() {
         if parts.len() + pieces.len() >= MOST {
             return None;
@@ -97,7 +97,7 @@ pub fn parts(job: &Job) -> Option<Vec<Part>> {
             Job::Backward(problem) => Job::from(problem.piece(&piece)?),
         };
         let job = beside.iter().fold(whole, |job, &operand| job.densely(operand));
-        // Pieces that need copied operands are not worth it.
+        // Do not split the pass if a piece needs dense copies of its operands: the copies are assumed to cost more than the split saves.
         if !lower::densify(&job).1.is_empty() {
             return None;
         }
@@ -176,7 +176,7 @@ mod tests {
         assert_eq!((&first.queries, &first.keys, &second.queries, &second.keys), (&(0..64), &(0..16), &(16..64), &(16..64)));
         let backward = |mask: &str| parts(&spec([64, 64], mask).backward().validate().unwrap().into()).map(|all| all[1].beside.clone());
         assert_eq!(backward("k < 16 | k <= q"), Some(vec![Operand::DQ]));
-        // No piece would write the gradients of keys that no query attends to.
+        // No key from 40 on is attended to. No piece would write its gradients, so the pass is not split.
         assert_eq!(backward("k < 16 | k <= q & k < 40"), None);
     }
 }

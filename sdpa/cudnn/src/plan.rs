@@ -312,7 +312,7 @@ pub(super) fn spellings(
     let offered = spell(Spelling::usual(problem).query_gradient)?;
     let named = if policy.pin.is_none() { requested_engines::engine(problem, runtime, target.sm()) } else { None };
     let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
-    // The notes describe the engine, not this configuration of it.
+    // Do not filter by determinism: cuDNN's determinism note describes the whole engine, not this configuration of it.
     let pinned = policy.clone().with_pin(named.pin).with_deterministic(false);
     let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
     if !named.first {
@@ -404,7 +404,7 @@ fn first_form<T>(
                 tracing::debug!(%form, reason = %e, "refused");
                 reasons.push(refused(e.to_string()));
             }
-            // Another form may succeed; this failure does not mean unsupported.
+            // This error does not mean unsupported, but another form may still succeed. Report it only if none does.
             Err(Refusal::Other(Error::Backend(e))) if !e.is_fatal() => {
                 tracing::warn!(%form, error = %e, key = sdpa_cache::CacheKey::label(job), "failed");
                 failed = failed.or(Some(e));

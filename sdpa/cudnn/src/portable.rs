@@ -136,7 +136,7 @@ pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &
     let runtime = library.version();
     let (dense, _) = lower::densify(job);
     let text = serde_json::to_string(options).map_err(|e| bug(&e.to_string()))?;
-    // A forward pass has the byte of a pass that is not deterministic.
+    // A forward pass has no determinism flag and gets the byte of a nondeterministic pass, 0.
     let beside = job.facts().find_map(|fact| fact::beside_programs(&fact)).unwrap_or_default();
     let mut parts = Digest::parts().part(runtime.to_string().as_bytes()).part(text.as_bytes()).part(&[beside]);
     for (n, part) in options.pieces.of(job).into_iter().flatten().enumerate() {

@@ -144,7 +144,7 @@ impl Planned {
 /// # Safety
 /// As for [`Planned::submit`].
 unsafe fn execute(submission: &Submission<'_>, run: &Run<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
-    // Inline storage: a call that hits allocates nothing.
+    // Inline storage, so that a call with a cached plan allocates no heap memory.
     let numbers: SmallVec<[_; 24]> = run.numbers.iter().map(|(_, number)| bound.number(number)).collect();
     for n in 0..run.repeats {
         let addresses: SmallVec<[u64; 32]> = run.ports.iter().map(|port| bound.address(port.slot) + n * port.step).collect();
@@ -189,7 +189,7 @@ fn uploaded(contents: &Contents, stream: &Stream) -> Result<Buffer, Error> {
     match contents {
         Contents::Numbers(Table::F32(x)) => buffer.upload(stream, 0, x)?,
         Contents::Numbers(Table::I32(x)) => buffer.upload(stream, 0, x)?,
-        // Terms have one of these three types: see `lower::sum`.
+        // The tables of ones are f16, bf16 or f32, the types of the terms that `lower::sum` adds.
         Contents::Ones(cudnn_graph::DType::F16, count) => buffer.upload(stream, 0, &vec![f16::ONE; *count as usize])?,
         Contents::Ones(cudnn_graph::DType::BF16, count) => buffer.upload(stream, 0, &vec![bf16::ONE; *count as usize])?,
         Contents::Ones(_, count) => buffer.upload(stream, 0, &vec![1f32; *count as usize])?,

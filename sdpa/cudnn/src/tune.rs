@@ -48,7 +48,7 @@ pub(super) fn fastest(
     for (lowered, plan) in offered(library, &target, &built.job, options)? {
         let contender = match around(Made::whole((lowered, Arc::new(plan)))) {
             Ok(contender) => contender,
-            // A graph around this contender has no plan; other contenders may not need one.
+            // A copy or merge graph that this contender needs has no plan. Other contenders may not need that graph.
             Err(Error::Unsupported(_)) => continue,
             Err(other) => return Err(other.into()),
         };

@@ -72,7 +72,7 @@ pub(super) fn keys(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>]) -> Vec<Ke
     for entry in &snapshot.entries {
         let key = all.entry(&entry.label).or_default();
         key.hits = key.hits.saturating_add(entry.hits);
-        // The trace may no longer have its build.
+        // Use the engine and size of the entry itself: the trace may no longer contain the build.
         (key.engine, key.bytes) = (entry.engine.clone(), entry.weight.bytes());
     }
     let finish = |(label, key): (&str, Key)| {

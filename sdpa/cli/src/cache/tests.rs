@@ -308,7 +308,7 @@ fn numbers_without_sense_do_no_harm() {
         for time in [huge, Took::default(), Took { compile: 9, ..Took::default() }] {
             hand.miss("a", &["seq_q 18446744073709551615 ≠ 0"], Some(Why::Bytes));
             hand.event("a", What::Built { id: 0, engine: String::new(), time: told(time), weight });
-            // Time and hits decrease.
+            // Let time and hits decrease, which a valid file never does.
             hand.0.at = if hand.0.at.is_zero() { Duration::from_micros(u64::MAX) } else { Duration::ZERO };
             hand.0.stats.hits = micros(hand.0.at);
         }

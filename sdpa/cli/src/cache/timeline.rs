@@ -150,7 +150,7 @@ fn bins(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], span: Span) -> Vec<B
     let told = snapshot.events.iter().map(|event| (micros(event.at), event.hits_so_far));
     let mut points: Vec<(u64, u64)> = begin.into_iter().chain(told).chain([(micros(snapshot.at), snapshot.stats.hits)]).collect();
     points.sort_by_key(|(at, _)| *at);
-    // Hits never decrease, whatever the file contains.
+    // Make the hits non-decreasing: a damaged file may contain anything.
     let mut most = 0;
     for (_, hits) in &mut points {
         most = most.max(*hits);

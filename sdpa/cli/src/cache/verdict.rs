@@ -16,7 +16,7 @@ pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> Stri
         return format!("No build is in the trace; {hits}");
     }
     let took = figures.building_us.total;
-    // Threads that build concurrently spend more time than elapsed.
+    // Threads that build concurrently can spend more time in total than elapsed.
     let of = if took > span.length() { "of threads' time in" } else { "of" };
     let built = format!("{} took {} {of} {}", many(figures.builds, "build", "builds"), time(took), time(span.length()));
     let total = took as f64;

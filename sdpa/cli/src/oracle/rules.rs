@@ -89,7 +89,7 @@ impl<'a> Function<'a> {
     /// Evaluates the parameters at a position.
     fn params(&self, index: [i64; 4], to: &mut Vec<f64>) {
         to.clear();
-        // A table has no element for a position; it is read at a computed index.
+        // A table is read at a computed index and has no element for a position, so its value here is NaN.
         let value = |(p, declared): (&Option<&Bound>, &Declared)| match p {
             Some(p) if declared.kind.extents().len() == 0 => p.at(index),
             Some(_) | None => f64::NAN,

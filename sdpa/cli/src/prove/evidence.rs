@@ -14,7 +14,7 @@ fn passes(problem: &Problem, verdict: Verdict) -> Result<Vec<Job>, String> {
         return Ok(vec![forward.into()]);
     }
     let backward = problem.case.backward_spec()?.validate().map_err(|e| e.to_string())?;
-    // A wrong gradient may come from a wrong forward pass.
+    // A wrong gradient may come from a wrong forward pass, so the forward pass counts as wrong too.
     let forward = verdict.is_bad().then(|| backward.forward().clone().into());
     Ok(forward.into_iter().chain([backward.into()]).collect())
 }

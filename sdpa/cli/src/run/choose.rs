@@ -73,7 +73,7 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
     let mut unsupported = Vec::new();
     // One executor runs all passes, so the order of the longer pass, backward, decides.
     let (order, timed) = match &request.backward {
-        // Results are constants in host memory, so no executor is faster.
+        // With an empty extent, all results are constants in host memory, so no executor is faster than the CPU.
         Some(_) | None if request.problem.is_empty() => (vec![ExecutorName::CPU], None),
         Some(backward) => (dispatcher.executors_for_backward(&backward.problem), dispatcher.timed_backward(&backward.problem)),
         None => (dispatcher.executors_for(&request.problem), dispatcher.timed(&request.problem)),

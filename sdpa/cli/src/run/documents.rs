@@ -85,7 +85,7 @@ mod tests {
         let told = said(&eight, ExecutorName::CUDNN).unwrap();
         assert!(told.starts_with("every tile is computed: 32 documents; packed (--cu-seqlens) would be about "), "{told}");
         assert!(told.contains(" forward and ") && told.ends_with("8.0 times fewer pairs of a query and a key"), "{told}");
-        // Native CUDA kernels skip the tiles between sequences.
+        // Native CUDA kernels skip tiles whose queries and keys belong to different documents, so there is nothing to advise.
         assert_eq!(said(&eight, ExecutorName::CUDA), None);
         assert!(
             said(&eight, ExecutorName::CPU)
@@ -97,7 +97,7 @@ mod tests {
             let apart = said(&Documents::Apart { row: 1, token: 7 }, executor).unwrap();
             assert!(apart.contains("not one run of a row each") && apart.contains("row 1, token 7"), "{apart}");
         }
-        // Packed sequences shorter than a tile are slower than a mask over rows with few of them.
+        // With sequences shorter than a tile, packing is slower than a document mask over rows with few documents, so it is not advised.
         let short = Shape { batch: 256, seq_q: 256, seq_kv: 256, ..shape };
         let short = AttentionSpec::dense(DType::BF16, short, Layout::Bshd).mask(Mask::document()).validate().unwrap();
         assert_eq!(say(&Documents::Runs(vec![vec![64; 4]; 256]), [("forward", short.into())].iter(), ExecutorName::CUDNN), None);

@@ -323,7 +323,7 @@ impl Told {
             layout: request.layout.name(),
             score_mods: request.score_mods(),
             masks: request.masks(),
-            // `scales` has the scales with their numbers.
+            // FP8 scales are listed in `scales`, with their values.
             params: request.params.iter().filter(|p| !p.is_scale()).map(ParamTold::new).collect(),
             dtype: request.element.dtype().name(),
             scale: request.attn_scale(),

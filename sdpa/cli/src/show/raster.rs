@@ -46,7 +46,7 @@ impl Pixels {
         };
         let ((left, right), (top, bottom)) = (bounds(0), bounds(1));
         let (right, bottom) = (right.min(self.width), bottom.min(self.height));
-        // The nearest line counts, so that corners are not drawn twice.
+        // Each pixel uses its nearest line, so that corners are not drawn twice.
         let across = right.saturating_sub(left);
         let mut cover = vec![0f64; across * bottom.saturating_sub(top)];
         for pair in points.windows(2) {

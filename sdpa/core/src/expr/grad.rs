@@ -160,7 +160,7 @@ impl Adjoints<'_> {
                     let power = b.binary(Binary::Pow, x, less);
                     let slope = b.binary(Binary::Mul, y, power);
                     let part = b.binary(Binary::Mul, g, slope);
-                    // 0 · 0⁻¹ is NaN.
+                    // For y = 0 the derivative is 0. At x = 0 the formula above would give 0 · 0⁻¹, which is NaN.
                     let zero = b.f32(0.0);
                     let flat = b.binary(Binary::Eq, y, zero);
                     b.select(flat, zero, part)

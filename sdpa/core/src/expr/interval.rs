@@ -158,7 +158,7 @@ fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
         Binary::Ge => Interval::truth(x.high >= y.low, x.low >= y.high),
         Binary::Eq => Interval::truth(x.low <= y.high && y.low <= x.high, x.low == x.high && x == y),
         Binary::Ne => Interval::truth(x.low != x.high || x != y, x.high < y.low || y.high < x.low),
-        // Integers, before they wrap.
+        // The results are exact. `within` handles integers that wrap around.
         Binary::Add if whole => corners(&|x, y| x + y),
         Binary::Sub if whole => corners(&|x, y| x - y),
         Binary::Mul if whole => corners(&|x, y| x * y),

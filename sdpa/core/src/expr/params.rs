@@ -100,7 +100,7 @@ impl Axes {
     /// element per page, the extent along keys is the number of pages.
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
-        // The last extent of a table is the innermost.
+        // Align a table's extents with the innermost axes.
         dims.iter_mut().rev().zip(self.extents().rev()).for_each(|(dim, extent)| *dim = extent);
         for axis in self.iter() {
             dims[axis.place()] = match (axis, self.page_size()) {

@@ -238,7 +238,7 @@ macro_rules! methods {
         }
     };
     (@ $t:ty, $(#[$doc:meta])* $name:ident compare $f:ident) => {
-        // By reference: for a `&Expr`, method lookup would find that of `PartialOrd` before a method by value.
+        // These take `&self`: with `self` by value, method lookup on a `&Expr` would find the method of `PartialOrd` first.
         $(#[$doc])*
         #[must_use]
         pub fn $name(&self, other: impl Operand<'t, $t>) -> Expr<'t, Bool> {
@@ -393,7 +393,7 @@ operators! {
     Bool bool: BitAnd bitand And, BitOr bitor Or;
 }
 
-// These make no operator usable: no type satisfies their bounds, so the compiler prints the explanation.
+// These impls do not make comparison operators usable: no type satisfies their bounds, so the compiler prints the bounds' explanation.
 impl<T: sealed::ComparedByOperator<O>, O> PartialEq<O> for Expr<'_, T> {
     fn eq(&self, _: &O) -> bool {
         false

@@ -24,7 +24,7 @@ impl Ends {
 
     /// Removes bounds that no pair within lengths violates, and clamps the others.
     fn normalise(self, [seq_q, seq_kv]: [i64; 2]) -> Ends {
-        // The first query of an entry is `len_q − 1` before its last one, and the first key `len_kv − 1` before the last one.
+        // The bounds are on `k − q` counted from the last key and the last query. It is at least 1 − len_kv and at most len_q − 1.
         let lower = self.lower.filter(|&lower| lower > -seq_kv).map(|lower| lower.min(seq_q - 1));
         let upper = self.upper.filter(|&upper| upper < seq_q - 1).map(|upper| upper.max(-seq_kv));
         Ends { lower, upper }

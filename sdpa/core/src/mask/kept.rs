@@ -307,7 +307,7 @@ mod tests {
         let of = |declared: &str, rule: &str| format!("tensor {declared}: i32; {rule}");
         for rule in ["q < seq_len_q", "seq_len_q > q", "!(q >= seq_len_q)", "!(seq_len_q <= q)"] {
             assert_eq!(lengths(&of("seq_len_q[batch]", rule), 5, 7), [true, false], "{rule}");
-            // The only query has index 0.
+            // With one query, `q` is the constant 0. The mask is still recognised as padding.
             assert_eq!(lengths(&of("seq_len_q[batch]", rule), 1, 7), [true, false], "{rule}");
         }
         for rule in ["k < seq_len_kv", "seq_len_kv > k"] {
@@ -326,7 +326,7 @@ mod tests {
         ] {
             assert_eq!(lengths(&of(declared, rule), 5, 7), [false, false], "{declared} {rule}");
         }
-        // With one query, the constant is not its index.
+        // With one query, its index is 0, not 1, so this is no padding mask.
         assert_eq!(lengths(&of("seq_len_q[batch]", "1 < seq_len_q"), 1, 7), [false, false]);
     }
 

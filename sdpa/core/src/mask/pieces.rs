@@ -220,7 +220,7 @@ impl Formula {
         match self {
             Formula::Const(_) => Some(()),
             Formula::Holds(l) => {
-                // Non-negative from this index on, or up to just before it.
+                // `l` becomes non-negative at this index, or is non-negative up to the index before it.
                 match (l.q, l.k) {
                     (0, 0) => {}
                     (1, 0) => cuts.q.push(-l.constant),

@@ -39,7 +39,7 @@ impl Region {
 
     /// Removes bounds that no pair of indices violates, and clamps the others.
     pub(super) fn normalise(mut self, seq_q: i64, seq_kv: i64) -> Region {
-        // The only query is aligned with key 0.
+        // A single query has index 0, so a prefix of `len` keys is the upper bound `len` − 1.
         if let Some(len) = self.prefix.filter(|_| seq_q == 1) {
             self.prefix = None;
             self.drop_past(Some(len.max(1) - 1));
@@ -54,7 +54,7 @@ impl Region {
         }
         self.upper = self.upper.filter(|&u| u < seq_kv - 1);
         self.lower = self.lower.filter(|&l| l >= 1 - seq_q);
-        // All lower bounds past this mask out everything. The clamp keeps index arithmetic inside i32.
+        // Bounds past these limits mask out everything. Clamping them keeps index arithmetic inside i32.
         self.upper = self.upper.map(|u| u.max(-seq_q));
         self.lower = self.lower.map(|l| l.min(seq_kv - 1));
         self
@@ -64,7 +64,7 @@ impl Region {
     pub fn is_empty(&self, seq_q: i64, seq_kv: i64) -> bool {
         let first = self.lower.map_or(1 - seq_q, |lower| (lower + 1).max(1 - seq_q));
         let last = self.upper.map_or(seq_kv - 1, |upper| upper.min(seq_kv - 1));
-        // Query 0 has the earliest key of a band past the diagonal.
+        // If every key of the band is after its query, query 0 has the earliest of these keys, and the prefix must reach it.
         seq_q < 1 || seq_kv < 1 || first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
     }
 

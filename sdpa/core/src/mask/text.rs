@@ -23,7 +23,7 @@ pub(super) fn read(text: &str) -> Result<Mask, ParseError> {
         return mask;
     }
     match expression(text) {
-        // A tensor may have the name of a mask.
+        // The text as one expression comes first: a declared tensor may have the name of a library mask.
         Ok(mask) => Ok(mask),
         Err(of_whole) => {
             let last = last_value(text);
@@ -194,7 +194,7 @@ pub(super) fn joined_by_names(mask: &Mask) -> String {
         Err(errors) => return format!("# {errors}"),
     };
     let words = words(mask, &mut parts.iter().map(String::as_str));
-    // Remove the parentheses around the whole.
+    // Remove the parentheses around the whole mask.
     let words = words.strip_prefix('(').and_then(|words| words.strip_suffix(')')).unwrap_or(&words);
     format!("{declared}{words}")
 }
@@ -273,7 +273,7 @@ mod tests {
         let text = "tensor kind[k]: i32; let odd = k % 2 == 1; causal & kind == 1 | odd";
         let kind = mask("tensor kind[k]: i32; kind == 1");
         assert_eq!(mask(text), (causal & kind) | mask("k % 2 == 1"));
-        // The declared tensor has the name.
+        // `document` is the declared tensor here, not the library mask.
         let own: Trace = "tensor document[k]: bool; document & q < k".parse().unwrap();
         assert_eq!(mask("tensor document[k]: bool; document & q < k"), Mask::Traced(Rule::new("", own)));
     }
@@ -322,9 +322,9 @@ mod tests {
     #[test]
     fn mistakes_are_told_where_they_are() {
         let told = |text: &str| text.parse::<Mask>().unwrap_err().rule;
-        // A part of several lines, after library names.
+        // The position counts lines of the whole text, also for a part after a library name.
         assert!(told("causal &\n  q <\n < k").starts_with("at 3:2"), "{}", told("causal &\n  q <\n < k"));
-        // Without a library name it is one expression.
+        // Without a library name, the whole text is one expression.
         assert!(told("q < k | k + 1").starts_with("at 1:"), "{}", told("q < k | k + 1"));
         assert!(told("causal | k + 1").contains("it yields i32"), "{}", told("causal | k + 1"));
     }

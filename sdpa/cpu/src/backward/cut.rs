@@ -182,7 +182,8 @@ impl Grid {
                 }
             }
         }
-        // The order bounds the number of incomplete sums. By rows first, sums of all keys are incomplete; by keys first, those of all rows.
+        // The order decides which sums are incomplete at the same time: by rows those of all keys, by keys those of all rows. Choose the
+        // smaller.
         if n_rows * extents.dim_qk < n_keys * (extents.dim_qk + extents.dim_v) {
             cells.sort_by_key(|cell| (cell.keys, cell.rows));
         }

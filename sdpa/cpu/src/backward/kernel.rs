@@ -46,7 +46,7 @@ impl TileStep for Slopes<'_> {
             for i in 0..VECTORS {
                 let dropped = simd.equal_f32s(p[i], simd.splat_f32s(f32::NEG_INFINITY));
                 let distance = simd.sub_f32s(simd.sub_f32s(p[i], lse[i]), lse_rest[i]);
-                // Not `min`, whose result for NaN differs between instruction sets.
+                // Compare and select instead of `min`, whose result for NaN differs between instruction sets.
                 let distance = simd.select_f32s(simd.less_than_f32s(zero, distance), zero, distance);
                 let weight = exp(simd, distance);
                 let slope = simd.mul_f32s(weight, simd.sub_f32s(ds[i], delta[i]));

@@ -82,7 +82,8 @@ impl CpuBackward {
     /// Returns the maximum bytes of scratch memory, without those for rows with large statistics.
     pub(super) fn most_workspace(&self) -> usize {
         let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads(), Lengths::default());
-        // Incomplete sums: all strips of a head, for as many heads as there are threads, and two more per thread.
+        // Sums that may be incomplete at the same time: all strips of a head, for as many heads as there are threads, and two more per
+        // thread.
         let Grid { parts_of_rows, parts_of_keys, .. } = cut.grid(0);
         let sums = |parts: &[usize]| parts.len() * cut.heads.min(cut.threads + 1) + 2 * cut.threads;
         let [dk_len, dv_len] = cut.key_sums();
@@ -189,7 +190,7 @@ impl CpuBackward {
         let rows = strips((self.problem.dq(), queries), group, cut.strip_rows, dq);
         let dk = strips((self.problem.dk(), keys), 1, cut.strip_keys, dk);
         let dv = strips((self.problem.dv(), keys), 1, cut.strip_keys, dv);
-        // A dS that was rounded includes the scale.
+        // With FP8, the scale was multiplied into dS before dS was rounded, so no factor is left.
         let left = if inside.is_some() { 1.0 } else { scale };
         let pools = call.run(rows, dk.into_iter().zip(dv).collect(), &totals, left);
         if let (Some(sinks), Some(n)) = (sinks, gradients.iter().position(|gradient| gradient.name == SINK)) {

@@ -244,7 +244,7 @@ impl<'a> Total<'a> {
             strides[axis] = next;
             next *= span.extents()[axis];
             if axis == 2 {
-                // An odd number of cache lines: rows a power of two apart would map to few cache sets.
+                // Pad to an odd number of cache lines: rows a power of two apart would map to few cache sets.
                 next = (next.div_ceil(LINE) | 1) * LINE;
             }
         }
@@ -330,7 +330,7 @@ fn add(to: &mut ElementsMut<'_>, at: usize, from: &[f64]) {
         ElementsMut::F32(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += *x as f32),
         ElementsMut::F16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += f16::from_f32(to_odd(*x))),
         ElementsMut::BF16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += bf16::from_f32(to_odd(*x))),
-        // Problems do not request gradients of parameters in 8 bits.
+        // No problem has parameter gradients in 8-bit types, so these arms do not run.
         ElementsMut::F8E4M3(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to = F8E4M3::from_f32(to.to_f32() + to_odd(*x))),
         ElementsMut::F8E5M2(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to = F8E5M2::from_f32(to.to_f32() + to_odd(*x))),
     }
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn sums_are_rounded_once() {
-        // A tie in the bits of f16, which a bit beyond f32 decides.
+        // x is a tie in f16 except for a bit below f32 precision, which decides the rounding.
         let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
         for sign in [1.0, -1.0] {
             assert_eq!(f16::from_f32(to_odd(sign * x)).to_f64(), sign * (1.0 + 2f64.powi(-10)));

@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn parts_are_added_in_their_order_whoever_is_first() {
-        // Any other order gives another result.
+        // In f32, other orders of these parts give other sums.
         let parts = [1.0f32, 1e8, -1e8, 3.0];
         let want = parts.iter().sum::<f32>();
         let orders = [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]];

@@ -83,7 +83,7 @@ fn verify(isa: Isa, threads: &[usize], problem: &BackwardProblem, inputs: &Input
     for &threads in threads {
         let (mut gradients, _) = backward(isa, threads, problem, inputs);
         let bits = gradients.each_ref().map(|t| t.data.iter().map(|x| x.to_bits()).collect::<Vec<u32>>());
-        // Runs with other numbers of threads have identical bits.
+        // Only the first run is checked with the oracle: runs with other numbers of threads must have identical bits.
         if first.is_none() {
             let forward = problem.forward();
             let distance = told(forward, [q, k, v], scale, &kept(forward), |p| {
@@ -171,7 +171,7 @@ pub(super) fn dense(shape: [i64; 7], masks: &[Mask]) -> BackwardProblem {
 
 #[test]
 fn sums_of_several_cells_agree_with_the_oracle_on_any_number_of_threads() {
-    // Shapes that split rows, keys, or both; masks that leave cells or strips empty.
+    // The shapes split rows, keys or both. Some masks leave cells or strips empty.
     let shapes = [[1, 1, 1, 390, 700, 9, 17], [1, 8, 1, 150, 40, 24, 8], [1, 1, 1, 70, 1100, 8, 8], [1, 2, 2, 800, 300, 8, 16]];
     let masks = [
         vec![],
@@ -252,7 +252,7 @@ fn infinities_and_nan_stay_where_they_are_attended_to() {
             for masks in &masks {
                 let problem = dense(shape, masks);
                 for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    // One operand at a time: with all four, little would remain finite.
+                    // Spoil one operand at a time: with all four, few results would remain finite.
                     for operand in 0..4 {
                         let inputs = inputs(&problem, None, &mut Random(3), |given| match operand {
                             0 => given[0].set([0, 0, 1, 2], bad),
@@ -274,7 +274,7 @@ fn infinities_and_nan_stay_where_they_are_attended_to() {
 #[test]
 fn what_dropped_keys_and_queries_hold_does_not_matter() {
     let window = Mask::window(Some(10), Some(0), Align::BottomRight);
-    // Queries that attend to no key, and keys that no query attends to.
+    // Each case has queries that attend to no key, or keys that no query attends to.
     let cases = [
         ([1, 4, 2, 130, 100, 20, 12], Mask::causal_bottom_right(), 0..30, 0..0),
         ([1, 4, 2, 90, 200, 20, 12], Mask::causal(), 0..0, 90..200),

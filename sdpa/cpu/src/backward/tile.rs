@@ -18,7 +18,7 @@ pub(super) fn scratch_lens(cut: &Cut) -> [usize; 13] {
     let rows = cut.band_rows;
     let (qk, v) = (rows * cut.columns_qk, rows * cut.columns_v);
     let scores = rows * cut.block_keys;
-    // The last panel of scores reads rows past the last key.
+    // Allocate one panel more: the last panel of scores reads rows past the last key.
     let keys = cut.strip_keys + PANEL;
     let row = cut.columns_qk.max(cut.columns_v);
     [qk, qk, v, v, keys * cut.extents.dim_qk, keys * cut.extents.dim_v, scores, scores, rows, rows, rows, cut.tile_rows, row]
@@ -67,7 +67,7 @@ pub(super) fn run<T: Element>(
     let extents = &cut.extents_of(batch);
     let (dim_qk, dim_v) = (extents.dim_qk, extents.dim_v);
     let (strip, range) = (cut.rows(extents, cell), cut.keys(extents, cell));
-    // Multiples of a tile and of a panel; elements past the end belong to no strip.
+    // Round up to whole tiles and panels. Elements past the end belong to no strip and are ignored.
     let (n_rows, n_keys) = (strip.len().next_multiple_of(cut.tile_rows), range.len().next_multiple_of(PANEL));
     let dq = &mut to.dq[..n_rows * dim_qk];
     let (dk, dv) = (&mut to.dk[..n_keys * cut.columns_qk], &mut to.dv[..n_keys * cut.columns_v]);
@@ -106,7 +106,7 @@ pub(super) fn run<T: Element>(
         if reached.is_empty() {
             continue;
         }
-        // Multiples of a panel: the last panel of a block adds to all of its keys.
+        // Round to whole panels, because the last panel of a block adds to all of its keys.
         let (first_key, n_keys) = (reached.start - (reached.start - keys.range.start) % PANEL, reached.end - keys.range.start);
         let reached = first_key..(keys.range.start + n_keys.next_multiple_of(PANEL)).min(keys.range.end);
         band.pack(&queries, rows_of_band, &reached);
@@ -180,7 +180,7 @@ fn step<T: Element>(
             isa.run(Tiled(Values { vectors, dim: dim_qk, n_keys: hole - first, p, v, scale, o }));
             first = hole + 1;
         }
-        // Adds to dq of the rows that attend to the key, and of no other: 0 times inf would be NaN.
+        // Add the key to dq only in rows that attend to it: in other rows, 0 times inf would give NaN.
         for hole in holes() {
             let slopes = &ds[(hole - block.start) * width..][..width];
             let keeps = |lane: usize| kept.is_empty() || kept[(hole - block.start) * width + lane] != 0;

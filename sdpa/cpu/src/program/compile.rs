@@ -87,7 +87,7 @@ impl Program {
         let mut needed = vec![false; types.len()];
         trace.roots().iter().for_each(|root| needed[root.index()] = true);
         let mut compiler = Compiler { trace, types: &types, level: &level, slopes: &slopes, needed: &[] };
-        // With `TanhSlope`, the squares of tanh are no longer needed.
+        // Mark needed values from the last to the first. Operands that `TanhSlope` replaces are then not needed.
         for value in (0..needed.len()).rev() {
             if needed[value] {
                 compiler.operands(value).for_each(|x| needed[x] = true);
@@ -146,7 +146,7 @@ impl Compiler<'_> {
         let roots: Vec<usize> = self.trace.roots().iter().map(|root| root.index()).collect();
         let mut early = vec![false; self.level.len()];
         early[roots[0]] = true;
-        // The caller overwrites scores between the two parts.
+        // The scores are needed in the first part: the caller overwrites them between the two parts.
         self.trace.nodes().iter().zip(&mut early).for_each(|(node, early)| *early |= *node == Node::Score);
         for value in (0..early.len()).rev().filter(|&value| self.level[value] == Level::Pairs) {
             if early[value] {
@@ -236,7 +236,7 @@ impl Compiler<'_> {
             Node::Unary(f, x) => Op::Unary(f, self.types[x.index()], place[x.index()]),
             Node::Binary(f, x, y) => Op::Binary(f, self.types[x.index()], place[x.index()], place[y.index()]),
             Node::Select(c, x, y) => Op::Select(place[c.index()], place[x.index()], place[y.index()]),
-            // On the level of the entry.
+            // Extents and constants are values of the entry level and are imported from there.
             Node::Extent(_) | Node::Const(_) => Op::Import(value),
         }
     }

@@ -65,7 +65,7 @@ impl WithSimd for Gather<'_> {
 #[inline(always)]
 fn widen_f16(x: f16) -> u32 {
     let bits = u32::from(x.to_bits());
-    // The exponent bias differs by 127 − 15; a multiplication corrects it, for subnormals too.
+    // The exponent biases of f16 and f32 differ by 127 − 15. The multiplication corrects this, for subnormal numbers too.
     let magnitude = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
     let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     magnitude.to_bits() | special | (bits & 0x8000) << 16

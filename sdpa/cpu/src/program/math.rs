@@ -33,7 +33,7 @@ fn reduced<const FMA: bool>(x: f32) -> (f32, f32) {
 /// Returns `2^n` of an integer from −126 to 127.
 #[inline(always)]
 fn power(n: f32) -> f32 {
-    // A float that was rounded by adding `ROUND` has the integer in its low bits.
+    // Adding `ROUND` puts the integer into the low bits of the float.
     f32::from_bits((n + (ROUND + 127.0)).to_bits() << 23)
 }
 
@@ -42,7 +42,7 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     let within = if x > 89.0 { 89.0 } else { x };
     let within = if within < -104.0 { -104.0 } else { within };
     let (n, e) = reduced::<FMA>(within);
-    // In two steps, because the smallest results are subnormal and the largest factor would overflow.
+    // Scale in two steps: the smallest results are subnormal, and for the largest x a single factor would overflow.
     let half = ((n * 0.5) + ROUND) - ROUND;
     (1.0 + e) * power(half) * power(n - half)
 }
@@ -105,7 +105,7 @@ pub(super) fn remainder(x: i32, y: i32) -> i32 {
 pub(super) fn log(x: f32) -> f32 {
     let subnormal = x < f32::MIN_POSITIVE;
     let bits = (if subnormal { x * 8_388_608.0 } else { x }).to_bits();
-    // The fraction is between 2/3 and 4/3, so that nothing cancels near 1.
+    // Split off the exponent so that the fraction is between 2/3 and 4/3: then nothing cancels near x = 1.
     let exponent = bits.wrapping_sub((2.0f32 / 3.0).to_bits()) as i32 >> 23;
     let m = f64::from(f32::from_bits(bits.wrapping_sub((exponent << 23) as u32)));
     let s = (m - 1.0) / (m + 1.0);
@@ -146,7 +146,7 @@ fn turned(x: f32, quarters: u64) -> f32 {
 
 #[inline(always)]
 pub(super) fn sin(x: f32) -> f32 {
-    // The sum loses the sign of −0.
+    // Return ±0 unchanged: the sum in `turned` loses the sign of −0.
     if x == 0.0 { x } else { turned(x, 0) }
 }
 

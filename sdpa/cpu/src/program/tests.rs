@@ -64,7 +64,7 @@ fn compare(name: &str, trace: &Trace, ty: Type, places: &[(f32, f32)], most: f64
                 Type::F32 => {
                     let off = ulps(f32::from_bits(got), want as f32);
                     assert!(off <= most, "{isa:?}: {name} of {x:e}, {y:e} is {:e}, want {want:e}: {off} ulp", f32::from_bits(got));
-                    // The distance does not tell zeros of both signs apart.
+                    // The distance in ulp is 0 between zeros of different signs, so compare the signs too.
                     assert!(want != 0.0 || f32::from_bits(got).is_sign_negative() == want.is_sign_negative(), "{isa:?} {name} {x:e} {y:e}");
                     worst = worst.max(off);
                 }
@@ -150,7 +150,7 @@ fn functions_are_near_their_values_over_their_ranges() {
         let x = b.score();
         let root = b.unary(f, x);
         let trace = b.finish(&[x, root]).unwrap();
-        // Evenly spread, and concentrated near 0.
+        // Spread half of the points evenly and concentrate the others near 0.
         let mut places: Vec<(f32, f32)> = Vec::new();
         for i in -100_000..100_000 {
             let t = i as f32 / 100_000.0;

@@ -43,7 +43,7 @@ impl Values {
     pub(super) fn random(problem: &Problem, random: &mut Random) -> Values {
         let all = problem.params().iter().map(|p| {
             let n = params::elements(p, problem.extents()) as usize;
-            // Slopes are multiplied by distances, and f32 loses precision for large products.
+            // Slopes are multiplied by distances, so keep them small: f32 loses precision in large products.
             let size = if p.name == "slopes" { 0.05 } else { 0.7 };
             let mut floats = || (0..n).map(|_| random.element() * size).collect::<Vec<f32>>();
             let (dims, value) = match p.kind {
@@ -185,7 +185,7 @@ pub(super) fn score_mod(n: usize, heads: usize) -> Modified {
             |s, at, v| if v.get("b", at) != 0.0 { s } else { -0.5 * s },
             |_, at, v| if v.get("b", at) != 0.0 { 1.0 } else { -0.5 },
         ),
-        // Uses the score, the position, and a parameter twice. Derivatives of masked-out pairs are infinite.
+        // This score_mod uses the score, the position, and a parameter twice. Derivatives of masked-out pairs are infinite.
         23 => modified(
             vec![
                 ScoreMod::new("gain", |s, at, p| {

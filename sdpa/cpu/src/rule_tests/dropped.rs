@@ -37,7 +37,7 @@ fn infinite_derivatives_of_dropped_pairs_have_no_effect() {
 fn padding_may_hold_anything_and_is_zero() {
     let lengths: [[i32; 2]; 4] = [[50, 33], [0, 40], [61, 0], [7, 150]];
     for isa in Isa::all() {
-        // With and without a score_mod; many rows and few.
+        // Test with and without a score_mod, each with many rows and with few.
         for (modify, seq_q) in [(true, 70), (false, 70), (false, 2), (true, 2)] {
             let shape = Shape { batch: 4, heads_q: 4, heads_kv: 2, seq_q, seq_kv: 90, dim_qk: 16, dim_v: 24 };
             let mut spec = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::padding()).with_stats();
@@ -92,7 +92,7 @@ fn keys_that_a_mask_drops_everywhere_may_hold_anything() {
         for n in [16, 18, 5] {
             let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 65, seq_kv: 77, dim_qk: 8, dim_v: 8 };
             let rule = Mask::new("even", |at, _| (at.k % 2).eq(0)).unwrap();
-            // Spoils some key; the oracle decides which rows attend to it.
+            // The last argument makes some key NaN or infinite; the oracle decides which rows attend to it.
             for _ in 0..4 {
                 let masked = Masked { masks: vec![rule.clone()], keep: Box::new(|at, _| at[3] % 2 == 0) };
                 any(&[isa], DType::F32, shape, (score_mod(n, 2), masked), random, true);

@@ -138,7 +138,7 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
         d_o: tensor(problem.d_o(), random),
     };
     if spoil {
-        // Rows that attend to the key become NaN or infinite; others must not.
+        // Spoil one key or value. Rows that attend to it become NaN or infinite; the others must not.
         let key = random.below(shape.seq_kv as usize);
         let bad = random.pick(&[f32::NAN, f32::INFINITY]);
         if random.below(2) == 0 { given.k.set([0, 0, key, 0], bad) } else { given.v.set([0, 0, key, 0], bad) }
@@ -258,7 +258,7 @@ fn sums_of_several_cells_agree_with_the_closures() {
         for m in [16, 17, 19, 20] {
             let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 301, seq_kv: 390, dim_qk: 8, dim_v: 5 };
             any(&[Isa::detect()], DType::F32, shape, (score_mod(n, 2), mask(m, extents(&shape))), random, false);
-            // Few rows, so that keys are split over the threads.
+            // Use few rows, so that keys are split over the threads.
             let shape = Shape { seq_q: 3, seq_kv: 1203, ..shape };
             any(&[Isa::detect()], DType::F32, shape, (score_mod(n, 2), mask(m, extents(&shape))), random, false);
         }

@@ -220,7 +220,8 @@ mod tests {
                 assert_eq!(Documents::of(&problem(1, 12, &masks), equal(6)), Some(Documents::Runs(vec![vec![6; 2]])), "{masks:?}");
             }
         }
-        // A number that recurs; a token with another document as a key than as a query; bounds that leave a token out.
+        // Three inputs that are not contiguous runs: a document number that recurs, a token whose document differs as query and as key,
+        // and bounds that leave out a token.
         let again = |name: &str, _: i64, token: i64| name.starts_with("doc_").then_some(token / 4 % 2);
         assert_eq!(Documents::of(&problem(2, 12, &["document"]), again), Some(Documents::Apart { row: 0, token: 8 }));
         let other = |name: &str, row: i64, token: i64| Some(if name == "doc_k" && (row, token) == (1, 5) { 9 } else { token / 6 });
@@ -239,14 +240,15 @@ mod tests {
         for masks in [&["shared-prefix:4"][..], &["document", "prefix-lm:4"], &["document", "dilated:2"], &["causal"], &["array:qk"]] {
             assert_eq!(Documents::of(&problem(1, 12, masks), equal(4)), None, "{masks:?}");
         }
-        // The numbers are not known.
+        // The document numbers are unknown, so the runs cannot be derived.
         assert_eq!(Documents::of(&problem(1, 12, &["document"]), |_, _, _| None), None);
     }
 
     #[test]
     fn pairs_are_those_that_bands_leave() {
         let runs = Documents::Runs(vec![vec![2, 2], vec![3, 1]]);
-        // Pairs: 16 and 16 over 4 + 4 and 9 + 1; causal 10 and 10 over 3 + 3 and 6 + 1; window of two keys 7 and 7 over 3 + 3 and 5 + 1.
+        // Query-key pairs of whole rows over those of packed documents. No band: (16 + 16) / (4 + 4 + 9 + 1). Causal: (10 + 10) / (3 + 3
+        // + 6 + 1). Window of two keys: (7 + 7) / (3 + 3 + 5 + 1).
         for (masks, fewer) in
             [(&["document"][..], 32.0 / 18.0), (&["document", "causal"], 20.0 / 13.0), (&["document", "window:2,0"], 14.0 / 12.0)]
         {

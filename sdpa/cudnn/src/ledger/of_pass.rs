@@ -37,7 +37,7 @@ impl Seen {
 
     /// Records the order and the gaps of an operand with these extents.
     fn strides(&mut self, extents: [i64; 4], strides: [i64; 4]) {
-        // A dimension of one element has no position in an order.
+        // A dimension of extent 1 fits every order of dimensions, so leave it out.
         let mut real: Vec<usize> = (0..4).filter(|&d| extents[d] > 1).collect();
         real.sort_by_key(|&d| std::cmp::Reverse(strides[d]));
         let is_in = |order: [usize; 4]| order.into_iter().filter(|d| real.contains(d)).eq(real.iter().copied());
@@ -139,7 +139,8 @@ impl Seen {
                 self.in_pages = true;
                 self.features.insert(if size < 64 { Feature::SmallPages } else { Feature::LargePages });
             }
-            // A derivative follows from its score_mod. Parameters are features of the traces that read them, or come with their options.
+            // A derivative follows from its score_mod. A parameter belongs to the trace or the option that declares it, whose features
+            // are recorded.
             Fact::ScoreMod(None) | Fact::Keep(None) | Fact::Gradient(_) | Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
             Fact::ScoreMod(Some(trace)) => {
                 self.features.insert(Feature::ScoreMod);

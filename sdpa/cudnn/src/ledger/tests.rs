@@ -51,7 +51,7 @@ fn features_are_those_of_the_problem() {
         let gone: Vec<&str> = of_dense.into_iter().filter(|name| !own.iter().any(|own| own == name)).collect();
         assert_eq!((&new[..], &gone[..]), (more, less));
     };
-    // With one KV head K fits every order, so the operands share one order.
+    // With one KV head, K fits every order of dimensions, so all operands still share one order.
     let one_kv_head = AttentionSpec::dense(DType::BF16, Shape { heads_kv: 1, ..shape(70) }, Layout::Bshd);
     differs(forward(&one_kv_head), &["one KV head for several query heads"], &[]);
     differs(forward(&dense(70).with_sink()), &["sink"], &[]);
@@ -105,7 +105,7 @@ fn a_pair_is_proven_by_three_shapes() {
     assert_eq!(ledger.unproven(&job), None);
     let unproven = ledger.unproven(&forward(&dense(70).with_sink())).unwrap();
     assert_eq!(unproven.to_string(), "unproven on cuDNN 9.19.0, sm 90: no mask; sink");
-    // Each feature is proven, but the pair is not.
+    // Each feature alone is proven, but the pair is not.
     for seq in [70, 71, 72] {
         evidence.add(&forward(&dense(seq).with_sink()), true);
     }
@@ -131,7 +131,8 @@ fn the_cause_of_a_wrong_result_is_refused() {
     assert_eq!(refused.as_deref(), Some(wanted));
     assert_eq!((ledger.refuses(&masked(70, "causal")), ledger.refuses(&forward(&dense(70).with_sink()))), (None, None));
     assert!(ledger.unproven(&both(70)).is_some() && ledger.unproven(&forward(&dense(70).with_sink())).is_none());
-    // Right results cover each combination of three features, so the whole set of features is refused.
+    // Right results now cover every combination of up to three features, so none of these is the cause: the whole set of features is
+    // refused.
     evidence.add(&both(70), true);
     evidence.add(&both(128), true);
     let ledger = evidence.ledger(about());

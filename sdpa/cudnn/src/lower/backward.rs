@@ -110,7 +110,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     // Subtract before the masks: stats of −∞ would turn masked-out scores into NaN.
     let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
     let inside = if emitter.is_some() || p.seq_q() == 1 {
-        // `Quirk::TilesPastTheEnd`, `Quirk::QueriesPastTheOnly`.
+        // Works around `Quirk::TilesPastTheEnd` and `Quirk::QueriesPastTheOnly`.
         mask::fill_outside(to, shifted, p, mask::dropped(runtime))
     } else if Quirk::KeysPastTheLast.holds(runtime) {
         mask::fill_past_keys(to, shifted, p, runtime)

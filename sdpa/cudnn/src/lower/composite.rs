@@ -30,7 +30,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     }
     let blocks = Blocks::of(to, problem);
     let widen = |g: &mut Graph, x, which| blocks.as_ref().map_or(x, |blocks| blocks.widen(g, x, which));
-    // K first, as in NVIDIA's frontend.
+    // Widen K before Q, as NVIDIA's frontend does.
     let k = widen(to.graph, k, BlockScale::K);
     let q = widen(to.graph, q, BlockScale::Q);
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));

@@ -123,7 +123,7 @@ pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result
     let strides = std::array::from_fn(|axis| if from[axis] == to[axis] { dense[axis] } else { 0 });
     let alignment = 16;
     let mut from = TensorSpec { dims: to, strides, alignment };
-    // The last axis is dense or repeats one element.
+    // `convert` reads stride 0 on the last axis as one element that repeats. An axis of extent 1 repeats nothing, so its stride is 1.
     if to[3] == 1 {
         from.strides[3] = 1;
     }
@@ -144,7 +144,7 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
 /// Makes every operand that cannot be used in place dense, and returns which those are.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
     let problem = job.problem();
-    // A sequence may begin at any token of a row, even if it has at most one token.
+    // Check packed operands with at least two tokens: a sequence may begin at any token of a row, so the token stride always matters.
     let in_memory = |operand: Operand| match (job.in_memory(operand), problem.packs(operand.side())) {
         (Some(tensor), true) => Some(packed::memory(&tensor, problem.total(operand.side()).max(2))),
         (tensor, _) => tensor,

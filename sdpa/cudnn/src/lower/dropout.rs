@@ -23,7 +23,7 @@ impl Dropout {
     pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Option<Dropout> {
         let dropout = problem.dropout()?;
         let [seed, offset] = [DROPOUT_SEED, DROPOUT_OFFSET].map(|name| {
-            // Seed and offset may be two elements of one tensor; alignment 8 permits that.
+            // Alignment 8 lets seed and offset be two elements of one i64 tensor.
             let tensor = to.graph.tensor(Tensor::device(name, DType::I64, [1; 4]).alignment(8));
             to.supplies.push((tensor, Supply::Param(name.to_owned())));
             tensor

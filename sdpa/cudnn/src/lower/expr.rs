@@ -115,7 +115,8 @@ impl<'a> Emitter<'a> {
         match self.trace.node(id) {
             Node::Score => self.score,
             Node::Upstream => self.upstream.unwrap_or(self.score),
-            // Engines for one query split the keys, and count indices within each part. So the indices come from memory.
+            // Engines for one query split the keys and count indices from the start of each part, so the key indices are read from a
+            // tensor instead.
             Node::Index(Axis::K) if self.reading.extents[2] == 1 => self.keys(to),
             Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
             Node::Param(p) => self.param(to, p),
@@ -132,7 +133,7 @@ impl<'a> Emitter<'a> {
                 let (x, y) = (self.operand(x), self.operand(y));
                 self.select(to, c, x, y, dtype(ty.dtype()))
             }
-            // Supplied as scalars. A trace that reads tables is unsupported.
+            // Extents and constants are passed as scalars. A trace that reads tables is unsupported.
             Node::Extent(_) | Node::Const(_) | Node::Read(..) => self.number(to, id),
         }
     }
@@ -188,7 +189,7 @@ impl<'a> Emitter<'a> {
                 let x = self.lift(to, x, ty);
                 op(to, mode::binary(f), &[x, y], ty)
             }
-            // Booleans are nested selects: see `select`.
+            // Comparisons and boolean operators are lowered as nested selects; see `select`.
             Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => x,
         }
     }
@@ -274,7 +275,7 @@ impl<'a> Emitter<'a> {
                 let not_below = self.above(to, [a, b], Strictness::Weak, Choice { x, y, dtype });
                 self.above(to, [b, a], Strictness::Weak, Choice { x: not_below, y, dtype })
             }
-            // Not comparisons.
+            // Not comparisons, so these do not occur here.
             Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => x,
             Binary::And | Binary::Or => x,
         }
@@ -551,7 +552,7 @@ fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> Ten
         | sdpa_core::DType::F8E5M2
         | sdpa_core::DType::F8E8M0 => (self::dtype(dtype), self::dtype(dtype)),
     };
-    // The graph may already have the lengths tensors that engines recognise.
+    // The graph may already contain a lengths tensor of this name, which engines recognise by its name.
     let taken = graph.tensors().iter().any(|t| t.name == name);
     let label = if taken { format!("{name}_spread") } else { name.clone() };
     let tensor = graph.tensor(Tensor::device(label, used, read.to_vec()));

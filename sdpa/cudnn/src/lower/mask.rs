@@ -87,7 +87,8 @@ impl Lengths {
 /// Returns clamped lengths for rows and columns of GEMMs. The caller's lengths are unchecked data, so a kernel clamps them on the device; those of
 /// packed sequences are in range by construction.
 pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
-    // Sequences without queries get zeros. Engines use the lengths of the GEMMs for the selects too.
+    // Engines also use the GEMM lengths in their padding masks. With this quirk, the kernel that clamps lengths treats a batch entry
+    // without keys as one without queries, so that its results are 0.
     let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
     Side::ALL.map(|side| Some(clamped(to, problem, side, keyless)))
 }
@@ -135,7 +136,7 @@ pub(super) fn fill_dropped(
         return scores;
     }
     let fill = to.graph.scalar(Scalar::F32(fill));
-    // For one query, engines recognise bands and lengths only in plain attention, and they count keys within each split of the keys.
+    // Engines for one query recognise bands and lengths only in plain attention, and they count keys from the start of each split.
     if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.drop_anything()) {
         return rule(to, scores, problem, (lengths.as_rules(), kept.region), fill, pass);
     }

@@ -47,7 +47,7 @@ const ROWS: [Row; 17] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
-    // They belong to its inner softmax, which earlier runtimes lack.
+    // `row_max` and `sum_exp` are results of the op's inner softmax, which earlier runtimes lack.
     Row { form: Form::Unified, passes: Passes::Forward, needs: splits_stats, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().stats_base() == StatsBase::Two, since: None },
     Row {
@@ -56,15 +56,15 @@ const ROWS: [Row; 17] = [
         needs: |j| j.problem().stats_base() == StatsBase::Two,
         since: Some(BASE_TWO_SINCE),
     },
-    // For one query, a kernel adds the sinks after the attention, in either form.
+    // With one query, a kernel adds the sinks after the attention, so either form works.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
-    // Quirk::ScoreModsOfPagedDecode.
+    // Works around `Quirk::ScoreModsOfPagedDecode`.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| is_paged_decode(j) && j.problem().score_mod().is_some(), since: None },
-    // From 9.22 on it supports dropout, but only without stats: for inference.
+    // From 9.22 on the unified op supports dropout, but only for inference (without stats).
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dropout().is_some(), since: None },
-    // Queries with pages count as packed too.
+    // This tests the keys instead of `packed()`, which is also set for packed queries over a paged KV cache.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packs(Side::Keys), since: None },
-    // From 9.25 on it supports them. The composite form is used, which older runtimes support too.
+    // The unified op supports FP8 from 9.25 on. The composite form is used instead, because older runtimes support it too.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dtype().is_fp8(), since: None },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },

@@ -137,7 +137,7 @@ fn truth_values_in_memory_are_compared_as_whole_numbers() {
     assert_eq!(whole.len(), 1);
     let compared = pointwise(&lowered, Mode::CmpNeq);
     assert!(compared.len() == 1 && compared[0].x == whole[0].y);
-    // Integers are unchanged.
+    // A tensor of integers needs no conversion.
     let lowered = composite(&forward(SHAPE, &[], &["tensor keep[q, k]: i32; keep != 0"]));
     assert_eq!(pointwise(&lowered, Mode::Identity).len(), 0);
 }
@@ -162,12 +162,13 @@ fn the_first_of_two_is_made_inside_the_kernel_without_an_addition_where_the_othe
 
 #[test]
 fn a_number_that_is_chosen_comes_second() {
-    // The constant is the first value of the select, which negates the comparison, or the second.
+    // If the constant is the first value of the select, the comparison is negated and the values are swapped. If it is the second,
+    // nothing changes.
     for (score_mod, mode) in [("select(q > k, 1.5, score)", Mode::CmpLe), ("select(q > k, score, 1.5)", Mode::CmpGt)] {
         let lowered = composite(&forward(SHAPE, &[score_mod], &[]));
         assert_eq!((pointwise(&lowered, mode).len(), pointwise(&lowered, Mode::Add).len()), (1, 0), "{score_mod}");
     }
-    // Both values are inside the kernel.
+    // Both values are computed inside the kernel, so the comparison stays as written.
     let lowered = composite(&forward(SHAPE, &["select(q > k, score * 2.0, tanh(score))"], &[]));
     assert_eq!(pointwise(&lowered, Mode::CmpGt).len(), 1);
 }

@@ -51,9 +51,9 @@ fn tiles_past_the_end_are_selected_away_where_they_count() {
     let whole = Shape { seq_q: 128, seq_kv: 256, ..SHAPE };
     assert_eq!([selects(&backward(whole, &[], &[]), COUNTED), selects(&backward(SHAPE, &[], &[]), COUNTED)], [0, 1]);
     assert_eq!(selects(&backward(SHAPE, &[], &[]), NEW), 0);
-    // With a score_mod: queries and keys after stats, and again after the derivative.
+    // A score_mod needs four selects: past the last query and past the last key, once after stats and once after the derivative.
     assert_eq!([selects(&backward(whole, &["softcap:30"], &[]), NEW), selects(&backward(SHAPE, &["softcap:30"], &[]), NEW)], [0, 4]);
-    // With one query: the remainder of its tile, and keys.
+    // One query needs a select for the rest of its tile, and another if the last tile of keys is partial.
     let one = Shape { seq_q: 1, ..SHAPE };
     assert_eq!([selects(&backward(one, &[], &[]), NEW), selects(&backward(Shape { seq_kv: 256, ..one }, &[], &[]), NEW)], [2, 1]);
 }
@@ -65,7 +65,8 @@ fn a_band_that_ends_before_the_last_key_needs_no_select_for_it() {
     // The last query, 9, attends to keys up to 12. With 13 keys that is the last one, with 14 it is before the last, and with 12 it is past the end.
     let [short, exact, long] = [of(10, 12), of(10, 13), of(10, 14)];
     assert_eq!((exact, long), (short - 1, short - 1));
-    // The last key is seq_q − 1 plus the upper bound.
+    // Three queries attend to keys up to 5 (seq_q − 1 plus the upper bound). Of 7 keys that is not the last; with 5 keys it is past the
+    // end.
     assert_eq!([of(3, 7), of(3, 5)], [exact, short]);
 }
 
@@ -75,7 +76,7 @@ fn what_is_masked_is_selected_a_second_time_where_nought_times_it_is_no_number()
         let lowered = lower(&backward(SHAPE, &[score_mod], masks), Form::Composite, NEW).unwrap();
         lowered.graph.graph().ops().len()
     };
-    // Ops of the mask, times the number of its applications.
+    // Returns the number of ops that the mask adds: applied twice, it adds twice as many.
     let of = |score_mod: &str, mask: &str| ops(score_mod, &[mask]) - ops(score_mod, &[]);
     for infinite in ["exp(score)", "2.0 / score"] {
         assert_eq!(of(infinite, "causal"), 2 * of("score * 2.0", "causal"), "{infinite}");
@@ -134,7 +135,8 @@ fn the_unified_form_takes_what_its_engines_compute() {
     for job in [backward(SHAPE, &[], &["causal"]), backward(SHAPE, &["softcap:30"], &[]), backward(SHAPE, &["softcap:30"], &["causal"])] {
         assert!(unified(&job).is_some_and(|why| why.contains("plain attention only")));
     }
-    // With a score_mod, the op supports lengths only in pairs.
+    // The unified form refuses lengths of both sides with a score_mod. Lengths of the keys alone are lowered as a traced mask, which it
+    // supports.
     assert!(unified(&forward(SHAPE, &["softcap:30"], &["padding"])).is_some_and(|why| why.contains("lengths with")));
     assert_eq!(unified(&forward(SHAPE, &["softcap:30"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv"])), None);
 }
@@ -171,7 +173,7 @@ fn no_op_reads_a_tensor_over_the_batch_alone() {
     for shape in [SHAPE, Shape { seq_q: 1, ..SHAPE }, Shape { heads_q: 1, heads_kv: 1, ..SHAPE }] {
         for [mods, masks] in over_the_batch() {
             for job in [forward(shape, &mods, &masks), backward(shape, &mods, &masks)] {
-                // A pass without a graph reads nothing.
+                // A pass that cannot be lowered has no graph that reads a tensor.
                 let Ok(lowered) = lower(&job, Form::Composite, COUNTED) else { continue };
                 let graph = lowered.graph.graph();
                 let padded = masks.contains(&"padding");
@@ -183,7 +185,8 @@ fn no_op_reads_a_tensor_over_the_batch_alone() {
                         };
                         let Some(tensor) = graph.get(input).filter(|_| lowered.supplies.iter().any(traced)) else { continue };
                         let [batch, _, seq_q, seq_kv] = tensor.dims.0[..] else { continue };
-                        // Engines recognise a pair of lengths.
+                        // Engines recognise the pair of tensors seq_len_q and seq_len_kv as lengths, so these may vary over the batch
+                        // alone.
                         let recognised = padded && ["seq_len_q", "seq_len_kv"].contains(&tensor.name.as_str());
                         assert!(
                             batch == 1 || seq_q > 1 || seq_kv > 1 || recognised,
@@ -231,7 +234,7 @@ fn tensors_of_one_element_are_spread_where_they_are_compared() {
     assert_eq!(read(backward(one_query, &["softcap:5"], &[mask])), [[1, 1, 1, seq_kv]]);
     assert_eq!(read(backward(one_entry, &[], &["tensor t[batch]: f32; t < 0.75"])), [[1, 1, seq_q, 1]]);
     assert_eq!(read(backward(SHAPE, &["tensor t[]: f32; select(t < 0.75, score, score * 2.0)"], &[])), [[1, 1, seq_q, 1]]);
-    // Engines read these in place.
+    // Engines read these scalars in place, without spreading them along an axis.
     assert_eq!(read(forward(SHAPE, &["softcap:5"], &[mask])), [[1, 1, 1, 1]]);
     assert_eq!(read(backward(SHAPE, &["tensor t[]: f32; score * t"], &[])), [[1, 1, 1, 1]]);
     assert_eq!(read(backward(SHAPE, &[], &["tensor t[]: f32; f32(k) < t"])), [[1, 1, 1, 1]]);
@@ -262,10 +265,10 @@ fn what_engines_read_in_place_is_not_copied() {
     let dims = [2, 4, 6, 64];
     assert_eq!(copied([4 * 6 * 64, 6 * 64, 64, 1], dims), []);
     assert_eq!(copied([4 * 6 * 72, 6 * 72, 72, 1], dims), []);
-    // Not a multiple of 16 bytes, and one element for all heads.
+    // Copied are rows that are not a multiple of 16 bytes apart, and heads that share memory (stride 0).
     assert_eq!(copied([4 * 6 * 65, 6 * 65, 65, 1], dims), [Operand::Q]);
     assert_eq!(copied([6 * 64, 0, 64, 1], dims), [Operand::Q]);
-    // `d_o` with one number for a whole row.
+    // `d_o` repeats one number along each row.
     let mut repeated = spec(SHAPE, &[], &[]).backward();
     repeated.d_o.strides[3] = 0;
     assert_eq!(densify(&repeated.validate().unwrap().into()).1, [Operand::DO]);
@@ -275,7 +278,7 @@ fn what_engines_read_in_place_is_not_copied() {
 fn keys_name_layouts_and_say_what_to_do_about_a_miss() {
     let job: Job = {
         let mut one = spec(Shape { seq_q: 1, ..SHAPE }, &[], &["causal"]).backward();
-        // Along an axis of one element any stride will do.
+        // The query axis has extent 1, so its stride may be any number.
         one.forward.q.strides = [4 * 64, 64, 12_345, 1];
         one.deterministic = true;
         one.validate().unwrap().into()

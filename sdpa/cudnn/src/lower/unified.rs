@@ -40,7 +40,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         let rule = "lengths before cuDNN 9.26.0: batch entries without keys get NaN".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
-    // The op pads if it has both lengths.
+    // The op masks out padding only if it receives the lengths of both sides.
     let [mut seq_len_q, mut seq_len_kv] = if padded { mask::guarded(to, problem, runtime) } else { [None, None] };
     let table = paged::table(to, problem, seq_len_kv)?;
     if let Some(table) = table {

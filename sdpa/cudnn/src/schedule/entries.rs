@@ -28,7 +28,7 @@ pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> R
     let (mut arguments, mut spared_by, mut names) = (vec![Argument::Fixed(batch)], Vec::new(), Vec::new());
     for side in Side::ALL {
         let Some((which, to)) = lengths[side as usize] else {
-            // Without lengths of keys, every batch entry has all keys.
+            // Without lengths of this side, every batch entry has the full extent.
             arguments.extend([none, Argument::Fixed(problem.seq(side)), none]);
             continue;
         };

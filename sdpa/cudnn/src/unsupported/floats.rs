@@ -92,7 +92,7 @@ fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
         };
         all.push(match trace.ty(id) {
             Type::F32 => grid.and_then(Grid::fitting),
-            // Integers wrap around.
+            // Integers wrap around on overflow, so a result that may overflow can be any i32.
             Type::I32 => Some(grid.filter(|grid| grid.most < WHOLE.most).unwrap_or(WHOLE)),
             Type::Bool => Some(TRUTH),
         });
@@ -111,11 +111,11 @@ fn power(trace: &Trace, id: NodeId) -> Option<i32> {
 /// Returns the first value that decides a discontinuity, or has one, and that engines compute inexactly.
 fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
     let (decisive, depends, grids) = (trace.decisive(), trace.depends(), grids(trace, extents));
-    // As f32.
+    // Returns whether the value is exact as an f32.
     let fits = |x: NodeId| grids[x.index()].and_then(Grid::fitting).is_some();
     trace.ids().find(|&id| {
         let d = depends[id.index()];
-        // Scalars and tables over batch and heads are computed on the host.
+        // The host computes scalars and tables over batch and heads, so engines only read them.
         let is_given = d.is_uniform() || d.is_of_heads();
         if d.score || is_given {
             return false;
@@ -140,7 +140,7 @@ fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
                 Binary::Mul => grids[id.index()].is_none() && power(trace, x).is_none() && power(trace, y).is_none(),
                 Binary::Div => power(trace, y).is_none(),
                 Binary::Pow => true,
-                // The machine code corrects remainders fully.
+                // Engines compute remainders exactly, so these functions add no error of their own.
                 Binary::Mod | Binary::Add | Binary::Sub | Binary::Min | Binary::Max | Binary::And | Binary::Or => false,
                 Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge => false,
             },

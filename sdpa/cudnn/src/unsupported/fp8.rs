@@ -19,7 +19,7 @@ pub(super) fn rule_may_leave_no_key(problem: &Problem) -> bool {
         let place = Place { score: 0.0, upstream: 0.0, index: [0, 0, q, k], extents, params: &[] };
         problem.region().keeps(q, k) && rule.eval_first(&place, Precision::F32) != 0.0
     };
-    // Most masks keep a key near the query.
+    // Search outward from the diagonal: most masks keep a key near the query.
     let nearest = |q: i64| {
         let about = q.min(seq_kv - 1);
         (0..seq_kv).flat_map(move |distance| [about - distance, about + distance]).filter(move |k| (0..seq_kv).contains(k))
@@ -244,7 +244,7 @@ mod tests {
             let few = AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd).with_block_scales();
             assert_eq!(forward(few, NEW, 100), [refused]);
         }
-        // A table of a score_mod is no block scale.
+        // A score_mod's own table of this name is not a block scale, so it is refused as a table.
         let table = "table block_scale_q[4]: f32; score + block_scale_q[head]";
         let refused = forward(spec([64, 64]).score_mod(table.parse().unwrap()), NEW, 100);
         assert!(refused.contains(&"parameter block_scale_q".to_owned()), "{refused:?}");

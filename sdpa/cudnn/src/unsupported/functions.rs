@@ -53,7 +53,7 @@ fn wrong(trace: &Trace, extents: [i64; 4]) -> Option<(NodeId, &'static str)> {
     let (depends, least) = (trace.depends(), least(trace, &ranges));
     let is_within = |x: NodeId| ranges[x.index()].is_some_and(|range| range.into_iter().all(|end| end.abs() <= MOST));
     let is_nonzero = |y: NodeId| matches!(trace.node(y), Node::Const(Const::F32(bits)) if f32::from_bits(bits) != 0.0);
-    // Scalars and tables over batch and heads are computed on the host.
+    // The host computes scalars and tables over batch and heads, so engines only read them.
     let is_given = |id: &NodeId| depends[id.index()].is_uniform() || depends[id.index()].is_of_heads();
     trace.ids().filter(|id| !is_given(id)).find_map(|id| match trace.node(id) {
         Node::Unary(Unary::Sin | Unary::Cos, x) => (!depends[x.index()].score && !is_within(x)).then_some((id, WAVE)),

@@ -21,7 +21,7 @@ pub(super) fn unsupported(seen: &Seen<'_>) -> Vec<Advice> {
     let mut labels: Vec<&str> = errors.iter().map(|(label, _)| *label).collect();
     labels.sort_unstable();
     labels.dedup();
-    // One error per problem is normal: the first lookup discovers it.
+    // The first lookup of a key finds out that no engine supports it, so one error per key is normal.
     if seen.figures.refusals == 0 && errors.len() <= labels.len() {
         return Vec::new();
     }

@@ -56,7 +56,7 @@ pub(super) fn apply(
         } else {
             let col = index(g, out, 3);
             let col = shifted(g, col, -lower);
-            // Engines read the opposite order as a band aligned to the top left.
+            // Subtract `kv` before adding `q`: engines read the opposite order as a band aligned to the top left.
             let col = moved(g, col, [Mode::Sub, Mode::Add], [kv, q]);
             let row = index(g, out, 2);
             let keep = g.pointwise(Mode::CmpGt, &[col, row]);

@@ -100,7 +100,7 @@ fn every_field_that_breaks_its_rule_is_named() {
             p.index[last + 32..last + 36].copy_from_slice(&1024_u32.to_le_bytes());
         }),
         ("index", |p| {
-            // Payloads stay where they were.
+            // Shorten the header by as many bytes as the index grows, so that payloads keep their offsets.
             p.index.push(0);
             p.index_length += 1;
             p.set_header(&String::from_utf8(p.header.clone()).unwrap().replace("9.19.0", "9.19."));
