@@ -212,7 +212,7 @@ impl Ports {
             return None;
         }
         for (n, port) in self.device.iter().enumerate() {
-            // Callers usually bind in the order of ports.
+            // Callers usually bind in the order of ports, so look at the same position first.
             let here = bindings.slices.get(n).filter(|(id, _)| *id == port.id);
             let (_, slice) = here.or_else(|| bindings.slices.iter().find(|(id, _)| *id == port.id))?;
             let aligned = slice.address & (u64::from(port.alignment) - 1) == 0;

@@ -85,7 +85,7 @@ impl Planner {
             }
             match self.finalize(n, target) {
                 Ok(descriptor) => {
-                    // Only the compiled plan has the final size; before 9.2 it is the only source.
+                    // Check the workspace again: only the compiled plan has its final size, and before 9.2 nothing else has a size.
                     if let Some(over) = self.policy.over_workspace(workspace_of(&descriptor)?) {
                         report.candidates[n].outcome = over;
                         continue;

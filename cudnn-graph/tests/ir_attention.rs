@@ -275,7 +275,7 @@ fn cases() -> Vec<(Mods, Plain)> {
         (Mods { softcap: true, ..NONE }, capped.clone()),
         (Mods { causal: true, ..NONE }, keep(|_, i, j| j <= i, &Plain::default())),
         (Mods { causal: true, window: Some(2), softcap: true, ..NONE }, keep(|_, i, j| j <= i && j + 2 > i, &capped)),
-        // Every row is fully masked.
+        // A window of 0 masks out every row.
         (Mods { causal: true, window: Some(0), ..NONE }, keep(|_, _, _| false, &Plain::default())),
         (Mods { lengths: Some(LENGTHS), ..NONE }, padded.clone()),
         // The cap turns −∞ into a number, so padding must come after the score ops.
@@ -552,7 +552,7 @@ fn rows_without_keys_have_no_gradient() {
     let out = run(&plain.verify().unwrap(), &io.inputs, Precision::F64).unwrap();
     assert!([dq, dk, dv].iter().all(|id| out[id].data.iter().all(|x| *x == 0.0)));
 
-    // The derivative of a score graph is up to the code that builds graphs.
+    // The interpreter does not differentiate a score graph; the code that builds graphs has to provide the derivative.
     let mut scored = io.g.clone();
     let [input, output] = ["score", "capped"].map(|name| scored.tensor(Tensor::virtual_(name, F32, dims([B, HQ, SQ, SKV]))));
     let tanh = Pointwise { mode: Mode::TanhFwd, x: input, b: None, t: None, dy: None, y: output, compute: F32, params: Params::default() };

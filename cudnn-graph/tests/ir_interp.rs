@@ -534,7 +534,7 @@ fn run_returns_device_results_and_run_all_everything() {
     let x = g.tensor(Tensor::device("x", F32, [2, 1, 1, 1]).ragged(Ragged { offsets, multiplier: None }));
     let two = g.tensor(Tensor { storage: Storage::Constant(Scalar::F32(2.0)), ..Tensor::by_value("two", F32, None, 1) });
     let m = g.pointwise(Mode::Mul, &[x, two]);
-    // The tensor is in device memory, and is read again.
+    // The tensor y is in device memory and is also the input of another op.
     let y = g.pointwise(Mode::Add, &[m, m]);
     g.output(y, "y", F16);
     let z = g.pointwise(Mode::Neg, &[y]);

@@ -91,7 +91,7 @@ type Plain = fn(Operand) -> f64;
 const TABLE: &[(Mode, Plain)] = &[
     (Mode::Add, |o| o.x + o.b),
     (Mode::Mul, |o| o.x * o.b),
-    // NaN loses to a number, and −0 is below 0.
+    // If one operand is NaN, the result is the other one. −0 is below 0.
     (Mode::Min, |o| extreme(o, o.x.total_cmp(&o.b).is_le())),
     (Mode::Max, |o| extreme(o, o.x.total_cmp(&o.b).is_ge())),
     (Mode::Sqrt, |o| o.x.sqrt()),
@@ -343,7 +343,7 @@ fn constants_default_to_what_the_modes_say() {
     let of = |mode, params: &Params, x: f64| pointwise(mode, params, F64, Precision::F64, Operand { x, dy: 1.0, ..Operand::default() });
     let relu = variants(Mode::ReluFwd)[1];
     assert_eq!([-1.25, -0.25, 0.5, 0.75, 2.0].map(|x| of(Mode::ReluFwd, &relu, x)), [-0.375, -0.25, 0.5, 0.75, 0.75]);
-    // At the lower clip the derivative is that from below, at the upper clip 0.
+    // At the lower clip the derivative is the one from below; at the upper clip it is 0.
     assert_eq!([-1.25, -0.25, 0.5, 0.75, 2.0].map(|x| of(Mode::ReluBwd, &relu, x)), [0.125, 0.125, 1.0, 0.0, 0.0]);
     assert_eq!(of(Mode::ReluFwd, &Params::default(), f64::NEG_INFINITY), 0.0, "a slope of 0 takes −∞ to the clip");
     assert_eq!(of(Mode::EluBwd, &Params { elu_alpha: Some(2.0), ..Params::default() }, 0.0), 2.0);
@@ -370,9 +370,9 @@ fn integers_wrap_truncate_and_divide_by_zero_to_zero() {
     assert_eq!([(7.0, 3.0), (-7.0, 3.0), (7.0, -3.0), (7.0, 0.0)].map(|(x, b)| of(Mode::FloorMod, I32, x, b)), [1.0, 2.0, -2.0, 0.0]);
     assert_eq!(of(Mode::Min, I32, -3.0, 2.0), -3.0);
     assert_eq!(of(Mode::Max, I32, -3.0, 2.0), 2.0);
-    // Operands become integers first.
+    // Operands are converted to integers first.
     assert_eq!(of(Mode::Add, I32, 2.9, -1.9), 1.0);
-    // Above 2²⁴ f32 could not tell them apart.
+    // These two integers above 2²⁴ would be equal in f32.
     assert_eq!(of(Mode::CmpLt, I32, 16_777_216.0, 16_777_217.0), 1.0);
 }
 
@@ -386,7 +386,7 @@ fn f32_precision_rounds_to_the_arithmetic() {
     assert_eq!(of(Mode::Add, F16, 2048.0, 1.0), 2048.0);
     assert_eq!(of(Mode::Add, BF16, 256.0, 1.0), 256.0);
     assert_eq!(of(Mode::Mul, F32, 1e30, 1e30), f64::INFINITY);
-    // Subnormals are kept.
+    // Subnormal results are kept, not flushed to 0.
     assert_eq!(of(Mode::Mul, F32, 2f64.powi(-100), 2f64.powi(-49)), 2f64.powi(-149));
     assert_eq!(of(Mode::CmpEq, F32, 16_777_216.0, 16_777_217.0), 1.0);
     assert_eq!(of(Mode::CmpEq, Bool, 16_777_216.0, 16_777_217.0), 0.0);

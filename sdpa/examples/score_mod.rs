@@ -76,7 +76,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         (score / cap).tanh() * cap - rate * (at.q - at.k).to_f32()
     })?;
 
-    // bshd: a token's heads are adjacent, as projections write them. cuDNN supports 16-bit operands, the CPU f32.
+    // The layout is bshd: a token's heads are adjacent, as projections write them. cuDNN supports 16-bit operands, the CPU f32.
     let dispatcher = Dispatcher::default();
     let spec = |dtype| AttentionSpec::dense(dtype, SHAPE, Layout::Bshd).score_mod(decay.clone()).mask(Mask::causal()).with_stats();
     let (mut forward_spec, mut wrt) = (spec(DType::F32), vec!["rate"]);

@@ -2,7 +2,8 @@
 //!
 //! Pages may link to others that are not here: benchmarks, support tables, building and testing. These are in `docs/` of the repository.
 
-// Pages link to each other by file name. The definitions of `links.md` come first, and Markdown uses the first definition of a link.
+// Pages link to each other by file name. `links.md` maps these names to items here, and comes first because Markdown uses the first
+// definition of a link.
 macro_rules! pages {
     ($($(#[$when:meta])* $name:ident $file:literal)*) => {
         $(

@@ -141,7 +141,7 @@ impl Dispatcher {
             let passes = [(ExecutorName::CUDNN, ready(&**cudnn)?), (ExecutorName::CUDA, ready(&**cuda)?)];
             let contenders = passes.each_ref().map(|(name, ready)| Contender { name: name.name(), ready: &**ready });
             let job = query.to_key();
-            // Timing does not disturb a capture of this or another thread.
+            // Relax the capture mode of this thread, so that timing does not disturb a capture of this or another thread.
             let timed = cudnn.device().relaxed(|| race(&cudnn.device().stream()?, &job, &contenders));
             let times = timed.map_err(|error| Untimed::Failed(error.to_string()))?;
             let names = passes.iter().map(|(name, _)| *name);

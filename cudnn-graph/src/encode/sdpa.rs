@@ -22,7 +22,7 @@ impl Encoder<'_> {
         if s.stats.is_none() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none() {
             return None;
         }
-        // For a paged cache `k` is a page pool, whose third extent is the page size.
+        // Take the extents from `attention_shape`: with a paged cache, `k` is a page pool whose third extent is the page size.
         let scores = attention_shape(self.graph, s).map_or(Dims(Vec::new()), |shape| Dims::from(shape.scores()));
         let mut stand_in = |name: &str| {
             let uid = self.next_uid;

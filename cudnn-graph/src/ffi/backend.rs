@@ -101,7 +101,7 @@ impl Library {
     }
 
     fn open(search: &Search) -> Result<Library, Error> {
-        // The engines link against libcuda.so.1. Loaded first by path, it is found under that name.
+        // Load the driver first: the engines link against libcuda.so.1, and find a loaded library of that name wherever its file is.
         Driver::load(search.driver.as_deref())?;
         let main = open_first("cuDNN (libcudnn.so.9)", &places(search))?;
         let folder = main.mapped_path().parent().map(Path::to_owned).unwrap_or_default();
@@ -176,7 +176,7 @@ impl Library {
     /// # Errors
     /// cuDNN's own.
     pub fn handle<'s>(&'static self, stream: &'s Stream) -> Result<Handle<'s>, Error> {
-        // The number of a stream under capture may be unset, and is then queried each time.
+        // A stream under capture may have no number here. It is then set on the handle at every call.
         let (device, id) = (stream.device(), stream.id());
         let mut pooled = match near(device, id).or_else(|| take(&mut self.pool.lock(), device, id)) {
             Some(pooled) => pooled,

@@ -244,7 +244,7 @@ impl Drop for Descriptor {
         let _entered = self.device.and_then(|device| device.enter().ok());
         // SAFETY: the descriptor is owned here and is not used again.
         let destroy = || unsafe { (self.library.table.descriptor_destroy)(self.raw) };
-        // Destroying a plan unloads its kernels.
+        // Destroying a plan unloads its kernels, which must also be possible while a stream is being captured.
         let status = if self.kind == Kind::EXECUTION_PLAN { relaxed(destroy) } else { destroy() };
         if status != 0 {
             tracing::warn!(status, kind = %self.kind, "cudnnBackendDestroyDescriptor");

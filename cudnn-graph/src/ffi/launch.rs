@@ -131,7 +131,7 @@ pub unsafe fn launch_addressed(
     // SAFETY: every slice is inside an owned buffer of the stream's device. The result keeps buffers, plan and workspace until the event has passed.
     // Two executions that share a buffer race only on its contents; these determine no addresses, or the caller vouches for them.
     let submitted = unsafe { plan.execute(&handle, &raw, scratch) };
-    // Without a recorded event, wait for the stream before any resource is freed.
+    // If the event cannot be recorded, wait for the stream: no resource may be freed before the device is done with it.
     let recorded = stream.record_again(&event).or_else(|error| stream.synchronize().and(Err(error)));
     drop(handle);
     let running = InFlight {

@@ -22,7 +22,7 @@ pub(super) unsafe extern "C" fn hear(_severity: i32, _user: *mut c_void, _debug:
     if message.is_null() {
         return;
     }
-    // A thread that is ending, or is already inside, does not listen.
+    // `try_with` fails on a thread that is ending, and `try_borrow_mut` inside another message. Such messages are dropped.
     let _ = HEARD.try_with(|heard| {
         if let Ok(mut heard) = heard.try_borrow_mut()
             && let Some(lines) = heard.as_mut()

@@ -119,7 +119,7 @@ impl Graph {
 
     fn push_pointwise(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId, compute: DType, params: Params) {
         let at = |n: usize| inputs.get(n).copied();
-        // Without inputs, the op reads its own result, which verify reports.
+        // Without inputs, let the op read its own result: `verify` then reports the mistake.
         let first = at(0).unwrap_or(y);
         let op = match mode.signature() {
             Signature::Backward => Pointwise { mode, x: at(1).unwrap_or(y), b: None, t: None, dy: Some(first), y, compute, params },

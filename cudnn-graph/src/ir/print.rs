@@ -155,7 +155,7 @@ impl Display for OpLine<'_> {
                 }
                 match r.seed {
                     Seed::Value(seed) => write!(f, " seed {seed}")?,
-                    // Printed with the operands.
+                    // The seed tensor is printed with the operands.
                     Seed::Tensor(_) => {}
                 }
             }

@@ -81,7 +81,7 @@ fn several_mistakes_are_all_reported_once() {
     let x = g.tensor(Tensor::device("x", F32, [2, 0]));
     let a = g.tensor(Tensor::device("a", F32, [2, 3]).alignment(3));
     g.input("idle", F32, [1]);
-    // The input has no shape, so the op is not checked further.
+    // The shape of the input is invalid, so this op is not checked further.
     let shapeless = g.pointwise(Mode::Exp, &[x]);
     g.output(shapeless, "y0", F32);
     let lost = g.pointwise(Mode::Add, &[a, stranger()]);

@@ -93,7 +93,8 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
             inner.near.push(Recent { hash, entry: entry.clone(), hits: 0 });
             inner.last = SLOTS;
         }
-        // It left the cache after the lookup. The thread that dropped it may have swept this front before.
+        // If the entry was evicted after the lookup, the evicting thread may have swept this front before the entry was added here. Mark
+        // the front stale so that it is swept again.
         if entry.is_gone() {
             self.stale.store(true, Ordering::SeqCst);
         }

@@ -407,7 +407,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static, U> Drop for PlanCache<K, V, U> {
     fn drop(&mut self) {
-        // Other threads may still have entries in their fronts.
+        // Mark all entries as gone: other threads may still have them in their fronts.
         lock(&self.inner).store.list().iter().for_each(|entry| entry.mark_gone());
         self.fronts.drop_gone();
     }
@@ -449,7 +449,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         cache.note_dropped(inner, &mut news, &dropped);
         let entries = inner.store.limits().entries;
         drop(guard);
-        // Wake waiting threads first, whatever happens to this thread.
+        // Wake the waiting threads first: a panic below must not leave them waiting.
         drop(self);
         cache.drop_unlocked(dropped);
         news.tell(&cache.name, entries);

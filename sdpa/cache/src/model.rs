@@ -143,7 +143,7 @@ fn what_is_dropped_dies(entries: usize, keys: [[u32; 5]; 3]) {
             })
         };
         quiet.wait();
-        // Before `stats`, which locks the fronts.
+        // Read `live` before `stats`, which locks the fronts and could hide an entry that a front has kept.
         let live = world.live.load(StdOrdering::SeqCst);
         let there = world.cache.stats().entries;
         assert!(there <= entries);

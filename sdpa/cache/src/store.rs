@@ -194,7 +194,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     fn forget_refusals(&mut self, most: usize) {
         while self.refused > most {
             let oldest = self.slots.iter().rev().find(|(_, (.., slot))| matches!(slot, Slot::Refused { .. })).map(|(place, _)| *place);
-            // The refusal that is about to be inserted is counted already.
+            // If there is none, only the refusal that is about to be inserted is left, which is already counted.
             let Some(place) = oldest else { return };
             self.pop(place);
         }

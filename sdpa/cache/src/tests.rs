@@ -197,7 +197,7 @@ fn every_miss_has_a_reason() {
     let missed: Vec<_> = snapshot.events.iter().filter(|e| matches!(e.what, What::Missed { .. })).collect();
     assert_eq!(missed[0].what, What::Missed { nearest: vec![], evicted: None });
     assert_eq!(missed[3].what, What::Missed { nearest: vec![], evicted: Some(Why::Entries) });
-    // Files store whole microseconds.
+    // Compare the serialised forms: files store whole microseconds only.
     let text = serde_json::to_string(&snapshot).unwrap();
     let read = serde_json::from_str::<CacheSnapshot>(&text).unwrap();
     assert_eq!(serde_json::to_string(&read).unwrap(), text);
@@ -235,7 +235,7 @@ fn many_threads_build_once_and_other_keys_do_not_wait() {
                 let build = || {
                     builds.fetch_add(1, StdOrdering::Relaxed);
                     building.wait();
-                    // Released only after a lookup of another key.
+                    // Finish only after another thread has looked up another key.
                     other_done.wait();
                     std::thread::sleep(Duration::from_millis(20));
                     heavy(7, 1)()
@@ -271,7 +271,7 @@ fn what_is_dropped_dies_also_where_another_thread_has_it_at_hand() {
             })
             .unwrap();
             done.wait();
-            // This thread lives on with a front of the cache.
+            // Keep this thread alive, and with it its front of the cache.
             done.wait();
         });
         hit.wait();

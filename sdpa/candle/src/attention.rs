@@ -219,7 +219,7 @@ impl Call<'_> {
         let (spec, out) = self.spec(&dense, told || tracked)?;
         let problem = spec.validate().map_err(wrap)?;
         let mut declared = problem.params().to_vec();
-        // Custom gradients may declare more parameters, which a call without gradients does not read.
+        // A custom gradient may declare more parameters. A call without gradients does not read them, but the caller may pass them.
         let more = tracked || self.values.iter().any(|(name, _)| declared.iter().all(|d| d.name != *name));
         if let Some(backward) = more.then(|| spec.backward().validate().ok()).flatten() {
             declared = backward.params().to_vec();

@@ -111,7 +111,7 @@ enum Viewed<'a> {
 
 /// Calls `f` with the values of these parameters, with their storages locked and their events held.
 fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) -> Result<R> {
-    // Kernels read parameters from addresses that are multiples of 16 bytes.
+    // Copy misaligned tensors: kernels read parameters from addresses that are multiples of 16 bytes.
     let aligned: Vec<Option<Tensor>> = params
         .iter()
         .map(|bound| match &bound.value {

@@ -57,12 +57,12 @@ impl Flash<'_> {
                 attention = attention.param("shift", &shift);
             }
         }
-        // As in candle-flash-attn, a bound that exceeds the number of keys means no bound.
+        // As in candle-flash-attn, a bound larger than the number of keys means no bound.
         let [left, right] = [self.window.0, self.window.1].map(|side| side.filter(|&side| side <= seq_kv));
         if left.is_none() && right.is_none() {
             return Ok(attention);
         }
-        // `Mask::window` counts the diagonal among the keys to the left.
+        // `Mask::window` counts the diagonal among the keys to the left, so add 1.
         let signed = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         Ok(attention.mask(Mask::window(left.map(|left| signed(left).saturating_add(1)), right.map(signed), align)))
     }

@@ -118,7 +118,7 @@ pub(crate) fn forward(pass: &Pass) -> Result<Outputs> {
     let problem = &pass.problem;
     let prepared = executor().prepare(problem).map_err(wrap)?;
     let mut o = Fresh::new(problem.dtype(), elements(&pass.out_shape()))?;
-    // The pass does not write rows outside of all sequences.
+    // The pass does not write rows outside of all sequences, so set them to −∞ first.
     let mut stats = problem.stats().then(|| vec![f32::NEG_INFINITY; elements(&pass.stats_shape())]);
     let [q, k, v] = &pass.operands;
     let guards = [q, k, v].map(|x| x.storage_and_layout().0);

@@ -68,7 +68,7 @@ pub(crate) fn ready(
             }
             dtype
         }
-        // No score_mod or mask declares it.
+        // No score_mod or mask declares this parameter.
         None => operand::dtype(tensor.dtype()).unwrap_or(DType::F32),
     };
     if tensor.dtype() != theirs(wanted) && !converts(tensor.dtype(), wanted) {

@@ -316,7 +316,7 @@ impl Case {
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
-                // Strides of rows that are longer by the gap.
+                // Make each row longer by the gap, and derive the strides from that.
                 let [b, h, s, d] = tensor.dims;
                 tensor.strides = self.layout.strides([b, h, s, d + gap]);
             }

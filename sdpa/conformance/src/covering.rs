@@ -153,7 +153,7 @@ impl Builder<'_> {
         let may_be_hollow = self.is_hollow(begin);
         let mut left: Vec<usize> = (0..row.len()).filter(|factor| row[*factor].is_none()).collect();
         while !left.is_empty() {
-            // The factor with the fewest allowed values comes first, so that few rows end without one.
+            // A factor with at most one allowed value comes first, so that few rows end with a factor without any.
             let narrow = left.iter().position(|factor| self.choices(&row, *factor, may_be_hollow).len() <= 1);
             let n = narrow.unwrap_or_else(|| self.random.between(0, left.len() as i64 - 1) as usize);
             let factor = left.swap_remove(n);
@@ -260,7 +260,8 @@ impl Builder<'_> {
                 None => missing.push(chosen),
             }
         }
-        // A value may need several other values that random rows seldom all have. A supported row may need only one change.
+        // A value may need several other values at once, which random rows seldom have. A supported row may need only one change, so try
+        // these too.
         loop {
             let before = missing.len();
             missing.retain(|chosen| {
@@ -312,7 +313,7 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
         };
         let completed = |builder: &Builder<'_>, row: &Row| missing.keys().filter(|combination| builder.covers(row, combination)).count();
         let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !taken.contains(row)).collect();
-        // The last of the best, as `max_by_key` would return.
+        // Sort by completed combinations. Among equal rows the last one comes first, as `max_by_key` would return it.
         let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
         best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
         let made = best.into_iter().map(|(_, row)| row).find(|row| asked.is_supported(row));
@@ -384,7 +385,7 @@ mod tests {
             Rule { one: ("a", &["0"]), other: ("c", &["0"]), why: "" },
             Rule { one: ("b", &["2"]), other: ("c", &["1"]), why: "" },
         ];
-        // a = 0 needs b = 2 and c = 1, which exclude each other: no row has it.
+        // a = 0 excludes b = 0, b = 1 and c = 0, so it needs b = 2 and c = 1. These exclude each other, so no row has a = 0.
         let covering = cover(&wanted(&rules, 2), &|_| true);
         assert!(covering.rows.iter().all(|row| row[0] != 0 && !(row[1] == 2 && row[2] == 1)));
         assert_eq!(covering.impossible.len(), 1 + 1 + 4, "{:?}", covering.impossible);
@@ -410,7 +411,7 @@ mod tests {
         let names = ["0", "1", "2", "3", "4", "5", "6", "7", "8"];
         let factors: Vec<Factor> = FEW.iter().zip(names).map(|(factor, name)| Factor { name, ..*factor }).collect();
         let wanted = Wanted { factors: &factors, rules: &[], of: &names, strength: 2, times: 1, hollow: ("", &[]) };
-        // Supported are at most three values other than 0: 1 of 27 random rows, and 1 of 150 if one value is fixed.
+        // Supported are rows with at most three values other than 0: 1 of 27 random rows, and 1 of 150 if one value is fixed.
         let covering = cover(&wanted, &|row| row.iter().filter(|value| **value > 0).count() <= 3);
         assert!(covering.impossible.is_empty(), "{} of {} combinations", covering.impossible.len(), covering.covered);
         for (a, b) in (0..9).flat_map(|a| (a + 1..9).map(move |b| (a, b))) {
@@ -433,7 +434,7 @@ mod tests {
         let whole: Vec<Row> = covering.rows.iter().filter(|row| row[0] != 0).cloned().collect();
         assert!((0..3).all(|b| (0..4).all(|d| has(&whole, &[(1, b), (3, d)]))), "{:?}", covering.rows);
         assert!((0..4).all(|d| has(&covering.rows, &[(0, 0), (3, d)])));
-        // Combinations of other factors are not covered by such rows.
+        // Rows with the hollow value a = 0 do not cover combinations of other factors.
         let others = cover(&Wanted { hollow: ("a", &["0"]), of: &["b", "c", "d"], ..wanted(&[], 2) }, &|_| true);
         assert!(others.rows.iter().all(|row| row[0] != 0));
     }

@@ -75,7 +75,7 @@ impl Operand {
             Operand::F32(x) => x[at] = value as f32,
             Operand::F16(x) => x[at] = f16::from_f64(value),
             Operand::BF16(x) => x[at] = bf16::from_f64(value),
-            // Operands of 8-bit floats are drawn as f32 first.
+            // Operands of 8-bit floats are drawn as f32 and converted later, so these arms do not run.
             Operand::F8E4M3(x) => x[at] = F8E4M3::from_f32(value as f32),
             Operand::F8E5M2(x) => x[at] = F8E5M2::from_f32(value as f32),
         }

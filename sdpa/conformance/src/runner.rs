@@ -219,7 +219,7 @@ fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, 
     };
     for (tensor, operand) in tensors {
         match (cache, lengths) {
-            // Memory outside of the pages' keys is NaN already.
+            // Pool memory that no key uses is already NaN. If the executor multiplies it by 0, replace the NaN by numbers.
             (Some(cache), _) if multiplies => inputs::number_gaps(&cache.container(tensor), operand),
             (None, Some(lengths)) if !multiplies => inputs::spoil_rows(tensor, operand, lengths),
             (Some(_) | None, _) => {}
@@ -336,7 +336,7 @@ fn tanh_error(executor: ExecutorName, dtype: DType) -> f64 {
         DType::F16 => 2e-5,
         DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 0.0,
     };
-    // cuDNN engines are off by 1.1e-5 with either type, of all that were examined (9.27, an H100).
+    // cuDNN engines were off by at most 1.1e-5 with either type, of all that were examined (9.27, an H100).
     match executor {
         ExecutorName::CUDA | AUTO => relative / F32_ROUNDOFF,
         ExecutorName::CUDNN => 2e-5 / F32_ROUNDOFF,
@@ -396,7 +396,7 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     let cross = random.between(0, 1) == 0;
     let longest_q = if cross { longest_q } else { longest_kv };
     let (said, wide) = (random.between(0, 3) > 0, random.between(0, 3) == 0);
-    // Heads are more than one token apart, whatever the number of tokens.
+    // At least two tokens: the stride between heads is then larger than the one between tokens.
     let total = |longest: i64, random: &mut Random| random.between(if said { longest } else { batch * longest }, batch * longest).max(2);
     let total_q = total(longest_q, random);
     let total_kv = if cross { total(longest_kv, random) } else { total_q };
@@ -463,7 +463,8 @@ pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
 /// Draws a specification whose mask is a union of bands.
 pub fn random_pieces(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
-    // Strides that engines read without copies, and no statistic except stats: other problems are not split into bands.
+    // Choose strides that engines read without copies, and no statistic except stats: passes over other problems are not split into
+    // bands.
     for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
         let [_, heads, rows, dim] = tensor.dims;
         let row = (dim + 7) / 8 * 8 + random.pick(&[0, 0, 8, 64]);

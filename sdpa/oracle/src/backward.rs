@@ -29,7 +29,8 @@ pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
     let local = group * ROWS as u128 * seq_kv;
     let along = along.iter().map(|dims| dims.iter().map(|&n| n as u128).product::<u128>());
     let along: u128 = along.map(|all| all + threads * all.min(local)).sum();
-    // Keys and values, three sums for each of their elements, and three sums for the queries of one part.
+    // Keys and values; value, error and magnitude of each element of dK and dV; gradients of parameters; and three sums per element for
+    // the dQ of one part.
     8 * (4 * threads + 3) * seq_kv * (dim_qk + dim_v) + 40 * along + 24 * (threads * group * ROWS as u128 * dim_qk)
 }
 
@@ -148,7 +149,7 @@ impl Worker<'_> {
                 own = kept.score.value.abs();
             }
             if kept.score.value.is_finite() {
-                // A score_mod may return a finite number for an infinite or NaN score.
+                // A score_mod may turn an infinite or NaN score into a finite number. Its raw magnitude then does not count.
                 let raw = size * kept.slope.value.abs();
                 kept.magnitude = own + if raw.is_finite() { raw } else { 0.0 };
             }
@@ -199,7 +200,7 @@ impl Worker<'_> {
         let of_key = |(kept, (d_p, _)): (&Kept, &(f64, f64))| {
             let (d_p, score) = (kept.factor * d_p, weight_error(kept.weight, kept.score.error));
             let computed = square(rates.computed_weight * kept.weight * d_p) + square(rates.computed_output_values * d_p);
-            // The error of this score in `o`, and in the softmax denominator.
+            // Add the effect of this score's error on `o` and on the softmax denominator.
             computed + square(rates.computed_output_score / 2.0 * score * (d_p.abs() + delta.abs()))
         };
         let of_keys: f64 = all.iter().zip(products).map(of_key).sum();
@@ -226,9 +227,9 @@ impl Worker<'_> {
                 *size += kept.factor * kept.weight * v.abs();
             }
         }
-        // dP of each key, and the sum of its magnitudes.
+        // For each key: dP, and the sum of the magnitudes of its terms.
         let products: Vec<(f64, f64)> = all.iter().map(|kept| dot(d_o, &values[kept.key * dim_v..][..dim_v])).collect();
-        // The absolute error of P in 8-bit floats does not shrink with P, so it counts in full for each value.
+        // In 8-bit floats, the absolute error of P does not shrink with P, so it counts in full for each value.
         let lost = all.iter().zip(&products).map(|(kept, (_, size))| size * kept.factor * rates.computed_output_values);
         let lost: f64 = if rates.computed_output_values > 0.0 { lost.sum() } else { 0.0 };
         if let Given::These { o: given, .. } = self.given {
@@ -245,7 +246,7 @@ impl Worker<'_> {
         let of_row = rates.weight + rates.sum * error + of_difference(rates.stats * stats.abs());
         let common = OfRow { weight: of_row.exp_m1().min(1.0) };
         let [q_square, d_o_square] = [q, d_o].map(|row| row.iter().map(|x| x * x).sum::<f64>());
-        // The factor of an error of δ in `dq`: `Σ P·k` times derivative and scale.
+        // An error of δ enters `dq` multiplied by this: the sum of P · k, times derivative and scale.
         let mut of_delta = vec![0f64; dim_qk];
         if self.p.sink.is_some()
             && !all.is_empty()
@@ -263,7 +264,7 @@ impl Worker<'_> {
             gradient.add(at.elements(dims, [h, i, 0]).0, Term { value, error, magnitude }, noise);
         }
 
-        // For each read of a parameter: its index, its element, and the factor of an error of δ.
+        // For each read of a parameter: its index, its element, and the factor by which an error of δ enters its gradient.
         let mut reach: Vec<(usize, usize, f64)> = Vec::new();
         for (kept, (d_p, d_p_size)) in all.iter().zip(products) {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
@@ -298,7 +299,7 @@ impl Worker<'_> {
                 let off = slope.error + rates.slope * (1.0 + slope.value.abs());
                 let off = if self.p.modify.is_some() { off } else { 0.0 };
                 let error = modified_error * (slope.value.abs() + off) + d_modified.abs() * off + rates.round_slope * value.abs();
-                // The magnitude includes 1 next to the derivative: at derivative 0, the error comes from the terms of the difference.
+                // The magnitude uses 1 + |derivative|: at derivative 0 there still is an error, from the terms of the difference dP − δ.
                 Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
             };
             let d_score = carried(0, kept.slope);
@@ -407,7 +408,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
     let mut along: Vec<Along> = worker.along.iter().map(|dims| Along::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
     let mut largest = Largest::default();
-    // One chunk of as many blocks as threads bounds the memory. Chunks follow the order of the rows.
+    // To bound memory, process as many blocks at a time as there are threads. Chunks follow the order of the rows.
     for some in work.chunks(rayon::current_num_threads()) {
         let parts: Vec<Part> = some.par_iter().map(|at| worker.part(at)).collect();
         for (at, part) in some.iter().zip(parts) {

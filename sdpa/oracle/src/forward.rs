@@ -194,7 +194,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         let keys = r * seq_kv..(r + 1) * seq_kv;
         let (scores, errors, kept) = (&mut scores[keys.clone()], &mut errors[keys.clone()], &kept[keys]);
         let of_kept = |numbers: &[f64]| numbers.iter().zip(kept).filter(|(_, kept)| **kept).map(|(x, _)| *x).collect::<Vec<f64>>();
-        // `empty`: no key is unmasked, or all unmasked scores are −∞.
+        // `empty` means that every key is masked out or has a score of −∞.
         let in_sum = |scores: Vec<f64>| scores.into_iter().chain((sink != f64::NEG_INFINITY).then_some(sink));
         let max = largest(in_sum(of_kept(scores)));
         let empty = largest(of_kept(scores).into_iter()) == f64::NEG_INFINITY;
@@ -203,7 +203,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         (answer.max, answer.sum) = (max, if max == f64::NEG_INFINITY { 0.0 } else { sum });
         answer.stats = if max == f64::NEG_INFINITY { max } else { max + sum.ln() };
         if !empty {
-            // Shifting all scores by their errors in one direction moves the log-sum-exp furthest. P is clamped to 1; a log-sum-exp is not.
+            // The log-sum-exp moves furthest if all scores move by their errors in one direction. Unlike P, it is not limited to 1.
             let moved = |sign: f64| {
                 let moved = of_kept(scores).iter().zip(of_kept(errors)).map(|(score, error)| score + sign * error).collect();
                 let moved: Vec<f64> = in_sum(moved).collect();
@@ -232,7 +232,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             let factor = p.factor(index(rows.start + r, j));
             let (weight, error) = (factor * scores[r * seq_kv + j], factor * errors[r * seq_kv + j]);
             answer.sums.add([weight, error, factor, square]);
-            // The error of P in the output, before P is rounded to 8 bits.
+            // For the amax of P: bound its error before it is rounded to 8 bits.
             let common = answer.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF;
             answer.largest.add(weight, 2.0 * (error + weight * common));
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
@@ -295,7 +295,7 @@ mod tests {
         assert!(!passes(&[], plain, [4.0001, 4.0], ln4) && !passes(&[], plain, [4.0, 3.9999], ln4));
         assert!(!passes(&[], plain, [4.0, 4.0], 1.387));
         assert!(passes(&[CAUSAL], plain, [1.0, -2.0], 0.0) && !passes(&[CAUSAL], plain, [4.0, 4.0], ln4));
-        // The scores become ln 3 and 0.
+        // The score_mod turns the scores into ln 3 and 0.
         let turned = Closures { modify: Some(&|score, _| 3f64.ln() - score), slope: Some(&|_, _| -1.0), ..plain };
         assert!(passes(&[], turned, [2.0, 0.0], ln4) && !passes(&[], turned, [4.0, 4.0], ln4));
         let nothing = [CAUSAL, LAST];

@@ -63,7 +63,7 @@ impl Mask<'_> {
             }
             Mask::Ends { left, right, lengths } => {
                 let [queries, keys] = lengths(b);
-                // The distances of the key and of the query from the last one.
+                // Count from the ends: the distances of the key from the last key, and of the query from the last query.
                 let (of_key, of_query) = (i128::from(keys - 1 - k), i128::from(queries - 1 - q));
                 left.is_none_or(|left| of_key - of_query < i128::from(left))
                     && right.is_none_or(|right| of_query - of_key <= i128::from(right))

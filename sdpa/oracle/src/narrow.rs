@@ -70,18 +70,19 @@ mod tests {
             let o = vec![o, o];
             check(&Problem { narrow, ..problem }, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::default(), &|_| ()).o.ratio
         };
-        // A sixteenth of 4, of the sums of magnitudes 4 and 5, and a little more.
+        // Each rounding may be off by a sixteenth: of the output 4, and of the magnitudes 4 and 5 of P · V. The limit is a little more.
         let off = (4.0 + 4.0) / 16.0;
         assert!(ratio(problem.narrow, 4.0 + off) <= 1.0 && ratio(problem.narrow, 4.0 - 1.2 * off) > 1.0);
         assert!(ratio(problem.narrow, f64::NAN) > 1.0);
-        // A number that the scale moves out of range becomes the largest one.
+        // A number that the scale moves out of range saturates to the largest one.
         let far = Some(Narrow::forward(256.0, 1000.0));
         assert!(ratio(far, 0.448) <= 1.0 && ratio(far, 4.0) > 1.0 && ratio(far, 0.3) > 1.0);
     }
 
     #[test]
     fn weights_that_are_tiny_for_their_scale_may_be_lost() {
-        // e⁻⁹ is 1.2e-4: below half of the smallest number times 2⁻⁹ it is rounded to 0.
+        // P of the second key is e⁻⁹ = 1.2e-4. Scaled by 1, it is below half of the smallest 8-bit number and may become 0. Scaled by
+        // 256, it may not.
         let (query, keys, values) = (vec![1.0], vec![0.0, -9.0], vec![0.0, 1.0]);
         let problem = |weights: f64| Problem {
             shape: [1, 1, 1, 1, 2, 1, 1],

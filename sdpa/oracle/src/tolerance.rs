@@ -311,7 +311,7 @@ impl Row {
     /// Returns the rounding error of the norm of the output.
     fn noise(&self, [element, stored]: [Element; 2], (seq_kv, narrow): (usize, Option<Narrow>)) -> Noise {
         let dims = self.o.len() as f64;
-        // Halved, because the limit doubles `fine`.
+        // Halve this, because the limit doubles `fine`.
         let coarse = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { 0.0 };
         let relative = self.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF + coarse;
         let square: f64 = self.o.iter().map(|x| x * x).sum();
@@ -362,7 +362,7 @@ pub(crate) fn compare(
     let absolute = match stored {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => stored.least(),
-        // Added below, with the scale.
+        // The absolute error of an 8-bit type depends on the scale and is added below.
         Element::E4M3 | Element::E5M2 => 0.0,
     };
     let mut distance = Distance { largest: want.largest, ..Distance::default() };
@@ -537,7 +537,7 @@ mod tests {
             compare([Element::BF16; 2], (128, None), &row, &[1.0], [Some(2.0), None, None]).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
-        // A P of 0 has no error, whatever the error of its score.
+        // A P of 0 has no error, however large the error of its score is.
         assert_eq!(weight_error(0.0, INF), 0.0);
     }
 

@@ -37,7 +37,7 @@ fn without_queries_or_keys_every_result_is_known() {
         };
         assert!(forward(0.0, [0.0; 3]));
         assert_eq!(forward(1e-9, [0.0; 3]), seq_q == 0);
-        // Adding a number to −∞ does not change it.
+        // Without a sink, stats and row_max are −∞, to which adding a number changes nothing.
         for by in [[0.01, 0.0, 0.0], [0.0, 0.01, 0.0], [0.0, 0.0, 0.01]] {
             assert_eq!(forward(0.0, by), seq_q == 0 || !sink && by[2] == 0.0, "{by:?}");
         }

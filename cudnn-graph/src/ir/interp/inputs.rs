@@ -148,7 +148,7 @@ fn wrong(id: TensorId, tensor: &Tensor, value: &Value) -> Option<BindingError> {
     if tensor.dtype.is_float() {
         return None;
     }
-    // The conversion leaves valid integers and booleans of that width unchanged.
+    // The conversion leaves valid integers and booleans of this width unchanged, so an element that changes is invalid.
     let index = value.data.iter().position(|&x| Precision::F64.convert(x, tensor.dtype) != x)?;
     Some(BindingError::Element { tensor: id, name: name(), index, value: value.data[index] })
 }

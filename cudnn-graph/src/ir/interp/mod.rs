@@ -104,7 +104,7 @@ fn step(state: &mut State<'_>, op: &Op) -> Result<(), InterpError> {
         Op::Reshape(op) => moves::reshape(state, op),
         Op::Transpose(op) => moves::transpose(state, op),
         Op::Slice(op) => moves::slice(state, op),
-        // The caller passed its result.
+        // The caller passed the random numbers as an input.
         Op::Rng(_) => Ok(()),
         Op::Softmax(op) => softmax::softmax(state, op),
         Op::BandMask(op) => softmax::band_mask(state, op),
@@ -173,7 +173,7 @@ impl State<'_> {
 
 fn elementwise(state: &mut State<'_>, op: &Pointwise) -> Result<(), InterpError> {
     let dims = state.dims(op.y)?;
-    // An index generator reads only extents, possibly those of a tensor without a value.
+    // An index generator reads only the extents of x, which may have no value.
     let x = if op.mode == Mode::GenIndex { None } else { Some(state.value(op.x)?) };
     let [x, b, t, dy] =
         [x, state.optional(op.b)?, state.optional(op.t)?, state.optional(op.dy)?].map(|v| v.map(|v| (Broadcast::new(v, &dims), v)));

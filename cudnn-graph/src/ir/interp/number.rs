@@ -181,9 +181,9 @@ mod tests {
     #[test]
     fn narrow_floats_round_to_the_nearest_member_and_saturate() {
         let formats = [
-            // S.1111.111 is NaN.
+            // The pattern S.1111.111 is NaN, so 448 is the largest number.
             (DType::F8E4M3, members(4, 3, 7).into_iter().filter(|&x| x <= 448.0).collect::<Vec<_>>(), f64::NAN),
-            // The last exponent is infinity and NaN.
+            // The last exponent is for infinity and NaN, so 57344 is the largest number.
             (DType::F8E5M2, members(5, 2, 15).into_iter().filter(|&x| x <= 57344.0).collect(), f64::NAN),
             (DType::F4E2M1, members(2, 1, 1), 6.0),
         ];

@@ -40,7 +40,7 @@ pub fn pointwise(mode: Mode, params: &Params, compute: DType, precision: Precisi
     if compute.is_integer()
         && let Some(y) = integer(mode, x as i64, b as i64)
     {
-        // 64-bit arithmetic has wrapped already.
+        // `integer` computes in 64 bits with wraparound. An i32 result wraps here.
         return if compute == DType::I32 { f64::from(y as i32) } else { y as f64 };
     }
     let truth = |holds: bool| f64::from(u8::from(holds));
@@ -232,7 +232,7 @@ fn elu(params: &Params, x: f64) -> (f64, f64) {
 
 fn softplus(beta: f64, x: f64) -> f64 {
     let z = beta * x;
-    // The second term keeps NaN.
+    // If z is NaN, `max` returns 0, but the logarithm is NaN, so the result is NaN.
     (z.max(0.0) + libm::log1p(libm::exp(-z.abs()))) / beta
 }
 

@@ -44,7 +44,7 @@ pub(super) fn softmax(state: &mut State<'_>, op: &Softmax) -> Result<(), InterpE
     let mut y = x.data.clone();
     let (mut stats, mut max, mut sum_exp) = (Vec::new(), Vec::new(), Vec::new());
     for (row, scores) in y.chunks_mut(columns).enumerate() {
-        // The sink is per head of (b, h, s_q, s_kv).
+        // There is one sink per head; x is (b, h, s_q, s_kv).
         let sink = match (sink, &x.dims[..]) {
             (Some(sink), &[_, heads, rows, _]) => sink.data.get((row as i64 / rows % heads) as usize).copied(),
             (Some(_) | None, _) => None,

@@ -215,7 +215,7 @@ fn a_subscriber_may_ask_the_cache() {
     subscriber.cache.set(c.clone()).unwrap();
     let stats = soon("a subscriber that asks", move || {
         tracing::subscriber::with_default(subscriber, || busy(&c));
-        // The entry that the subscriber made when it received the event of the clear.
+        // One entry is left: the subscriber made it while it received the event of the clear.
         assert_eq!(keys(&c), [100]);
         c.stats()
     });

@@ -163,7 +163,7 @@ impl Model {
         let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
         let chosen = shifted.gather(&Tensor::new(&text[1..], &Device::Cpu)?.unsqueeze(1)?, 1)?.squeeze(1)?;
         let each = (shifted.exp()?.sum(D::Minus1)?.log()? - chosen)?;
-        // The next character of a sequence's last one belongs to another sequence.
+        // The last character of a sequence does not count: the next character belongs to another sequence.
         let last = |n: usize| n + 1 < tokens && batch.boundaries.contains(&(n as u32 + 1));
         let counts: Vec<f32> = (0..tokens).map(|n| if last(n) { 0. } else { 1. }).collect();
         let total: f32 = counts.iter().sum();

@@ -29,7 +29,7 @@ fn gradients_of_grouped_heads_are_those_of_the_textbook() {
     compare("grouped", (&o, &want), &weights, &[("q", &q, &wq), ("k", &k, &wk), ("v", &v, &wv)]);
     close("stats", &stats, &lse, 1e-6);
     assert!(!stats.track_op(), "stats are detached");
-    // Without gradients, the result is not part of a graph.
+    // If no operand needs a gradient, the result is not part of a graph.
     let plain = attention.forward(&q.detach(), &k.detach(), &v.detach()).unwrap();
     assert!(!plain.track_op() && o.track_op());
     close("untracked", &plain, &want, 1e-5);
@@ -38,13 +38,13 @@ fn gradients_of_grouped_heads_are_those_of_the_textbook() {
 #[test]
 fn a_packed_projection_is_read_through_three_views() {
     let mut random = Random::new(2);
-    // (batch, seq, 3, heads, dim), as a linear layer returns it, with a row before and a row after.
+    // The shape is (batch, seq, 3, heads, dim), as a linear layer returns it. The first and the last row are not used.
     let qkv = random.var(&[2, 13, 3, 4, 8]);
     let view = |x: &Tensor, n: usize| x.narrow(1, 1, 11).unwrap().narrow(2, n, 1).unwrap().squeeze(2).unwrap().transpose(1, 2).unwrap();
     let (q, k, v) = (view(&qkv, 0), view(&qkv, 1), view(&qkv, 2));
     assert!(!q.is_contiguous() && k.layout().start_offset() > 0);
     let o = Attention::new().mask(Mask::causal()).forward(&q, &k, &v).unwrap();
-    // (batch, seq, heads, dim) in memory, so that the next reshape copies nothing.
+    // The output is (batch, seq, heads, dim) in memory, so that the next reshape copies nothing.
     assert!(o.transpose(1, 2).unwrap().is_contiguous());
     let w = wide(&qkv);
     let kept = keep(11, 11, |q, k| k <= q);
@@ -81,7 +81,7 @@ fn heads_and_entries_that_share_memory_have_gradients_of_their_own() {
     let repeated = shared(&wk).contiguous().unwrap();
     let (want, _) = textbook(8, &kept, &nothing).attend(&wq, &repeated, &repeated).unwrap();
     compare("shared", (&o, &want), &random.tensor(&[3, 4, 6, 8]), &[("q", &q, &wq), ("k", &k, &wk)]);
-    // The gradient of a plain sum is one number in memory.
+    // The gradient that a plain sum passes on is one number in memory, repeated by strides of 0.
     compare("sum", (&o, &want), &Tensor::ones((), DType::F32, &CPU).unwrap(), &[("k", &k, &wk)]);
     let mine = o.sum_all().unwrap().backward().unwrap();
     let theirs = want.sum_all().unwrap().backward().unwrap();

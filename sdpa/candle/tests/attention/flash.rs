@@ -148,7 +148,7 @@ fn dense_functions_and_their_gradients() {
 
 #[test]
 fn functions_of_documents_and_their_gradients() {
-    // Sequences of equal lengths on both sides, given as one tensor; and of other lengths.
+    // Test sequences of the same lengths on both sides, given as one tensor, and of different lengths.
     let ends: [&[usize]; 2] = [&[0, 5, 6, 12], &[0, 7, 15, 23]];
     for (f, same) in FUNCTIONS.iter().flat_map(|f| [(f, true), (f, false)]) {
         let of = if same { [ends[0], ends[0]] } else { ends };

@@ -43,7 +43,7 @@ fn each(_: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
 fn documents_attend_to_themselves_alone() {
     for dtype in [DType::U32, DType::I32, DType::I64] {
         let mut random = Random::new(11);
-        // A token before the first sequence and two after the last; the third is empty.
+        // There is one token before the first sequence, and two after the last. The third sequence is empty.
         let of: &[usize] = &[1, 6, 17, 17, 21];
         let (q, k, v) = (random.var(&[23, 4, 8]), random.var(&[23, 2, 8]), random.var(&[23, 2, 5]));
         let documents = Documents::new(&boundaries(of, dtype), 11).at_most(30);
@@ -59,7 +59,7 @@ fn documents_attend_to_themselves_alone() {
 fn keys_have_boundaries_of_their_own() {
     let mut random = Random::new(12);
     let (of_q, of_k): (&[usize], &[usize]) = (&[0, 3, 9, 10], &[0, 8, 15, 24]);
-    // Views into a cache: every second head.
+    // Keys and values are views into a cache: every second head.
     let cache = random.var(&[24, 4, 8]);
     let heads = |x: &Tensor| x.reshape((24, 2, 2, 8)).unwrap().narrow(2, 1, 1).unwrap().squeeze(2).unwrap();
     let q = random.var(&[10, 4, 8]);

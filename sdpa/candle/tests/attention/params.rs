@@ -51,7 +51,7 @@ fn a_parameter_has_a_gradient_where_operands_have_none() {
     let mut random = Random::new(7);
     let (q, bias) = (random.tensor(&[1, 2, 6, 8]), random.var(&[1, 1, 6, 6]));
     let attention = Attention::new().score_mod(library::bias([Axis::Q, Axis::K], F32));
-    // Computed from a variable, and bound in four axes.
+    // The parameter is computed from a variable. It has four axes, of which the score_mod declares the last two.
     let doubled = (&*bias * 2.).unwrap();
     let o = attention.param("bias", &doubled).forward(&q, &q, &q).unwrap();
     let (wq, wb) = (wide(&q), wide(&bias));
@@ -107,7 +107,7 @@ fn dropout_is_drawn_by_its_numbers_and_differentiated() {
     let q = random.var(&[1, 2, 20, 8]);
     let numbers = |n: i64| Tensor::new(&[n], &CPU).unwrap();
     let drop = |seed: i64| Attention::new().with_dropout(0.5, &numbers(seed), &numbers(0));
-    // With values of 1, an output is the sum of P after dropout.
+    // All values are 1, so an output is the sum of P after dropout.
     let ones = Tensor::ones((1, 2, 20, 8), DType::F32, &CPU).unwrap();
     let (first, again) = (drop(3).forward(&q, &q, &ones).unwrap(), drop(3).forward(&q, &q, &ones).unwrap());
     close("the same seed", &first, &again, 0.);

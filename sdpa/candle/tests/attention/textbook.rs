@@ -53,7 +53,7 @@ impl Textbook<'_> {
         let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
         let scores = (self.scores)(&scores)?;
         let keep = self.keep.to_dtype(DType::F64)?;
-        // Masked-out scores are far below every other, so that the maximum is an unmasked one.
+        // Lower masked-out scores far below all others, so that the maximum is an unmasked score.
         let low = ((keep.affine(-1., 1.)?) * -1e30)?;
         let greatest = scores.broadcast_add(&low)?.max_keepdim(3)?.detach();
         let kept = scores.broadcast_sub(&greatest)?.broadcast_mul(&keep)?.exp()?.broadcast_mul(&keep)?;
@@ -61,7 +61,7 @@ impl Textbook<'_> {
         if let Some(sink) = self.sink {
             sum = sum.broadcast_add(&sink.reshape((1, (), 1, 1))?.broadcast_sub(&greatest)?.exp()?)?;
         }
-        // A row that attends to no key is 0.
+        // Divide by 1 instead of 0 in a row that attends to no key, so that it becomes 0.
         let empty = sum.eq(0.)?.to_dtype(DType::F64)?;
         let mut weights = kept.broadcast_div(&(&sum + empty)?)?;
         if let Some(dropped) = self.dropped {

@@ -89,7 +89,7 @@ fn grouped_heads_a_softcap_and_a_window_about_the_end() {
 fn a_packed_projection_is_read_through_three_views() {
     let Some(device) = gpu() else { return };
     let mut random = Random::new(2);
-    // (batch, seq, 3, heads, dim), with an unused row before and after.
+    // The shape is (batch, seq, 3, heads, dim), with an unused row before and after.
     let qkv = rounded(&mut random, &[2, 99, 3, 4, 64], DType::BF16);
     let view = |x: &Tensor, n: usize| x.narrow(1, 1, 97).unwrap().narrow(2, n, 1).unwrap().squeeze(2).unwrap().transpose(1, 2).unwrap();
     let (here, there) = (on(&device, &qkv), wide(&qkv));
@@ -120,7 +120,7 @@ fn a_bias_and_sinks_have_their_gradients() {
     let Some(device) = gpu() else { return };
     let mut random = Random::new(4);
     let (q, k) = (rounded(&mut random, &[2, 4, 130, 64], DType::BF16), rounded(&mut random, &[2, 4, 130, 64], DType::BF16));
-    // cuDNN sums the gradient of a bias in 16 bits only.
+    // cuDNN sums the gradient of a bias in 16 bits only, so the bias is bf16.
     let (bias, sink) = (rounded(&mut random, &[4, 130, 130], DType::BF16), random.tensor(&[4]));
     let kept = keep(130, 130, |q, k| k <= q);
     let [gq, gk, gb, gs] = [&q, &k, &bias, &sink].map(|x| on(&device, x));
@@ -186,7 +186,7 @@ fn documents_one_behind_the_other() {
 fn a_function_of_candle_flash_attn() {
     let Some(device) = gpu() else { return };
     let mut random = Random::new(7);
-    // (batch, seq, heads, dim).
+    // The layout is (batch, seq, heads, dim).
     let (q, k) = (rounded(&mut random, &[2, 150, 4, 64], DType::BF16), rounded(&mut random, &[2, 150, 2, 64], DType::BF16));
     let [gq, gk] = [&q, &k].map(|x| on(&device, x));
     let [wq, wk] = [&q, &k].map(wide);

@@ -33,7 +33,7 @@ impl Case {
             add(format!("the next {n} keys"), 2 * block + 2, 2 * block + 6, format!("window:inf,{n}"));
             add(format!("the first {n} keys"), 2 * block + 2, block + 6, format!("prefix-lm:{n}"));
         }
-        // With 40 batch entries, each of the drawn lengths occurs.
+        // Use 40 batch entries, so that each length that may be drawn occurs.
         let lengths =
             |n: i64| text(&format!("lengths {n}"), Extents { batch: 40, seq_q: block + 3 + n, seq_kv: 2 * block - n }, "\"padding\"", "");
         all.extend((0..4).map(lengths));

@@ -345,7 +345,7 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     let (dim_qk, dim_v) = dims.split_once(" and ").unwrap_or((dims, dims));
     let (group, of_one) = chosen.of("query heads per KV head").split_once(" of ").unwrap_or((chosen.of("query heads per KV head"), ""));
     let group: i64 = group.parse().map_err(|e| format!("{e}"))?;
-    // Derived from other factors: a factor of its own would add problems, but no new combinations of features.
+    // The number of KV heads is derived: as a factor of its own it would add problems, but no new combinations of features.
     let heads_kv = if !of_one.is_empty() || (group > 2 && chosen.is("layout", "bhsd")) { 1 } else { 2 };
     let page_size =
         if container == "paged by 64" || (container == "paged, packed queries" && chosen.is("layout", "bshd")) { 64 } else { 16 };
@@ -366,7 +366,8 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     flag(container == "packed", &format!("packed = {{ lengths_q = {}, before = 2, slack = 3 }}", documents(seq_q)));
     let both = format!("lengths_q = {}, lengths_kv = {}", documents(seq_q), documents(seq_kv));
     flag(container == "cross-packed", &format!("packed = {{ {both}, before = 1, slack = 2, wide = true }}"));
-    // Without the mask every entry has all keys, or those of its sequence.
+    // Key lengths are given only with the padding mask. Otherwise each batch entry has all keys (with packed queries, all keys of its
+    // sequence).
     let lengths = [seq_kv, 0, (seq_kv + 1) / 2];
     let lengths = if chosen.is("mask", "padding") { format!(", lengths_kv = {:?}", &lengths[..batch]) } else { String::new() };
     flag(container.starts_with("paged"), &format!("paged = {{ page_size = {page_size}{lengths}, spare = 1 }}"));
@@ -446,7 +447,8 @@ mod tests {
     #[test]
     fn few_pairs_have_no_problem() {
         let covering = Strength::Two.rows(&|_| true);
-        // Not covered: gradients with pages and with results that only forward passes return (15), and axes without a parameter (15).
+        // Combinations that no problem has: gradients with pages and with results that only forward passes return (15), and axes without
+        // a parameter (15).
         assert_eq!(covering.impossible.len(), 30, "{:?}", covering.impossible);
         assert!(covering.covered > 4000 && covering.rows.len() < 300, "{} rows cover {} pairs", covering.rows.len(), covering.covered);
     }

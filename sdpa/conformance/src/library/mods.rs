@@ -128,7 +128,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let terms: i32 = rest.parse().map_err(|e| format!("{text}: {e}"))?;
             let angle = move |here, i| distance(here) / 10_000f64.powf(f64::from(i) / f64::from(terms));
             let sum = move |here| (0..terms).map(|i| f64::cos(angle(here, i))).sum::<f64>();
-            // The error of a cosine is that of its angle, which is rounded twice.
+            // A cosine is off by as much as its angle, which is rounded twice.
             let own = move |here| (0..terms).map(|i| 4.0 + 2.0 * angle(here, i).abs()).sum::<f64>() + SLOPE * sum(here).abs();
             Ok(adds(move |here| slope(here) * sum(here), move |here| slope(here) * own(here)))
         }
@@ -192,7 +192,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let [far, turn] = [("far", 3), ("turn", 2)]
                 .map(|(name, axis)| drawing.bind(name, &[axis], |r, n| Values::F32((0..n).map(|_| of_any_size(r)).collect())));
             let [near, grid] = [|[_, _, q, k]: Here| (k - q) as f64 * 0.75, |[_, _, q, k]: Here| (q * k) as f64];
-            // Errors of sine and cosine on GPUs are at most 8e-7 absolute.
+            // Sine and cosine on GPUs are off by at most 8e-7 in absolute terms, which is 14 roundings of 1.
             Ok(adds(move |here| far.at(here).sin() + 2.0 * turn.at(here).cos() + near(here).sin() - grid(here).cos(), |_| 5.0 * 14.0))
         }
         "powers" => {
@@ -261,7 +261,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 reads: Vec::new(),
             })
         }
-        // Exact in f32: such a row has equal P for every key.
+        // The value ±1e9 is exact in f32 and the same for all keys, so every key of such a row has the same P.
         "very-low-rows" | "very-high-rows" => {
             let all = if text == "very-low-rows" { -1e9 } else { 1e9 };
             let is_one = |[_, _, q, _]: Here| q % 3 == 1;
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn slopes_are_the_published_ones() {
         assert_eq!((0..8).map(|h| published_slope(h, 8)).collect::<Vec<_>>(), (1..9).map(|n| 0.5f64.powi(n)).collect::<Vec<_>>());
-        // 12 heads: those of 8, then 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5.
+        // With 12 heads, the first 8 have the slopes of 8 heads. The other 4 have 2^-0.5, 2^-1.5, 2^-2.5 and 2^-3.5.
         for (n, want) in [0.5, 1.5, 2.5, 3.5].into_iter().enumerate() {
             assert!((published_slope(8 + n as i64, 12) - 2f64.powf(-want)).abs() < 1e-15);
         }

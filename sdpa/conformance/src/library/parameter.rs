@@ -36,7 +36,7 @@ pub(super) fn text(rest: &str) -> Option<String> {
         Some(_) => format!("score + tanh(score * 0.25 + {value})"),
         None => match dtype {
             "bool" => "t".to_owned(),
-            // An i32 over batch entries or heads is a length.
+            // An i32 tensor over batch entries or heads is used as a length.
             "i32" => "k < t".to_owned(),
             _ => "t < 0.75".to_owned(),
         },
@@ -46,7 +46,7 @@ pub(super) fn text(rest: &str) -> Option<String> {
 
 fn bind(dtype: &str, letters: &str, drawing: &mut Drawing<'_>) -> Result<Tensor, String> {
     let keys = drawing.extents[3];
-    // Numbers that every floating-point type represents exactly, so that rounding cannot change a comparison.
+    // Draw numbers that every floating-point type represents exactly, so that rounding cannot change a comparison.
     let number = |random: &mut Random| 0.5 + random.between(0, 64) as f32 / 64.0;
     if dtype == "scalar" {
         return Ok(drawing.bind("t", &[], |random, _| Values::Scalar(number(random))));

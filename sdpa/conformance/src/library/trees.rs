@@ -197,7 +197,7 @@ impl Library {
     /// # Errors
     /// The library does not have a mask.
     pub fn tree(ops: i64, masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<(String, Library), String> {
-        // `tanh` bounds the random part, so that scores stay small.
+        // Bound the random part with `tanh`, so that scores stay small.
         let mut left = ops;
         let tree = Arc::new(Tree::draw(random, &mut left, 0));
         let text = format!("score + tanh({}) * 3.0", tree.text());

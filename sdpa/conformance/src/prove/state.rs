@@ -55,7 +55,7 @@ impl State {
     /// [`ProveError`]: the file cannot be read or written, is not a state file, has answers about another subject, or is open in another process.
     pub fn open(path: &Path, about: &About) -> Result<State, ProveError> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(ProveError::io(path, "opening"))?;
-        // A file system without locks must not prevent a proof.
+        // Ignore other errors of the lock: a file system without locks must not prevent a proof.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(ProveError::Busy { path: path.to_owned() });
         }
@@ -241,7 +241,7 @@ mod tests {
         assert_eq!((&kept.rows, &kept.impossible, kept.covered), (&made.rows, &made.impossible, made.covered));
         assert_eq!(executor.0.load(std::sync::atomic::Ordering::Relaxed), asked);
         drop(state);
-        // The rows of other factors have another meaning.
+        // If the factors changed, stored rows have another meaning, so the covering array is made again.
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, text.replace("size: split KV", "size: another")).unwrap();
         let mut state = State::open(&path, &about("counts")).unwrap();

@@ -212,7 +212,7 @@ fn own_forward(
 ) -> Result<(Operand, Operand), Outcome<GradientDistance>> {
     let forward = problem.forward();
     let prepared = ready(executor.supports(forward), executor.prepare(forward))?;
-    // The gaps are NaN too: the backward pass must not read them.
+    // Fill o with NaN, gaps included: the backward pass must not read the gaps.
     let mut o = Operand::filled(forward.dtype_of(Name::O), of_o.elements(), f32::NAN);
     let mut amax = narrowed.amax(Direction::Forward);
     let mut stats = Operand::filled(DType::F32, of_stats.elements(), f32::NAN);

@@ -27,7 +27,7 @@ const KINDS: u64 = 12;
 fn rule(kind: u64, random: &mut Random) -> String {
     let whole = random.pick(&INVERTED);
     let [a, b] = [(); 2].map(|()| random.between(1, 99) as f64 / 10.0);
-    // A line through a position.
+    // The line q · a + k · b = `met` goes through one of the positions.
     let met = a * random.between(0, 150) as f64 + b * random.between(0, 200) as f64;
     let times = random.between(1, 9) as f64;
     match kind {
@@ -39,12 +39,12 @@ fn rule(kind: u64, random: &mut Random) -> String {
         5 => format!("f32(k) * {a:?} % {b:?} < {:.2}", b / 2.0),
         6 => format!("ceil(f32(k) * {a:?} - f32(q) * {a:?}) <= {:.1}", (a * 10.0).round() * random.between(0, 2) as f64),
         7 => {
-            // Half a step between neighbouring keys: a thousandth of the error of a fast `tanh`.
+            // Put the boundary half a step away from the nearest keys: tanh differs there by much less than the error of a fast `tanh`.
             let [step, at] = [1e-5, 0.5 + random.unit()];
             let met = (at + step * (random.between(20, 280) as f64 + 0.5)).tanh();
             format!("tanh({at:?} + f32(k) * 0.00001) < {met:.9}")
         }
-        // Integers, which every executor computes exactly.
+        // These rules use only integers, which every executor computes exactly.
         8 => format!("k / {whole} == (q + {}) / {whole}", random.between(-100, 100)),
         9 => format!("({} * k - q) % {whole} < {}", random.between(1, 9), random.between(-3, whole)),
         10 => format!("(q - k) / {} != (k - {}) / {whole}", random.between(2, 9), random.between(0, 200)),
@@ -151,7 +151,7 @@ impl Edges {
     /// The first wrong element.
     pub fn look(&self, executor: &dyn Executor) -> Looked {
         let (weights, stats) = self.weights()?;
-        // P and the result are each rounded once.
+        // Allow for two roundings to the element type: of P and of the result.
         let rounding = if self.dtype == DType::BF16 { 1e-2 } else { 4e-3 };
         let judge = |got: f64, q: usize, k: usize, pass: &str| {
             let want = weights[q * SHAPE.seq_kv as usize + k];

@@ -174,7 +174,7 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let k = Drawn::new(random, float, len(heads_kv, seq_kv, dim_qk));
     let v = Drawn::new(random, float, len(heads_kv, seq_kv, dim_v));
     let d_o = Drawn::new(random, float, len(heads_q, seq_q, dim_v));
-    // One sink near ordinary scores, one near large ones.
+    // Even heads have a sink near ordinary scores, odd heads one near large scores.
     let sinks: Vec<f32> = (0..heads_q).map(|head| if head % 2 == 0 { 0.5 } else { added }).collect();
     let params: Vec<Param<'_>> = if sink { vec![Param::new(SINK, &sinks)] } else { Vec::new() };
 
@@ -239,9 +239,9 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     near("dk", &dk.widened(), &right.dk.value, bound)?;
     near("dv", &dv.widened(), &right.dv.value, bound)?;
     if sink {
-        // Computed from the row sums: near 1e30 not even an f64 log-sum-exp can hold the logarithm of the number of keys.
+        // Compute P from the row sums: near 1e30 not even an f64 log-sum-exp can hold the logarithm of the number of keys.
         let mut want_sink = vec![0.0; heads_q as usize];
-        // The rounded output, which the pass reads: with few rows, the sum is not large compared with the rounding.
+        // Use the rounded output, as the pass does: with few rows, the sum is small enough for its rounding to matter.
         let of_o = o.widened();
         for row in 0..rows {
             let head = row / seq_q as usize % heads_q as usize;

@@ -332,7 +332,7 @@ fn the_runner_finds_every_fault() {
         (Fault::NeverTheSameBits, "other bits"),
     ] {
         for source in Source::ALL {
-            // With other types, the rounding to bf16 is not visible.
+            // These faults round to bf16, which shows only in f32 results.
             let coarse = matches!(fault, Fault::CoarseWeights | Fault::CoarseScores);
             for dtype in if coarse { &[DType::F32][..] } else { &[DType::F32, DType::F16, DType::BF16] } {
                 match run_backward(&spec(*dtype), &DRAW, source, &Naive(fault)) {
@@ -363,7 +363,7 @@ fn the_runner_finds_faults_of_score_mods_and_masks() {
         // A bias that is constant over keys has the gradient 0, because P does not depend on it.
         (Fault::OneBatchOfAParameter, &|case| {
             let over_keys = case.score_mod.iter().any(|m| m.starts_with("bias") && m.ends_with('k'));
-            // The last entry of a padded case has no keys, so a parameter of another entry does not show there.
+            // The last entry of a padded case has no keys, so a parameter that is read from another entry makes no difference there.
             case.shape.batch > 1 && !masked(case, "padding") && ((over_keys && asks(case, "bias")) || asks(case, "slopes"))
         }),
         (Fault::NoParameters, &|case| asks(case, "bias") || asks(case, "cap")),
@@ -423,7 +423,7 @@ fn tolerances_hold_and_are_not_loose() {
         Outcome::Skip(how) | Outcome::Fail(how) => panic!("{name}{}: {how}", source.suffix()),
     };
     for case in Case::all_backward().unwrap() {
-        // Larger cases are for executors that split long sequences.
+        // Larger cases are meant for executors that split long sequences. Skip them.
         if case.shape.seq_q * case.shape.seq_kv > 50_000 {
             continue;
         }

@@ -60,7 +60,7 @@ impl Narrowed {
         if !self.dtype.is_fp8() || self.blocks.is_some() {
             return;
         }
-        // P is at most 1, or at most the dropout scale.
+        // P is at most 1, and with dropout at most the dropout scale.
         let most = problem.dropout().map_or(1.0, |dropout| dropout.scale());
         let weights = scale_of(most, self.dtype, self.margin);
         let o = scale_of(most * amax(values) * self.get(Fp8Scale::DescaleV), problem.dtype_of(Operand::O), self.margin);
@@ -76,14 +76,14 @@ impl Narrowed {
     pub(super) fn backward(&mut self, problem: &BackwardProblem, (values, upstream): (&[f64], &[f64]), scale: f64, gradients: [&[f64]; 3]) {
         let forward = problem.forward();
         let most = forward.dropout().map_or(1.0, |dropout| dropout.scale());
-        // dP and δ sum products of either sign: six standard deviations of their difference.
+        // dP and δ are sums of products of either sign. Their difference is estimated as at most six standard deviations.
         let deviation = (forward.dim_v() as f32).sqrt() * amax(values) * self.get(Fp8Scale::DescaleV) * amax(upstream) / 4.0;
         let slopes = scale_of(most * deviation * scale.abs() as f32, problem.dtype_of(Operand::DO), 1);
         self.set(Fp8Scale::ScaleDP, slopes);
         self.set(Fp8Scale::DescaleDP, slopes.recip());
         let dtype = problem.dtype_of(Operand::DQ);
         for (scale, gradient) in [Fp8Scale::ScaleDQ, Fp8Scale::ScaleDK, Fp8Scale::ScaleDV].into_iter().zip(gradients) {
-            // The headroom covers rounding.
+            // A margin of 1 leaves headroom for rounding.
             self.set(scale, if dtype.is_fp8() { scale_of(amax(gradient), dtype, 1) } else { 0.75 });
         }
     }
@@ -243,7 +243,7 @@ mod tests {
         narrowed.set(Fp8Scale::ScaleO, 16.0);
         let elements = vec![-3.25, 26.0, 1.0];
         let judge = |told: f32| narrowed.judge(&[(Amax::O, told)], DType::F8E4M3, [(Amax::O, &elements)]);
-        // 26 is 16 times 1.625, and the numbers that round to it.
+        // The amax is 26 / 16 = 1.625. A number that rounds to it in 8 bits passes too.
         assert!(judge(1.625).is_ok() && judge(1.65).is_ok());
         for wrong in [0.0, 3.25, -1.625, 0.203, f32::NAN, f32::INFINITY] {
             assert!(judge(wrong).is_err(), "{wrong}");

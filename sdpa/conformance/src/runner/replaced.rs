@@ -251,7 +251,7 @@ fn outputs(p: &oracle::Problem<'_>, closures: &Closures<'_>, right: &Outputs) ->
         let Some(of) = of else { continue };
         for replacement in Replacement::ALL {
             let wrong = replacement.of(of, dims).map(|mut wrong| {
-                // For a row that attends to no key, statistics without the sink are right too.
+                // In a row that attends to no key, a statistic without the sink is right too, so such rows are not replaced.
                 let keyless = |row: usize| n > 0 && truth_of.o_magnitude[row * dim_v..][..dim_v].iter().all(|x| *x == 0.0);
                 let none = |(row, wrong): (usize, &f64)| *wrong == f64::NEG_INFINITY && keyless(row);
                 let rows: Vec<usize> = wrong.iter().enumerate().filter(|x| none((x.0, x.1))).map(|(row, _)| row).collect();
@@ -301,7 +301,7 @@ fn gradients(
     let along = of_parameters.zip(&truth.along).map(|((name, dims), truth)| (name, dims, &truth.value));
     let tensors: Vec<_> = operands.into_iter().chain(along).take(3 + right.along.len()).collect();
     let mut replaced = Replaced::default();
-    // Each tensor of a list is replaced, then checked with the others unchanged.
+    // Each tensor of the list is replaced in turn and checked with the others unchanged.
     let (mut all, mut what) = (vec![right.clone()], Vec::new());
     for replacement in Replacement::ALL {
         let mut wrong = right.clone();

@@ -54,7 +54,7 @@ fn judge<T: Short>(what: &str, got: &[T], want: &[f64]) -> Result<usize, String>
     let mut rounded = 0;
     for (at, (got, &want)) in got.iter().zip(want).enumerate() {
         let nearest = T::nearest(want);
-        // More than the f32 error of the intermediate results.
+        // The slack is larger than the f32 error of intermediate results.
         let slack = want.abs() / f64::from(1 << 18);
         let clear = T::nearest(want - slack) == nearest && T::nearest(want + slack) == nearest;
         rounded += usize::from(clear && nearest.value() > want);
@@ -76,7 +76,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     let (mut o, mut stats) = (poison(), vec![f32::NAN; FOUR as usize]);
     let call = HostForward::new(T::elements(&zeros), T::elements(&k), T::elements(&v), T::elements_mut(&mut o)).stats(&mut stats);
     executor.prepare(problem.forward()).and_then(|made| made.forward(call)).map_err(|e| e.to_string())?;
-    // Every row of one matrix is averaged into every row of the other.
+    // Q is zero, so all P are equal: every row of O is the average of V's rows, and every row of dV that of dO's rows.
     let dim = dim as usize;
     let average =
         |of: &[T]| -> Vec<f64> { (0..n).map(|at| (0..4).map(|row| of[row * dim + at % dim].value()).sum::<f64>() / 4.0).collect() };
@@ -91,7 +91,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     );
     executor.prepare_backward(&problem).and_then(|made| made.backward(call)).map_err(|e| e.to_string())?;
     rounded += judge("dv", &dv, &average(&d_o))?;
-    // For dQ, dS is computed from the rounded output, as the executor does.
+    // dS is computed from the rounded output here, as the executor does.
     let scale = 1.0 / (dim as f64).sqrt();
     let dot = |a: &[T], b: &[T]| a.iter().zip(b).map(|(a, b)| a.value() * b.value()).sum::<f64>();
     let row = |of: &[T], n: usize| of[n * dim..][..dim].to_vec();
@@ -103,7 +103,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
         want.extend((0..dim).map(|d| (0..4).map(|key| slope(key) * k[key * dim + d].value()).sum::<f64>() * scale));
         sizes.push(delta.abs());
     }
-    // dS is a difference, so its f32 error is relative to its terms.
+    // dS is a difference, so its f32 error is relative to the terms of the difference.
     let largest = sizes.into_iter().fold(0.0, f64::max);
     let far = want.iter().zip(&dq).filter(|(want, got)| {
         let step = |x: f64| x.abs().log2().floor().exp2() / T::STEPS;
@@ -112,7 +112,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     if let Some((want, got)) = far.last() {
         return Err(format!("dq of {:?} is {}, which is not the nearest to {want}", T::DTYPE, got.value()));
     }
-    // About half of the inexact results round up.
+    // About half of the inexact results should round up. With few of them, the test would show nothing.
     if rounded < n / 4 { Err(format!("only {rounded} of {n} results show anything")) } else { Ok(()) }
 }
 

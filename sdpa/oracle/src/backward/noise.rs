@@ -72,7 +72,7 @@ pub(super) struct Pair {
 
 impl Worker<'_> {
     fn coarse(&self, terms: usize) -> f64 {
-        // Halved, because the limit doubles `fine`.
+        // Halve this, because the limit doubles `fine`.
         if self.p.narrow.is_some() { products_of(terms) / 2.0 } else { 0.0 }
     }
 
@@ -103,7 +103,8 @@ impl Worker<'_> {
             let variance = independent.iter().map(|x| x * x).sum();
             Noise { fine: fine + self.coarse(products) * value.abs(), variance, shared: (common * value).powi(2), ..Noise::default() }
         };
-        // For `dq`, the error of the stats is covered by a sixteenth of the norm, or by the noise of the row itself.
+        // `dq` needs no shared error: that of the stats is covered by the sixteenth of the norm (see `norm`) or by the noise of the row
+        // itself.
         [of(seq_kv, seq_kv, 0.0), of(self.p.group() * seq_q, seq_q, of_row.weight)]
     }
 
@@ -123,7 +124,7 @@ impl Worker<'_> {
 
     /// Adds the rounding of a complete row, and of the parts that it is a sum of.
     pub(super) fn stored(&self, which: usize, mut noise: Noise, parts: f64, gradient: &Gradient, range: Range<usize>) -> Noise {
-        // An error of 0 means that the gradient is exactly 0.
+        // An error of 0 means that the gradient is exactly 0, so there is no rounding to add.
         if gradient.error[range.clone()].iter().all(|error| *error == 0.0) {
             return noise;
         }

@@ -122,7 +122,7 @@ fn errors_are_carried_through() {
         // The scores are 0 and ln 3.
         (Rates { score: ONE, ..NONE }, [1.5 * half_ln3 * half_ln3, 0.0, 1.5 * half_ln3, 0.0, 1.5 * half_ln3]),
         (Rates { stats: ONE, ..NONE }, [0.75 * half_ln3, 0.75, 0.75, 0.25, 0.75].map(|x| x * ln4)),
-        // |dP| and |δ| are (1, 5) and 4.
+        // |dP| is 1 and 5, and |δ| is 4.
         (Rates { product: ONE, ..NONE }, [6.75 * half_ln3, 1.25, 6.75, 0.0, 0.0]),
         (Rates { output: ONE, ..NONE }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
         (Rates { computed_output: ONE, ..NONE }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
@@ -136,7 +136,7 @@ fn errors_are_carried_through() {
         (Rates { small_weight: ONE, ..NONE }, [0.0, 0.0, 0.0, 1.0, 1.0]),
         (Rates { small_results: [ONE, 2.0 * ONE, 3.0 * ONE], ..NONE }, [1.0, 2.0, 2.0, 3.0, 3.0]),
         (Rates { small_output: ONE, ..NONE }, [0.75 * half_ln3, 0.25, 0.75, 0.0, 0.0]),
-        // Values are 1 and 5.
+        // The values are 1 and 5.
         (Rates { computed_output_values: ONE, ..NONE }, [4.5 * half_ln3, 1.5, 4.5, 0.0, 0.0]),
     ] {
         let got = errors(rates);
@@ -212,7 +212,7 @@ fn rows_without_keys_and_keys_without_queries_have_gradients_of_zero() {
 
 #[test]
 fn modified_scores_have_the_slope_of_their_function() {
-    // A softcap, and a score_mod that depends on every index.
+    // Test a softcap, and a score_mod that depends on every index.
     let cap = |score: f64, _: Place| 1.5 * (score / 1.5).tanh();
     let cap_slope = |score: f64, _: Place| 1.0 - (score / 1.5).tanh().powi(2);
     let bias = |score: f64, [b, h, q, k]: Place| score * score * 0.1 * (h + 1) as f64 + (b + q - k) as f64 * 0.3;
@@ -329,7 +329,7 @@ fn errors_of_either_sign_nan_and_gradients_of_nothing_fail() {
 
 #[test]
 fn a_gradient_that_is_stored_in_a_small_type_is_rounded_as_that_type_rounds() {
-    // Halfway between two numbers of f16, whose distance there is 2⁻²⁴; 0 is exact.
+    // `value` is halfway between two f16 numbers, which are 2⁻²⁴ apart there. 0 is exact.
     let (value, half) = (1.5 / f64::from(1u32 << 24), 0.5 / f64::from(1u32 << 24));
     let want = Gradient { value: vec![value, 0.0], error: vec![1e-12, 0.0], magnitude: vec![1.0, 0.0] };
     let passes = |element, got: [f64; 2]| {
@@ -383,7 +383,7 @@ fn a_sink_has_the_gradient_of_differences_and_moves_those_of_others() {
         assert!((value - want).abs() < 1e-7 && want.abs() > 1e-3, "{head}: {value}, not {want}");
         assert!(gradient.error[head] > 0.0 && gradient.error[head] < 1e-3 * gradient.magnitude[head]);
     }
-    // The difference quotient with respect to an element of a query.
+    // Compare dq with the difference quotient of one element of a query.
     let moved = |step: f64| {
         let mut numbers = Numbers(numbers.0.clone());
         numbers.0[0][7] += step;
@@ -391,7 +391,7 @@ fn a_sink_has_the_gradient_of_differences_and_moves_those_of_others() {
         o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
     };
     assert!(((moved(STEP) - moved(-STEP)) / (2.0 * STEP) - got.dq.value[7]).abs() < 1e-7);
-    // With the output and stats that were computed, the gradient is equal.
+    // Given the oracle's own output and stats, the gradient must be the same.
     let answer = numbers.with(shape, 0.7, &masks, |p, _| attention(&Problem { sink: Some(&sink), ..*p }));
     let (o, stats) = (Tensor::dense(&answer.o, [2, 4, 5, 2]), &answer.stats);
     let again = with(Given::These { o, stats });
@@ -456,7 +456,7 @@ fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum
     let along = [
         Along { slope: &by_distance, dims: [1, heads, 1, 1], read: None },
         Along { slope: &one, dims: [1, heads, seq_q, seq_kv], read: None },
-        // Softmax does not change when one number is added to all scores of a head.
+        // Adding one number to all scores of a head does not change the softmax, so this gradient is 0.
         Along { slope: &one, dims: [1, heads, 1, 1], read: None },
     ];
     let closures = Closures { modify: Some(&modify), slope: Some(&one), along: &along, ..PLAIN };
@@ -465,7 +465,7 @@ fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum
             closures.with(&Problem { element: Element::BF16, stored: Element::BF16, ..*p }, |p| call(p, d_o));
         });
     };
-    // A forward pass rounds the output where it stores it.
+    // Round the output to bf16, as a forward pass does when it stores it.
     let mut got = Gradients::default();
     with(&mut |p, d_o| {
         let answer = attention(p);
@@ -500,7 +500,7 @@ fn zeros_twice_the_gradient_and_that_of_another_head_are_past_the_bound_of_a_sum
     // A parameter without effect has the gradient 0: zeros are right, and any number larger than rounding is wrong.
     let of = |wrong: f64| check(&|_, all| vec![wrong; all.len()])[2];
     assert!(of(0.0).passes() && !of(10.0).passes(), "{:?} {:?}", of(1.0), of(10.0));
-    // The sum of worst cases alone accepts these wrong results.
+    // The element-wise tolerances alone would accept zeros: only the norm shows that they are wrong.
     assert!(check(&|_, all| vec![0.0; all.len()])[0].worst.ratio < 1.0);
 }
 
@@ -555,7 +555,7 @@ fn a_slope_that_rounds_to_zero_may_be_small_where_the_rest_rounds_to_zero_too() 
                 )
                 .passes()
             };
-            // sech² there, times an f32 rounding error.
+            // The derivative sech² is about 4 · e⁻⁴⁶ here, so a gradient of that size times an f32 rounding error passes.
             assert!(passes(4.0 * (-46f64).exp() * 6e-8) && !passes(1e-6));
         });
     });
@@ -580,7 +580,7 @@ fn rows_whose_every_score_is_extremely_low_have_one_right_result() {
             closures.with(p, |p| {
                 let o = crate::check(p, Tensor::dense(&vec![mean; rows], [1, 1, rows, 1]), crate::Statistics::default(), &|_| ());
                 assert!(o.passes() && o.undecided() == 0, "{low}: {o:?}");
-                // The output of the scores before the score_mod.
+                // The output without the score_mod must fail.
                 let plain = attention(&Problem { modify: None, ..*p }).o;
                 assert!(!crate::check(p, Tensor::dense(&plain, [1, 1, rows, 1]), crate::Statistics::default(), &|_| ()).passes());
                 for given in [Given::Rounded, Given::Own] {
@@ -591,7 +591,7 @@ fn rows_whose_every_score_is_extremely_low_have_one_right_result() {
                         check_gradients(p, d_o, given, &operands, &[], &|_| ())
                     };
                     assert!(distance(1.0).passes() && distance(1.0).undecided() == 0, "{low}: {:?}", distance(1.0));
-                    // A log-sum-exp in f32 lacks the logarithm of the number of keys.
+                    // Near 1e9 an f32 log-sum-exp loses ln(keys), which makes gradients too large by that factor.
                     assert!(!distance(keys as f64).passes() && !distance(0.0).passes(), "{low}");
                 }
             });

@@ -122,9 +122,9 @@ impl Rates {
         let alone = p.narrow.map_or(alone, |narrow| alone.narrowed(p, &narrow));
         match given {
             Given::Rounded => alone,
-            // Given `o` and stats are exact by definition; stats are rounded twice on their way into P.
+            // `o` and stats that the caller gave count as exact. The stats are rounded twice before they enter P.
             Given::These { .. } => Rates { output: 0.0, stored: 0.0, small_output: 0.0, stats: 2.0 * e, ..alone },
-            // The tolerance of `o` and stats in `compare`, without its factor of 2, which applies to everything here.
+            // These are the tolerances of `o` and stats in `compare`, without its factor of 2, which applies to all tolerances here.
             Given::Own => Rates {
                 computed_output_values: if p.narrow.is_some() { alone.small_weight } else { 0.0 },
                 weight: alone.weight + sum_of(seq_kv) + 16.0 * e,
@@ -344,7 +344,7 @@ impl Tally {
             for at in range.clone() {
                 let (Term { value, error, .. }, of) = want.term(at);
                 if error > 0.0 {
-                    // The errors of δ are common to the elements of a row.
+                    // The errors of δ are common to all elements of a row.
                     noise.shared += of.variance;
                     noise.elements += (element.roundoff() * value).powi(2);
                     noise.fine = noise.fine.hypot(of.fine);

@@ -14,7 +14,7 @@ impl Largest {
     /// Adds an element and the bound on its error.
     pub(crate) fn add(&mut self, value: f64, error: f64) {
         let size = value.abs();
-        // An unknown error accepts any value.
+        // An unknown (NaN) error accepts any value.
         let error = if error.is_nan() { f64::INFINITY } else { error };
         *self = self.and(Largest { value: size, least: (size - error).max(0.0), most: size + error });
     }

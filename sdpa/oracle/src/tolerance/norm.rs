@@ -174,13 +174,13 @@ impl Norms {
     /// Adds a row to the open tile.
     pub(crate) fn add(&mut self, row: &NormRow<'_>) {
         let Noise { fine, variance, shared, elements, small } = row.noise;
-        // The result must equal an infinite or NaN element of the oracle; the comparison of elements checks that.
+        // Skip rows where the oracle has an infinity or NaN: the comparison of elements requires the same value there.
         if row.want.iter().any(|x| !x.is_finite()) {
             return;
         }
         let known = |x: f64| if x.is_nan() { f64::INFINITY } else { x };
         let tile = &mut self.open;
-        // An element that is not finite already fails the comparison of elements.
+        // Skip elements that are not finite: they already fail the comparison of elements.
         tile.error += row.got.iter().zip(row.want).filter(|(got, _)| got.is_finite()).map(|(got, want)| (got - want).powi(2)).sum::<f64>();
         tile.norm += row.want.iter().map(|x| x * x).sum::<f64>();
         tile.magnitude += row.magnitude.iter().map(|x| x * x).sum::<f64>();
@@ -192,7 +192,7 @@ impl Norms {
         let (most, all) = (row.want.iter().map(square).fold(0.0, f64::max), row.want.iter().map(square).sum::<f64>());
         tile.largest =
             [tile.largest[0].max(known(variance)), tile.largest[1].max(if all > 0.0 { known(elements) * most / all } else { 0.0 })];
-        // `shared` of all rows is summed, because each of these errors reaches several rows.
+        // Add up `shared` of all rows, because each of these errors reaches several rows.
         tile.shared += known(shared);
     }
 
@@ -222,7 +222,7 @@ impl Norms {
     #[must_use]
     pub fn bound(&self) -> f64 {
         let ratio = self.open.ratio();
-        // An infinite error with an infinite limit gives NaN and fails.
+        // An infinite error with an infinite limit has the ratio NaN, which must fail.
         if ratio.is_nan() { f64::INFINITY } else { self.ratio.max(ratio) }
     }
 
@@ -272,7 +272,7 @@ mod tests {
     fn a_norm_is_limited_and_decides_where_the_limit_is_below_it() {
         assert!(row(1.0, 1.0, 0.1).bound() == 0.0 && row(1.1, 1.0, 0.1).bound() < 1.0 && row(2.0, 1.0, 0.1).bound() > 1.0);
         assert_eq!([0.1, 2.0, f64::NAN, f64::INFINITY].map(|fine| row(1.0, 1.0, fine).undecided()), [0, 1, 1, 1]);
-        // Cancelled: zeros are right, and the sum of magnitudes is larger than the limit.
+        // The terms cancel, so zeros are right. Such a row is undecided only if its limit reaches the norm of the magnitudes.
         assert_eq!([0.1, 2.0].map(|fine| row(0.0, 1e-15, fine).undecided()), [0, 1]);
         // A tile of exact zeros without noise accepts zeros only.
         assert_eq!((row(0.0, 0.0, 0.0).undecided(), row(1e-30, 0.0, 0.0).bound()), (0, f64::INFINITY));

@@ -63,7 +63,7 @@ impl<'a> Rules<'a> {
             let counts = used && self.fault != Fault::NoLengths;
             !counts || (at as f64) < self.param(name, index)
         };
-        // Lengths of entries; a packed problem does not have them.
+        // Returns the length of the batch entry, or the extent where lengths are not used (packed problems have none).
         let entry = |used: bool, name: &str, extent: i64| if used { (self.param(name, index) as i64).clamp(0, extent) } else { extent };
         let ends = || {
             let lengths = [(kept.seq_len_q, SEQ_LEN_Q, self.problem.seq_q()), (kept.seq_len_kv, SEQ_LEN_KV, self.problem.seq_kv())];
