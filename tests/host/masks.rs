@@ -411,7 +411,7 @@ fn texts_are_read_back() {
         assert_eq!(Kept::of(&[back], EXTENTS), Kept::of(&[joined], EXTENTS));
     }
     for (text, said) in [
-        ("score > 0.0", "not the score"),
+        ("score > 0.0", "cannot read the score"),
         ("upstream > 0.0", "upstream"),
         ("q + k", "it yields i32"),
         ("q < k, k < q", "at most 1"),

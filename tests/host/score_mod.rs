@@ -227,13 +227,13 @@ fn texts_that_are_none_say_what_would_be() {
         ("alibi:3", "one of softcap:CAP"),
         ("bias:x", "of b, h, q, k"),
         ("sandwich:0", "an integer from 1"),
-        ("sandwich:65", "at most 64 terms"),
+        ("sandwich:65", "sandwich takes at most 64 terms"),
         ("score +", "at 1:8"),
         ("q < k", "it yields bool"),
         ("q", "it yields i32"),
         ("score, upstream, score", "at most 2"),
         ("score, q", "it yields i32"),
-        ("upstream * score", "upstream is for the second value"),
+        ("upstream * score", "only the second value"),
         ("tensor a[q]: f64; score + a", "expected an element type"),
     ] {
         let error = text.parse::<ScoreMod>().unwrap_err();
@@ -267,7 +267,7 @@ fn gradients_by_hand_are_the_second_root() {
     // What is by hand says nothing about parameters.
     let asked: BackwardSpec = spec().score_mod(own).backward().wrt("cap", DType::F32);
     let errors = asked.validate().unwrap_err().to_string();
-    assert!(errors.contains("written by hand and says nothing about parameters"), "{errors}");
+    assert!(errors.contains("does not cover parameters"), "{errors}");
 }
 
 /// Chains, whose stages share parameters, take no notice of the score, or are what goes into the next one.
@@ -335,7 +335,7 @@ fn a_parameter_gets_another_name_in_every_stage() {
     }
     // Two functions that declare one name otherwise do not go together.
     let clash = spec().score_mod(softcap(30.0)).score_mod(softcap(20.0)).validate().unwrap_err();
-    assert!(clash.to_string().contains("parameter cap is declared twice, and not alike"), "{clash}");
+    assert!(clash.to_string().contains("parameter cap is declared twice, with different axes"), "{clash}");
 }
 
 /// A scalar that a score_mod and a mask share has one value.

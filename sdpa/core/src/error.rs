@@ -111,7 +111,7 @@ pub enum Reason {
     Absent(String),
     /// The executor could not be asked: memory ran out, or the driver or a compilation failed. A later attempt may succeed. Nothing is known to be
     /// unsupported; preparing the problem returns the error itself.
-    #[error("it could not be asked: {0}")]
+    #[error("could not check whether the problem is supported: {0}")]
     Failed(String),
 }
 
@@ -211,7 +211,7 @@ pub enum Error {
     #[error(transparent)]
     Failed(#[from] Failure),
     /// A bug of this library: please report it.
-    #[error("a bug of sdpa: {0}")]
+    #[error("this is a bug in sdpa, please report it: {0}")]
     Bug(String),
 }
 

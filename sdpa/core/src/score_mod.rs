@@ -254,7 +254,7 @@ pub struct TableRead {
 pub(crate) enum NoGradient {
     #[error(transparent)]
     Expr(#[from] ExprErrors),
-    #[error("the gradient of {0} is written by hand and says nothing about parameters")]
+    #[error("the custom gradient of {0} does not cover parameters; request no gradient of its parameters")]
     ByHand(String),
 }
 

@@ -16,7 +16,7 @@ pub enum Error {
     #[error(transparent)]
     Driver(#[from] sdpa_driver::Error),
     /// A bug of this library, with the violated assumption.
-    #[error("a bug of sdpa, please report it: {0}")]
+    #[error("this is a bug in sdpa, please report it: {0}")]
     Bug(String),
 }
 

@@ -252,7 +252,7 @@ impl Planned {
             errors.push(SpecError::new("workspace", format!("{bytes} bytes"), format!("at least {need} bytes")));
         }
         if self.tables.len() != self.schedule.tables().len() || self.kernels.is_some() != self.launches {
-            errors.push(SpecError::new("tables", "nothing", "the tables and kernels that Planned::upload_tables loads"));
+            errors.push(SpecError::new("tables", "nothing", "the plan's tables and kernels; call Planned::upload_tables first"));
         }
         if errors.is_empty() {
             Error::Bug("the checks of a call refused it, and none named a mistake".to_owned())

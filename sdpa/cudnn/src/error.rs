@@ -16,7 +16,7 @@ pub enum Error {
     #[error(transparent)]
     Backend(#[from] cudnn_graph::Error),
     /// A bug of this library: please report it.
-    #[error("a bug of sdpa: {0}")]
+    #[error("this is a bug in sdpa, please report it: {0}")]
     Bug(String),
 }
 

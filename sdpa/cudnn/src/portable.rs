@@ -30,7 +30,7 @@ pub enum PayloadError {
     #[error("the header line cannot be parsed ({0}); expected bytes from `Planned::to_bytes`")]
     Head(String),
     /// A newer or older release made the bytes.
-    #[error("version {found}, this reads {known}")]
+    #[error("got format version {found}, expected {known}; build the plans again with this release")]
     Version {
         /// The version that the bytes name.
         found: u32,
@@ -38,7 +38,7 @@ pub enum PayloadError {
         known: u32,
     },
     /// The lowering now makes another graph than the one of a plan in the bytes.
-    #[error("{name} is the plan of another graph: of another release, or of another pass")]
+    #[error("{name}: the plan was built for another graph, by another release or for another pass; build it again")]
     Graph {
         /// The role of that plan.
         name: String,

@@ -207,7 +207,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit("paged.page_size", paged.page_size.to_string(), lower::UNEVEN);
         }
         if pages.is_some_and(|pages| paged.pages.saturating_mul(pages.parts) > i64::from(i32::MAX)) {
-            limit("paged.pages", paged.pages.to_string(), "fewer: cuDNN counts pages, or their parts, in 32 bits");
+            limit("paged.pages", paged.pages.to_string(), "fewer pages: cuDNN counts pages and their parts in 32 bits");
         }
         if runtime < lower::PAGED_SINCE {
             limit("cudnn", runtime.to_string(), "9.5 or newer for a paged KV cache");
@@ -226,23 +226,23 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if let Job::Backward(backward) = job
         && !packed_numbers(backward.d_o())
     {
-        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "rows of one repeated number without gaps between the numbers");
+        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "no gaps between the numbers if each row repeats one number");
     }
     let behind = problem.sink() && !lower::sink_in_graph(problem, runtime);
     for statistic in [Statistic::RowMax, Statistic::SumExp].into_iter().filter(|statistic| behind && problem.computes(*statistic)) {
-        let rule = "no sink, or cuDNN 9.13 and more than one query: other sinks are added after the attention";
+        let rule = "none with a sink if there is one query or cuDNN is older than 9.13: a separate step then adds the sink and updates only stats";
         limit(statistic.name(), "a request".to_owned(), rule);
     }
     if behind && problem.packed().is_some() {
-        let rule = "none with packed queries of one token each: such sinks are added after the attention, over dense rows";
-        limit("sink", "a request".to_owned(), rule);
+        let rule = "none with packed sequences if each has one query or cuDNN is older than 9.13: a separate step then adds the sink and cannot read packed rows";
+        limit("sink", "a sink".to_owned(), rule);
     }
     if problem.stats_base() == StatsBase::Two {
         if runtime < lower::BASE_TWO_SINCE {
             limit("stats_base", StatsBase::Two.to_string(), "natural before cuDNN 9.27; multiply natural stats by log2(e)");
         }
         if behind {
-            limit("stats_base", StatsBase::Two.to_string(), "natural where sinks are added after the attention");
+            limit("stats_base", StatsBase::Two.to_string(), "natural with a sink if there is one query or cuDNN is older than 9.13: a separate step then adds the sink to natural stats");
         }
     }
     if sm < 80 {

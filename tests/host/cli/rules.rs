@@ -214,7 +214,7 @@ fn mistakes_in_rules_are_told_at_once() {
         ("bad.txt:2:8: expected a value", 1),
         ("typed.txt:3:3: it yields bool", 1),
         ("--score-mod: \"sofcap:3\": one of softcap:CAP", 1),
-        ("a mask knows indices and tensors, not the score", 1),
+        ("a mask cannot read the score, only indices and tensors", 1),
         ("natten:N takes an odd number", 1),
         ("bias: got shape [5], expected one that broadcasts to [2, 2, 3, 4]", 1),
         ("doc_q: got type F32, expected i32 as declared", 1),

@@ -48,7 +48,7 @@ const SHAPES: [Shape; 4] = [
 ];
 
 const LENGTHS_WITH_TRACES: &str = "lengths with a score_mod or a traced mask";
-const UNEVEN: &str = "a power of two, or pages without gaps between them";
+const UNEVEN: &str = "a power of two, or pages stored without gaps";
 
 /// A problem in a cache.
 struct Drawn {

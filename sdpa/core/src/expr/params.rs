@@ -34,14 +34,14 @@ impl Axes {
     /// The rule that the extents break.
     pub fn table(extents: &[i64]) -> Result<Axes, &'static str> {
         if extents.is_empty() || extents.len() > 4 {
-            return Err("a table has one extent to four");
+            return Err("expected one to four extents");
         }
         let mut table = [0; 4];
         let mut elements: i64 = 1;
         for (to, &extent) in table.iter_mut().zip(extents) {
-            elements = elements.checked_mul(extent).filter(|_| extent > 0).ok_or("the extents of a table are positive")?;
+            elements = elements.checked_mul(extent).filter(|_| extent > 0).ok_or("expected extents of at least 1")?;
             if elements > i64::from(i32::MAX) {
-                return Err("a table has fewer than 2^31 elements");
+                return Err("expected fewer than 2^31 elements");
             }
             *to = extent as u32;
         }

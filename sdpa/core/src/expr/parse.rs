@@ -90,7 +90,7 @@ fn tokens(text: &str, lines: &[usize]) -> Read<Vec<(Token, usize)>> {
             } else {
                 number.parse().ok().filter(|x: &f32| x.is_finite()).map(Token::Float)
             };
-            let Some(token) = token else { return fail(at, format!("{number:?} is not a number of 32 bits")) };
+            let Some(token) = token else { return fail(at, format!("got {number:?}, expected a number that fits 32 bits")) };
             tokens.push((token, at));
             at += n;
         } else if let Some(sign) = SIGNS.iter().find(|s| rest.starts_with(**s)) {
@@ -107,7 +107,7 @@ fn tokens(text: &str, lines: &[usize]) -> Read<Vec<(Token, usize)>> {
 impl Reader {
     fn new(text: &str) -> Read<Reader> {
         if text.len() > LENGTH {
-            return Err(ExprError::Syntax { line: 1, column: 1, rule: format!("a text has at most {LENGTH} bytes") });
+            return Err(ExprError::Syntax { line: 1, column: 1, rule: format!("the text is too long, expected at most {LENGTH} bytes") });
         }
         let lines: Vec<usize> =
             std::iter::once(0).chain(text.bytes().enumerate().filter(|(_, b)| *b == b'\n').map(|(i, _)| i + 1)).collect();
@@ -272,7 +272,7 @@ impl Reader {
         let Declared { name, kind, .. } = &self.builder.params()[table.index()];
         let rank = kind.extents().len();
         if indices.len() != 1 && indices.len() != rank {
-            return self.fail_at(token, format!("{name} is read at one index, a place in memory, or at {rank}, not at {}", indices.len()));
+            return self.fail_at(token, format!("{name}: got {} indices, expected one (a position in memory) or {rank} (one per extent)", indices.len()));
         }
         if let Some(&other) = indices.iter().find(|&&index| self.builder.ty(index) != Type::I32) {
             return self.fail_at(token, format!("{name} is indexed by i32, not by {}", self.builder.ty(other)));
@@ -314,7 +314,7 @@ impl Reader {
     fn expression(&mut self, least: u8) -> Read<NodeId> {
         self.depth += 1;
         if self.depth > DEPTH {
-            return self.fail(format!("at most {DEPTH} parentheses within one another"));
+            return self.fail(format!("expected at most {DEPTH} nested parentheses"));
         }
         let mut x = self.prefix()?;
         while let Token::Sign(sign) = *self.peek() {
@@ -352,7 +352,7 @@ impl Reader {
         match self.next() {
             Token::Int(n) => match i32::try_from(n) {
                 Ok(n) => Ok(self.builder.konst(Const::I32(n))),
-                Err(_) => self.fail_at(token, format!("{n} is not a number of 32 bits")),
+                Err(_) => self.fail_at(token, format!("got {n}, expected an integer that fits 32 bits")),
             },
             Token::Float(x) => Ok(self.builder.f32(x)),
             Token::Sign("(") => {

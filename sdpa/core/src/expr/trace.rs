@@ -11,19 +11,19 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 #[non_exhaustive]
 pub enum ExprError {
     /// A name is declared twice with different axes, element types or defaults.
-    #[error("parameter {name} is declared twice, and not alike")]
+    #[error("parameter {name} is declared twice, with different axes, element types or defaults")]
     Redeclared {
         /// The name of the parameter.
         name: String,
     },
     /// A name is not 1 to 64 letters, digits and `_`, begins with a digit, or is a word of the language.
-    #[error("parameter {name:?}: a name is made of letters, digits and _, at most 64, begins with no digit and is no word of the language")]
+    #[error("parameter {name:?}: expected 1 to 64 letters, digits and _ that do not begin with a digit and are not a word of the language")]
     Name {
         /// The given text.
         name: String,
     },
     /// The default of a scalar is absent or not a number.
-    #[error("parameter {name}: the default of a scalar is a number")]
+    #[error("parameter {name}: expected a default that is a number")]
     Default {
         /// The parameter.
         name: String,
@@ -37,7 +37,7 @@ pub enum ExprError {
         rule: String,
     },
     /// A table is read at more or fewer indices than it has extents.
-    #[error("table {name} is read at {given} indices: at one, a place in memory, or at {extents}, one for each extent")]
+    #[error("table {name}: got {given} indices, expected one (a position in memory) or {extents} (one per extent)")]
     Indices {
         /// The table.
         name: String,

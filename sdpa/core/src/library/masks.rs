@@ -17,11 +17,11 @@ pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
         None => (text, Align::TopLeft),
         Some((sides, "bottom-right")) => (sides, Align::BottomRight),
         Some((sides, "ends")) => (sides, Align::Ends),
-        Some(_) => return Err("a window has no suffix, or :bottom-right, or :ends"),
+        Some(_) => return Err("expected no suffix, :bottom-right or :ends after the window"),
     };
     let side = |s: &str| match s {
         "inf" => Ok(None),
-        n => n.parse().map(Some).map_err(|_| "each side of a window is an integer or inf"),
+        n => n.parse().map(Some).map_err(|_| "expected an integer or inf for each side of the window"),
     };
     let (left, right) = sides.split_once(',').ok_or("window takes LEFT,RIGHT")?;
     Ok(Mask::window(side(left)?, side(right)?, align))

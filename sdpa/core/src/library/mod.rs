@@ -60,16 +60,16 @@ pub(crate) fn trace(text: &str, what: &'static str, ty: Type, roots: usize) -> R
     let wrong = trace.roots().iter().map(|&root| trace.ty(root)).find(|&t| t != ty);
     let uses = |node| trace.nodes().contains(&node);
     if let Some(t) = wrong {
-        return Err(ParseError::new(what, text, format!("it yields {t}, a {what} yields {ty}")));
+        return Err(ParseError::new(what, text, format!("it yields {t}, but a {what} must yield {ty}")));
     }
     if trace.roots().len() > roots {
-        return Err(ParseError::new(what, text, format!("it yields {} values, at most {roots} are used", trace.roots().len())));
+        return Err(ParseError::new(what, text, format!("it yields {} values, expected at most {roots}", trace.roots().len())));
     }
     if what == "mask" && uses(crate::expr::Node::Score) {
-        return Err(ParseError::new(what, text, "a mask knows indices and tensors, not the score"));
+        return Err(ParseError::new(what, text, "a mask cannot read the score, only indices and tensors"));
     }
     if uses(crate::expr::Node::Upstream) && trace.roots().len() < 2 {
-        return Err(ParseError::new(what, text, "upstream is for the second value, the gradient by hand"));
+        return Err(ParseError::new(what, text, "only the second value, the custom gradient, can read upstream"));
     }
     Ok(trace)
 }

@@ -42,7 +42,7 @@ pub const SCORE_MODS: &[Named<ScoreMod>] = &[
         read: |w| {
             w.with(|n| match w.number(n, 1)? {
                 n if n <= 64 => Ok(sandwich(n)),
-                _ => Err(w.fail("at most 64 terms")),
+                _ => Err(w.fail("sandwich takes at most 64 terms")),
             })
         },
     },

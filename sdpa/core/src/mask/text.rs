@@ -108,7 +108,7 @@ impl Reader<'_> {
 
     fn any(&self, range: Range<usize>, depth: usize) -> Result<Mask, ParseError> {
         if depth > DEPTH {
-            return Err(self.fail(&format!("at most {DEPTH} parentheses within one another")));
+            return Err(self.fail(&format!("expected at most {DEPTH} nested parentheses")));
         }
         let all = |range| {
             let parts = self.parts(&range, b'&').into_iter().map(|part| self.one(part, depth)).collect::<Result<Vec<_>, _>>()?;
@@ -130,7 +130,7 @@ impl Reader<'_> {
         }
         match self.inner(&part) {
             Some(inner) => self.any(inner, depth + 1),
-            None if own.is_empty() => Err(self.fail("there is nothing beside an operator")),
+            None if own.is_empty() => Err(self.fail("expected a mask on both sides of each operator")),
             None => self
                 .alone(&part)
                 .map_err(|e| ParseError { rule: format!("{}{}", e.rule, library::meant(own)), ..e })
@@ -297,11 +297,11 @@ mod tests {
         for (text, rule) in [
             ("causl & document", "at 1:1: \"causl\" is not declared"),
             ("document &\n k < nope", "at 2:6: \"nope\" is not declared"),
-            ("causal &", "there is nothing beside an operator"),
+            ("causal &", "expected a mask on both sides of each operator"),
             ("causal | natten:4", "natten:N takes an odd number"),
-            ("causal & q + k", "it yields i32, a mask yields bool"),
+            ("causal & q + k", "it yields i32, but a mask must yield bool"),
             ("causal & (k < 4", "at 1:"),
-            ("causal & score > 1.0", "not the score"),
+            ("causal & score > 1.0", "cannot read the score"),
         ] {
             let said = text.parse::<Mask>().unwrap_err();
             assert!(said.rule.contains(rule) && text.contains(&said.text), "{text}: {said}");

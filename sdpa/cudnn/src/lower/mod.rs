@@ -109,15 +109,15 @@ pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
     if form == Form::Unified && job.problem().dtype().is_fp8() {
         return Err(LowerError::Unsupported(
-            "8-bit floats in the unified form: the composite one has them on every runtime that takes such".to_owned(),
+            "8-bit floats in the unified form; use the composite form, which supports them on every runtime that supports FP8".to_owned(),
         ));
     }
     if job.problem().block_scaled() && job.problem().seq_kv() < FEWEST_KEYS {
-        return Err(LowerError::Unsupported(format!("fewer than {FEWEST_KEYS} keys beside scales of blocks")));
+        return Err(LowerError::Unsupported(format!("block scales with fewer than {FEWEST_KEYS} keys")));
     }
     if has_lengths_of_one_side(job.problem()) && !job.problem().kept().ends.is_full() {
         return Err(LowerError::Unsupported(
-            "a band about the ends of entries with lengths of queries alone or of keys alone: engines read those at the index of the head"
+            "a mask aligned to the sequence ends with lengths of one side only: engines read these lengths by head, not by batch entry; pass lengths of both sides"
                 .to_owned(),
         ));
     }

@@ -49,7 +49,7 @@ pub(super) struct Table {
 }
 
 /// Why pages are refused.
-pub(crate) const UNEVEN: &str = "a power of two, or pages without gaps between them: (pages, page_size, heads_kv, dim)";
+pub(crate) const UNEVEN: &str = "a power of two, or pages stored without gaps as (pages, page_size, heads_kv, dim)";
 
 /// Returns the page pool of an operand as a tensor of engine pages; other operands unchanged.
 pub(super) fn container(problem: &Problem, operand: Operand, tensor: &TensorSpec) -> TensorSpec {

@@ -24,7 +24,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         return Err(LowerError::Unsupported(DROPS_NOTHING.to_owned()));
     }
     if problem.stats_base() == StatsBase::Two {
-        return Err(LowerError::Unsupported("stats in base two: the composite form has them".to_owned()));
+        return Err(LowerError::Unsupported("stats in base two; use the composite form".to_owned()));
     }
     let padded = problem.kept().seq_len_kv && problem.has_lengths(Side::Queries);
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
