@@ -51,7 +51,7 @@ impl Bindings {
 pub enum BindingError {
     /// The tensor's contents determine the addresses that the plan accesses, and no caller vouched for them: see
     /// [`launch_addressed`](crate::launch_addressed).
-    #[error("{name}: its contents say where the plan reads and writes; launch_addressed is for those who answer for them")]
+    #[error("{name}: its contents determine which addresses the plan accesses, and launch cannot check them; use the unsafe launch_addressed")]
     Addressing {
         /// The tensor's name.
         name: String,
@@ -69,7 +69,7 @@ pub enum BindingError {
         name: String,
     },
     /// A value is bound to a tensor that takes none, or another kind of value.
-    #[error("{id}: not a tensor that this plan takes {what}")]
+    #[error("{id}: got {what} a tensor for which this plan expects none")]
     Unknown {
         /// The tensor.
         id: TensorId,
@@ -77,7 +77,7 @@ pub enum BindingError {
         what: &'static str,
     },
     /// The number of addresses or scalars differs from the number of ports.
-    #[error("{given} {what} are given, the plan takes {need}")]
+    #[error("got {given} {what}, expected {need}")]
     Count {
         /// The kind: `addresses` or `numbers`.
         what: &'static str,
@@ -87,7 +87,7 @@ pub enum BindingError {
         need: usize,
     },
     /// The memory is smaller than the tensor.
-    #[error("{name}: {bytes} bytes are bound, the tensor reaches {need}")]
+    #[error("{name}: got {bytes} bytes, expected at least {need}")]
     Short {
         /// The tensor.
         name: String,
@@ -107,7 +107,7 @@ pub enum BindingError {
         alignment: u32,
     },
     /// The scalar has another type.
-    #[error("{name}: a {given} is bound, the tensor is {wanted}")]
+    #[error("{name}: got a scalar of type {given}, expected {wanted}")]
     WrongType {
         /// The tensor.
         name: String,
@@ -336,12 +336,12 @@ mod tests {
         assert_eq!(
             lines,
             [
-                "x: 60 bytes are bound, the tensor reaches 64",
+                "x: got 60 bytes, expected at least 64",
                 "x: address 0x1004 is not a multiple of 16 bytes",
                 "y: got no buffer, expected one",
-                "k: a i32 is bound, the tensor is f32",
+                "k: got a scalar of type i32, expected f32",
                 "z: bound more than once",
-                "t1: not a tensor that this plan takes device memory for",
+                "t1: got device memory for a tensor for which this plan expects none",
             ]
         );
     }

@@ -71,7 +71,7 @@ pub enum Error {
         rule: String,
     },
     /// A plan or a graph was used on another device than the one it was made for.
-    #[error("the plan is of {}, the handle of device {handle}", Of(*.plan))]
+    #[error("the plan was made for {}, the handle is of device {handle}", Of(*.plan))]
     OtherDevice {
         /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,
@@ -136,7 +136,7 @@ impl fmt::Display for Of {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(ordinal) => write!(f, "device {ordinal}"),
-            None => f.write_str("a device profile and no device: its JSON can be loaded for one"),
+            None => f.write_str("a device profile, not for a device; load its JSON for the device"),
         }
     }
 }

@@ -232,7 +232,7 @@ impl Plan {
         let runtime = library.version();
         let made_by = crate::version::Version::from_number(head.cudnn_version);
         if made_by != runtime {
-            return Err(Error::PlanJson(format!("made by cuDNN {made_by}, this is {runtime}")));
+            return Err(Error::PlanJson(format!("made by cuDNN {made_by}, this process loaded {runtime}; build the plan again")));
         }
         target.within(|| {
             let profile = match target {

@@ -52,7 +52,7 @@ impl DeviceProfile {
     pub fn named(name: &str) -> Result<DeviceProfile, Error> {
         match KNOWN.iter().find(|(known, _)| *known == name) {
             Some((_, json)) => DeviceProfile::from_json(json),
-            None => Err(Error::Profile { field: name.to_owned(), rule: format!("is none of {}", DeviceProfile::NAMES.join(", ")) }),
+            None => Err(Error::Profile { field: name.to_owned(), rule: format!("expected one of {}", DeviceProfile::NAMES.join(", ")) }),
         }
     }
 

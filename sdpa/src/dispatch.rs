@@ -361,7 +361,7 @@ impl Dispatcher {
             return Ok(&self.cpu);
         }
         let known: Vec<&str> = self.executors().into_iter().map(ExecutorName::name).collect();
-        Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
+        Err(absent(name, format!("no such executor, expected one of {}", known.join(", "))))
     }
 
     /// Returns the executor name for a pass that only fills results, without asking any executor. Automatic selection reports the CPU. A named
@@ -523,7 +523,7 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     }
     Err(match unsupported.pop() {
         Some(last) => last.after(unsupported).into(),
-        None => absent(ExecutorName::new("none"), "no executor is compiled in".to_owned()),
+        None => absent(ExecutorName::new("none"), "no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`".to_owned()),
     })
 }
 

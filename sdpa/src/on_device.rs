@@ -28,7 +28,7 @@ impl Dispatcher {
                 Err(error) => missing = missing.or(Some(error)),
             }
         }
-        Err(missing.unwrap_or_else(|| absent(ExecutorName::new("none"), "no executor is compiled in".to_owned())))
+        Err(missing.unwrap_or_else(|| absent(ExecutorName::new("none"), "no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`".to_owned())))
     }
 
     /// Selects an executor and prepares the problem on it, for calls over device memory. The order is that of [`Dispatcher::executors_for`]. Like the
@@ -120,7 +120,7 @@ impl Dispatcher {
             return self.cuda().map(|executor| &**executor as &dyn NvidiaExecutor).map_err(|error| Error::failed(name, error));
         }
         let known = ON_NVIDIA.map(ExecutorName::name).join(", ");
-        Err(absent(name, format!("no such executor takes memory of an NVIDIA GPU: there are {known}")))
+        Err(absent(name, format!("no executor of this name takes memory of an NVIDIA GPU, expected one of {known}")))
     }
 }
 

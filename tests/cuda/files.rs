@@ -52,7 +52,7 @@ fn kernels_of_a_file_are_not_compiled() {
     planfile::add(&empty, &KernelHead { kernels: 1 }, []).unwrap();
     third.attach(&empty).unwrap();
     let [Some(damaged), Some(absent)] = &third.without_kernels()[..] else { panic!("{:?}", third.without_kernels()) };
-    assert!(damaged.contains("the checksum of its payload") && absent == "has no kernel for this", "{damaged}; {absent}");
+    assert!(damaged.contains("the checksum of its payload") && absent == "has no kernel for this problem", "{damaged}; {absent}");
     // In front of its kernels nothing says what the file is of.
     for at in [0, 9, 20, 70, 100] {
         let mut bytes = whole.clone();

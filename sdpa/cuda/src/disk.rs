@@ -122,7 +122,7 @@ impl Disk {
         match cache.0.get(&HERE, &digest(key, &Compiler::of(nvrtc))) {
             Ok(code) => code.filter(|code| code.starts_with(files::MAGIC)),
             Err(error) => {
-                self.tell(&cache, &error, "the kernel cache does not give a kernel; it is compiled");
+                self.tell(&cache, &error, "could not read a kernel from the kernel cache; compiling it");
                 None
             }
         }
@@ -134,7 +134,7 @@ impl Disk {
         let key = digest(&compiled.key, &Compiler::of(nvrtc));
         let record = Record { key, label: compiled.key.label(), payload: compiled.code.clone() };
         if let Err(error) = cache.0.put(&HERE, record) {
-            self.tell(&cache, &error, "the kernel cache does not keep a kernel; other processes compile it again");
+            self.tell(&cache, &error, "could not store a kernel in the kernel cache; other processes will compile it again");
         }
     }
 

@@ -84,7 +84,7 @@ impl Files {
         self.open().iter().find_map(|file| match of_file(file, key, nvrtc) {
             Ok(code) => Some(code),
             Err(why) => {
-                tracing::debug!(%why, kernel = key.label(), "a file does not give a kernel");
+                tracing::debug!(%why, kernel = key.label(), "could not read a kernel from a file");
                 None
             }
         })
@@ -96,9 +96,9 @@ fn of_file(file: &PlanFile<KernelHead>, key: &KernelKey, nvrtc: [i32; 2]) -> Res
     match file.read(&digest(key, nvrtc)) {
         Ok(Some(code)) if code.starts_with(MAGIC) => Ok(code),
         Ok(Some(_)) => Err("has a kernel for this problem that cannot be used: it is not machine code".to_owned()),
-        Ok(None) => Err("has no kernel for this".to_owned()),
+        Ok(None) => Err("has no kernel for this problem".to_owned()),
         Err(error) => {
-            tracing::warn!(%error, kernel = key.label(), "a kernel of a file is not used; it is compiled");
+            tracing::warn!(%error, kernel = key.label(), "could not use a kernel from a file; compiling it");
             Err(format!("has a kernel for this problem that cannot be used: {error}"))
         }
     }

@@ -158,7 +158,7 @@ impl Kernel {
                 // The caller did not name this file of the kernel cache. If the driver refuses its code, compile the kernel and replace
                 // the file.
                 Err(error) => {
-                    tracing::warn!(%error, kernel = key.label(), "the driver does not take a kernel of the kernel cache; it is compiled")
+                    tracing::warn!(%error, kernel = key.label(), "the driver rejected a kernel from the kernel cache; compiling it")
                 }
             }
         }

@@ -105,7 +105,7 @@ impl CudnnExecutor {
         let key = portable::key(self.library, &target, job, &self.options)?;
         let files = self.files.open.read().clone();
         let against = |file: &Arc<PlanFile>| match file.read(&key) {
-            Ok(None) => Some("has no plan for this".to_owned()),
+            Ok(None) => Some("has no plan for this problem".to_owned()),
             Ok(Some(bytes)) => {
                 self.loaded(&target, job, &bytes).err().map(|e| format!("has a plan for this problem that cannot be used: {e}"))
             }

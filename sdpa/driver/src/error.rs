@@ -25,7 +25,7 @@ pub enum Error {
         searched: Vec<Searched>,
     },
     /// The library lacks a function.
-    #[error("{} has no function {symbol}", path.display())]
+    #[error("{} has no function {symbol}; a newer version may have it", path.display())]
     MissingSymbol {
         /// The file of the library.
         path: PathBuf,
@@ -33,7 +33,7 @@ pub enum Error {
         symbol: &'static str,
     },
     /// There is a driver, but not this device.
-    #[error("the CUDA driver sees no device (asked for number {ordinal} of {count})")]
+    #[error("the CUDA driver has no device {ordinal}: it sees {count}; see nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoDevice {
         /// The requested ordinal.
         ordinal: u32,

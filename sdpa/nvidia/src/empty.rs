@@ -63,11 +63,11 @@ impl Empty {
         };
         let gaps = self.written().filter(|operand| !is_dense(operand)).map(|operand| {
             let strides = self.job.tensor(operand).map_or([0; 4], |tensor| tensor.strides);
-            let rule = "rows without gaps: without queries or keys, one fill of device memory sets the results";
+            let rule = "a dense layout: when there are no queries or no keys, one memset fills the whole output";
             limit(format!("{operand}.strides"), format!("{strides:?}"), rule)
         });
         let beside_sink = self.statistics().filter(|_| self.job.problem().sink()).map(|which| {
-            let rule = "none: without keys it equals the sink, which this call cannot read from device memory; use a call over host memory";
+            let rule = "none: when there are no keys it equals the sink, which this call cannot read from device memory; use a call over host memory";
             limit(which.name().to_owned(), "a request".to_owned(), rule)
         });
         gaps.chain(beside_sink).collect()

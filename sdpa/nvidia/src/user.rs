@@ -10,7 +10,7 @@ const FOLDER: &str = "SDPA_CACHE_DIR";
 
 /// An environment variable with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{variable} is {value:?}: expected {expected}")]
+#[error("{variable}: got {value:?}, expected {expected}")]
 #[non_exhaustive]
 pub struct SettingError {
     /// The variable.

@@ -106,7 +106,7 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
     assert_eq!(from_file(&backward), told(&[("forward", false), ("backward", false)]));
     // Why is told, of each file.
     let why = |rest: &str, pass: usize| json(&run(rest))["plans"][pass]["why"].clone();
-    let absent = serde_json::json!([format!("{plans} has no plan for this")]);
+    let absent = serde_json::json!([format!("{plans} has no plan for this problem")]);
     assert_eq!((why(&backward, 0), why(&backward, 1)), (absent.clone(), absent));
     assert!(why(&format!("--mask causal --plans {plans}"), 0).is_null() && why("--mask causal", 0).is_null());
     let (there, other) = (PlanFile::open(&plans).unwrap(), folder.path("other"));
@@ -246,7 +246,7 @@ fn what_is_no_file_of_plans_for_the_device_is_left_alone() {
     }
     std::fs::write(&plans, "a letter").unwrap();
     let out = compile(&runtime, &line("a100"));
-    assert!(code(&out) == 2 && errors(&out)[0].contains("is not a file of plans"), "{:?}", errors(&out));
+    assert!(code(&out) == 2 && errors(&out)[0].contains("is not a plan file"), "{:?}", errors(&out));
     assert_eq!(std::fs::read(&plans).unwrap(), b"a letter");
 }
 

@@ -18,7 +18,7 @@ pub enum InterpError {
         offset: i64,
     },
     /// A page table refers to a page outside the pool.
-    #[error("{at}: page {page} of batch entry {batch} is block {block}, of {blocks}")]
+    #[error("{at}: page {page} of batch entry {batch}: got block {block}, expected a block below {blocks}")]
     Page {
         /// The op.
         at: String,
@@ -32,7 +32,7 @@ pub enum InterpError {
         blocks: i64,
     },
     /// The interpreter does not define this.
-    #[error("{at}: {what} is not defined here")]
+    #[error("{at}: the interpreter does not support {what}")]
     NotDefined {
         /// The op.
         at: String,
@@ -62,7 +62,7 @@ pub enum BindingError {
         name: String,
     },
     /// The result of a random number generator has no value. Its bits are specific to the library, so the caller must pass them.
-    #[error("{tensor} {name:?} holds random numbers, which the caller gives: {at}")]
+    #[error("{at}: {tensor} {name:?} holds random numbers, which the interpreter cannot generate; pass its value as an input")]
     RandomBits {
         /// The tensor.
         tensor: TensorId,
@@ -72,7 +72,7 @@ pub enum BindingError {
         at: String,
     },
     /// Dropout does not output its random numbers, so the caller cannot pass them.
-    #[error("dropout needs an rng_dump, by which the caller gives its random numbers: {at}")]
+    #[error("{at}: dropout has no rng_dump, and the interpreter cannot generate its random numbers; add an rng_dump and pass its value as an input")]
     HiddenRandomBits {
         /// The op.
         at: String,
@@ -92,7 +92,7 @@ pub enum BindingError {
         tensor: TensorId,
     },
     /// The extents differ.
-    #[error("{tensor} {name:?} is {want:?}, its value {got:?}")]
+    #[error("{tensor} {name:?}: got a value with extents {got:?}, expected {want:?}")]
     Extents {
         /// The tensor.
         tensor: TensorId,
@@ -104,7 +104,7 @@ pub enum BindingError {
         got: Vec<i64>,
     },
     /// The number of elements differs from the extents.
-    #[error("{tensor} {name:?} has {want} elements, its value {got}")]
+    #[error("{tensor} {name:?}: got a value of {got} elements, expected {want}")]
     Elements {
         /// The tensor.
         tensor: TensorId,
@@ -116,7 +116,7 @@ pub enum BindingError {
         got: usize,
     },
     /// An element is not a valid integer or boolean.
-    #[error("element {index} of {tensor} {name:?} is {value}")]
+    #[error("element {index} of {tensor} {name:?}: got {value}, expected an element of the tensor's type")]
     Element {
         /// The tensor.
         tensor: TensorId,
@@ -128,7 +128,7 @@ pub enum BindingError {
         value: f64,
     },
     /// A result is too large to be computed here.
-    #[error("{tensor} {name:?} has more than {limit} elements")]
+    #[error("{tensor} {name:?} has more than {limit} elements, the limit of the interpreter")]
     TooLarge {
         /// The tensor.
         tensor: TensorId,
@@ -138,7 +138,7 @@ pub enum BindingError {
         limit: i64,
     },
     /// An attention has more scores than can be computed here.
-    #[error("more than {limit} scores: {at}")]
+    #[error("{at}: more than {limit} scores, the limit of the interpreter")]
     HiddenTooLarge {
         /// The op.
         at: String,

@@ -69,7 +69,7 @@ impl fmt::Debug for Digest {
 
 /// A text that is not a digest.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the digest is {0:?}: must be 64 hexadecimal digits")]
+#[error("digest: got {0:?}, expected 64 hexadecimal digits")]
 pub struct NotADigest(pub String);
 
 impl FromStr for Digest {

@@ -18,13 +18,13 @@ pub enum PlanFileError {
         source: io::Error,
     },
     /// The file is not a plan file.
-    #[error("{} is not a file of plans", path.display())]
+    #[error("{} is not a plan file", path.display())]
     NotAPlanFile {
         /// The file.
         path: PathBuf,
     },
     /// The file was written by a later version of this library.
-    #[error("{} has format version {found}; this library knows {known} and older", path.display())]
+    #[error("{} has format version {found}, this release reads {known} and older; update sdpa, or compile the file again", path.display())]
     Newer {
         /// The file.
         path: PathBuf,
@@ -34,7 +34,7 @@ pub enum PlanFileError {
         known: u32,
     },
     /// The file ends too early.
-    #[error("{} has {has} bytes, and needs {needs} for its {what}", path.display())]
+    #[error("{} is cut off: it has {has} bytes, and its {what} needs {needs}; compile it again", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -46,7 +46,7 @@ pub enum PlanFileError {
         has: u64,
     },
     /// A checksum does not match.
-    #[error("{} is damaged: the checksum of its {what} does not hold", path.display())]
+    #[error("{} is damaged: the checksum of its {what} does not match; compile it again", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum PlanFileError {
         rule: String,
     },
     /// Every user may change the file, or replace it.
-    #[error("{} has mode {mode:04o}: everybody may write it, and plans are machine code", path.display())]
+    #[error("{} has mode {mode:04o}: every user may write to it, and plans are machine code; `chmod o-w` it, or use another folder", path.display())]
     Permissions {
         /// The file, or its folder.
         path: PathBuf,
@@ -82,7 +82,7 @@ pub enum PlanFileError {
         mode: u32,
     },
     /// Another user may change the file, or replace it.
-    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
+    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code; use a file that you own", path.display())]
     Owner {
         /// The file, or a folder on the way to it.
         path: PathBuf,
