@@ -51,7 +51,9 @@ impl Bindings {
 pub enum BindingError {
     /// The tensor's contents determine the addresses that the plan accesses, and no caller vouched for them: see
     /// [`launch_addressed`](crate::launch_addressed).
-    #[error("{name}: its contents determine which addresses the plan accesses, and launch cannot check them; use the unsafe launch_addressed")]
+    #[error(
+        "{name}: its contents determine which addresses the plan accesses, and launch cannot check them; use the unsafe launch_addressed"
+    )]
     Addressing {
         /// The tensor's name.
         name: String,

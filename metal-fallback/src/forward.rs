@@ -106,7 +106,9 @@ impl Forward {
         check.that(whole, "heads_q", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         let agree =
             self.k.dims == [batch, heads_kv, seq_kv, dim_qk] && self.v.dims[0] == batch && self.o.dims == [batch, heads_q, seq_q, dim_v];
-        check.that(agree, "dims", format!("{:?}", [self.q, self.k, self.v, self.o].map(|t| t.dims)), "extents that agree with one another");
+        let [q, k, v, o] = [self.q, self.k, self.v, self.o].map(|t| t.dims);
+        let rule = "q (b, h_q, s_q, d_qk), k (b, h_kv, s_kv, d_qk), v (b, h_kv, s_kv, d_v), o (b, h_q, s_q, d_v)";
+        check.that(agree, "dims", format!("q {q:?}, k {k:?}, v {v:?}, o {o:?}"), rule);
         for (field, tensor) in [("q", &self.q), ("k", &self.k), ("v", &self.v), ("o", &self.o)] {
             let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
             check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1 (a dense last axis)");

@@ -523,7 +523,9 @@ pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     }
     Err(match unsupported.pop() {
         Some(last) => last.after(unsupported).into(),
-        None => absent(ExecutorName::new("none"), "no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`".to_owned()),
+        None => {
+            absent(ExecutorName::new("none"), "no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`".to_owned())
+        }
     })
 }
 

@@ -28,7 +28,9 @@ impl Dispatcher {
                 Err(error) => missing = missing.or(Some(error)),
             }
         }
-        Err(missing.unwrap_or_else(|| absent(ExecutorName::new("none"), "no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`".to_owned())))
+        Err(missing.unwrap_or_else(|| {
+            absent(ExecutorName::new("none"), "no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`".to_owned())
+        }))
     }
 
     /// Selects an executor and prepares the problem on it, for calls over device memory. The order is that of [`Dispatcher::executors_for`]. Like the

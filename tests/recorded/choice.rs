@@ -237,7 +237,10 @@ fn a_name_never_falls_back() {
     assert_eq!((refused.executor, refused.before.len(), entries.len()), (ExecutorName::CUDNN, 0, 0));
     for name in [ExecutorName::CPU, ExecutorName::METAL, ExecutorName::new("abacus")] {
         let Err(Error::Unsupported(refused)) = forward(&all, &spec("causal"), Preference::Named(name)) else { panic!("{name}") };
-        assert_eq!(refused.to_string(), format!("{name}: no executor of this name takes memory of an NVIDIA GPU, expected one of cudnn, cuda"));
+        assert_eq!(
+            refused.to_string(),
+            format!("{name}: no executor of this name takes memory of an NVIDIA GPU, expected one of cudnn, cuda")
+        );
     }
 }
 

@@ -72,7 +72,7 @@ pub(crate) fn device(text: &str) -> Result<DeviceProfile, String> {
     }
     let path = Path::new(text);
     if !path.exists() {
-        return Err(format!("{text:?} is none of {}, and no file", list(&DeviceProfile::NAMES)));
+        return Err(format!("got {text:?}, expected one of {}, or the file of a device profile", list(&DeviceProfile::NAMES)));
     }
     profile(path).map_err(|e| format!("{text}: {e}"))
 }
@@ -116,7 +116,7 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     if let (Some(_), Err(e)) = (destination, std::fs::metadata(lock))
         && e.kind() == std::io::ErrorKind::InvalidFilename
     {
-        mistakes.add("--out", format!("cannot be written: with .lock at its end, {e}"));
+        mistakes.add("--out", format!("cannot create the lock file {}.lock: {e}; choose a shorter file name", args.out.display()));
     }
     let kernels = args.executor.as_deref() == Some(ExecutorName::CUDA.name());
     let (given, rule): (&[(&str, bool)], _) = match kernels {

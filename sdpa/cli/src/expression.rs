@@ -108,7 +108,7 @@ fn renamed(option: &str, text: &str) -> Option<Result<ScoreMod, Vec<Wrong>>> {
     let read = || {
         let mut score_mod: ScoreMod = name.parse().map_err(|e: ParseError| fail(e.rule))?;
         for pair in list.split(',') {
-            let (from, to) = pair.split_once('=').ok_or_else(|| fail(format!("{pair:?} is not OLD=NEW")))?;
+            let (from, to) = pair.split_once('=').ok_or_else(|| fail(format!("got {pair:?}, expected OLD=NEW")))?;
             let (from, to) = (from.trim(), to.trim());
             let names: Vec<&str> = score_mod.stages().iter().flat_map(|stage| stage.params()).map(|p| p.name.as_str()).collect();
             if !names.contains(&from) {
@@ -129,7 +129,7 @@ pub(crate) fn t5(text: &str) -> Option<Result<T5, String>> {
     let rest = text.trim().strip_prefix("t5")?;
     let rule = || {
         format!(
-            "{text:?}: expected t5:BUCKETS,FAR[,both] with BUCKETS at most {MOST_BUCKETS}, and FAR above BUCKETS / 2 (with both, above BUCKETS / 4)"
+            "{text:?}: expected t5:BUCKETS,FAR[,both] with BUCKETS at most {MOST_BUCKETS}, and FAR above BUCKETS / 2 (above BUCKETS / 4 if `,both` is given)"
         )
     };
     if !rest.is_empty() && !rest.starts_with(':') {

@@ -28,7 +28,7 @@ pub(crate) fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, String> {
 
 /// Reads a text file of at most `most` bytes.
 pub(crate) fn text(path: &Path, most: u64) -> Result<String, String> {
-    String::from_utf8(bytes(path, most)?).map_err(|e| format!("is not a text: {e}"))
+    String::from_utf8(bytes(path, most)?).map_err(|e| format!("is not UTF-8 text: {e}"))
 }
 
 /// Checks that a library is a file or a folder: loading anything else may never end.

@@ -95,7 +95,7 @@ fn blame(header: &[u8]) -> Option<String> {
         let said = end.checked_sub(start);
         if bits.is_none_or(|bits| said != Some(bits / 8) || !bits.is_multiple_of(8)) {
             let bytes = bits.map_or_else(|| "more bytes than can be counted".to_owned(), |bits| format!("{} bytes", bits.div_ceil(8)));
-            return Some(format!("tensor {name}: the shape {shape:?} of {dtype} has {bytes}, its data_offsets [{start}, {end}] differ"));
+            return Some(format!("tensor {name}: the shape {shape:?} of {dtype} has {bytes}, but its data_offsets are [{start}, {end}]"));
         }
         if start != next {
             return Some(format!("tensor {name}: its data_offsets begin at {start}, not at {next}, where the tensor before it ends"));
@@ -130,7 +130,7 @@ impl Header {
         })?;
         let said = data.saturating_add(metadata.data_len() as u64);
         if said != size {
-            return Err(format!("is broken: its header speaks of {said} bytes, it has {size}"));
+            return Err(format!("is broken: its header describes {said} bytes, but the file has {size}"));
         }
         Ok(Header { path: path.to_owned(), file, data, metadata })
     }
@@ -164,14 +164,14 @@ impl Header {
         let shape = <[i64; 4]>::try_from([entries, &found.shape].concat()).ok();
         if shape.is_none() && packed {
             let axes = if layout == Some(Layout::Bhsd) { "heads, total, dim" } else { "total, heads, dim" };
-            mistakes.add(&about, format!("{name} has the shape {:?}: it must have three axes ({axes})", found.shape));
+            mistakes.add(&about, format!("{name}: got shape {:?}, expected three axes ({axes})", found.shape));
         } else if shape.is_none() {
             let axes = match layout {
                 Some(Layout::Bhsd) | None => "batch, head, seq, dim",
                 Some(Layout::Bshd) => "batch, seq, head, dim",
                 Some(Layout::Sbhd) => "seq, batch, head, dim",
             };
-            mistakes.add(&about, format!("{name} has the shape {:?}: it must have four axes ({axes})", found.shape));
+            mistakes.add(&about, format!("{name}: got shape {:?}, expected four axes ({axes})", found.shape));
         }
         Some(Entry { ty: ty?, shape: shape?, offset: found.offset })
     }
@@ -181,7 +181,7 @@ impl Header {
         let found = self.find(name).ok_or_else(|| self.lacks(name, &format!(", which {option} reads")))?;
         let len = match found.shape[..] {
             [len] if len >= 2 => usize::try_from(len).unwrap_or(usize::MAX),
-            _ => return Err(format!("{name} has the shape {:?}: one axis, of documents and one more", found.shape)),
+            _ => return Err(format!("{name}: got shape {:?}, expected one axis of batch + 1 offsets", found.shape)),
         };
         let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name}: got the element {n}, expected 32-bit integers"));
         if found.dtype == Dtype::I32 {

@@ -68,7 +68,7 @@ impl Order {
         for ((option, given), idle) in options.into_iter().zip(idle) {
             if given && idle {
                 let of = if stage == Some(Stage::Schedule) && option != "--executor" { " and --executor" } else { "" };
-                mistakes.add(option, format!("has no bearing on this --stage{of}"));
+                mistakes.add(option, format!("has no effect with this --stage{of}; remove it"));
             }
         }
         args.places.check(&mut mistakes);

@@ -9,7 +9,7 @@ use serde::Serialize;
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
     Ledger::all_of_user().unwrap_or_else(|e| {
         match e {
-            LedgerError::Setting(e) => mistakes.add_once(e.variable, format!("{:?}: expected {}", e.value, e.expected)),
+            LedgerError::Setting(e) => mistakes.add_once(e.variable, format!("got {:?}, expected {}", e.value, e.expected)),
             LedgerError::Io { .. } | LedgerError::Text { .. } => {
                 mistakes.add("ledgers", format!("{e}; cargo sdpa prove cudnn makes it again"));
             }

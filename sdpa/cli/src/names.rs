@@ -18,7 +18,7 @@ fn one_of<T: Copy>(text: &str, list: &Names<T>) -> Result<T, String> {
     list.iter()
         .find(|(name, _)| name.get_name() == text)
         .map(|(_, thing)| *thing)
-        .ok_or_else(|| format!("{text:?} is not one of {}", names()))
+        .ok_or_else(|| format!("got {text:?}, expected one of {}", names()))
 }
 
 /// A value parser for options that take a name. It keeps the text, so that a wrong name is reported together with all other mistakes. Shells can complete the
@@ -161,18 +161,18 @@ pub(crate) fn scheduler(text: &str) -> Result<Scheduler, String> {
 
 /// Parses a value for a declared scalar.
 pub(crate) fn param(text: &str) -> Result<(&str, f32), String> {
-    let (name, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not NAME=VALUE"))?;
-    let number: f32 = value.trim().parse().map_err(|_| format!("{name}: {value:?} is not a number"))?;
-    if number.is_nan() { Err(format!("{name}: {value} is not a number")) } else { Ok((name.trim(), number)) }
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("got {text:?}, expected NAME=VALUE"))?;
+    let number: f32 = value.trim().parse().map_err(|_| format!("{name}: got {value:?}, expected a number"))?;
+    if number.is_nan() { Err(format!("{name}: got {value}, expected a number")) } else { Ok((name.trim(), number)) }
 }
 
 /// Parses an index along an axis.
 pub(crate) fn index(text: &str) -> Result<i64, String> {
-    text.parse::<u32>().map(i64::from).map_err(|_| format!("{text:?} is not an index"))
+    text.parse::<u32>().map(i64::from).map_err(|_| format!("got {text:?}, expected an index"))
 }
 
 pub(crate) fn scale(text: &str) -> Result<f32, String> {
-    let number: f32 = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
+    let number: f32 = text.parse().map_err(|_| format!("got {text:?}, expected a number"))?;
     if number.is_finite() { Ok(number) } else { Err(format!("got {text}, expected a finite f32")) }
 }
 
@@ -185,9 +185,9 @@ pub(crate) fn runtime(text: &str) -> Result<Version, String> {
     let version = match parts.as_deref() {
         Ok(&[major, minor]) => Version::new(major, minor, 0),
         Ok(&[major, minor, patch]) => Version::new(major, minor, patch),
-        Ok(_) | Err(_) => return Err(format!("{text:?} is not a version such as 9.19.0")),
+        Ok(_) | Err(_) => return Err(format!("got {text:?}, expected a version such as 9.19.0")),
     };
-    if version < Version::OLDEST { Err(format!("{version} is older than {}, the oldest", Version::OLDEST)) } else { Ok(version) }
+    if version < Version::OLDEST { Err(format!("got {version}, expected {} or newer", Version::OLDEST)) } else { Ok(version) }
 }
 
 /// The extents of a shape, with their minimums.
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn names_are_read_and_wrong_ones_are_told_the_right_ones() {
         assert_eq!(element("bf16"), Ok(Element::BF16));
-        assert_eq!(layout("bsdh").unwrap_err(), r#""bsdh" is not one of bhsd, bshd, sbhd"#);
+        assert_eq!(layout("bsdh").unwrap_err(), r#"got "bsdh", expected one of bhsd, bshd, sbhd"#);
         assert_eq!(param("cap=-inf"), Ok(("cap", f32::NEG_INFINITY)));
         assert!(param("cap").is_err() && param("cap=x").is_err() && param("cap=nan").is_err());
         assert!(index("3") == Ok(3) && index("-1").is_err());
@@ -250,6 +250,6 @@ mod tests {
         assert!(seed("-1").is_err());
         assert_eq!((count("3"), strength("ledger")), (Ok(3), Ok(Strength::Ledger)));
         assert!(count("0").is_err() && count("-1").is_err() && count("many").is_err());
-        assert_eq!(strength("four").unwrap_err(), r#""four" is not one of two, three, ledger"#);
+        assert_eq!(strength("four").unwrap_err(), r#"got "four", expected one of two, three, ledger"#);
     }
 }

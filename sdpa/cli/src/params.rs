@@ -131,7 +131,7 @@ pub(crate) struct Planned {
 
 fn reading(declared: DType, file: Dtype) -> Result<Reading, &'static str> {
     if let Some(element) = Element::of(declared) {
-        return FileType::of(file).map(|ty| Reading::Float(ty, element)).ok_or("F16, BF16, F32 and F64 are read");
+        return FileType::of(file).map(|ty| Reading::Float(ty, element)).ok_or("files store it as F16, BF16, F32 or F64");
     }
     let known = [
         (DType::I32, Dtype::I32, Reading::I32),
@@ -387,10 +387,10 @@ impl Sources<'_> {
                 None if self.complete => mistakes.add("--param", format!("{name} is not declared; declared: {}", names())),
                 None => {}
                 Some(d) if d.kind != ParamKind::Scalar => {
-                    mistakes.add("--param", format!("{name} is a tensor, which is read from the --input by its name"));
+                    mistakes.add("--param", format!("{name} is a tensor, not a scalar; add it to the --input under its name"));
                 }
                 Some(_) if self.given[..n].iter().any(|(before, _)| before == name) => {
-                    mistakes.add("--param", format!("{name} is given twice"));
+                    mistakes.add("--param", format!("{name} is given twice; remove one value"));
                 }
                 Some(_) => {}
             }

@@ -48,7 +48,7 @@ impl Order {
             mistakes.add("--remove", format!("it computes nothing: remove {option}"));
         }
         if args.only.is_some() && most.is_some() {
-            mistakes.add("--problems", "--only names the one problem: remove one of both");
+            mistakes.add("--problems", "cannot be combined with --only, which names one problem");
         }
         args.places.check(&mut mistakes);
         let folder = match &args.state {
@@ -82,7 +82,7 @@ fn usual(preference: Preference) -> Strength {
 /// Returns the strength that a problem's name belongs to.
 fn strength_of(problem: &str) -> Result<Strength, String> {
     Strength::of(problem)
-        .ok_or_else(|| format!("{problem:?} names no problem: expected a name such as \"two-way 5\", \"three-way 5\" or \"ledger 5\""))
+        .ok_or_else(|| format!("got {problem:?}, expected the name of a problem, such as \"two-way 5\", \"three-way 5\" or \"ledger 5\""))
 }
 
 /// Returns the folder `proofs`, next to that of the kernel cache. Proofs are stored even if the kernel cache is off.
@@ -94,7 +94,7 @@ fn user_folder(mistakes: &mut Mistakes) -> Option<PathBuf> {
             None
         }
         Err(e) => {
-            mistakes.add(e.variable, format!("{:?}: expected {}", e.value, e.expected));
+            mistakes.add(e.variable, format!("got {:?}, expected {}", e.value, e.expected));
             None
         }
     }

@@ -159,7 +159,7 @@ impl Request {
         let usual = if packed || args.paged.is_some() { Layout::Bshd } else { Layout::Bhsd };
         let layout = mistakes.take("--layout", args.layout.as_deref().map_or(Ok(usual), names::layout));
         if packed && layout == Some(Layout::Sbhd) {
-            mistakes.add("--layout", "packed documents are bshd, (total, heads, dim), or bhsd, (heads, total, dim)");
+            mistakes.add("--layout", "got sbhd, expected bshd (total, heads, dim) or bhsd (heads, total, dim) for packed sequences");
         }
         let dtype = args.dtype.as_deref().map(|text| mistakes.take("--dtype", names::element(text)));
         let mut other = |option: &str, text: Option<&str>| text.and_then(|text| mistakes.take(option, names::element(text)));

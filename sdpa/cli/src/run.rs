@@ -53,7 +53,7 @@ impl Order {
         let ledgers = ledger::of_user(&mut mistakes);
         let seed = mistakes.take("--seed", args.seed.as_deref().map_or(Ok(0), names::seed));
         if args.seed.is_some() && args.problem.input.is_some() {
-            mistakes.add("--seed", "the --input has numbers already");
+            mistakes.add("--seed", "cannot be combined with --input, which contains the numbers");
         }
         let destination = args.output.as_deref().map(|path| {
             let input = args.problem.input.as_deref();

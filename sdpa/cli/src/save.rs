@@ -39,7 +39,7 @@ impl Destination {
         }
         let file = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if input.and_then(|input| std::fs::canonicalize(input).ok()).is_some_and(|input| input == file) {
-            return Err("is the input file".to_owned());
+            return Err("is the input file; name another file".to_owned());
         }
         let folder = match file.parent() {
             Some(folder) if folder != Path::new("") => folder.to_owned(),

@@ -34,7 +34,7 @@ fn format(path: &Path) -> Result<Format, String> {
     match path.extension().and_then(|e| e.to_str()) {
         Some("svg") => Ok(Format::Svg),
         Some("png") => Ok(Format::Png),
-        Some(_) | None => Err("is neither a .svg nor a .png".to_owned()),
+        Some(_) | None => Err("must end in .svg or .png".to_owned()),
     }
 }
 

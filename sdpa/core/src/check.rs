@@ -234,7 +234,11 @@ impl Check {
             if let ParamKind::Tensor { axes, dtype: _ } = p.kind
                 && axes.page_size().is_some()
             {
-                self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), "a tensor over axes: expressions cannot read page tables");
+                self.fail(
+                    format!("{field}, parameter {}", p.name),
+                    kind(p.kind),
+                    "a tensor over axes: expressions cannot read page tables",
+                );
             }
             match known.iter().find(|k| k.name == p.name) {
                 Some(k) if k != p => {

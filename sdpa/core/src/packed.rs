@@ -227,8 +227,8 @@ pub(crate) fn check_memory(
         for (operand, tensor, len) in operands.iter().filter(|(operand, ..)| operand.side() == side) {
             let have = tokens(tensor, *len as u64);
             if have < end {
-                let rule = format!("memory for {end} tokens, the last offset of {}; it has memory for {have}", packed.boundaries(side));
-                errors.push(SpecError::new(format!("{operand} length"), len, rule));
+                let rule = format!("memory for {end} tokens, the last offset of {}", packed.boundaries(side));
+                errors.push(SpecError::new(format!("{operand} length"), format!("{len} elements ({have} tokens)"), rule));
             }
         }
     }

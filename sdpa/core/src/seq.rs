@@ -234,7 +234,8 @@ impl SeqPolicy {
     }
 }
 
-const EXTENTS: &str = "a score_mod that does not read the number of queries or keys: with buckets, these are the bucket's lengths, not the true ones";
+const EXTENTS: &str =
+    "a score_mod that does not read the number of queries or keys: with buckets, these are the bucket's lengths, not the true ones";
 
 /// Extends a tensor to more rows with the same strides.
 fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
@@ -251,7 +252,9 @@ fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
         let stride = tensor.strides[axis];
         // This axis steps over all rows, so its stride must leave space for `length` of them.
         if tensor.dims[axis] > 1 && stride > tensor.strides[2] && stride < reach {
-            return Err(format!("{name} at least {reach} apart, so that {length} rows fit between them; allocate a buffer of fixed capacity"));
+            return Err(format!(
+                "{name} at least {reach} apart, so that {length} rows fit between them; allocate a buffer of fixed capacity"
+            ));
         }
     }
     Ok(())

@@ -43,7 +43,7 @@ pub struct OtherKeys {
 
 impl fmt::Display for OtherKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "kernels: the file has keys of version {}, this release has {}; compile the file with this release", self.file, HERE.kernels)
+        write!(f, "kernels: the file has keys of version {}, expected {}", self.file, HERE.kernels)
     }
 }
 

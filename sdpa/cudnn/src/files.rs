@@ -21,7 +21,7 @@ pub enum AttachError {
     #[error(transparent)]
     File(#[from] PlanFileError),
     /// The file was made for another runtime or device.
-    #[error("{0}")]
+    #[error("{0}; compile the plan file for this device and this cuDNN")]
     Mismatch(Mismatch),
     /// cuDNN or the environment failed.
     #[error(transparent)]

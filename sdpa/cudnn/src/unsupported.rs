@@ -230,7 +230,8 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     }
     let behind = problem.sink() && !lower::sink_in_graph(problem, runtime);
     for statistic in [Statistic::RowMax, Statistic::SumExp].into_iter().filter(|statistic| behind && problem.computes(*statistic)) {
-        let rule = "none with a sink if there is one query or cuDNN is older than 9.13: a separate step then adds the sink and updates only stats";
+        let rule =
+            "none with a sink if there is one query or cuDNN is older than 9.13: a separate step then adds the sink and updates only stats";
         limit(statistic.name(), "a request".to_owned(), rule);
     }
     if behind && problem.packed().is_some() {
@@ -242,7 +243,11 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit("stats_base", StatsBase::Two.to_string(), "natural before cuDNN 9.27; multiply natural stats by log2(e)");
         }
         if behind {
-            limit("stats_base", StatsBase::Two.to_string(), "natural with a sink if there is one query or cuDNN is older than 9.13: a separate step then adds the sink to natural stats");
+            limit(
+                "stats_base",
+                StatsBase::Two.to_string(),
+                "natural with a sink if there is one query or cuDNN is older than 9.13: a separate step then adds the sink to natural stats",
+            );
         }
     }
     if sm < 80 {

@@ -98,8 +98,8 @@ mod tests {
     #[test]
     fn settings_without_a_meaning_are_told() {
         let told = switch(variables(&[(SWITCH, "0")])).unwrap_err().to_string();
-        assert_eq!(told, r#"SDPA_CACHE is "0": expected `on` or `off`"#);
+        assert_eq!(told, r#"SDPA_CACHE: got "0", expected `on` or `off`"#);
         let told = base(variables(&[("HOME", "/home/u"), (FOLDER, "here")])).unwrap_err().to_string();
-        assert_eq!(told, r#"SDPA_CACHE_DIR is "here": expected an absolute path"#);
+        assert_eq!(told, r#"SDPA_CACHE_DIR: got "here", expected an absolute path"#);
     }
 }

@@ -170,8 +170,8 @@ fn files_that_are_no_traces_are_told_with_their_rule_and_nothing_is_written() {
         (br#"{"cudnn":"9","device":"x","caches":[{"version":1}]}"#.to_vec(), &["missing field `name`"]),
         (br#"{"caches":[{"version":-1}]}"#.to_vec(), &["is not the JSON of a CacheTrace"]),
         // Whatever else a newer version has.
-        (br#"{"tiers":[],"caches":[{"version":7,"new":[]}]}"#.to_vec(), &["caches[0].version is 7; 1 is the version that is read"]),
-        (newer.into_bytes(), &["caches[0].version is 2", "caches[1].version is 2"]),
+        (br#"{"tiers":[],"caches":[{"version":7,"new":[]}]}"#.to_vec(), &["caches[0].version: got 7, expected 1"]),
+        (newer.into_bytes(), &["caches[0].version: got 2", "caches[1].version: got 2"]),
         (no_entries.into_bytes(), &["nonzero"]),
         (good.as_bytes()[..good.len() / 2].to_vec(), &["EOF"]),
         ("[".repeat(100_000).into_bytes(), &["is not the JSON of a CacheTrace"]),
@@ -196,7 +196,7 @@ fn every_mistake_of_the_arguments_is_told_at_once() {
     let folder = Folder::new();
     let from = write(&folder, &used());
     for (line, rules) in [
-        (format!("cache report {from} --output {from}"), &["is the input file"][..]),
+        (format!("cache report {from} --output {from}"), &["is the input file; name another file"][..]),
         (format!("cache report {} --output /nowhere/a.html", folder.path("none")), &["cannot be read", "there is no folder /nowhere"]),
         (format!("cache report {} --output {}", folder.path(""), folder.path("a")), &["is not a file"]),
     ] {

@@ -40,9 +40,9 @@ fn the_folder_is_told_and_cleared() {
 fn variables_without_a_meaning_are_mistakes() {
     for line in ["cache info", "cache clear", "doctor", "run --shape 1,1,1,8,8,8 --executor cpu"] {
         let out = sdpa_with(words(line), [("SDPA_CACHE", "0".to_owned())]);
-        assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE: \"0\": expected `on` or `off`".to_owned()]), "{line}");
+        assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE: got \"0\", expected `on` or `off`".to_owned()]), "{line}");
         let out = sdpa_with(words(line), [("SDPA_CACHE", "on".to_owned()), ("SDPA_CACHE_DIR", "here".to_owned())]);
-        assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE_DIR: \"here\": expected an absolute path".to_owned()]), "{line}");
+        assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE_DIR: got \"here\", expected an absolute path".to_owned()]), "{line}");
     }
     let off = sdpa_with(words("run --shape 1,1,1,8,8,8 --executor cpu --no-kernel-cache"), [("SDPA_CACHE", "0".to_owned())]);
     assert_eq!(code(&off), 0, "an option comes before the variable");

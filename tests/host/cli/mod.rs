@@ -142,7 +142,7 @@ fn every_mistake_is_told_at_once_and_nothing_is_written() {
         "q is F16, k is F32",
         "k.dims[0] (batch): got 3",
         "q.dims[1] (heads_q): got 3",
-        "\"gpu\" is not one of auto, cpu, cuda, cudnn, metal",
+        "got \"gpu\", expected one of auto, cpu, cuda, cudnn, metal",
         "no folder /nowhere",
         "--seed: got \"x\"",
     ];
@@ -154,7 +154,7 @@ fn every_mistake_is_told_at_once_and_nothing_is_written() {
     }
     let told: Vec<String> = told.into_iter().filter(|line| !wanted.iter().any(|what| line.contains(what))).collect();
     // A seed that would have no use.
-    assert!(told.iter().all(|line| line.contains("has numbers already")), "{told:#?}");
+    assert!(told.iter().all(|line| line.contains("which contains the numbers")), "{told:#?}");
     let as_json = json(&sdpa(words(&format!("{line} --json"))));
     assert_eq!((&as_json["error"]["exit_code"], &as_json["error"]["kind"]), (&2.into(), &"mistakes".into()));
     assert_eq!(as_json["error"]["lines"].as_array().unwrap().len(), errors(&out).len());
@@ -189,19 +189,19 @@ fn each_bad_input_has_its_line() {
         (file(&[("q", f, q), ("k", f, k), ("v", Dtype::F16, &[2, 9, 8])]), "", "q is F32, k is F32, v is F16"),
         (input(Dtype::F64, [0, 1, 2, 3]), "", "--dtype"),
         (file(&[("q", f, q), ("k", Dtype::F16, k), ("v", f, v)]), "", "q is F32, k is F16, v is F32"),
-        (good[..good.len() - 1].to_vec(), "", "its header speaks of"),
-        ([&good[..], b"x"].concat(), "", "its header speaks of"),
+        (good[..good.len() - 1].to_vec(), "", "its header describes"),
+        ([&good[..], b"x"].concat(), "", "its header describes"),
         (lying, "", "broken safetensors header"),
         (huge, "", "broken safetensors header"),
         (good[..5].to_vec(), "", "no header"),
         (Vec::new(), "", "no header"),
         (u64::MAX.to_le_bytes().to_vec(), "", "does not fit its 8 bytes"),
-        (good.clone(), "--layout bsdh", "\"bsdh\" is not one of"),
-        (good.clone(), "--dtype f64", "\"f64\" is not one of"),
-        (good.clone(), "--seed 3", "has numbers already"),
+        (good.clone(), "--layout bsdh", "got \"bsdh\", expected one of"),
+        (good.clone(), "--dtype f64", "got \"f64\", expected one of"),
+        (good.clone(), "--seed 3", "which contains the numbers"),
         (good.clone(), "--scale 1e39", "expected a finite"),
         (good.clone(), "--mask prefix-lm:-1", "len: got -1"),
-        (good, "--executor rocm", "\"rocm\" is not one of"),
+        (good, "--executor rocm", "got \"rocm\", expected one of"),
     ];
     for (bytes, options, what) in cases {
         std::fs::write(&from, &bytes).unwrap();
@@ -267,9 +267,9 @@ fn places_that_take_no_output_are_refused_before_anything_is_computed() {
     for (to, what) in [
         (folder.path("folder"), "is a folder"),
         (folder.path("none/out"), "there is no folder"),
-        (from.clone(), "is the input file"),
-        (folder.path("link"), "is the input file"),
-        (folder.path("folder/../in"), "is the input file"),
+        (from.clone(), "is the input file; name another file"),
+        (folder.path("link"), "is the input file; name another file"),
+        (folder.path("folder/../in"), "is the input file; name another file"),
         (folder.path("socket"), "is not a file"),
         ("/proc/out".to_owned(), "cannot be written"),
     ] {
@@ -357,8 +357,11 @@ fn every_stage_is_printed() {
     let a100 = &value("--stage schedule --executor cuda --backward --device-profile ../cudnn-graph/devprops/a100.json")["schedule"];
     assert_eq!((&a100["architecture"], &a100["sources"]), (&"sm_80".into(), &2.into()));
     let idle = inspect("--stage schedule --executor cuda --form unified --runtime 9.27.0");
-    assert_eq!(errors(&idle), ["--form", "--runtime"].map(|option| format!("{option}: has no bearing on this --stage and --executor")));
-    assert_eq!(errors(&inspect("--stage graph --executor cuda")), ["--executor: has no bearing on this --stage"]);
+    assert_eq!(
+        errors(&idle),
+        ["--form", "--runtime"].map(|option| format!("{option}: has no effect with this --stage and --executor; remove it"))
+    );
+    assert_eq!(errors(&inspect("--stage graph --executor cuda")), ["--executor: has no effect with this --stage; remove it"]);
     assert!(text("--stage graph --form unified --runtime 9.27.0").contains("sdpa_forward"));
     assert_eq!(text("--runtime 9.27.0"), text("--stage graph --runtime 9.27.0"));
     let kernel = text("--stage kernel --score-mod softcap:30");
@@ -366,7 +369,7 @@ fn every_stage_is_printed() {
     let a100 = &value("--stage kernel --backward --device-profile ../cudnn-graph/devprops/a100.json")["kernels"];
     assert!(a100.as_array().unwrap().len() == 2 && a100[1]["architecture"] == "sm_80", "{}", a100[1]["architecture"]);
     let wide = sdpa(words("inspect --stage kernel --shape 1,2,2,9,9,264 --runtime 9.27.0"));
-    assert_eq!(errors(&wide), ["--runtime: has no bearing on this --stage"]);
+    assert_eq!(errors(&wide), ["--runtime: has no effect with this --stage; remove it"]);
     let wide = sdpa(words("inspect --stage kernel --shape 1,2,2,9,9,264"));
     assert!(code(&wide) == 3 && errors(&wide)[0].contains("dim_qk: got 264"), "{:?}", errors(&wide));
     let too_new = inspect("--stage program --form unified --runtime 9.12.0");

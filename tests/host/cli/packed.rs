@@ -56,7 +56,7 @@ fn documents_of_a_mask_are_told_what_packed_ones_would_cost() {
     assert!(told.contains("3 documents") && told.contains("3.0 times fewer"), "{told}");
     assert_eq!(of(|_| 7), "[]");
     let told = of(|at| at as i32 / 8 % 2);
-    assert!(told.contains("not one run of a row each") && told.contains("row 0, token 16"), "{told}");
+    assert!(told.contains("not one contiguous run of tokens") && told.contains("row 0, token 16"), "{told}");
 }
 
 /// Rows of tokens of (total, heads, dim).
@@ -142,14 +142,14 @@ fn every_mistake_in_boundaries_is_told_with_the_others() {
         ),
         ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,x,99999999999", &["got \"x\", \"99999999999\", expected offsets"]),
         ("--shape 3,4,2,7,7,16 --cu-seqlens 0,5,7", &["cu_seqlens length: got 3, expected 4 elements"]),
-        ("--shape 3,4,2,7,7,16 --cu-seqlens 0", &["two numbers"]),
+        ("--shape 3,4,2,7,7,16 --cu-seqlens 0", &["expected at least 2"]),
         ("--shape 2,4,2,7,7,16 --cu-seqlens-q 0,5,4 --layout sbhd", &["requires --cu-seqlens-kv", "--layout", "cu_seqlens_q[2]: got 4"]),
         ("--shape 2,4,2,7,9,16 --cu-seqlens-q 0,5,4 --cu-seqlens-kv 9,1,2", &["cu_seqlens_q[2]: got 4", "cu_seqlens_kv[1]: got 1"]),
         ("--shape 2,4,2,7,7,16 --cu-seqlens 0,5,7 --cu-seqlens-q 0,1,2", &["sets queries and keys"]),
         ("--shape 2,4,2,7,9,16 --cu-seqlens 0,5,7", &["k.dims[2] (seq_kv): got 9"]),
         ("--shape 2,4,2,7,9,16 --cu-seqlens-q 0,5,7 --cu-seqlens-kv 0,9,9 --mask causal-bottom-right", &["bottom-right"]),
         ("--shape 2,4,2,7,7,16 --cu-seqlens input", &["requires --input"]),
-        ("--cu-seqlens 0,5,7", &["needs --shape"]),
+        ("--cu-seqlens 0,5,7", &["requires --shape"]),
     ] {
         let out = sdpa(words(&format!("run {options} --executor cpu --output {to}")));
         let errors = errors(&out);

@@ -114,7 +114,7 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
     for rule in [
         "k: got pages of 4 tokens, expected 5, by --paged",
         "v: got pages of 4 tokens",
-        "--pages: the pages are those of the --input",
+        "--pages: cannot be combined with --input, which contains the pages",
         "--dtype",
     ] {
         assert!(told.contains(rule), "{told}");
@@ -150,9 +150,9 @@ fn every_mistake_in_pages_is_told_with_the_others() {
             &["--paged: got 9223372036854775807", "--pages: got 9223372036854775807"],
         ),
         ("", "--paged 2147483647 --pages 2147483647", &["k.strides", "v.strides"]),
-        ("", "--pages 3 --page-table T", &["--pages: is for --paged", "--page-table: is for --paged"]),
-        ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: is not for --paged: --cu-seqlens-q packs queries"]),
-        ("", "--paged 16 --cu-seqlens-kv 0,5,7 --pages x", &["--cu-seqlens-kv: is not for --paged", "--pages"]),
+        ("", "--pages 3 --page-table T", &["--pages: requires --paged", "--page-table: requires --paged"]),
+        ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: cannot be combined with --paged; pass --cu-seqlens-q"]),
+        ("", "--paged 16 --cu-seqlens-kv 0,5,7 --pages x", &["--cu-seqlens-kv: cannot be combined with --paged", "--pages"]),
         (
             "",
             "--paged 16 --cu-seqlens-q 0,8,7 --mask padding",
@@ -163,10 +163,10 @@ fn every_mistake_in_pages_is_told_with_the_others() {
             "--paged 40 --page-table T --cu-seqlens-q 0,5,4",
             &["got \"x\", expected page indices", "at least 5, the offset before it"],
         ),
-        ("", "--paged 16 --page-table T", &["has no line with numbers of pages"]),
+        ("", "--paged 16 --page-table T", &["got no line, expected page indices"]),
         ("", "--paged 16 --page-table /nowhere/table.txt", &["--page-table /nowhere/table.txt: cannot be read"]),
         ("0 1 x\n2 99999999999", "--paged 40 --page-table T", &["\"x\", \"99999999999\", expected page indices"]),
-        ("0 1 2 3\n0 1 2", "--paged 40 --page-table T", &["line 1 has 4 pages: at most 3, which 100 keys take"]),
+        ("0 1 2 3\n0 1 2", "--paged 40 --page-table T", &["line 1: got 4 pages, expected at most 3 for 100 keys"]),
         ("0 1 2", "--paged 40 --page-table T --dtype f31", &["got 1 lines with pages, expected 2, one for each batch entry", "--dtype"]),
         ("0 1 6\n-1 2 3", "--paged 40 --page-table T", &["page_table[0][2]: got 6, expected between 0 and 5", "page_table[1][0]: got -1"]),
         ("0 1 2\n3 4", "--paged 40 --page-table T", &["page_table[1][2]: got -1, expected between 0 and 5"]),
@@ -208,7 +208,7 @@ fn a_paged_problem_is_inspected_and_read_from_toml() {
     for (pages, want, rule) in [
         ("paged = 16\npages = 40", 3, "cudnn"),
         ("paged = 0", 2, "cache: --paged: got 0, expected between 1"),
-        ("pages = 40", 2, "cache: --pages: is for --paged"),
+        ("pages = 40", 2, "cache: --pages: requires --paged"),
         ("paged = 16\nbackward = true", 2, "reads no paged KV cache"),
         ("paged = \"16\"", 2, "invalid type"),
     ] {

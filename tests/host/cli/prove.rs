@@ -107,12 +107,12 @@ fn mistakes_are_told_at_once_and_nothing_is_written() {
     let wrong = errors(&out);
     assert_eq!((code(&out), wrong.len()), (2, 8), "{wrong:?}");
     for begins in [
-        "EXECUTOR: \"cpux\" is not one of auto, cpu, cuda, cudnn, metal",
-        "--only: \"seven\" names no problem",
-        "--strength: \"four\" is not one of two, three, ledger",
+        "EXECUTOR: got \"cpux\", expected one of auto, cpu, cuda, cudnn, metal",
+        "--only: got \"seven\", expected the name of a problem",
+        "--strength: got \"four\", expected one of two, three, ledger",
         "--problems: got \"0\", expected an integer of at least 1",
         "--remove: it computes nothing: remove --only",
-        "--problems: --only names the one problem",
+        "--problems: cannot be combined with --only",
     ] {
         assert!(wrong.iter().any(|line| line.starts_with(begins)), "{begins}: {wrong:?}");
     }
@@ -123,7 +123,7 @@ fn mistakes_are_told_at_once_and_nothing_is_written() {
     let out = sdpa(["prove", "cpu", "--state", &folder.path("file")]);
     assert_eq!((code(&out), errors(&out)), (2, vec![format!("--state {}: got a file, expected a folder", folder.path("file"))]));
     let out = sdpa_with(words("prove cpu --problems 1"), [("SDPA_CACHE_DIR", "here".to_owned())]);
-    assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE_DIR: \"here\": expected an absolute path".to_owned()]));
+    assert_eq!((code(&out), errors(&out)), (2, vec!["SDPA_CACHE_DIR: got \"here\", expected an absolute path".to_owned()]));
     assert_eq!(folder.names(), ["file"]);
 }
 
@@ -205,5 +205,5 @@ fn executors_that_are_not_here_are_told() {
     }
     // A worker says so on stdout, which its parent reads.
     let out = sdpa(words("prove-worker none"));
-    assert!(code(&out) != 0 && stdout(&out).contains("is not one of"), "{}", stdout(&out));
+    assert!(code(&out) != 0 && stdout(&out).contains("expected one of"), "{}", stdout(&out));
 }

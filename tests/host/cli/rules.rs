@@ -230,12 +230,12 @@ fn mistakes_in_rules_are_told_at_once() {
         "slopes: got shape [3], expected [2] (head), or [1, 2, 1, 1]",
         "doc_q: got type F32, expected i32 as declared",
         "no tensor doc_k, which is declared",
-        "\"x\" is not a number",
+        "got \"x\", expected a number",
     ] {
         assert_eq!(all.iter().filter(|line| line.contains(what)).count(), 1, "{what} in {all:#?}");
     }
     let all = told(&["--score-mod", "softcap:3", "--param", "cap=1", "--param", "cap=2", "--param", "cup=2", "--param", "cap"]);
-    for what in ["cap is given twice", "cup is not declared; declared: cap", "\"cap\" is not NAME=VALUE"] {
+    for what in ["cap is given twice", "cup is not declared; declared: cap", "got \"cap\", expected NAME=VALUE"] {
         assert_eq!(all.iter().filter(|line| line.contains(what)).count(), 1, "{what} in {all:#?}");
     }
     assert!(told(&["--mask", "array"])[0].contains("has no tensor mask, which --mask array reads"));

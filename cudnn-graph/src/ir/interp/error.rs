@@ -72,7 +72,9 @@ pub enum BindingError {
         at: String,
     },
     /// Dropout does not output its random numbers, so the caller cannot pass them.
-    #[error("{at}: dropout has no rng_dump, and the interpreter cannot generate its random numbers; add an rng_dump and pass its value as an input")]
+    #[error(
+        "{at}: dropout has no rng_dump, and the interpreter cannot generate its random numbers; add an rng_dump and pass its value as an input"
+    )]
     HiddenRandomBits {
         /// The op.
         at: String,

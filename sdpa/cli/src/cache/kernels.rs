@@ -9,7 +9,7 @@ use serde::Serialize;
 /// Returns the kernel cache that the environment variables select; adds a mistake for a variable with an invalid value.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
     KernelCache::of_user().unwrap_or_else(|e| {
-        mistakes.add(e.variable, format!("{:?}: expected {}", e.value, e.expected));
+        mistakes.add(e.variable, format!("got {:?}, expected {}", e.value, e.expected));
         None
     })
 }

@@ -40,6 +40,6 @@ fn parse(bytes: &[u8]) -> Result<CacheTrace, Vec<String>> {
     }
     let versions = header.caches.iter().enumerate().filter(|(_, cache)| cache.version != VERSION);
     let mistakes: Vec<String> =
-        versions.map(|(n, cache)| format!("caches[{n}].version is {}; {VERSION} is the version that is read", cache.version)).collect();
+        versions.map(|(n, cache)| format!("caches[{n}].version: got {}, expected {VERSION}", cache.version)).collect();
     if mistakes.is_empty() { serde_json::from_slice(bytes).map_err(broken) } else { Err(mistakes) }
 }

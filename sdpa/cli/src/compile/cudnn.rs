@@ -37,7 +37,7 @@ impl Wanted {
         let found = library.version().to_string();
         match &self.version {
             Some(wanted) if found != *wanted && !found.starts_with(&format!("{wanted}.")) => {
-                Err(failure(format!("--cudnn {wanted}: the one found is {found}, {}", library.path().display())))
+                Err(failure(format!("--cudnn {wanted}: found cuDNN {found} instead, {}", library.path().display())))
             }
             Some(_) | None => Ok(library),
         }

@@ -28,7 +28,7 @@ fn numbers(text: &str) -> Result<Vec<i32>, String> {
         return Err(format!("got {}, expected offsets of tokens as i32, such as 0,5,12, or {OF_INPUT}", crate::table::list(&wrong)));
     }
     let all: Vec<i32> = all.into_iter().filter_map(Result::ok).collect();
-    if all.len() < 2 { Err("of one document has two numbers: where it begins, and where it ends".to_owned()) } else { Ok(all) }
+    if all.len() < 2 { Err("got fewer than 2 offsets, expected at least 2, such as 0,5 for one sequence".to_owned()) } else { Ok(all) }
 }
 
 /// Returns the number of tokens of the longest sequence, at least 1.
@@ -52,7 +52,10 @@ impl Packing {
         let cross = both.is_none() || paged;
         if paged {
             for (option, _) in given.iter().filter(|(option, text)| *option != given[1].0 && text.is_some()) {
-                mistakes.add(option, "is not for --paged: --cu-seqlens-q packs queries, and keys are as many as seq_len_kv says");
+                mistakes.add(
+                    option,
+                    "cannot be combined with --paged; pass --cu-seqlens-q to pack the queries, and the lengths of keys in seq_len_kv",
+                );
             }
         } else if both.is_some() && (queries.is_some() || keys.is_some()) {
             mistakes.add("--cu-seqlens", "sets queries and keys, and cannot be combined with --cu-seqlens-q or --cu-seqlens-kv");
@@ -62,7 +65,7 @@ impl Packing {
         }
         if args.input.is_none() && args.shape.is_none() {
             let option = given.iter().find(|(_, text)| text.is_some()).map_or(given[0].0, |(option, _)| option);
-            mistakes.add(option, "needs --shape, whose batch is the number of documents, or --input");
+            mistakes.add(option, "requires --shape, whose batch is the number of sequences, or --input");
         }
         let packed = Packed::new().with_cross(cross);
         let options = if cross { [given[1].0, given[2].0] } else { [given[0].0; 2] };

@@ -63,7 +63,7 @@ fn rows(path: &Path) -> Result<Vec<Vec<i32>>, String> {
         return Err(format!("got {}{more}, expected page indices as i32, a line for each batch entry", crate::table::list(shown)));
     }
     if rows.is_empty() {
-        return Err("has no line with numbers of pages, a line for each batch entry".to_owned());
+        return Err("got no line, expected page indices, one line for each batch entry".to_owned());
     }
     Ok(rows.iter().map(|row| row.iter().filter_map(|word| word.parse().ok()).collect()).collect())
 }
@@ -84,7 +84,7 @@ impl Paging {
         let Some(text) = &args.paged else {
             for (option, given) in [("--pages", args.pages.is_some()), ("--page-table", args.page_table.is_some())] {
                 if given {
-                    mistakes.add(option, "is for --paged");
+                    mistakes.add(option, "requires --paged");
                 }
             }
             return None;
@@ -92,7 +92,7 @@ impl Paging {
         let page_size = mistakes.take("--paged", number(text));
         let pages = args.pages.as_deref().and_then(|text| mistakes.take("--pages", number(text)));
         if args.pages.is_some() && args.input.is_some() {
-            mistakes.add("--pages", "the pages are those of the --input");
+            mistakes.add("--pages", "cannot be combined with --input, which contains the pages");
         }
         let (table, about) = match &args.page_table {
             Some(path) => {
@@ -151,7 +151,7 @@ impl Paging {
         }
         let most = self.per_entry(seq_kv);
         if let Some((n, row)) = rows.iter().enumerate().find(|(_, row)| row.len() as i64 > most) {
-            mistakes.add(&self.about, format!("line {} has {} pages: at most {most}, which {seq_kv} keys take", n + 1, row.len()));
+            mistakes.add(&self.about, format!("line {}: got {} pages, expected at most {most} for {seq_kv} keys", n + 1, row.len()));
         }
     }
 

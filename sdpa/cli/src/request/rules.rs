@@ -99,7 +99,7 @@ pub(super) fn judge(
     if !gradient.backward {
         for (option, given) in [("--wrt", !gradient.wrt.is_empty()), ("--deterministic", gradient.deterministic)] {
             if given {
-                mistakes.add(option, "is for --backward");
+                mistakes.add(option, "requires --backward");
             }
         }
         return Some(none);

@@ -50,7 +50,7 @@ fn say<'a>(documents: &Documents, passes: impl Iterator<Item = &'a (&'static str
     };
     if let Documents::Apart { row, token } = documents {
         return Some(format!(
-            "{whole}: packed documents are no other way to say it, as those of the mask are not one run of a row each (row {row}, token {token})"
+            "{whole}: these documents cannot be packed, because some are not one contiguous run of tokens (row {row}, token {token})"
         ));
     }
     let passes: Vec<_> = passes.collect();
@@ -95,7 +95,7 @@ mod tests {
         for executor in [ExecutorName::CUDNN, ExecutorName::CPU] {
             assert_eq!(said(&Documents::Runs(vec![vec![4096]; 4]), executor), None);
             let apart = said(&Documents::Apart { row: 1, token: 7 }, executor).unwrap();
-            assert!(apart.contains("not one run of a row each") && apart.contains("row 1, token 7"), "{apart}");
+            assert!(apart.contains("not one contiguous run of tokens") && apart.contains("row 1, token 7"), "{apart}");
         }
         // With sequences shorter than a tile, packing is slower than a document mask over rows with few documents, so it is not advised.
         let short = Shape { batch: 256, seq_q: 256, seq_kv: 256, ..shape };

@@ -90,7 +90,7 @@ impl Plans {
             if let Preference::Named(name) = preference
                 && name != of
             {
-                mistakes.add(about, format!("it is of {of}, and the --executor is {name}"));
+                mistakes.add(about, format!("it is a file of {of}, but --executor is {name}; name a file of {name}"));
                 continue;
             }
             let absent = |error: Error| match preference {

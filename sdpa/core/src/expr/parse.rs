@@ -272,7 +272,10 @@ impl Reader {
         let Declared { name, kind, .. } = &self.builder.params()[table.index()];
         let rank = kind.extents().len();
         if indices.len() != 1 && indices.len() != rank {
-            return self.fail_at(token, format!("{name}: got {} indices, expected one (a position in memory) or {rank} (one per extent)", indices.len()));
+            return self.fail_at(
+                token,
+                format!("{name}: got {} indices, expected one (a position in memory) or {rank} (one per extent)", indices.len()),
+            );
         }
         if let Some(&other) = indices.iter().find(|&&index| self.builder.ty(index) != Type::I32) {
             return self.fail_at(token, format!("{name} is indexed by i32, not by {}", self.builder.ty(other)));

@@ -305,7 +305,8 @@ fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Re
             return Err(LowerError::Unsupported(rule));
         }
         if dtype(wanted.dtype) == DType::F32 {
-            let rule = format!("the gradient of parameter {name} in f32: cuDNN's engines sum it in f16 and bf16 only; request one of these types");
+            let rule =
+                format!("the gradient of parameter {name} in f32: cuDNN's engines sum it in f16 and bf16 only; request one of these types");
             return Err(LowerError::Unsupported(rule));
         }
         let kind = b.params().iter().find(|p| p.name == *name).map(|p| p.kind);
@@ -342,7 +343,9 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
         return Err(LowerError::Unsupported(super::unified::DROPS_NOTHING.to_owned()));
     }
     if b.sink_gradient().is_some() {
-        return Err(LowerError::Unsupported("the unified backward op returns no row sums, which the gradient of the sink needs; use the composite form".to_owned()));
+        return Err(LowerError::Unsupported(
+            "the unified backward op returns no row sums, which the gradient of the sink needs; use the composite form".to_owned(),
+        ));
     }
     let mut g = Graph::new();
     let mut supplies = Vec::new();

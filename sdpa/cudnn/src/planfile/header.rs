@@ -22,7 +22,7 @@ pub struct Header {
 #[non_exhaustive]
 pub enum Mismatch {
     /// The file was written by another cuDNN.
-    #[error("cudnn: the plan file was made for {file}, this process loaded {here}; compile the plan file for this version")]
+    #[error("cudnn: the plan file was made for {file}, expected {here}")]
     Cudnn {
         /// The version in the file.
         file: String,
@@ -30,7 +30,7 @@ pub enum Mismatch {
         here: String,
     },
     /// The file is for another kind of device.
-    #[error("device profile, {property}: the plan file was made for {file}, this device has {here}; compile the plan file for this device")]
+    #[error("device profile, {property}: the plan file was made for {file}, expected {here}")]
     Profile {
         /// The property that differs, or `JSON` if a profile cannot be parsed.
         property: String,
@@ -40,7 +40,7 @@ pub enum Mismatch {
         here: String,
     },
     /// The lowering has another version.
-    #[error("lowering: the plan file has version {file}, this release has {here}; compile the plan file with this release")]
+    #[error("lowering: the plan file has version {file}, expected {here}")]
     Lowering {
         /// The version in the file.
         file: u32,
@@ -117,9 +117,9 @@ mod tests {
     fn a_mismatch_names_the_field_and_both_values() {
         let file = header("X", 900, "");
         let cases = [
-            (Header { cudnn: "9.21.0".to_owned(), ..file.clone() }, "cudnn: the plan file was made for 9.19.0, this process loaded 9.21.0; compile the plan file for this version"),
-            (Header { lowering: 4, ..file.clone() }, "lowering: the plan file has version 3, this release has 4; compile the plan file with this release"),
-            (header("Y", 1000, ""), "device profile, deviceVer: the plan file was made for 900 (X), this device has 1000 (Y); compile the plan file for this device"),
+            (Header { cudnn: "9.21.0".to_owned(), ..file.clone() }, "cudnn: the plan file was made for 9.19.0, expected 9.21.0"),
+            (Header { lowering: 4, ..file.clone() }, "lowering: the plan file has version 3, expected 4"),
+            (header("Y", 1000, ""), "device profile, deviceVer: the plan file was made for 900 (X), expected 1000 (Y)"),
         ];
         for (here, text) in cases {
             assert_eq!(file.mismatch(&here).unwrap().to_string(), text);

@@ -24,7 +24,7 @@ pub enum PlanFileError {
         path: PathBuf,
     },
     /// The file was written by a later version of this library.
-    #[error("{} has format version {found}, this release reads {known} and older; update sdpa, or compile the file again", path.display())]
+    #[error("{} has format version {found}, this release reads {known} and older", path.display())]
     Newer {
         /// The file.
         path: PathBuf,
@@ -34,7 +34,7 @@ pub enum PlanFileError {
         known: u32,
     },
     /// The file ends too early.
-    #[error("{} is cut off: it has {has} bytes, and its {what} needs {needs}; compile it again", path.display())]
+    #[error("{} is cut off: it has {has} bytes, and its {what} needs {needs}", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -46,7 +46,7 @@ pub enum PlanFileError {
         has: u64,
     },
     /// A checksum does not match.
-    #[error("{} is damaged: the checksum of its {what} does not match; compile it again", path.display())]
+    #[error("{} is damaged: the checksum of its {what} does not match", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum PlanFileError {
         rule: String,
     },
     /// Every user may change the file, or replace it.
-    #[error("{} has mode {mode:04o}: every user may write to it, and plans are machine code; `chmod o-w` it, or use another folder", path.display())]
+    #[error("{} has mode {mode:04o}: every user may write to it, and plans are machine code; `chmod o-w` it", path.display())]
     Permissions {
         /// The file, or its folder.
         path: PathBuf,
