@@ -282,7 +282,7 @@ def test_tables_of_text_and_of_numpy():
         (lambda s, b, h, q, k: REL[q - k], "returns a row"),
         (lambda s, b, h, q, k: s + T4[b, q - k].sum(), "read with 2 of them"),
         (lambda s, b, h, q, k: s + (XY[q] * REL[h]).sum(), "rows of \\[3, 21\\]"),
-        (lambda s, b, h, q, k: s + torch.dot(XY[q], REL[h]), "other lengths"),
+        (lambda s, b, h, q, k: s + torch.dot(XY[q], REL[h]), "different lengths"),
         (lambda s, b, h, q, k: s + torch.dot(XY[q], XY[q] > 0), "of float32 and one of bool"),
         (lambda s, b, h, q, k: s + XY[q].sum(dim=1), "dim=1"),
         (lambda s, b, h, q, k: s + XY[q].sum(keepdim=True), "keepdim"),

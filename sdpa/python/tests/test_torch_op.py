@@ -101,7 +101,7 @@ def test_a_compiled_function_sees_what_changes():
 def test_second_derivatives_are_refused():
     q, k, v = operands()
     (first,) = torch.autograd.grad(flex_attention(q, k, v, enable_gqa=True).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradient of a gradient"):
+    with pytest.raises(NotImplementedError, match="second derivatives"):
         first.sum().backward()
 
 

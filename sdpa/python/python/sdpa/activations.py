@@ -13,7 +13,7 @@ from .values import FUNCTIONS, NUMBERS, as_text, as_type, binary, common, consta
 def _of_float(name: str, x: Any, out: Any = None) -> tuple:
     trace, x = unary(x, out)
     if x.kind != "f32":
-        raise TracingError(f"`{name}` of {x.element}", "it takes floats: convert before, `.float()`")
+        raise TracingError(f"`{name}` of {x.element}", "convert to floats first, `.float()`")
     return trace, x
 
 
@@ -32,7 +32,7 @@ def _activation(name: str) -> Callable:
             if not inplace:
                 return result
             if not hasattr(x, "overwrite"):
-                raise TracingError(f"{name} in place of {type(x).__name__}", f"use its result: `score = torch.nn.functional.{name}(score)`")
+                raise TracingError(f"{name} in place of {type(x).__name__}", f"use the result of the function: `score = torch.nn.functional.{name}(score)`")
             return x.overwrite(name, result)
 
         return made
@@ -111,7 +111,7 @@ def lerp(start: Any, end: Any, weight: Any, *, out: Any = None) -> Any:
     number = value(weight, trace)
     of = [one for one in (x, y, number) if type(one) not in NUMBERS]
     if type(x) in NUMBERS or type(y) in NUMBERS or kind_of(x) != "f32" or len({one.element for one in of}) > 1:
-        raise TracingError("lerp of values that are not floats of one type", "convert them before, `.float()`: two values, and a weight that is a value or a number")
+        raise TracingError("lerp of values that are not floats of one type", "give two floats of one type and a weight; convert with `.float()` first")
     x, y, w = x.text, y.text, as_text(number, "float32", trace)
     near = f"{x} + {w} * ({y} - {x})"
     far = f"{y} - ({y} - {x}) * (1.0 - {w})"
@@ -127,7 +127,7 @@ def logaddexp(x: Any, y: Any, *, out: Any = None) -> Any:
     trace, x, y = binary(x, y, out)
     element = common(x, y)
     if element != "float32" and not element.endswith("float16"):
-        raise TracingError(f"logaddexp of {element}", "it takes floats: convert before, `.float()`")
+        raise TracingError(f"logaddexp of {element}", "convert to floats first, `.float()`")
     if type(x) in NUMBERS or type(y) in NUMBERS:
         raise TracingError("logaddexp with a number", "two values: `torch.full_like(score, x)`")
     x, y = as_type(x, element, trace), as_type(y, element, trace)
@@ -153,7 +153,7 @@ def round_to_even(x: Any, *, decimals: int = 0, out: Any = None) -> Any:
         raise TracingError(f"decimals is {type(decimals).__name__}", "an integer")
     if x.kind == "i32":
         if decimals:
-            raise TracingError(f"{x.element} is rounded to {decimals} decimals", "PyTorch does so with floats: convert before, `.float()`")
+            raise TracingError(f"{x.element} is rounded to {decimals} decimals", "only floats can be; convert with `.float()` first")
         return copied(x)
     if decimals:
         power = float(10 ** min(abs(decimals), 60))

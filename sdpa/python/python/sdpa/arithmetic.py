@@ -60,7 +60,7 @@ def logic(sign: str, strict: bool) -> Callable:
     def made(x, y, *, out=None):
         trace, x, y = binary(x, y, out)
         if strict and not kind_of(x) == kind_of(y) == "bool":
-            raise TracingError(f"`{sign}` of a number", "it takes bools: compare first")
+            raise TracingError(f"`{sign}` of a number", "it takes bools; compare first")
         x, y = as_text(x, "bool", trace), as_text(y, "bool", trace)
         neutral = "true" if sign == "&" else "false"
         text = f"{x} {sign} {y}" if neutral not in (x, y) else f"({y if x == neutral else x})"
@@ -383,7 +383,7 @@ def of_type(x, element: str, trace):
     if x.kind == "i32":
         return trace.same(x, element) if element in ("int32", "int64") else wrapped(x, element, trace)
     if element == "int64" and x.range is None:
-        raise TracingError("a float of any size is converted to int64", "convert it to int32, `.int()`: integers have 32 bits here")
+        raise TracingError("a float of unknown size is converted to int64", "convert it to int32, `.int()`: integers have 32 bits here")
     if element not in ("int32", "int64"):
         raise TracingError(f"a float is converted to {element}", f"convert it to int32 first, which drops the fraction, and then to {element}, which wraps")
     return as_type(x, element, trace)

@@ -152,9 +152,9 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
 
 def _no_transforms(*tensors: torch.Tensor) -> None:
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise UnsupportedError("sdpa", ["derivatives in forward mode (torch.func.jvp, dual numbers) are not covered: those of backward passes are"])
+        raise UnsupportedError("sdpa", ["derivatives in forward mode (torch.func.jvp, dual numbers) are not supported; use backward() or torch.autograd.grad"])
     if any(is_batchedtensor(x) or is_gradtrackingtensor(x) for x in tensors):
-        raise UnsupportedError("sdpa", ["transforms of torch.func (vmap, grad, vjp) are not covered: backward() and torch.autograd.grad are"])
+        raise UnsupportedError("sdpa", ["transforms of torch.func (vmap, grad, vjp) are not supported; use backward() or torch.autograd.grad"])
 
 
 def _no_gradient(mask: Kept, params: list, tensors: tuple) -> None:

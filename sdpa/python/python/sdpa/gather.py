@@ -77,7 +77,7 @@ class Rows(Unread):
     __rmatmul__ = __matmul__
 
     def __bool__(self) -> bool:
-        raise TracingError("a row of a tensor is taken for true or false", "reduce it by `.all()` or `.any()`, and choose by torch.where")
+        raise TracingError("a row of a tensor is used as true or false", "reduce it by `.all()` or `.any()`, and choose by torch.where")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -139,10 +139,10 @@ class Partial(Rows):
         free = [n for n, one in enumerate(self.taken) if one is _FREE]
         if len(free) > 1:
             given, axes = len(self.taken) - len(free), len(self.taken)
-            raise TracingError(f"a tensor of {axes} axes is read with {given} of them", "index every axis, or every axis but one for a row that is reduced, `.sum()`")
+            raise TracingError(f"a tensor of {axes} axes is indexed along {given} of them", "index every axis, or every axis but one for a row that is reduced, `.sum()`")
         length = extents(self.source)[free[0]]
         if not 0 < length <= _LONGEST:
-            raise TracingError(f"a row of {length} elements is read", f"rows of 1 to {_LONGEST} are unrolled: reduce longer ones before, into a tensor over queries and keys")
+            raise TracingError(f"a row of {length} elements is read", f"rows of 1 to {_LONGEST} elements are supported; reduce longer ones before tracing, into a tensor over queries and keys")
         at = lambda n: tuple([n if one is _FREE else one for one in self.taken])  # noqa: E731
         return tuple([self.trace.table(self.source, at(n)) for n in range(length)])
 
@@ -176,7 +176,7 @@ def _index(one: Any, source: Any, axis: int) -> Any:
         one = one.lifted()
         if one.element not in ("int32", "int64"):
             mask = ", as PyTorch reads bools and uint8 as a mask" if one.element in ("bool", "uint8") else ""
-            raise TracingError(f"a tensor is indexed by a value of {one.element}", f"an index is an int32 or an int64{mask}: convert it before, `.int()`")
+            raise TracingError(f"a tensor is indexed by a value of {one.element}", f"an index is an int32 or an int64{mask}; convert it with `.int()` first")
         return one
     if isinstance(one, int) and not isinstance(one, bool):
         extent = source.shape[axis]
@@ -260,7 +260,7 @@ def _float(x: Any) -> Any:
 def _dot(x: Any, y: Any, *, out: Any = None) -> Any:
     x, y = _row(x), _row(y)
     if x is None or y is None or len(x) != len(y):
-        raise TracingError("a product of rows of other lengths", "two rows of one length")
+        raise TracingError("a product of rows of different lengths", "two rows of one length")
     _, first = unary(x[0], out)
     if first.element != y[0].element or first.element == "bool":
         raise TracingError(f"the product of a row of {first.element} and one of {y[0].element}", "two rows of one type of numbers: convert one, `.float()`")

@@ -66,7 +66,7 @@ class Kept:
             step, (low, high) = found
             raise TracingError(
                 f"an int64 may be from {low} to {high} with (batch, heads, queries, keys) = {tuple(extents)}: integers have 32 bits here",
-                "convert to floats before, `.float()`, or to int32 where wrapping is meant, `.int()`", step.where,
+                "convert to floats first, `.float()`, or to int32 if wrapping is intended, `.int()`", step.where,
             )  # fmt: skip
 
     @classmethod

@@ -369,7 +369,7 @@ def _through_stats(d_o, o, v, d_stats):
 
 
 def _no_second(ctx, *gradients):
-    raise UnsupportedError("sdpa", ["the gradient of a gradient of attention is not covered"])
+    raise UnsupportedError("sdpa", ["second derivatives of attention are not supported"])
 
 
 torch.library.register_autograd("sdpa::attention", _gradient, setup_context=_setup)

@@ -116,18 +116,18 @@ class Operators:
             raise TracingError(f"NumPy's `{name}` is applied to a traced value", f"use torch.{name}, or the method: `x.{name}()`")
         return made(*inputs)
 
-    __bool__ = _refuse("a traced value is taken for true or false", _IF)
-    __int__ = __index__ = _refuse("a traced value is taken for a number or an index", f"{_VALUE}; index tensors by q_idx, kv_idx, b and h as they are, and NumPy arrays through sdpa.array(...)")
-    __float__ = __complex__ = _refuse("a traced value is taken for a number", _VALUE)
+    __bool__ = _refuse("a traced value is used as true or false", _IF)
+    __int__ = __index__ = _refuse("a traced value is used as a number or an index", f"{_VALUE}; index tensors by q_idx, kv_idx, b and h as they are, and NumPy arrays through sdpa.array(...)")
+    __float__ = __complex__ = _refuse("a traced value is used as a number", _VALUE)
     # No `__len__`: PyTorch queries it on every index, and continues if it is missing.
-    __iter__ = _refuse("a traced value is taken for a sequence", "it is one number")
+    __iter__ = _refuse("a traced value is used as a sequence", "it is one number")
     __getitem__ = _refuse("a traced value is indexed", "it is one number")
     __matmul__ = __rmatmul__ = _refuse("`@` of a traced value", "it is one number: multiply by `*`")
-    __round__ = _refuse("a traced value is rounded by Python's `round`, which tensors do not take", "use torch.round(x)")
+    __round__ = _refuse("a traced value is rounded by Python's `round`, which tensors do not support", "use torch.round(x)")
     __divmod__ = __rdivmod__ = _refuse("`divmod` of a traced value", "use // and %")
-    __array__ = _refuse("a traced value is taken for an index or an array of NumPy's", f"{_VALUE}; make NumPy arrays readable by sdpa.array(...)")
+    __array__ = _refuse("a traced value is used as an index or an array of NumPy", f"{_VALUE}; make NumPy arrays readable by sdpa.array(...)")
     item = tolist = numpy = cpu = cuda = _refuse("`.item()` or its like on a traced value", f"{_VALUE}; take numbers out of tensors before, or read tensors by index")
-    detach = backward = requires_grad_ = _refuse("autograd on a traced value", "captured tensors have their gradients by themselves")
+    detach = backward = requires_grad_ = _refuse("autograd on a traced value", "captured tensors get their gradients without it")
 
     @property
     def shape(self):
@@ -255,7 +255,7 @@ def common(x, y) -> str:
         of, number = (y, x) if type(x) in NUMBERS else (x, y)
         element = of_number(number) if type(of) in NUMBERS else with_number(of.element, number)
         if element in NARROW and not within((number, number), element):
-            raise TracingError(f"the number {number} does not fit {element}", "convert the tensor to int32 or int64 before, or compute with floats")
+            raise TracingError(f"the number {number} does not fit {element}", "convert the tensor to int32 or int64 first, or compute with floats")
         return element
     return promoted(x.element, y.element)
 
