@@ -16,8 +16,9 @@ pub use documents::Documents;
 const ONE: i64 = 1;
 
 /// The note for masks whose documents are contiguous runs of tokens.
-const PACKED: &str = "packed documents (cu_seqlens) cost the pairs that each has by itself: how much less that is depends on the lengths of documents, which \
-                      are data of each call; n of one length in a row have about n times fewer pairs, where no window keeps less";
+const PACKED: &str = "packed documents (cu_seqlens) compute only the pairs within each document: how many fewer depends on the document lengths, \
+                      which are known only at each call; n documents of one length have about n times fewer pairs, unless a window keeps fewer \
+                      anyway";
 
 /// Returns sentences on the cost of a pass's masks, given the choice of pieces. Returns none for bands and lengths: engines compute only the tiles
 /// that these keep.
@@ -65,8 +66,8 @@ fn rule(problem: &Problem) -> Rule {
 
 fn why(problem: &Problem) -> &'static str {
     match rule(problem) {
-        Rule::Documents => "which document a query or key is of is data of each call",
-        Rule::Data => "what the mask keeps is data of each call",
+        Rule::Documents => "which document a query or key belongs to is known only at each call",
+        Rule::Data => "what the mask keeps is known only at each call",
         Rule::Places => "the mask is not a band",
     }
 }
@@ -168,7 +169,7 @@ mod tests {
         let mut packed = spec([512, 512], &["document"]);
         packed.packed = Some(Packed::of(900));
         assert!(!told(&packed, Pieces::Auto).contains("cu_seqlens"));
-        assert!(told(&spec([512, 512], &["array:qk"]), Pieces::Auto).contains("what the mask keeps is data"));
+        assert!(told(&spec([512, 512], &["array:qk"]), Pieces::Auto).contains("what the mask keeps is known"));
         let said = told(&spec([512, 512], &["dilated:2"]), Pieces::Auto);
         assert_eq!(said, "every tile is computed: the mask is not a band");
     }

@@ -33,7 +33,7 @@ pub enum Error {
         symbol: &'static str,
     },
     /// There is a driver, but not this device.
-    #[error("the CUDA driver has no device {ordinal}: it sees {count}; see nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    #[error("the CUDA driver has no device {ordinal}: it sees {count}; check nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoDevice {
         /// The requested ordinal.
         ordinal: u32,

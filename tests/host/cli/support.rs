@@ -79,7 +79,7 @@ fn a_version_that_is_not_here_is_answered_by_rules_and_by_what_it_said() {
     let told = of("9.9.77");
     let reasons = told["reasons"].to_string();
     assert!(
-        ["on compute capability 8 before 9.10", "with a paged KV cache before 9.10"].iter().all(|rule| reasons.contains(rule)),
+        ["on compute capability 8 before cuDNN 9.10", "with a paged KV cache before cuDNN 9.10"].iter().all(|rule| reasons.contains(rule)),
         "{told}"
     );
     assert!(told["recorded"].is_null(), "{told}");

@@ -66,7 +66,7 @@ impl Display for ProveError {
             ProveError::Busy { path } => {
                 write!(f, "another process adds answers to {}", path.display())
             }
-            ProveError::Worker { why } => write!(f, "a worker process has no executor: {why}"),
+            ProveError::Worker { why } => write!(f, "a worker process could not open the executor: {why}"),
         }
     }
 }

@@ -19,12 +19,12 @@ fn wide(case: &Case<'_>) -> Option<String> {
 const ROWS: [Row; 11] = [
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 on compute capability 8 before 9.10",
+        limit: "at most 128 on compute capability 8 before cuDNN 9.10",
         breaks: |c| wide(c).filter(|_| c.major(8) && !c.runtime.at_least(9, 10)),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 on compute capability 10 before 9.9",
+        limit: "at most 128 on compute capability 10 before cuDNN 9.9",
         breaks: |c| wide(c).filter(|_| c.major(10) && !c.runtime.at_least(9, 9)),
     },
     Row {
@@ -34,12 +34,12 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 with a paged KV cache before 9.10",
+        limit: "at most 128 with a paged KV cache before cuDNN 9.10",
         breaks: |c| wide(c).filter(|_| c.job.problem().paged().is_some() && !c.runtime.at_least(9, 10)),
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 for gradients, except on compute capability 9, and 10 from 9.11 on",
+        limit: "at most 128 for gradients, except on compute capability 9, and 10 from cuDNN 9.11 on",
         breaks: |c| {
             let taken = c.major(9) || c.major(10) && c.runtime.at_least(9, 11);
             wide(c).filter(|_| c.is_backward() && !taken)
@@ -47,7 +47,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "[192, 128] for gradients on 9.11 and 9.12 if dim_qk is above 128 and dim_v between 65 and 128",
+        limit: "[192, 128] for gradients on cuDNN 9.11 and 9.12 if dim_qk is above 128 and dim_v between 65 and 128",
         breaks: |c| {
             let without = c.runtime.at_least(9, 11) && !c.runtime.at_least(9, 13);
             wide(c).filter(|_| c.is_backward() && c.major(9) && without && wide_keys(c.job))
@@ -55,7 +55,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "masks",
-        limit: "no right bound with one query before 9.10",
+        limit: "no right bound with one query before cuDNN 9.10",
         breaks: |c| {
             let p = c.job.problem();
             when(p.seq_q() == 1 && p.region().upper.is_some() && !c.runtime.at_least(9, 10), p.kept())
@@ -63,7 +63,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "masks",
-        limit: "no window with dropout or a score_mod before 9.10.2",
+        limit: "no window with dropout or a score_mod before cuDNN 9.10.2",
         breaks: |c| {
             let p = c.job.problem();
             let windowed = p.region().lower.is_some() || open_window(c.job);
@@ -73,7 +73,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "deterministic",
-        limit: "false on compute capability 10 before 9.18",
+        limit: "false on compute capability 10 before cuDNN 9.18",
         breaks: |c| when(c.is_backward() && c.job.deterministic() && c.major(10) && !c.runtime.at_least(9, 18), true),
     },
     Row {
@@ -171,7 +171,7 @@ mod tests {
     fn equal_bits_and_biases_of_documents_have_limits_on_compute_capability_10() {
         let gradient = |spec: AttentionSpec| spec.score_mod("bias16:qk".parse().unwrap()).backward().wrt("bias", DType::BF16);
         let plain = || spec(128, [64, 64], &[]).backward().deterministic().validate().unwrap();
-        assert!(limits(plain(), 17, 2, 100)[0].contains("before 9.18") && limits(plain(), 18, 0, 100).is_empty());
+        assert!(limits(plain(), 17, 2, 100)[0].contains("before cuDNN 9.18") && limits(plain(), 18, 0, 100).is_empty());
         assert!(limits(plain(), 17, 2, 90).is_empty());
         let biased = || gradient(spec(128, [64, 64], &[]));
         assert!(limits(biased().deterministic().validate().unwrap(), 27, 0, 100)[0].contains("with the gradient of a bias"));
