@@ -216,9 +216,9 @@ fn a_view_keeps_elements_where_they_are_in_memory() {
                 }
             }
         }
-        // From dense to dense: the same row-major elements.
+        // Between two dense shapes, the row-major elements stay the same.
         assert_eq!(view([12, 4, 1], [4, 3, 2], [6, 2, 1], mode).unwrap(), x.data);
-        // Memory outside x: past its end, or in a gap.
+        // These views read memory outside x: past its end, or in a gap.
         let Err(InterpError::View { at, offset }) = view([12, 4, 1], [2, 3, 4], [16, 4, 1], mode) else { panic!() };
         assert!(at.contains("= reshape(x t0)") && offset == 24, "{at} {offset}");
         assert!(matches!(view([100, 20, 3], [2, 3, 4], [12, 4, 1], mode), Err(InterpError::View { offset: 1, .. })));

@@ -196,7 +196,7 @@ impl Library {
     fn create(&self, device: &'static Device) -> Result<Pooled, Error> {
         let _entered = device.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the pointer is to a live pointer.
+        // SAFETY: the call writes one pointer, to the live variable `raw`.
         let status = device.relaxed(|| unsafe { (self.table.create)(&mut raw) });
         self.check("cudnnCreate", device.name(), status)?;
         Ok(Pooled { raw, device, stream: None, lane: device.lane() })

@@ -32,7 +32,7 @@ impl Descriptor {
     /// A cuDNN error, for example for an unknown kind.
     pub(crate) fn new(library: &'static Library, kind: Kind) -> Result<Descriptor, Error> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the pointer is to a live pointer.
+        // SAFETY: the call writes one pointer, to the live variable `raw`.
         let status = unsafe { (library.table.descriptor_create)(kind.0, &mut raw) };
         library.check("cudnnBackendCreateDescriptor", &kind.to_string(), status)?;
         Ok(Descriptor { library, raw, kind, kept: Vec::new(), device: None })
@@ -79,7 +79,7 @@ impl Descriptor {
     /// # Errors
     /// A cuDNN error.
     pub(crate) fn set_i32(&mut self, attribute: Attribute, value: i32) -> Result<(), Error> {
-        // SAFETY: one element of that type.
+        // SAFETY: the pointer is to one element of the stated type.
         unsafe { self.set_raw(attribute, AttributeType::INT32, 1, (&raw const value).cast()) }
     }
 
@@ -97,7 +97,7 @@ impl Descriptor {
     /// # Errors
     /// A cuDNN error.
     pub(crate) fn set_descriptor(&mut self, attribute: Attribute, other: &Descriptor) -> Result<(), Error> {
-        // SAFETY: one element of that type.
+        // SAFETY: the pointer is to one element of the stated type.
         unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw const other.raw).cast()) }
     }
 
@@ -119,7 +119,7 @@ impl Descriptor {
     /// A cuDNN error.
     pub(crate) fn set_handle(&mut self, attribute: Attribute, handle: &Handle<'_>) -> Result<(), Error> {
         let raw = handle.raw();
-        // SAFETY: one element of that type.
+        // SAFETY: the pointer is to one element of the stated type.
         unsafe { self.set_raw(attribute, AttributeType::HANDLE, 1, (&raw const raw).cast()) }
     }
 
@@ -260,7 +260,7 @@ pub(crate) fn replay(library: &'static Library, program: &Program, handle: Optio
     let mut made: Vec<Descriptor> = Vec::with_capacity(program.descriptors.len());
     for (n, plain) in program.descriptors.iter().enumerate() {
         let mut descriptor = Descriptor::new(library, plain.kind)?;
-        // Constants to which attributes point; alive until the descriptor is finalized.
+        // Attributes point to these constants, so they must live until the descriptor is finalized.
         let mut constants: Vec<Vec<u8>> = Vec::new();
         for s in &plain.settings {
             if !s.values.are(s.ty) {

@@ -96,7 +96,7 @@ pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, w
     if !addressing.is_empty() {
         return Err(BindingErrors(addressing).into());
     }
-    // SAFETY: no tensor determines addresses.
+    // SAFETY: as checked above, no tensor determines which addresses the plan accesses.
     unsafe { launch_addressed(plan, stream, bindings, workspace) }
 }
 

@@ -37,7 +37,7 @@ accepted! {
 /// `to` is null or points to a live value.
 unsafe fn store<T>(to: *mut T, value: T) -> c_int {
     if !to.is_null() {
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that the pointer is null or valid.
         unsafe { to.write(value) };
     }
     0
@@ -57,7 +57,7 @@ pub extern "C" fn cuInit(_flags: u32) -> c_int {
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(version, CUDA_VERSION) }
 }
 
@@ -68,7 +68,7 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(count, 1) }
 }
 
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_int {
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(context, std::ptr::null_mut()) }
 }
 
@@ -93,7 +93,7 @@ const TEXT: &std::ffi::CStr = c"a stand-in for the driver: there is no device";
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(_error: c_int, name: *mut *const c_char) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(name, NAME.as_ptr()) }
 }
 
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn cuGetErrorName(_error: c_int, name: *mut *const c_char)
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(_error: c_int, text: *mut *const c_char) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(text, TEXT.as_ptr()) }
 }
 
@@ -115,7 +115,7 @@ pub unsafe extern "C" fn cuGetErrorString(_error: c_int, text: *mut *const c_cha
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLibraryLoadData(library: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(library, std::ptr::without_provenance_mut(0x10)) }
 }
 
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn cuLibraryLoadData(library: *mut *mut c_void) -> c_int {
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLibraryGetKernel(kernel: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(kernel, std::ptr::without_provenance_mut(0x20)) }
 }
 
@@ -137,6 +137,6 @@ pub unsafe extern "C" fn cuLibraryGetKernel(kernel: *mut *mut c_void) -> c_int {
 // SAFETY: the name is the driver's, which this library replaces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuKernelGetAttribute(value: *mut c_int) -> c_int {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { store(value, 0) }
 }

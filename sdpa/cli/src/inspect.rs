@@ -319,7 +319,7 @@ fn spec_text(request: &Request) -> String {
         k,
         v,
         o,
-        // Printed from the request, in the user's text.
+        // Score_mods are printed from the request, as the user wrote them.
         score_mods: _,
         packed,
         paged,

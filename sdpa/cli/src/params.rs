@@ -46,7 +46,7 @@ impl Bound {
             Values::Float(Data::F32(x)) => ParamValue::F32(x),
             Values::Float(Data::F16(x)) => ParamValue::F16(x),
             Values::Float(Data::BF16(x)) => ParamValue::BF16(x),
-            // Problems declare no parameters of 8 bits.
+            // No problem declares parameters of 8-bit floats, so this does not occur.
             Values::Float(Data::F8E4M3(..) | Data::F8E5M2(..)) => ParamValue::F32(&[]),
             Values::I32(x) => ParamValue::I32(x),
             Values::I64(x) => ParamValue::I64(x),

@@ -128,7 +128,7 @@ pub fn reasons<'a>(facts: impl Iterator<Item = Fact<'a>>, supports_fact: impl Fn
 
 /// Returns the facts of one operand.
 fn of_operand<'a>(operand: Operand, tensor: &TensorSpec) -> [Fact<'a>; 2] {
-    // Validation ties extents of operands to the extents of the problem.
+    // The extents are no facts here: validation ties them to the extents of the problem.
     let TensorSpec { dims: _, strides, alignment } = *tensor;
     [Fact::Strides(operand, strides), Fact::Alignment(operand, alignment)]
 }

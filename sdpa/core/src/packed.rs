@@ -131,7 +131,7 @@ pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     if elements < last_row {
         return 0;
     }
-    // If heads are farther apart than tokens, the tokens of one head end where those of the next begin.
+    // If heads are farther apart than tokens, the tokens of one head end where the next head begins, which limits their number.
     let most = if head > token && token > 0 && heads > 1 { head / token } else { i64::MAX };
     (elements - last_row).checked_div(token).map_or(most, |n| (n + 1).min(most))
 }
@@ -320,7 +320,7 @@ mod tests {
             assert_eq!(tokens, [1; 4]);
             let backward = spec(Layout::Bhsd).backward().validate().unwrap();
             assert_eq!(backward, spec(Layout::Bshd).backward().validate().unwrap());
-            // With two tokens the heads would overlap.
+            // With two tokens the heads of o would overlap, which is refused.
             let mut two = spec(Layout::Bhsd);
             two.packed = Some(Packed::of(2));
             let fields: Vec<String> = two.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();

@@ -38,7 +38,7 @@ fn what_is_written_alike_is_alike() {
     });
     alike(&plain, &other);
     assert_eq!(other.params().iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
-    // Equal values are shared.
+    // Equal values become one node.
     let twice = score!(|s, at, _| (s + (at.q - at.k).to_f32()) * (s + (at.q - at.k).to_f32()));
     let once = score!(|s, at, _| {
         let x = s + (at.q - at.k).to_f32();

@@ -71,7 +71,7 @@ fn two_parts_of_the_keys_merge_to_the_whole() {
                 let corner = Mask::causal_bottom_right();
                 let (k, v) = (&k[..keys * DIM], &v[..keys * DIM]);
                 let whole = attend(isa, 3, [&q, k, v], corner.clone(), sink);
-                // Only one part has the sink.
+                // Only the second part gets the sink.
                 let first = attend(isa, 1, [&q, &k[..cut * DIM], &v[..cut * DIM]], Mask::window(None, beyond, Align::TopLeft), None);
                 let second = attend(isa, 2, [&q, &k[cut * DIM..], &v[cut * DIM..]], corner, sink);
                 let both = merged(&first, &second);

@@ -192,7 +192,7 @@ fn axes(spec: &TensorSpec, packed: bool) -> [usize; 3] {
         return if heads == 1 || head > token { [1, 0, 2] } else { [0, 2, 1] };
     }
     let mut axes = [0, 1, 2];
-    // Validation ensures that a longer stride spans all of the shorter ones. Axes of extent 1 may have any stride.
+    // Sort axes by stride: validation ensures that a longer stride spans all of the shorter ones. Axes of extent 1 may have any stride.
     axes.sort_by_key(|&axis| std::cmp::Reverse(if spec.dims[axis] == 1 { i64::MAX } else { spec.strides[axis] }));
     axes
 }

@@ -91,7 +91,7 @@ fn rows_keep_their_digits_over_any_number_of_keys() {
             let worst = o.iter().map(|o| (f64::from(*o) / want - 1.0).abs()).fold(0.0, f64::max);
             let of_sum = stats.iter().map(|s| (f64::from(*s) - sum.ln()).abs()).fold(0.0, f64::max);
             println!("{isa:?}, {seq_q} queries, {seq_kv} keys: o is off by {worst:.1e}, the logarithm of the sum by {of_sum:.1e}");
-            // An f32 log-sum-exp of 14 has a rounding error of 5e-7.
+            // The tolerance covers the f32 rounding error of a log-sum-exp of 14, which is 5e-7.
             assert!(worst < 1e-6 && of_sum < 1.5e-6, "{isa:?}, {seq_q} queries, {seq_kv} keys: {worst:e} {of_sum:e}");
         }
     }

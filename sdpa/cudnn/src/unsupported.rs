@@ -350,7 +350,7 @@ mod tests {
         assert!(!refused(&spec(2048)) && refused(&spec(2049)));
         let forward: Job = spec(4096).forward.validate().unwrap().into();
         assert!(reasons(&forward, v(27, 0), 90, false).is_empty());
-        // An operand that is read in place counts with its strides; one that is copied first counts as the dense copy.
+        // The limit applies to the strides of an operand that is read in place, and to the dense copy of one that is copied first.
         let mut far = spec(2);
         far.d_o.strides[0] = 1 << 31;
         assert!(refused(&far));

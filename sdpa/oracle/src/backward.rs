@@ -252,7 +252,7 @@ impl Worker<'_> {
             && !all.is_empty()
             && let Some((gradient, &dims)) = part.along.last_mut().zip(self.along.last())
         {
-            // P of the sink stays in f32.
+            // P of the sink is not rounded to the element type: it stays in f32.
             let weight = (self.p.sink_of(h) - stats).exp();
             let value = -weight * delta;
             let of_weight = weight_error(weight, of_row) * delta.abs();

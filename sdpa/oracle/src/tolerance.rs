@@ -340,7 +340,7 @@ fn small_weights(element: Element) -> f64 {
 
 /// Bounds the error of P whose score is off by `score_error`.
 pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
-    // P is at most 1, and a P of 0 stays 0.
+    // P is at most 1, so its error is too. A P of 0 has no error.
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 

@@ -209,7 +209,7 @@ fn bars(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, lanes: usize)
         let y = top + LANE * bar.lane.min(lanes - 1) as f64;
         let left = x.at(bar.begin as f64 / 1e6);
         let length = x.length(bar.time.total as f64 / 1e6).max(NARROW).min(RIGHT - left);
-        // The sum of the phases, which exceeds the total if several threads worked on one build.
+        // Scale by the sum of the phases, which exceeds the total if several threads worked on one build.
         let whole = Phase::ALL.into_iter().map(|phase| phase.of(&bar.time) as f64).sum::<f64>().max(1.0);
         let mut at = left;
         for (phase, path) in Phase::ALL.into_iter().zip(&mut paths) {
@@ -237,7 +237,7 @@ fn bars(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, lanes: usize)
 
 fn mark_row(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, kind: Mark) {
     label(svg, "name", 0.0, top + 13.0, kind.name());
-    // One mark per pixel, with its count.
+    // Draw one mark per pixel, with the number of events there.
     let mut places: Vec<(i64, u64)> = Vec::new();
     let mut all: Vec<i64> =
         cache.timeline.marks.iter().filter(|(mark, _)| *mark == kind).map(|(_, at)| x.at(*at as f64 / 1e6).round() as i64).collect();

@@ -214,7 +214,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             Ok(Stage {
                 value: Box::new(move |score, here| score * slope(here) + own(here).0),
                 slope: Box::new(move |_, here| slope(here)),
-                // GPUs compute a logarithm with an error of 1e-6, which the exponent multiplies.
+                // A power is computed by a logarithm, whose error of 1e-6 on GPUs is multiplied by the exponent.
                 rounding: Box::new(move |score, here| 8.0 * (score * slope(here)).abs() + 64.0 * rounding(here).1),
                 tanh: None,
                 partials: Vec::new(),

@@ -71,7 +71,7 @@ impl State {
                     return Err(ProveError::Other { path: path.to_owned(), there, here: about.clone() });
                 }
                 for line in lines {
-                    // An interrupted run may have left an incomplete line.
+                    // An interrupted run may have left an incomplete line, which is ignored.
                     match serde_json::from_slice::<Kept>(&line.map_err(reading())?) {
                         Ok(Kept::Answer(answer)) => drop(answers.insert(answer.name.clone(), answer)),
                         Ok(Kept::Chosen(chosen)) => drop(coverings.insert(chosen.strength.clone(), chosen)),

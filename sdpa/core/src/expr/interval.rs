@@ -165,7 +165,7 @@ fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
         Binary::Add | Binary::Sub | Binary::Mul | Binary::Min | Binary::Max => corners(&rounded),
         // A divisor range that contains 0 gives any quotient.
         Binary::Div if y.low <= 0.0 && y.high >= 0.0 => ANYTHING,
-        // The least i32 divided by −1 wraps.
+        // The least i32 divided by −1 wraps, which `within` handles.
         Binary::Div if whole => corners(&|x, y| (x / y).trunc()),
         Binary::Div => corners(&rounded),
         Binary::Mod => remainder(ty, x, y),

@@ -17,7 +17,7 @@ fn jumps(node: Node) -> bool {
             Binary::And | Binary::Or => false,
         },
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
-        // The operands of a condition or of a table position decide, not the select or the read.
+        // A read or a select is no discontinuity itself: the operands of its position or condition decide one.
         Node::Read(..) | Node::Select(..) => false,
     }
 }
@@ -67,7 +67,7 @@ mod tests {
         for text in ["f32(k) * 0.1 + f32(q) < 3.0", "i32(sqrt(f32(k)) / 3.0) == q", "(f32(k) * 0.3) % 2.0 > 1.0"] {
             assert!(of(text).into_iter().all(|decisive| decisive), "{text}");
         }
-        // The condition decides, not the selected values.
+        // The operands of the condition decide a discontinuity, the selected values do not.
         assert_eq!(of("select(f32(k) * 0.1 < 2.0, score * 3.0, score)"), [true, true, false]);
         assert_eq!(of("score * floor(f32(k) / 3.0)"), [true, true, false, false]);
     }

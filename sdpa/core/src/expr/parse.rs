@@ -341,7 +341,7 @@ impl Reader {
         let found = Unary::ALL.iter().find(|f| matches!(f.spelling(), Spelling::Prefix(s) if s == sign));
         let Some(&f) = found else { return self.atom() };
         self.at += 1;
-        // −2147483648 is an i32, but 2147483648 is not.
+        // Read a sign together with its number: −2147483648 is an i32, but 2147483648 is not.
         if let (Unary::Neg, Token::Int(n)) = (f, self.peek().clone()) {
             self.at += 1;
             return Ok(self.builder.konst(Const::I32((-n) as i32)));

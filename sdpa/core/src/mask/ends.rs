@@ -160,7 +160,7 @@ mod tests {
         let lengths = "tensor seq_len_q[batch]: i32; tensor seq_len_kv[batch]: i32; ";
         assert_eq!(both.to_string(), format!("{lengths}causal & window:3,0:ends & q < seq_len_q & k < seq_len_kv"));
         assert_ne!(both, kept(&["padding & window:4,0:ends", "causal"]));
-        // Lengths of one side suffice.
+        // A mask aligned to the sequence ends needs lengths of one side only.
         let keys = kept(&["tensor seq_len_kv[batch]: i32; causal-ends & k < seq_len_kv"]);
         assert_eq!((keys.seq_len_q, keys.seq_len_kv, keys.ends.upper), (false, true, Some(0)));
     }

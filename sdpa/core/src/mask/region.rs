@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(of(None, Some(5), None), (None, Some(5), None));
         assert_eq!(of(Some(-5), None, None), (None, None, None));
         assert_eq!(of(Some(-4), None, None), (Some(-4), None, None));
-        // A prefix of all keys, one of one key, one with a bound as strict as `k ≤ q`, and one with a looser bound.
+        // Prefixes of all keys, of one key, with a bound as strict as `k ≤ q`, and with a looser bound.
         assert_eq!(of(None, None, Some(7)), (None, None, None));
         assert_eq!(of(None, None, Some(6)), (None, None, Some(6)));
         assert_eq!(of(None, None, Some(1)), (None, Some(0), None));

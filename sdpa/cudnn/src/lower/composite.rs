@@ -23,7 +23,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let lengths = Lengths::of(problem);
     let [mut rows, mut keys] = lengths.overrides(to, problem, runtime);
     if let Some(table) = paged::table(to, problem, keys)? {
-        // Engines support pages only if the GEMMs have lengths.
+        // Engines support pages only if the GEMMs have lengths, so pass the full extent if there are none.
         rows = rows.or_else(|| Some(paged::all(to, "seq_len_q_all", problem.batch(), problem.seq_q())));
         keys = Some(table.lengths);
         (k, v) = (paged::load(to, problem, table, k, Operand::K), paged::load(to, problem, table, v, Operand::V));

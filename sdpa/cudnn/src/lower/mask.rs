@@ -87,8 +87,8 @@ impl Lengths {
 /// Returns clamped lengths for rows and columns of GEMMs. The caller's lengths are unchecked data, so a kernel clamps them on the device; those of
 /// packed sequences are in range by construction.
 pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
-    // Engines also use the GEMM lengths in their padding masks. With this quirk, the kernel that clamps lengths treats a batch entry
-    // without keys as one without queries, so that its results are 0.
+    // Engines also use the GEMM lengths in their padding masks. With this quirk, the kernel that clamps lengths gives a batch entry without
+    // keys one key and no queries, so that its results are 0.
     let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
     Side::ALL.map(|side| Some(clamped(to, problem, side, keyless)))
 }

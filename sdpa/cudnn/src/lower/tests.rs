@@ -47,7 +47,7 @@ fn refused(job: &Job, form: Form, runtime: Version) -> Option<String> {
 
 #[test]
 fn tiles_past_the_end_are_selected_away_where_they_count() {
-    // Full tiles have nothing past their end.
+    // Full tiles have nothing past their end, so no select is needed.
     let whole = Shape { seq_q: 128, seq_kv: 256, ..SHAPE };
     assert_eq!([selects(&backward(whole, &[], &[]), COUNTED), selects(&backward(SHAPE, &[], &[]), COUNTED)], [0, 1]);
     assert_eq!(selects(&backward(SHAPE, &[], &[]), NEW), 0);

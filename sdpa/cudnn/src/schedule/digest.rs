@@ -31,7 +31,7 @@ impl<P> Schedule<P> {
                 // Bounds of masks and constants of score_mods are sent at each call, so passes that differ only in them share plans.
                 Number::Fixed(value) => format!("its own {}", value.dtype()),
                 Number::Param(at) => format!("parameter {at}"),
-                // Defaults of scalars are values of a call.
+                // Defaults of scalars are values of a call, so they are not part of the digest.
                 Number::Of(trace, params) => format!("{params:?} {}", trace.without_defaults()),
             };
             parts = parts.part(format!("{tensor:?}").as_bytes()).part(number.as_bytes());
@@ -54,7 +54,7 @@ impl<P> Schedule<P> {
         let mut parts = vec![format!("{name} {source:?} {bytes} {alignment}").into_bytes()];
         if let Source::Table(at) = source {
             parts.push(match &self.tables[*at] {
-                // Compare the bits: tables may hold NaN.
+                // Use the bits of the numbers, because tables may hold NaN.
                 Contents::Numbers(Table::F32(x)) => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
                 Contents::Numbers(Table::I32(x)) => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
                 Contents::Ones(dtype, count) => format!("{count} ones of {dtype}").into_bytes(),

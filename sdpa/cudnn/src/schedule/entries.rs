@@ -57,7 +57,7 @@ pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> R
         }
         (_, _) => arguments.extend([none; 7]),
     }
-    // A page table is always checked; no promise of the caller skips the launch.
+    // A page table is always checked, so a promise of valid lengths does not skip this launch.
     if pages.is_some() {
         spared_by.clear();
     }

@@ -290,7 +290,7 @@ mod tests {
         }
         assert_eq!(forward(masked("padding"), NEW, 90), [Quirk::LengthsOf8Bits.row().what]);
         assert!(forward(masked("padding"), NEW, 100).is_empty());
-        // Masks that leave every row a key, masks that leave some row none, and masks that depend on call data.
+        // Masks that leave every row a key are supported. Masks that leave some row none, or that depend on call data, are refused.
         for text in ["dilated:3", "(q - k) % 3 != 1 & k <= q"] {
             assert!(forward(masked(text), NEW, 90).is_empty(), "{text}");
         }

@@ -282,7 +282,7 @@ mod tests {
     fn a_tile_is_judged_by_itself() {
         let mut norms = Norms::default();
         for at in 0..1024 {
-            // One of sixteen tiles is zeros.
+            // One of the sixteen tiles contains wrong zeros.
             let got = if at / TILE == 3 { 0.0 } else { 1.0 };
             let noise = Noise { fine: 0.05, ..Noise::default() };
             norms.add_at([0, 0, at], &NormRow { got: &[got; 4], want: &[1.0; 4], magnitude: &[1.0; 4], noise });

@@ -147,7 +147,7 @@ fn another_card_of_the_same_kind_adds_to_the_file() {
     assert_eq!(all(&path).len(), 4);
     let file = PlanFile::open(&path).unwrap();
     assert_eq!((file.header().mismatch(&other), file.header().mismatch(&header())), (None, None));
-    // One record was made for another warp size.
+    // One record was made for another warp size, so the file does not match.
     assert!(file.header().mismatch(&with(r#","warpSize":64}"#)).is_some());
 }
 
