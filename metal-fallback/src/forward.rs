@@ -115,7 +115,7 @@ impl Forward {
         }
         self.check_packed(&mut check);
         let apart = self.paged.is_none() || self.packed.is_none();
-        check.that(apart, "packed", "queries", "none with a paged KV cache: the kernels pack both sides, or neither");
+        check.that(apart, "packed", "packed queries", "none with a paged KV cache: the kernels pack both sides, or neither");
         self.check_captured(&mut check, None);
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }

@@ -34,8 +34,8 @@ impl Family {
     /// Returns a description of its compute capabilities.
     pub(crate) fn devices(self) -> &'static str {
         match self {
-            Family::Wgmma => "the kernels with wgmma are for compute capability 9.0",
-            Family::Mma => "the kernels are for compute capability 8.0 and newer",
+            Family::Wgmma => "9.0 for the kernels with wgmma",
+            Family::Mma => "8.0 or newer",
         }
     }
 
