@@ -35,7 +35,7 @@ fn is_short(dtype: DType) -> bool {
 const ROWS: [Row; 23] = [
     Row {
         field: "block_scaled",
-        limit: "false before and after compute capability 10",
+        limit: "false, except on compute capability 10",
         breaks: |c| when(c.job.problem().block_scaled() && !c.major(10), format!("true on sm {}", c.sm)),
     },
     Row {
@@ -45,7 +45,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "seq_q",
-        limit: "more than one query with block scales: cuDNN 9.27 ends the process",
+        limit: "more than one query with block scales: cuDNN 9.27 crashes the process",
         breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_q() == 1, 1),
     },
     Row {
@@ -72,7 +72,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "with FP8 on compute capability 10 at most 128, [192, 128] from 9.19 on, or [256, 256] forward from 9.26 on",
+        limit: "at most 128 with FP8 on compute capability 10, [192, 128] from cuDNN 9.19 on, or [256, 256] forward from cuDNN 9.26 on",
         breaks: |c| {
             let taken = match c.dims() {
                 [192, 128] => c.runtime.at_least(9, 19),
@@ -84,7 +84,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "with block scales at most 128, or [192, 128]: the kernel for 256 does not compile (9.27)",
+        limit: "at most 128 with block scales, or [192, 128]: the kernel for 256 does not compile (cuDNN 9.27)",
         breaks: |c| when(c.job.problem().block_scaled() && c.dims() == [256; 2], format!("{:?}", c.dims())),
     },
     Row {
@@ -146,7 +146,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "no left bound with lengths in FP8 gradients: cuDNN 9.19 ends the process",
+        limit: "no left bound with lengths in FP8 gradients: cuDNN 9.19 crashes the process",
         breaks: |c| {
             let p = c.job.problem();
             when(c.is_backward() && p.region().lower.is_some() && super::is_padded(c.job), p.kept())
@@ -154,7 +154,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "a key for every query in FP8 gradients: a row without keys becomes −∞ − −∞, which is NaN",
+        limit: "masks that leave every query at least one key, for FP8 gradients: a row without keys becomes −∞ − −∞, which is NaN",
         breaks: |c| {
             let (p, kept) = (c.job.problem(), c.job.problem().kept());
             let keyless = (0..p.seq_q()).any(|query| kept.key_range(query, [p.seq_q(), p.seq_kv()]).is_empty());
