@@ -43,7 +43,7 @@ pub struct BackwardSpec {
     /// Declared parameters of score_mods, and the sink, whose gradients are computed too.
     #[serde(default)]
     pub wrt: Vec<GradientSpec>,
-    /// Whether every run must give the same bits.
+    /// Whether results must be bitwise equal on every run.
     pub deterministic: bool,
     /// Element type of `d_o` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float. dS is rounded to this
     /// type.
@@ -175,7 +175,7 @@ impl BackwardSpec {
     /// Normalises the specification, or returns every mistake in it.
     ///
     /// # Errors
-    /// Every rule that a field breaks, each with the field, its value and the rule.
+    /// Returns every rule that a field breaks, each with the field, its value and the rule.
     pub fn validate(&self) -> Result<BackwardProblem, SpecErrors> {
         // Deliberately without `..`: a new field of the specification must be read here.
         let BackwardSpec { forward: asked, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype } = self;
@@ -368,7 +368,7 @@ impl BackwardProblem {
     pub fn gradient(&self) -> Option<&Arc<Gradient>> {
         self.gradient.as_ref()
     }
-    /// Returns the parameters whose gradients are computed, the sink last.
+    /// Returns the parameters whose gradients are computed; the sink, if it is one of them, is the last.
     #[inline]
     pub fn wrt(&self) -> &[GradientSpec] {
         &self.wrt
@@ -393,13 +393,13 @@ impl BackwardProblem {
         let declared = self.params.iter().find(|p| p.name == name);
         declared.map_or(0, |p| crate::params::elements(p, self.forward.extents()))
     }
-    /// Returns whether every run must give the same bits.
+    /// Returns whether results must be bitwise equal on every run.
     #[inline]
     pub fn deterministic(&self) -> bool {
         self.deterministic
     }
 
-    /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
+    /// Returns the problem with one operand made [dense](TensorSpec::densely), for executors that copy this operand first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> BackwardProblem {
         let most = self.forward.most(operand.side());

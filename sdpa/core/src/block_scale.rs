@@ -14,7 +14,7 @@ use crate::problem::Problem;
 use crate::spec::{AttentionSpec, TensorSpec};
 use crate::tensor::ParamValue;
 
-/// Elements that share a scale.
+/// Number of elements that share a scale.
 pub const BLOCK: i64 = 32;
 /// Lines and blocks of a tile of scales. Memory is padded to whole tiles.
 const TILE: [i64; 2] = [128, 4];
@@ -43,7 +43,7 @@ impl BlockScale {
         }
     }
 
-    /// Returns the operand whose elements it scales.
+    /// Returns the operand whose elements this parameter scales.
     pub const fn operand(self) -> Operand {
         match self {
             BlockScale::Q => Operand::Q,
@@ -122,7 +122,7 @@ impl BlockScales {
         (head + tile * TILE[0] * TILE[1] + line % 32 * 16 + line / 32 % 4 * 4 + block % TILE[1]).unsigned_abs() as usize
     }
 
-    /// Iterates over the elements: the offset of each in memory, and the index of its scale.
+    /// Iterates over the operand's elements. Yields for each element its offset in memory and the index of its scale.
     pub fn places(&self) -> impl Iterator<Item = [usize; 2]> {
         let ([batch, heads, seq, dim], scales) = (self.tensor.dims, *self);
         let rows = (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..seq).map(move |s| [b, h, s])));
@@ -136,7 +136,7 @@ impl BlockScales {
     /// magnitude of the block and `e` the exponent of the largest number of `dtype`. Blocks of zeros, and padding, have the smallest scale, 2⁻¹²⁷.
     ///
     /// # Errors
-    /// There are fewer numbers than the operand has elements, or `dtype` is no 8-bit float.
+    /// Fails if there are fewer numbers than the operand has elements, or if `dtype` is not an 8-bit float.
     pub fn of_numbers(&self, numbers: &[f32], dtype: DType) -> Result<Vec<F8E8M0>, SpecErrors> {
         let name = self.which.operand().name();
         let mut errors = Vec::new();
@@ -199,7 +199,7 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
 }
 
 impl Problem {
-    /// Returns the block scales of an operand; `None` if the problem or the operand has none.
+    /// Returns the layout of an operand's block scales; `None` if the problem or the operand has none.
     pub fn block_scales(&self, operand: Operand) -> Option<BlockScales> {
         let which = BlockScale::of(operand).filter(|_| self.block_scaled())?;
         Some(BlockScales::new(which, *self.tensor(operand)?))

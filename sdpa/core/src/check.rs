@@ -42,7 +42,7 @@ pub(crate) fn kind(kind: ParamKind) -> String {
     }
 }
 
-/// Collects the mistakes.
+/// Collects the mistakes in a specification.
 #[derive(Debug, Default)]
 pub(crate) struct Check {
     pub(crate) errors: Vec<SpecError>,
@@ -155,7 +155,7 @@ impl Check {
         Some(asked)
     }
 
-    /// Checks the probability.
+    /// Checks the dropout probability.
     pub(crate) fn dropout(&mut self, dropout: Option<Dropout>) {
         if let Some(p) = dropout.map(Dropout::p).filter(|&p| !(p > 0.0 && p < 1.0)) {
             self.fail("dropout", p, "a probability above 0 and below 1; leave it out for no dropout");

@@ -21,9 +21,9 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceParam<'a, M> {
-    /// The name that it was declared by.
+    /// The name under which the parameter was declared.
     pub name: &'a str,
-    /// Its value in this call.
+    /// The value of the parameter in this call.
     pub value: DeviceValue<M>,
 }
 
@@ -48,7 +48,7 @@ impl<'a, M> DeviceParam<'a, M> {
 }
 
 impl<M: Copy> DeviceValue<M> {
-    /// Returns the tensor, if it is one.
+    /// Returns the element type and the memory of a tensor; `None` for a scalar.
     pub fn tensor(&self) -> Option<(DType, M)> {
         match *self {
             DeviceValue::Scalar(_) => None,
@@ -56,7 +56,7 @@ impl<M: Copy> DeviceValue<M> {
         }
     }
 
-    /// Returns whether the caller promises that lengths are within their axis.
+    /// Returns whether this is a tensor of lengths that the caller promises to be within the extent of their axis.
     pub fn is_within_extent(&self) -> bool {
         match self {
             DeviceValue::Scalar(_) | DeviceValue::Tensor(..) => false,
@@ -68,7 +68,7 @@ impl<M: Copy> DeviceValue<M> {
 /// The parameters of a call. The list allocates nothing for up to eight of them.
 pub type DeviceParams<'a, M> = SmallVec<[DeviceParam<'a, M>; 8]>;
 
-/// Adds the defaults of the scalars that a call does not name.
+/// Adds the default values of the declared scalars that a call does not name.
 pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DeviceParams<'a, M>) -> DeviceParams<'a, M> {
     for p in declared {
         if let Some(default) = p.default.filter(|_| given.iter().all(|g| g.name != p.name)) {
@@ -84,7 +84,7 @@ pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DevicePar
 pub struct DeviceGradient<'a, M> {
     /// The name of the parameter.
     pub name: &'a str,
-    /// Dense, of the element type that the problem asks for, 16-byte aligned.
+    /// Memory for the gradient: dense, in the element type that the problem requests, 16-byte aligned.
     pub slice: M,
 }
 
@@ -94,7 +94,7 @@ pub struct DeviceGradient<'a, M> {
 pub struct DeviceAmax<M> {
     /// The tensor whose amax is written.
     pub of: Amax,
-    /// One f32, 16-byte aligned.
+    /// Memory for the amax: one f32, 16-byte aligned.
     pub slice: M,
 }
 
@@ -110,21 +110,24 @@ pub struct DeviceForward<'a, M> {
     pub v: M,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: M,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned; required exactly if the problem computes stats.
+    /// The log-sum-exp of each row: f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned. Required
+    /// if the problem computes `stats`, and otherwise `None`.
     pub stats: Option<M>,
-    /// As `stats`, the largest score of each row; required exactly if the problem computes [`row_max`](crate::AttentionSpec::row_max).
+    /// The largest score of each row, in the layout of `stats`. Required if the problem computes
+    /// [`row_max`](crate::AttentionSpec::row_max), and otherwise `None`.
     pub row_max: Option<M>,
-    /// As `stats`, the sum of exponentials of each row; required exactly if the problem computes [`sum_exp`](crate::AttentionSpec::sum_exp).
+    /// The sum of exponentials of each row, in the layout of `stats`. Required if the problem computes
+    /// [`sum_exp`](crate::AttentionSpec::sum_exp), and otherwise `None`.
     pub sum_exp: Option<M>,
-    /// Factor of the scores; positive on cuDNN. `None`: `1 / √dim_qk`.
+    /// Factor of the scores; must be positive on cuDNN. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of all declared parameters. Defaults are not known here, because specifications that differ only in defaults share a plan. See
-    /// [`with_defaults`].
+    /// Values of all declared parameters, including scalars that have a default. The executor does not know the defaults, because
+    /// specifications that differ only in defaults share a plan; [`with_defaults`] adds them.
     pub params: &'a [DeviceParam<'a, M>],
-    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, one for each value that the pass computes; empty for a pass without 8-bit floats.
     pub amax: &'a [DeviceAmax<M>],
-    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that the executor keeps for calls of this thread on this
-    /// stream.
+    /// Workspace of at least [`DevicePrepared::workspace_bytes`] bytes, 256-byte aligned. With `None`, the executor uses memory that it
+    /// keeps for calls of this thread on this stream.
     pub workspace: Option<M>,
 }
 
@@ -150,28 +153,28 @@ pub struct DeviceBackward<'a, M> {
     pub dk: M,
     /// Gradient of the values, strided as the problem says; only elements that belong to the tensor are written.
     pub dv: M,
-    /// Factor of the scores, as in the forward pass. `None`: `1 / √dim_qk`.
+    /// Factor of the scores, as in the forward pass. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of all declared parameters, as in the forward pass.
     pub params: &'a [DeviceParam<'a, M>],
-    /// Destinations of gradients of declared parameters: each that the problem computes, once.
+    /// Destinations of gradients of declared parameters, one for each gradient that the problem computes.
     pub gradients: &'a [DeviceGradient<'a, M>],
-    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, one for each value that the pass computes; empty for a pass without 8-bit floats.
     pub amax: &'a [DeviceAmax<M>],
-    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that the executor keeps for calls of this thread on this
-    /// stream.
+    /// Workspace of at least [`DevicePrepared::workspace_bytes`] bytes, 256-byte aligned. With `None`, the executor uses memory that it
+    /// keeps for calls of this thread on this stream.
     pub workspace: Option<M>,
 }
 
 impl<'a, M> DeviceGradient<'a, M> {
-    /// Writes the gradient of the declared parameter `name` to `slice`.
+    /// Creates the request to write the gradient of the declared parameter `name` to `slice`.
     pub fn new(name: &'a str, slice: M) -> DeviceGradient<'a, M> {
         DeviceGradient { name, slice }
     }
 }
 
 impl<M> DeviceAmax<M> {
-    /// Writes the amax of the tensor `of` to `slice`.
+    /// Creates the request to write the amax of the tensor `of` to `slice`.
     pub fn new(of: Amax, slice: M) -> DeviceAmax<M> {
         DeviceAmax { of, slice }
     }
@@ -356,25 +359,25 @@ impl<'a, M> DeviceBackward<'a, M> {
 /// list the fields.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceCall<'a, M> {
-    /// Memory by [`Operand`], in the order of [`Operand::ALL`]; `None` for operands that the pass does not have.
+    /// Memory of each [`Operand`], in the order of [`Operand::ALL`]; `None` for operands that the pass does not have.
     pub operands: [Option<M>; Operand::ALL.len()],
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned. A forward pass writes it on request; the backward
-    /// pass reads it.
+    /// The log-sum-exp of each row: f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned. A
+    /// forward pass writes it on request; the backward pass reads it.
     pub stats: Option<M>,
-    /// As `stats`, the largest score of each row. A forward pass writes it on request.
+    /// The largest score of each row, in the layout of `stats`. A forward pass writes it on request.
     pub row_max: Option<M>,
-    /// As `stats`, the sum of exponentials of each row. A forward pass writes it on request.
+    /// The sum of exponentials of each row, in the layout of `stats`. A forward pass writes it on request.
     pub sum_exp: Option<M>,
-    /// Factor of the scores. `None`: `1 / √dim_qk`.
+    /// Factor of the scores. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of all declared parameters.
     pub params: &'a [DeviceParam<'a, M>],
-    /// Destinations of gradients of declared parameters: each that the problem computes, once.
+    /// Destinations of gradients of declared parameters, one for each gradient that the problem computes.
     pub gradients: &'a [DeviceGradient<'a, M>],
-    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, one for each value that the pass computes; empty for a pass without 8-bit floats.
     pub amax: &'a [DeviceAmax<M>],
-    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that the executor keeps for calls of this thread on this
-    /// stream.
+    /// Workspace of at least [`DevicePrepared::workspace_bytes`] bytes, 256-byte aligned. With `None`, the executor uses memory that it
+    /// keeps for calls of this thread on this stream.
     pub workspace: Option<M>,
 }
 
@@ -410,26 +413,26 @@ impl<'a, M: Copy> From<&DeviceBackward<'a, M>> for DeviceCall<'a, M> {
     }
 }
 
-/// A prepared pass of any executor.
+/// A forward or backward pass, prepared on any executor with this memory and stream type.
 pub type OnDevice<M, S> = Arc<dyn DevicePrepared<Memory = M, Stream = S>>;
 
-/// An executor for callers with device memory of their own. Each also computes over host memory.
+/// An executor that also runs on device memory of the caller.
 pub trait DeviceExecutor: Executor {
     /// A piece of device memory, as calls name it.
     type Memory: Copy + Debug;
     /// The stream to which work is submitted.
     type Stream: ?Sized;
 
-    /// Prepares the problem, or takes it from the executor's cache.
+    /// Returns the prepared problem, from the executor's cache if it is there.
     ///
     /// # Errors
-    /// As for [`Executor::prepare`].
+    /// Fails as [`Executor::prepare`] does.
     fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<Self::Memory, Self::Stream>, Error>;
 
-    /// Prepares the backward problem, or takes it from the executor's cache.
+    /// Returns the prepared backward problem, from the executor's cache if it is there.
     ///
     /// # Errors
-    /// As for [`Executor::prepare`].
+    /// Fails as [`Executor::prepare`] does.
     fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<Self::Memory, Self::Stream>, Error>;
 }
 
@@ -440,13 +443,13 @@ pub trait DevicePrepared: Debug + Send + Sync {
     /// The stream to which work is submitted.
     type Stream: ?Sized;
 
-    /// Returns the workspace bytes that a call needs.
+    /// Returns the size of the workspace that a call needs, in bytes.
     fn workspace_bytes(&self) -> u64;
 
-    /// Describes the engine with its knobs, or the kernel with its tile, for reports.
+    /// Returns a description of the engine with its knobs, or of the kernel with its tile, for reports.
     fn engine(&self) -> String;
 
-    /// Returns the operands that are copied first, because no kernel can read them in place.
+    /// Returns the names of the operands that each call copies first, because no kernel can read them in place.
     fn copied(&self) -> Vec<&'static str> {
         Vec::new()
     }
@@ -462,13 +465,13 @@ pub trait DevicePrepared: Debug + Send + Sync {
     /// `self` may be dropped earlier. Resources that the device needs live until the work is done and every graph that captured the call is gone.
     ///
     /// # Errors
-    /// Every mistake in the call, before anything runs:
+    /// Returns every mistake in the call before anything runs:
     /// - operands of the other pass, or a scale that the executor does not support
     /// - row statistics that are missing or superfluous
     /// - parameters and gradients that are missing, unknown, repeated or of another type
     /// - memory that is too short or misaligned
     ///
-    /// Otherwise a failure of the environment.
+    /// Any other error is a failure of the environment.
     unsafe fn submit(&self, stream: &Self::Stream, call: &DeviceCall<'_, Self::Memory>) -> Result<(), Error>;
 }
 

@@ -117,8 +117,8 @@ impl DropoutMask {
         square[q % SQUARE] >> (k % SQUARE) & 1 == 1
     }
 
-    /// Returns the mask of queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`. It is a number per query with a bit per key, 1 if the
-    /// element is kept. The first key is the lowest bit.
+    /// Returns the mask of queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`: one number per query, with one bit per key. The
+    /// first key is the lowest bit; a bit is 1 if the element is kept.
     pub fn square(&self, [batch, head, q, k]: [usize; 4]) -> [u16; SQUARE] {
         let first = self.offset.wrapping_add(32u64.wrapping_mul((batch as u64).wrapping_mul(self.heads).wrapping_add(head as u64)));
         let place = (k as u32).wrapping_mul(self.squares_q).wrapping_add(q as u32);

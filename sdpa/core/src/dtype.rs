@@ -17,7 +17,7 @@ pub enum DType {
     BF16,
     /// Signed 32-bit integer.
     I32,
-    /// Signed 64-bit integer. Only for `cu_seqlens` and the seed and offset of dropout.
+    /// Signed 64-bit integer; used only for `cu_seqlens` and for the seed and offset of dropout.
     I64,
     /// A boolean: a byte, 0 or 1.
     Bool,
@@ -25,7 +25,7 @@ pub enum DType {
     F8E4M3,
     /// 8-bit float, 5 exponent bits (OCP E5M2).
     F8E5M2,
-    /// A power of two in a byte (OCP E8M0). Only for block scales of 8-bit floats.
+    /// A power of two in one byte (OCP E8M0); used only for block scales of 8-bit floats.
     F8E8M0,
 }
 
@@ -49,7 +49,7 @@ impl DType {
         }
     }
 
-    /// Returns the bits of one element in memory.
+    /// Returns the number of bits of one element in memory.
     pub fn bits(self) -> u32 {
         match self {
             DType::I64 => 64,
@@ -59,12 +59,12 @@ impl DType {
         }
     }
 
-    /// Returns the bytes of this many elements.
+    /// Returns the number of bytes that this many elements take.
     pub fn bytes(self, elements: u64) -> u64 {
         elements * u64::from(self.bits() / 8)
     }
 
-    /// Returns whether its elements are floating-point numbers with a sign and a mantissa.
+    /// Returns whether elements of this type are floating-point numbers with a sign and a mantissa.
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => true,
@@ -72,7 +72,7 @@ impl DType {
         }
     }
 
-    /// Returns whether its elements are 8-bit floats, which have [scales](crate::fp8).
+    /// Returns whether elements of this type are 8-bit floats, which have [scales](crate::fp8).
     pub fn is_fp8(self) -> bool {
         match self {
             DType::F8E4M3 | DType::F8E5M2 => true,
@@ -80,7 +80,7 @@ impl DType {
         }
     }
 
-    /// Returns the largest finite number of a floating-point type; 0 for other types.
+    /// Returns the largest finite number of a floating-point type, or 0 for any other type.
     pub fn largest(self) -> f32 {
         match self {
             DType::F32 => f32::MAX,

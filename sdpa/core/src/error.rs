@@ -10,9 +10,9 @@ use std::fmt;
 pub struct SpecError {
     /// The field in Rust notation: `k.dims[1] (heads_kv)`.
     pub field: String,
-    /// Its value.
+    /// The value of the field.
     pub value: String,
-    /// The rule that it breaks.
+    /// The rule that the value breaks.
     pub rule: String,
 }
 
@@ -88,7 +88,7 @@ pub enum Reason {
         /// The limit, with the version or architecture to which it applies.
         limit: String,
     },
-    /// A runtime that computes this problem wrongly.
+    /// The library, in this version, is known to compute this problem wrongly.
     #[error("{runtime} is known to be wrong here: {what} ({source_note})")]
     KnownBad {
         /// Library and version.
@@ -98,7 +98,7 @@ pub enum Reason {
         /// The source that describes the error.
         source_note: String,
     },
-    /// The library refused the problem.
+    /// The executor's library refused the problem.
     #[error("{form} form: {text}")]
     Refused {
         /// The graph pattern: `composite`, attention in primitive ops, or `unified`, attention as one op.
@@ -109,9 +109,9 @@ pub enum Reason {
     /// The executor is not available.
     #[error("{0}")]
     Absent(String),
-    /// The executor could not be asked: memory ran out, or the driver or a compilation failed. A later attempt may succeed. Nothing is known to be
-    /// unsupported; preparing the problem returns the error itself.
-    #[error("could not check whether the problem is supported: {0}")]
+    /// The check could not be completed, because memory ran out, or the driver or a compilation failed. A later attempt may succeed. The
+    /// problem is not known to be unsupported; preparing it returns the error itself.
+    #[error("it could not be asked: {0}")]
     Failed(String),
 }
 
@@ -155,7 +155,7 @@ impl Unsupported {
         self.before.iter().chain(std::iter::once(self))
     }
 
-    /// Returns whether every tried executor is unavailable. The environment then lacks something.
+    /// Returns whether all executors that were tried are unavailable on this machine.
     pub fn is_absence(&self) -> bool {
         self.all().all(|refusal| refusal.reasons.iter().all(|reason| matches!(reason, Reason::Absent(_))))
     }

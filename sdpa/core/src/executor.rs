@@ -13,33 +13,33 @@ use std::time::Duration;
 /// A backend that computes attention on one kind of hardware through one library.
 ///
 /// Problems without a batch entry, a query or a key need no kernel: [`empty::forward`](crate::empty::forward) and
-/// [`empty::backward`](crate::empty::backward) are their passes. A dispatcher returns these before it asks an executor.
+/// [`empty::backward`](crate::empty::backward) return their passes. A dispatcher calls these before it asks an executor.
 pub trait Executor: Debug + Send + Sync {
-    /// Returns the name by which callers select it.
+    /// Returns the name by which callers select the executor.
     fn name(&self) -> ExecutorName;
 
-    /// Checks whether it supports the problem. Submits no work.
+    /// Checks whether the executor supports the problem, without submitting work.
     ///
     /// # Errors
-    /// Every reason against the problem.
+    /// Returns every reason why the executor does not support the problem.
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported>;
 
-    /// Prepares the problem, or takes it from the executor's cache.
+    /// Returns the prepared problem, from the executor's cache if it is there.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if another executor may run the problem; any other error is a failure of the environment.
+    /// Returns [`Error::Unsupported`] if another executor may run the problem. Any other error is a failure of the environment.
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error>;
 
-    /// Checks whether it supports the backward problem. Submits no work.
+    /// Checks whether the executor supports the backward problem, without submitting work.
     ///
     /// # Errors
-    /// Every reason against the problem.
+    /// Returns every reason why the executor does not support the problem.
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported>;
 
-    /// Prepares the backward problem, or takes it from the executor's cache.
+    /// Returns the prepared backward problem, from the executor's cache if it is there.
     ///
     /// # Errors
-    /// As for [`Executor::prepare`].
+    /// Fails as [`Executor::prepare`] does.
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error>;
 
     /// Returns the features of the problem that the executor's ledger does not cover; `None` if it covers all, or if the executor has no ledger. A
@@ -48,7 +48,7 @@ pub trait Executor: Debug + Send + Sync {
         None
     }
 
-    /// As [`Executor::unproven`], for a backward problem.
+    /// Returns the features of a backward problem that the executor's ledger does not cover; see [`Executor::unproven`].
     fn unproven_backward(&self, _problem: &BackwardProblem) -> Option<Arc<Unproven>> {
         None
     }
@@ -59,7 +59,7 @@ pub trait Prepared: Debug + Send + Sync {
     /// Computes one forward pass over host memory, and waits for it.
     ///
     /// # Errors
-    /// The errors of [`HostForward::check`], before anything runs; otherwise a failure of the environment.
+    /// Returns the errors of [`HostForward::check`] before anything runs. Any other error is a failure of the environment.
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error>;
 }
 
@@ -68,7 +68,7 @@ pub trait PreparedBackward: Debug + Send + Sync {
     /// Computes one backward pass over host memory, and waits for it.
     ///
     /// # Errors
-    /// The errors of [`HostBackward::check`], before anything runs; otherwise a failure of the environment.
+    /// Returns the errors of [`HostBackward::check`] before anything runs. Any other error is a failure of the environment.
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error>;
 }
 
@@ -76,13 +76,13 @@ pub trait PreparedBackward: Debug + Send + Sync {
 #[derive(Clone, Debug, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// Kernel time, without copies between host and device.
+    /// Time of the kernels, without copies between host and device.
     pub compute: Duration,
-    /// Operands that were copied first, because the engine cannot read them in place.
+    /// Names of the operands that were copied first, because the engine cannot read them in place.
     pub copied: Vec<&'static str>,
-    /// The engine with its knobs, or the instruction set.
+    /// The engine with its knobs, the kernel with its tile, or the CPU's instruction set.
     pub engine: String,
-    /// Workspace bytes that the call used.
+    /// Size of the workspace that the call used, in bytes.
     pub workspace_bytes: u64,
 }
 
@@ -99,14 +99,14 @@ impl Report {
         Report { compute, copied: Vec::new(), engine: engine.into(), workspace_bytes: 0 }
     }
 
-    /// Sets the operands that were copied first.
+    /// Sets the names of the operands that were copied first.
     #[must_use]
     pub fn with_copied(mut self, copied: Vec<&'static str>) -> Report {
         self.copied = copied;
         self
     }
 
-    /// Sets the workspace bytes that the call used.
+    /// Sets the size of the workspace that the call used, in bytes.
     #[must_use]
     pub fn with_workspace_bytes(mut self, bytes: u64) -> Report {
         self.workspace_bytes = bytes;

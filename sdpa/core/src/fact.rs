@@ -91,7 +91,7 @@ pub enum Fact<'a> {
     PageSize(Option<i64>),
     /// The function that modifies scores.
     ScoreMod(Option<&'a Trace>),
-    /// The bounds `lower < k − q ≤ upper` of the mask's band.
+    /// The bounds `(lower, upper)` of the mask's band, `lower < k − q ≤ upper`; `None` for a side without a bound.
     Band(Option<i64>, Option<i64>),
     /// The number of first keys to which every query attends, in addition to the band.
     Prefix(Option<i64>),

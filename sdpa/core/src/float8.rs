@@ -92,7 +92,7 @@ macro_rules! float8 {
         pub struct $name(u8);
 
         impl $name {
-            /// The element type as a value.
+            /// The [`DType`] of this type.
             pub const DTYPE: DType = $dtype;
 
             /// The largest finite number of the type.

@@ -109,10 +109,10 @@ impl Fp8Scale {
         }
     }
 
-    /// Checks a value. Host calls check their scales; scales in device memory are not read before the pass runs.
+    /// Checks the value of a scale or descale. Host calls check their scales; scales in device memory are not read before the pass runs.
     ///
     /// # Errors
-    /// A number that is negative, zero, infinite or NaN.
+    /// Fails if the value is negative, zero, infinite or NaN.
     pub fn check(self, value: f32) -> Result<(), SpecError> {
         if value.is_finite() && value > 0.0 {
             return Ok(());
@@ -169,7 +169,7 @@ impl Amax {
         }
     }
 
-    /// Returns the amax values that a pass of 8-bit floats writes.
+    /// Returns the amax values that a pass of 8-bit floats without block scales writes in this direction.
     pub const fn of(direction: Direction) -> &'static [Amax] {
         match direction {
             Direction::Forward => &[Amax::S, Amax::O],
@@ -177,8 +177,8 @@ impl Amax {
         }
     }
 
-    /// Returns the amax values that a pass writes: the forward problem, or the backward problem over it. None if operands are no 8-bit floats; only
-    /// that of the output with block scales.
+    /// Returns the amax values that the pass of `forward`, or of a backward problem over it, writes. There are none if the operands are
+    /// not 8-bit floats. With block scales there is only that of the output.
     pub fn told(forward: &Problem, direction: Direction) -> &'static [Amax] {
         match (forward.dtype().is_fp8(), forward.block_scaled()) {
             (false, _) => &[],
@@ -187,7 +187,7 @@ impl Amax {
         }
     }
 
-    /// Returns the mistakes of a call that passes destinations for these amax values to a pass in this direction.
+    /// Returns the mistakes of a call that passes destinations for the amax values `given` to a pass in this direction.
     pub fn check(forward: &Problem, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
         let (asked, dtype) = (Amax::told(forward, direction), forward.dtype());
         let mut errors = Vec::new();

@@ -33,17 +33,20 @@ pub struct HostForward<'a> {
     pub v: Elements<'a>,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: ElementsMut<'a>,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; required exactly if the problem computes stats.
+    /// The log-sum-exp of each row: f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense. Required if the problem
+    /// computes `stats`, and otherwise `None`.
     pub stats: Option<&'a mut [f32]>,
-    /// As `stats`, the largest score of each row; required exactly if the problem computes [`row_max`](crate::AttentionSpec::row_max).
+    /// The largest score of each row, in the layout of `stats`. Required if the problem computes
+    /// [`row_max`](crate::AttentionSpec::row_max), and otherwise `None`.
     pub row_max: Option<&'a mut [f32]>,
-    /// As `stats`, the sum of exponentials of each row; required exactly if the problem computes [`sum_exp`](crate::AttentionSpec::sum_exp).
+    /// The sum of exponentials of each row, in the layout of `stats`. Required if the problem computes
+    /// [`sum_exp`](crate::AttentionSpec::sum_exp), and otherwise `None`.
     pub sum_exp: Option<&'a mut [f32]>,
-    /// Factor of the scores; finite. `None`: `1 / √dim_qk`.
+    /// Factor of the scores; must be finite. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, one for each value that the pass computes; empty for a pass without 8-bit floats.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -69,13 +72,13 @@ pub struct HostBackward<'a> {
     pub dk: ElementsMut<'a>,
     /// Gradient of the values, strided as the problem says; only elements that belong to the tensor are written.
     pub dv: ElementsMut<'a>,
-    /// Factor of the scores, as in the forward pass; finite. `None`: `1 / √dim_qk`.
+    /// Factor of the scores, as in the forward pass; must be finite. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, as in the forward pass. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Destinations of gradients of declared parameters: each that the problem computes, once.
+    /// Destinations of gradients of declared parameters, one for each gradient that the problem computes.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, one for each value that the pass computes; empty for a pass without 8-bit floats.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -85,7 +88,8 @@ pub struct HostBackward<'a> {
 pub struct HostGradient<'a> {
     /// The name of the parameter.
     pub name: &'a str,
-    /// Dense, over the axes of the parameter, of the element type in the problem; one element for a scalar.
+    /// Memory for the gradient: dense, over the axes of the parameter, in the element type that the problem requests; one element for a
+    /// scalar.
     pub data: ElementsMut<'a>,
 }
 
@@ -95,7 +99,7 @@ pub struct HostGradient<'a> {
 pub struct HostAmax<'a> {
     /// The tensor whose amax is written.
     pub of: Amax,
-    /// The destination.
+    /// The f32 that receives the amax.
     pub value: &'a mut f32,
 }
 
@@ -237,14 +241,14 @@ impl<'a> HostBackward<'a> {
 }
 
 impl<'a> HostGradient<'a> {
-    /// Writes the gradient of the declared parameter `name` to `data`.
+    /// Creates the request to write the gradient of the declared parameter `name` to `data`.
     pub fn new(name: &'a str, data: impl Into<ElementsMut<'a>>) -> HostGradient<'a> {
         HostGradient { name, data: data.into() }
     }
 }
 
 impl<'a> HostAmax<'a> {
-    /// Writes the amax of the tensor `of` to `value`.
+    /// Creates the request to write the amax of the tensor `of` to `value`.
     pub fn new(of: Amax, value: &'a mut f32) -> HostAmax<'a> {
         HostAmax { of, value }
     }
@@ -259,10 +263,10 @@ pub enum HostMemory<'a> {
     Write(ElementsMut<'a>),
 }
 
-/// Row statistics of a call.
+/// The `stats` of a call, read or written according to the pass.
 #[derive(Debug)]
 pub enum HostStats<'a> {
-    /// A forward pass without stats.
+    /// No stats: a forward pass that does not compute them.
     None,
     /// Stats that a backward pass reads.
     Read(&'a [f32]),
@@ -276,19 +280,19 @@ pub enum HostStats<'a> {
 pub struct HostCall<'a> {
     /// The operands of the pass, in the order of [`Direction::operands`](crate::operand::Direction::operands).
     pub operands: Vec<(Operand, HostMemory<'a>)>,
-    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
+    /// The log-sum-exp of each row: f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
     pub stats: HostStats<'a>,
     /// Destination of the largest score of each row, for a forward pass.
     pub row_max: Option<&'a mut [f32]>,
     /// Destination of the sum of exponentials of each row, for a forward pass.
     pub sum_exp: Option<&'a mut [f32]>,
-    /// Factor of the scores. `None`: `1 / √dim_qk`.
+    /// Factor of the scores. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Destinations of gradients of declared parameters: each that the problem computes, once; empty for a forward pass.
+    /// Destinations of gradients of declared parameters, one for each gradient that the problem computes; empty for a forward pass.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Destinations of amax values, each once, for a pass of 8-bit floats; empty for any other.
+    /// Destinations of amax values, one for each value that the pass computes; empty for a pass without 8-bit floats.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -391,7 +395,7 @@ impl HostForward<'_> {
     /// Checks the call against the problem, and returns the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
-    /// Every mistake in the call:
+    /// Returns every mistake in the call:
     /// - wrong dtypes, and buffers that are too short
     /// - row statistics or amax destinations that are missing or superfluous
     /// - parameters that are missing, unknown, repeated or of another type or length
@@ -426,7 +430,7 @@ impl HostBackward<'_> {
     /// Checks the call against the problem, and returns the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
-    /// Every mistake in the call:
+    /// Returns every mistake in the call:
     /// - wrong dtypes, and buffers that are too short
     /// - parameters and gradients that are missing, unknown, repeated or of another type or length
     /// - scales of 8-bit floats that are not finite and above 0, or a scale that is not finite

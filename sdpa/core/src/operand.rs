@@ -45,13 +45,13 @@ pub enum Operand {
     V,
     /// Output, (batch, heads_q, seq_q, dim_v): written by the forward pass, read by the backward pass.
     O,
-    /// Gradient of the output, with its shape.
+    /// Gradient of the output, (batch, heads_q, seq_q, dim_v).
     DO,
-    /// Gradient of the queries, with their shape.
+    /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk).
     DQ,
-    /// Gradient of the keys, with their shape.
+    /// Gradient of the keys, (batch, heads_kv, seq_kv, dim_qk).
     DK,
-    /// Gradient of the values, with their shape.
+    /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     DV,
 }
 
@@ -85,7 +85,7 @@ impl Operand {
         }
     }
 
-    /// Returns the names of its layout and of its alignment among the fields of a cache key.
+    /// Returns the names of the operand's layout and of its alignment among the fields of a cache key.
     pub fn fields(self) -> [&'static str; 2] {
         match self {
             Operand::Q => ["layout of q", "alignment of q"],
@@ -100,7 +100,7 @@ impl Operand {
     }
 }
 
-/// One of the two sequences, to which an operand, a length or `cu_seqlens` belongs.
+/// The query side or the key side: the sequence to which an operand, a length or `cu_seqlens` belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {
@@ -124,7 +124,7 @@ impl Side {
 }
 
 impl Operand {
-    /// Returns the sequence of its rows.
+    /// Returns the side, queries or keys, to which the operand's rows belong.
     pub const fn side(self) -> Side {
         match self {
             Operand::Q | Operand::O | Operand::DO | Operand::DQ => Side::Queries,

@@ -41,21 +41,22 @@ pub struct Packed {
     /// `cu_seqlens` are i64, not i32. Expressions can only read i32 ones.
     #[serde(default)]
     pub wide: bool,
-    /// The most query tokens of a call, including those before the first sequence; `None`: `batch · seq_q`. Memory of backward passes grows with it.
+    /// The largest number of query tokens in a call, including those before the first sequence. `None` means `batch · seq_q`. Memory of
+    /// backward passes grows with it.
     #[serde(default)]
     pub total_q: Option<i64>,
-    /// The most key tokens of a call; `None`: `batch · seq_kv`.
+    /// The largest number of key tokens in a call. `None` means `batch · seq_kv`.
     #[serde(default)]
     pub total_kv: Option<i64>,
 }
 
 impl Packed {
-    /// Queries and keys share i32 `cu_seqlens`, with at most `batch · seq_q` and `batch · seq_kv` tokens.
+    /// Creates a packing in which queries and keys share i32 `cu_seqlens`, with at most `batch · seq_q` and `batch · seq_kv` tokens.
     pub const fn new() -> Packed {
         Packed { cross: false, wide: false, total_q: None, total_kv: None }
     }
 
-    /// Queries and keys share i32 `cu_seqlens`, with at most `total` tokens in a call.
+    /// Creates a packing in which queries and keys share i32 `cu_seqlens`, with at most `total` tokens in a call.
     pub const fn of(total: i64) -> Packed {
         Packed::new().with_totals(Some(total), Some(total))
     }
@@ -74,7 +75,7 @@ impl Packed {
         self
     }
 
-    /// Sets the most query and key tokens of a call; `None`: `batch · seq_q` and `batch · seq_kv`.
+    /// Sets the largest numbers of query and key tokens in a call. `None` means `batch · seq_q` or `batch · seq_kv`.
     ///
     /// ```
     /// use sdpa_core::{Packed, packed::CU_SEQLENS_KV};
@@ -113,7 +114,7 @@ impl Packed {
         self.total(side).unwrap_or_else(|| documents.saturating_mul(seq)).max(1)
     }
 
-    /// Returns the most tokens of a side in a call, if set.
+    /// Returns the largest number of tokens of a side in a call, if it is set.
     pub fn total(&self, side: Side) -> Option<i64> {
         match side {
             Side::Queries => self.total_q,
@@ -136,7 +137,7 @@ pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     (elements - last_row).checked_div(token).map_or(most, |n| (n + 1).min(most))
 }
 
-/// Returns a packed operand as one tensor (1, heads, tokens, dim) over all sequences. Its extent is the memory that this many tokens take.
+/// Returns a packed operand as one tensor (1, heads, tokens, dim) over all sequences.
 pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
     let [_, heads, _, dim] = tensor.dims;
     let mut all = TensorSpec { dims: [1, heads, tokens, dim], ..*tensor };
@@ -155,7 +156,8 @@ impl Documents {
     /// packed.
     ///
     /// # Errors
-    /// Offsets are negative or decrease, or a sequence is longer than the problem states; names the first of each kind.
+    /// Fails if offsets are negative or decrease, or if a sequence is longer than the problem states. The error names the first of each
+    /// kind.
     pub fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Result<Option<Documents>, SpecErrors> {
         let Some(packed) = problem.packed() else { return Ok(None) };
         let mut errors = Vec::new();
@@ -246,7 +248,7 @@ impl Problem {
         self.packed().is_some() && (side == Side::Queries || self.paged().is_none())
     }
 
-    /// Returns the `cu_seqlens` parameters that it declares.
+    /// Returns the `cu_seqlens` parameters that the problem declares.
     pub fn boundaries(&self) -> Vec<Declared> {
         let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| self.packs(*side)).collect();
         self.packed().map_or_else(Vec::new, |packed| packed.declared(&sides))
@@ -255,7 +257,7 @@ impl Problem {
     /// Returns the sequences of a call over host memory; `None` for a problem that is not packed.
     ///
     /// # Errors
-    /// The errors of [`Documents::new`] and of [`params::bind`].
+    /// Fails as [`Documents::new`] and [`params::bind`] do.
     pub fn documents(&self, given: &[crate::Param<'_>]) -> Result<Option<Documents>, SpecErrors> {
         if self.packed().is_none() {
             return Ok(None);

@@ -145,7 +145,7 @@ impl AttentionSpec {
     }
 }
 
-/// The pages of each batch entry of a call over host memory. Pages that hold keys were checked to be in the pool.
+/// The pages of each batch entry in a call over host memory. Every page that holds keys is known to be in the pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages<'a> {
     table: &'a [i32],
@@ -158,7 +158,7 @@ impl<'a> Pages<'a> {
     /// Returns the pages of a call, from the page table among the `values` of the parameters `declared`. `None` for a problem that is not paged.
     ///
     /// # Errors
-    /// A page with keys of an entry is not in the pool; names the first of each batch entry.
+    /// Fails if a page that holds keys is not in the pool. The error names the first such page of each batch entry.
     pub fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'a>]) -> Result<Option<Pages<'a>>, SpecErrors> {
         let Some((paged, table)) = problem.paged().zip(table(declared, values)) else { return Ok(None) };
         let per_entry = paged.pages_of(problem.seq_kv()) as usize;
@@ -175,7 +175,7 @@ impl<'a> Pages<'a> {
         if errors.is_empty() { Ok(Some(Pages { table, per_entry, page_size: paged.page_size as usize })) } else { Err(SpecErrors(errors)) }
     }
 
-    /// Returns the pages of a batch entry, in the order of its keys. Those after the last key may have any number.
+    /// Returns the page numbers of a batch entry, in the order of its keys. Page numbers after the last key are unchecked.
     pub fn of(&self, batch: usize) -> &'a [i32] {
         self.table.get(batch * self.per_entry..(batch + 1) * self.per_entry).unwrap_or_default()
     }
@@ -227,7 +227,7 @@ impl Problem {
     /// Returns the pages of a call over host memory; `None` for a problem that is not paged.
     ///
     /// # Errors
-    /// The errors of [`Pages::new`] and of [`params::bind`].
+    /// Fails as [`Pages::new`] and [`params::bind`] do.
     pub fn pages<'a>(&self, given: &[Param<'a>]) -> Result<Option<Pages<'a>>, SpecErrors> {
         if self.paged().is_none() {
             return Ok(None);

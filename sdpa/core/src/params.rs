@@ -8,7 +8,7 @@ use crate::problem::Problem;
 use crate::tensor::{Param, ParamValue};
 
 impl ParamValue<'_> {
-    /// Returns the element type; `None` for a scalar.
+    /// Returns the element type of a tensor; `None` for a scalar.
     pub fn dtype(&self) -> Option<DType> {
         match self {
             ParamValue::Scalar(_) => None,
@@ -36,7 +36,7 @@ impl ParamValue<'_> {
         }
     }
 
-    /// Returns an element as f64; a boolean is 0 or 1.
+    /// Returns the element at index `at` as f64; a boolean is 0 or 1.
     pub fn get(&self, at: usize) -> f64 {
         match self {
             ParamValue::Scalar(x) => f64::from(*x),
@@ -59,7 +59,7 @@ pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
     }
 }
 
-/// The kind of value that a call binds to a parameter, on the host or on a device.
+/// The kind of value that a call passes for a parameter, on the host or on a device.
 #[derive(Clone, Copy, Debug)]
 pub enum Supplied {
     /// The value of a scalar.
@@ -96,7 +96,7 @@ fn check_one(p: &Declared, given: Supplied, extents: [i64; 4], at_least: bool) -
 /// Checks the values of a call against the declarations. With `at_least`, memory may be longer than the tensor.
 ///
 /// # Errors
-/// Every name that is unknown, repeated or missing, every wrong type and every wrong length.
+/// Returns every name that is unknown, repeated or missing, every wrong type and every wrong length.
 pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)], at_least: bool) -> Result<(), SpecErrors> {
     let mut errors = Vec::new();
     for (n, (name, _)) in given.iter().enumerate() {
@@ -122,7 +122,8 @@ pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)
     if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
 }
 
-/// Compares the parameter gradients that a call has memory for with those of the problem, by name. Returns the missing, unknown and repeated ones.
+/// Compares the names of the parameter gradients that a call has memory for with those that the problem computes. Returns the missing,
+/// unknown and repeated ones.
 pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given: &[&str]) -> Vec<SpecError> {
     let field = |name: &str| format!("gradient of {name}");
     let mut errors = Vec::new();
@@ -142,7 +143,7 @@ pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given:
 /// name has its default.
 ///
 /// # Errors
-/// Every name that is unknown, repeated or missing, every wrong type and every wrong length.
+/// Returns every name that is unknown, repeated or missing, every wrong type and every wrong length.
 pub fn bind<'a>(declared: &[Declared], extents: [i64; 4], given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
     let said: Vec<(&str, Supplied)> = given
         .iter()
@@ -161,7 +162,7 @@ impl Problem {
     /// Returns the value of each of [`Problem::params`], in order.
     ///
     /// # Errors
-    /// The errors of [`bind`].
+    /// Fails as [`bind`] does.
     pub fn bind<'a>(&self, given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
         bind(self.params(), self.extents(), given)
     }

@@ -20,7 +20,7 @@ fn rows(piece: &Piece, operand: Operand) -> &Range<i64> {
 }
 
 impl Piece {
-    /// Returns the offset in elements of the piece's first row of an operand.
+    /// Returns the offset, in elements, of the first row of the piece within an operand.
     pub fn offset(&self, operand: Operand, tensor: &TensorSpec) -> i64 {
         rows(self, operand).start * tensor.strides[2]
     }
@@ -97,7 +97,8 @@ impl Problem {
 }
 
 impl BackwardProblem {
-    /// Returns the backward problem of one piece, as [`Problem::piece`]; `None` also if it has gradients of declared parameters.
+    /// Returns the backward problem of one piece of the mask; see [`Problem::piece`]. Also returns `None` if the problem computes
+    /// gradients of declared parameters.
     pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
         // Deliberately without `..`, as above.
         let BackwardProblem {

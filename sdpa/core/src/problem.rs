@@ -319,7 +319,7 @@ impl Problem {
             Side::Keys => self.seq_kv,
         }
     }
-    /// Returns whether a batch entry may be shorter than the extent, by a mask or as a packed sequence.
+    /// Returns whether a batch entry may have fewer tokens on this side than the extent, because of a mask or as a packed sequence.
     pub fn has_lengths(&self, side: Side) -> bool {
         let masked = match side {
             Side::Queries => self.kept.seq_len_q,
@@ -327,7 +327,7 @@ impl Problem {
         };
         masked || self.packs(side)
     }
-    /// Returns the most tokens of a side in a packed call, over all sequences.
+    /// Returns the largest number of tokens of a side in a packed call, over all sequences.
     pub fn total(&self, side: Side) -> i64 {
         let all = || self.batch.saturating_mul(self.seq(side));
         self.packed.and_then(|packed| packed.total(side)).unwrap_or_else(all)
@@ -367,7 +367,7 @@ impl Problem {
     pub fn dropout(&self) -> Option<Dropout> {
         self.dropout
     }
-    /// Returns the extents (batch, heads_q, seq_q, seq_kv), which parameters span.
+    /// Returns the extents (batch, heads_q, seq_q, seq_kv) of the axes that declared tensors may span.
     #[inline]
     pub fn extents(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
@@ -395,7 +395,7 @@ impl Problem {
         self.packed.filter(|_| self.packs(side)).map(|packed| packed.most(side, self.batch, self.seq(side)))
     }
 
-    /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
+    /// Returns the problem with one operand made [dense](TensorSpec::densely), for executors that copy this operand first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
         let (most, paged) = (self.most(operand.side()), self.paged);

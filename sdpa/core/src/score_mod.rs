@@ -34,7 +34,7 @@ use std::sync::Arc;
 
 /// A function that modifies a score before the softmax, or several applied in order.
 ///
-/// Two are equal if they compute the same. The name is for people, and values of scalars are values of a call.
+/// Two score_mods are equal if their traces are equal. Names and default values of scalars do not count.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ScoreMod {
     name: String,
@@ -60,7 +60,7 @@ impl ScoreMod {
     /// Traces a closure into a score_mod. The closure receives the scaled score and its position, and declares parameters.
     ///
     /// # Errors
-    /// Every invalid declaration of a parameter.
+    /// Returns every invalid declaration of a parameter.
     ///
     /// # Examples
     ///
@@ -96,7 +96,7 @@ impl ScoreMod {
     /// ```
     ///
     /// # Errors
-    /// Every invalid declaration of a parameter, or one that differs from the function's.
+    /// Returns every declaration of a parameter that is invalid or differs from the function's declaration of the same name.
     pub fn with_bprop<F>(self, f: F) -> Result<ScoreMod, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -110,7 +110,7 @@ impl ScoreMod {
         Ok(ScoreMod { name: self.name, stages: vec![Arc::new(b.finish(&[value, gradient]).map_err(ExprErrors)?)] })
     }
 
-    /// Applies this score_mod and then `other` to its result.
+    /// Returns the score_mod that applies this one, and then `other` to the result.
     ///
     /// ```
     /// use sdpa_core::library::{alibi, softcap};
@@ -127,7 +127,7 @@ impl ScoreMod {
     /// Renames a parameter, so that one function can be used twice with different values.
     ///
     /// # Errors
-    /// The name is invalid, or another parameter has it.
+    /// Fails if the name `to` is invalid, or if another parameter has it.
     ///
     /// # Examples
     ///
@@ -156,7 +156,8 @@ impl ScoreMod {
         &self.name
     }
 
-    /// Returns the traces, in order of application. A trace with two roots has a gradient written by hand.
+    /// Returns the traces, in order of application. A trace has one root (output), the modified score. If the gradient was written by
+    /// hand, it is the trace's second root.
     pub fn stages(&self) -> &[Arc<Trace>] {
         &self.stages
     }
@@ -229,23 +230,25 @@ fn forward(b: &mut Builder, mods: &[ScoreMod], extents: [i64; 4]) -> Vec<NodeId>
 /// The gradients of all score_mods of a problem, as one trace.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Gradient {
-    /// Functions of the scaled score and of the upstream gradient. Roots: the modified score; the gradient along the scaled score; one gradient for
-    /// each of `wrt`.
+    /// A trace of functions of the scaled score and the upstream gradient. Its first roots are the modified score, the gradient along the
+    /// scaled score, and one gradient for each parameter of `wrt`.
     pub trace: Trace,
     /// Names of the parameters whose gradients are computed.
     pub wrt: Vec<String>,
-    /// Reads of tables among them. The roots of such tables are 0.
+    /// The reads of those parameters of `wrt` that are tables (tensors read at computed positions). The root of such a parameter in
+    /// `trace` is the constant 0: its gradient is the sum over these reads.
     pub reads: Vec<TableRead>,
 }
 
-/// A read of a table whose gradient is computed: the element at `place` gets the gradient `value` added.
+/// A read of a table whose gradient is computed: the gradient `value` is added to the gradient of the element at `place`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct TableRead {
-    /// Index into [`Gradient::wrt`].
+    /// Index into [`Gradient::wrt`] of the table's name.
     pub wrt: usize,
-    /// The root with the gradient.
+    /// Index of the root of [`Gradient::trace`] that is the gradient of the read.
     pub value: usize,
-    /// The root with the position, i32, in memory order, clamped to the table ([`ParamKind::within`](crate::expr::ParamKind::within)).
+    /// Index of the root of [`Gradient::trace`] that is the position of the element: i32, in memory order, to be clamped to the table
+    /// with [`ParamKind::within`](crate::expr::ParamKind::within).
     pub place: usize,
 }
 

@@ -39,10 +39,10 @@ use crate::spec::{AttentionSpec, TensorSpec};
 use crate::tensor::Param;
 use serde::{Deserialize, Serialize};
 
-/// The scalar by which a bottom-right aligned mask is shifted.
+/// The name of the declared scalar by which a bottom-right aligned mask is shifted.
 pub const SEQ_SHIFT: &str = "seq_shift";
 
-/// Lengths to round up to.
+/// The lengths to which sequence lengths are rounded up.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Buckets(Vec<i64>);
 
@@ -50,7 +50,7 @@ impl Buckets {
     /// Creates buckets of these lengths.
     ///
     /// # Errors
-    /// There is no length, one is below 1, or one is not longer than the one before.
+    /// Fails if there is no length, if a length is below 1, or if a length is not greater than the one before.
     ///
     /// # Examples
     ///
@@ -69,10 +69,11 @@ impl Buckets {
         Ok(Buckets(lengths))
     }
 
-    /// Creates buckets of `first`, twice that, and so on, and `last`. A plan costs at most twice the rows.
+    /// Creates buckets of `first`, twice that, and so on, and `last`. Rounding up to a bucket at most doubles the number of rows, except
+    /// below `first`.
     ///
     /// # Errors
-    /// As for [`Buckets::new`].
+    /// Fails as [`Buckets::new`] does.
     ///
     /// # Examples
     ///
@@ -90,7 +91,7 @@ impl Buckets {
     /// Creates buckets at multiples of `step` up to `last`, and at `last`.
     ///
     /// # Errors
-    /// As for [`Buckets::new`].
+    /// Fails as [`Buckets::new`] does.
     ///
     /// # Examples
     ///
@@ -113,30 +114,30 @@ impl Buckets {
         &self.0
     }
 
-    /// Returns the bucket of a length; `None` past the last.
+    /// Returns the smallest bucket that is not below a length; `None` if the length is above the last bucket.
     pub fn up(&self, length: i64) -> Option<i64> {
         self.0.get(self.0.partition_point(|&bucket| bucket < length)).copied()
     }
 }
 
-/// Sequence lengths that are rounded up, so that several lengths share a plan. By default none is.
+/// A policy that rounds sequence lengths up to buckets, so that several lengths share a plan. The default rounds none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SeqPolicy {
-    /// Buckets of `seq_q`; `None` keeps it.
+    /// Buckets of `seq_q`; `None` does not round it.
     pub q: Option<Buckets>,
-    /// Buckets of `seq_kv`; `None` keeps it.
+    /// Buckets of `seq_kv`; `None` does not round it.
     pub kv: Option<Buckets>,
 }
 
-/// A specification with bucket lengths.
+/// A specification whose sequence lengths are rounded up to buckets.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Bucketed {
-    /// Validate and prepare this in place of the exact specification.
+    /// The specification to validate and prepare instead of the exact one.
     pub spec: AttentionSpec,
-    /// Pairs of the bucket over pairs of the exact lengths: an upper bound of the extra cost of a kernel that skips nothing. Lengths as data cost a
-    /// little too: 3 to 10 µs a pass on an H200 under cuDNN 9.27, 14 under 9.19.
+    /// Ratio of the bucket's query-key pairs to those of the exact lengths: an upper bound of the extra cost for a kernel that skips
+    /// nothing. Passing lengths as data adds 3 to 10 µs per pass on an H200 with cuDNN 9.27, and 14 µs with 9.19.
     pub cost: f64,
     seq_len_q: Vec<i32>,
     seq_len_kv: Vec<i32>,
@@ -146,8 +147,8 @@ pub struct Bucketed {
 }
 
 impl Bucketed {
-    /// Returns the parameters to bind in addition to the caller's own: lengths by batch entry, and the shift of masks. For device calls the caller
-    /// fills device memory with the lengths: i32, one per batch entry.
+    /// Returns the parameters to pass in addition to the caller's own: the lengths of each batch entry, and the shift of masks. For
+    /// device calls the caller fills device memory with the lengths: i32, one per batch entry.
     pub fn params(&self) -> Vec<Param<'_>> {
         let lengths = [(SEQ_LEN_Q, &self.seq_len_q), (SEQ_LEN_KV, &self.seq_len_kv)];
         let lengths = lengths.into_iter().filter(|_| self.padded).map(|(name, values)| Param::new(name, values));
@@ -156,7 +157,7 @@ impl Bucketed {
 }
 
 impl SeqPolicy {
-    /// Creates a policy that rounds `seq_q` and `seq_kv` up to these buckets; `None` keeps a length.
+    /// Creates a policy that rounds `seq_q` and `seq_kv` up to these buckets; `None` does not round.
     ///
     /// ```
     /// use sdpa_core::seq::{Buckets, SeqPolicy};
@@ -168,11 +169,11 @@ impl SeqPolicy {
         SeqPolicy { q: q.into(), kv: kv.into() }
     }
 
-    /// Returns the specification with the bucket lengths of `spec`.
+    /// Returns `spec` with its sequence lengths rounded up to buckets.
     ///
     /// # Errors
-    /// Every length past the last bucket, strides for which rows of the bucket overlap, and every mask or score_mod that reads the lengths as
-    /// extents.
+    /// Returns every length above the last bucket, strides for which rows of the bucket would overlap, and every mask or score_mod that
+    /// reads the lengths as extents.
     pub fn bucket(&self, spec: &AttentionSpec) -> Result<Bucketed, SpecErrors> {
         let mut errors = Vec::new();
         let [batch, _, seq_q, _] = spec.q.dims;

@@ -39,8 +39,8 @@ impl Layout {
         }
     }
 
-    /// Returns dense strides, in elements, for a tensor of logical extents (batch, head, seq, dim) in this order. Saturates if a product does not
-    /// fit; [`AttentionSpec::validate`] reports that.
+    /// Returns dense strides, in elements, for a tensor of logical extents (batch, head, seq, dim) in this order. Strides saturate if a
+    /// product does not fit; [`AttentionSpec::validate`] reports that.
     pub fn strides(self, dims: [i64; 4]) -> [i64; 4] {
         let order = match self {
             Layout::Bhsd => [0, 1, 2, 3],
@@ -64,7 +64,8 @@ impl Layout {
 pub struct TensorSpec {
     /// (batch, head, seq, dim), in elements.
     pub dims: [i64; 4],
-    /// Distance between neighbours along each axis, in elements. The last must be 1.
+    /// Distance between neighbours along each axis, in elements. The last stride must be 1, except that `d_o` of a backward pass may have
+    /// 0.
     pub strides: [i64; 4],
     /// Alignment of the base address in bytes; a power of two. 16 is a safe default: every allocator gives that, and the fused kernels read such
     /// operands in place.
@@ -107,7 +108,8 @@ impl TensorSpec {
         self.dims.contains(&0)
     }
 
-    /// Returns the number of elements that a buffer must hold: the index of the last one plus one, 0 without elements. `None` past `i64`.
+    /// Returns the number of elements that a buffer must hold: the index of the last one plus one, or 0 if there are no elements. `None`
+    /// if it does not fit an `i64`.
     pub fn extent(&self) -> Option<i64> {
         if self.is_empty() {
             return Some(0);
@@ -184,7 +186,7 @@ pub struct AttentionSpec {
     /// Keys and values are paged: strides of `k` and `v` are those of the page pools.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paged: Option<Paged>,
-    /// A query attends to a key if every mask agrees. Without masks it attends to all.
+    /// The masks. A query attends to a key if all of them attend to it; without masks it attends to every key.
     pub masks: Vec<Mask>,
     /// Whether each query head has an attention sink: the declared parameter [`SINK`](crate::SINK).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -312,7 +314,7 @@ impl AttentionSpec {
         self
     }
 
-    /// Adds a mask. A query attends to a key only if every mask agrees.
+    /// Adds a mask. A query attends to a key only if all masks attend to it.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -534,7 +536,7 @@ impl AttentionSpec {
     /// Normalises the specification, or returns every mistake in it.
     ///
     /// # Errors
-    /// Every rule that a field breaks, each with the field, its value and the rule.
+    /// Returns every rule that a field breaks, each with the field, its value and the rule.
     ///
     /// # Examples
     ///

@@ -110,7 +110,7 @@ impl Problem {
             Statistic::SumExp => self.sum_exp,
         }
     }
-    /// Returns the number of elements of `stats`; for a packed batch, the most.
+    /// Returns the number of elements of `stats`; for a packed batch, the largest possible number.
     #[inline]
     pub fn stats_elements(&self) -> i64 {
         let rows = if self.packed().is_some() { self.total(Side::Queries) } else { self.batch() * self.seq_q() };

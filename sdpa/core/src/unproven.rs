@@ -16,15 +16,15 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Unproven {
-    /// The executor.
+    /// The executor whose ledger lacks the evidence.
     pub executor: ExecutorName,
-    /// Its library and device: version and compute capability.
+    /// The executor's library and device: version and compute capability.
     pub runtime: String,
     /// The missing evidence.
     pub what: Untested,
 }
 
-/// Missing evidence.
+/// The evidence that a ledger lacks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]

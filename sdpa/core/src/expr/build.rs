@@ -17,16 +17,17 @@ pub struct Builder {
     errors: Vec<ExprError>,
 }
 
-/// Replacements for the inputs of a trace that is copied into another.
+/// Replacements for the inputs of a trace while it is copied into another trace.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Inputs {
     /// Replaces [`Node::Score`]; `None` keeps it.
     pub score: Option<NodeId>,
     /// Replaces [`Node::Upstream`]; `None` keeps it.
     pub upstream: Option<NodeId>,
-    /// Constants that replace [`Node::Extent`], (batch, heads_q, seq_q, seq_kv). Indices along axes of extent 1 become 0. `None` keeps both.
+    /// Constants that replace [`Node::Extent`], (batch, heads_q, seq_q, seq_kv). Indices along axes of extent 1 then become 0. `None`
+    /// keeps extents and indices.
     pub extents: Option<[i64; 4]>,
-    /// Offsets of the indices (batch, head, q, k).
+    /// Constants that are added to the indices (batch, head, q, k).
     pub origin: [i64; 4],
 }
 
@@ -46,12 +47,12 @@ impl Builder {
         self.nodes[id.index()]
     }
 
-    /// Returns every value so far.
+    /// Returns all values that the trace has so far.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// Returns the constant of a value, if it is one.
+    /// Returns the constant that a value is; `None` if it is not a constant.
     pub fn constant(&self, id: NodeId) -> Option<Const> {
         match self.node(id) {
             Node::Const(c) => Some(c),
@@ -115,7 +116,7 @@ impl Builder {
         self.push(Node::Param(param), ty)
     }
 
-    /// Declares a parameter without reading it, as [`Builder::param`] does.
+    /// Declares a parameter without reading it. Otherwise it behaves like [`Builder::param`].
     pub fn declare(&mut self, declared: Declared) -> ParamId {
         if let Err(error) = declared.check() {
             self.errors.push(error);
@@ -136,7 +137,7 @@ impl Builder {
         ParamId(place as u32)
     }
 
-    /// Declares a table with extents of its own. [`Builder::finish`] reports extents that break a rule.
+    /// Declares a table, a tensor with its own extents. [`Builder::finish`] reports extents that break a rule.
     pub fn table(&mut self, name: &str, extents: &[i64], dtype: DType) -> ParamId {
         let axes = Axes::table(extents).unwrap_or_else(|rule| {
             self.errors.push(ExprError::Extents { name: name.to_owned(), rule: rule.to_owned() });
@@ -145,7 +146,7 @@ impl Builder {
         self.declare(Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes, dtype }, default: None })
     }
 
-    /// Returns the element of a table at a position, i32, in memory order. Positions outside the table are clamped to it.
+    /// Returns the element of a table at `place`, an i32 position in memory order. Positions outside the table are clamped to it.
     pub fn read(&mut self, table: ParamId, place: NodeId) -> NodeId {
         let ty = self.params[table.index()].kind.ty();
         self.push(Node::Read(table, place), ty)
@@ -159,8 +160,8 @@ impl Builder {
             .filter_map(|(n, node)| if let Node::Read(p, place) = *node { Some((p.index(), place, NodeId(n as u32))) } else { None })
     }
 
-    /// Returns the element of a table at one i32 index per extent. Each index is clamped to its extent. With a single index it equals
-    /// [`Builder::read`]. [`Builder::finish`] reports a wrong number of indices.
+    /// Returns the element of a table at one i32 index per extent. Each index is clamped to its extent. A single index is a position in
+    /// memory order, as for [`Builder::read`]. [`Builder::finish`] reports a wrong number of indices.
     pub fn read_at(&mut self, table: ParamId, indices: &[NodeId]) -> NodeId {
         let Declared { name, kind, .. } = &self.params[table.index()];
         let extents: Vec<i64> = kind.extents().collect();
@@ -185,7 +186,7 @@ impl Builder {
         self.read(table, place.unwrap_or(zero))
     }
 
-    /// Returns a function of one value.
+    /// Applies a function to one value, and returns the result.
     pub fn unary(&mut self, f: Unary, x: NodeId) -> NodeId {
         let ty = match f.kind() {
             Kind::Number | Kind::Real | Kind::Compare | Kind::Logic => self.ty(x),
@@ -198,7 +199,7 @@ impl Builder {
         self.push(Node::Unary(f, x), ty)
     }
 
-    /// Returns a function of two values of one type.
+    /// Applies a function to two values of one type, and returns the result.
     pub fn binary(&mut self, f: Binary, x: NodeId, y: NodeId) -> NodeId {
         let operands = self.ty(x);
         let ty = match f.kind() {
@@ -229,13 +230,13 @@ impl Builder {
         }
     }
 
-    /// Copies a trace into this one and returns its roots here. Parameters of one name must have equal declarations.
+    /// Copies a trace into this builder, and returns the copies of its roots. Parameters of one name must have equal declarations.
     pub fn inline(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
         let here = self.values(trace, inputs);
         trace.roots().iter().map(|root| here[root.index()]).collect()
     }
 
-    /// Copies a trace into this one and returns each of its values here.
+    /// Copies a trace into this builder, and returns the copy of each of its values.
     pub fn copy(&mut self, trace: &Trace) -> Vec<NodeId> {
         self.values(trace, Inputs::default())
     }
@@ -291,10 +292,10 @@ impl Builder {
         &self.params
     }
 
-    /// Finishes the trace with these roots. Drops values that no root needs, and puts the rest in canonical order.
+    /// Returns the finished trace with these roots. It drops values that no root needs, and puts the others in canonical order.
     ///
     /// # Errors
-    /// Every declaration that broke a rule.
+    /// Returns every declaration that broke a rule.
     pub fn finish(self, roots: &[NodeId]) -> Result<Trace, Vec<ExprError>> {
         if self.errors.is_empty() { Ok(Trace::canonical(&self.nodes, &self.types, &self.params, roots)) } else { Err(self.errors) }
     }

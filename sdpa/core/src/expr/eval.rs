@@ -154,13 +154,14 @@ impl Trace {
         self.eval_reading(at, precision, |_, _| f64::NAN)
     }
 
-    /// As [`Trace::eval`], with elements of tables: `read` returns the element of a parameter at a position within it, in memory order.
+    /// Evaluates every value at one position as [`Trace::eval`] does, but also reads tables: `read` returns the element of a parameter at
+    /// a position in memory order.
     pub fn eval_reading(&self, at: &Place<'_>, precision: Precision, read: impl Fn(ParamId, usize) -> f64) -> Vec<f64> {
         let values = self.values(at, precision, read);
         self.roots().iter().map(|root| values[root.index()]).collect()
     }
 
-    /// Evaluates at one position, and returns the first root. Allocates nothing for up to 32 values.
+    /// Evaluates the trace at one position, and returns the first root. Allocates nothing for traces of up to 32 values.
     pub fn eval_first(&self, at: &Place<'_>, precision: Precision) -> f64 {
         let values = self.values(at, precision, |_, _| f64::NAN);
         self.roots().first().map_or(f64::NAN, |root| values[root.index()])

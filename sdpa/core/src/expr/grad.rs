@@ -195,9 +195,9 @@ impl Adjoints<'_> {
 /// A derivative of tanh in a trace: `g − g·tanh²(x)`, or `1 − tanh²(x)`, where `g` is an upstream gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TanhSlope {
-    /// `g`, or the constant 1.
+    /// The upstream gradient `g`, or the constant 1.
     pub upstream: NodeId,
-    /// `x`.
+    /// The argument `x` of the tanh.
     pub of: NodeId,
 }
 
@@ -242,11 +242,12 @@ fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
 }
 
 impl Builder {
-    /// Returns the gradients of `root`, times `upstream`, along each of `wrt`; `None` if it does not depend on that value. Values of `wrt` are
-    /// leaves: paths end there.
+    /// Returns the gradient of `root` along each value of `wrt`, times `upstream`; `None` for a value that `root` does not depend on.
+    /// Each value of `wrt` counts as an input: differentiation does not continue into its operands.
     ///
-    /// At points without a derivative: `|x|` has 0 at 0; `floor`, `ceil`, `to_i32` and comparisons have 0 everywhere; `min` and `max` of equal values
-    /// give all to the first operand. `sqrt`, `rsqrt` and `log` are infinite at 0. The unselected branch of a select has 0.
+    /// The derivative of `|x|` at 0 is 0, and that of `floor`, `ceil`, `to_i32` and comparisons is 0 everywhere. `min` and `max` of equal
+    /// values pass the whole gradient to the first operand. The derivatives of `sqrt`, `rsqrt` and `log` are infinite at 0. The gradient
+    /// of the branch that a select does not select is 0.
     pub fn gradient(&mut self, root: NodeId, upstream: NodeId, wrt: &[NodeId]) -> Vec<Option<NodeId>> {
         let mut active = vec![false; root.index() + 1];
         for index in 0..=root.index() {

@@ -37,7 +37,7 @@ impl Interval {
     }
 }
 
-/// The value of a mask over a box, which is a range of each index.
+/// The result of a mask over a box, which is a range of each index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Judged {
     /// The mask attends to no pair of the box.
@@ -75,7 +75,8 @@ impl Trace {
         values
     }
 
-    /// Returns the least and greatest possible value of each value, for indices (batch, head, q, k) within these inclusive bounds.
+    /// Returns the range `[least, greatest]` of each value of the trace, for indices (batch, head, q, k) within the inclusive bounds
+    /// `places`.
     ///
     /// Booleans are 0 and 1. Parameters may have any value. Floats that depend on parameters, on the score or on functions that devices approximate
     /// have the range `None`.
@@ -93,7 +94,8 @@ impl Trace {
         values.map(|x| x.is_known().then_some([x.low, x.high])).collect()
     }
 
-    /// Evaluates the first root, a boolean, for indices (batch, head, q, k) within these inclusive bounds. Parameters may have any value.
+    /// Returns whether the first root, a boolean, is true always, never or possibly, for indices (batch, head, q, k) within the inclusive
+    /// bounds `places`. Parameters may have any value.
     pub fn judge(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Judged {
         let values = self.intervals(places, extents);
         match self.roots().first().map(|root| values[root.index()]) {

@@ -23,9 +23,10 @@ fn jumps(node: Node) -> bool {
 }
 
 impl Trace {
-    /// Returns, for each value, whether it is a float that decides a discontinuity. Such a float is compared, rounded to an integer or the operand of
-    /// a remainder, or another such float depends on it. Executors compute these exactly as written, each function rounded once. A contracted
-    /// product, or an inverse in place of a division, would move the end of a mask or select another element of a table.
+    /// Returns, for each value, whether it is a float that decides a discontinuity. Such a float is compared, rounded to an integer or
+    /// the operand of a remainder, or it is an input of another such float. Executors compute these exactly as written, each function
+    /// rounded once. A contracted product, or an inverse in place of a division, would move the end of a mask or select another element
+    /// of a table.
     ///
     /// ```
     /// use sdpa_core::expr::{Binary, Node, Trace};

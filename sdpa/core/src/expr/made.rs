@@ -3,7 +3,7 @@
 use super::build::Builder;
 use super::node::{Binary, Kind, NodeId, Type, Unary};
 
-/// A function that closures and texts may call. A trace contains the functions that it is composed of.
+/// A function that is composed of others and that closures and texts may call. A trace contains the functions that it is composed of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Made {
     /// `clamp(x, low, high)`: the value, limited to `low` and `high`.
@@ -15,10 +15,10 @@ pub enum Made {
 }
 
 impl Made {
-    /// Every such function, in declaration order.
+    /// Every composed function, in declaration order.
     pub const ALL: &'static [Made] = &[Made::Clamp, Made::Square, Made::Sigmoid];
 
-    /// Returns the name in texts.
+    /// Returns the name of the function in the text form of expressions.
     pub fn name(self) -> &'static str {
         match self {
             Made::Clamp => "clamp",
@@ -27,7 +27,7 @@ impl Made {
         }
     }
 
-    /// Returns a description of its result.
+    /// Returns a description of the function's result.
     pub fn about(self) -> &'static str {
         match self {
             Made::Clamp => "The first, but no less than the second and no more than the third.",
@@ -36,7 +36,7 @@ impl Made {
         }
     }
 
-    /// Returns the number of its arguments.
+    /// Returns the number of arguments of the function.
     pub fn arguments(self) -> usize {
         match self {
             Made::Clamp => 3,
@@ -44,7 +44,7 @@ impl Made {
         }
     }
 
-    /// Returns the types that it takes and returns.
+    /// Returns the argument and result types of the function.
     pub fn kind(self) -> Kind {
         match self {
             Made::Clamp | Made::Square => Kind::Number,

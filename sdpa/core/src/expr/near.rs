@@ -17,8 +17,8 @@ fn distance(a: &[char], b: &[char]) -> usize {
     rows[a.len()][b.len()]
 }
 
-/// Returns the nearest name, if one is near: one wrong letter per three letters of the text. Of equally near names it returns the alphabetically
-/// first.
+/// Returns the name nearest to `text` by edit distance, or `None` if that distance is more than a third of the letters of `text`. Of
+/// equally near names it returns the alphabetically first.
 pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let letters: Vec<char> = text.chars().take(64).collect();
     let most = letters.len() / 3;

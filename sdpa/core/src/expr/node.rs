@@ -20,7 +20,7 @@ impl Axis {
     /// Every axis, outermost first.
     pub const ALL: [Axis; 4] = [Axis::Batch, Axis::Head, Axis::Q, Axis::K];
 
-    /// Returns the name of the index along the axis, in texts.
+    /// Returns the name of the index along the axis in the text form of expressions.
     pub fn name(self) -> &'static str {
         match self {
             Axis::Batch => "batch",
@@ -30,7 +30,7 @@ impl Axis {
         }
     }
 
-    /// Returns the name of the axis's extent, in texts.
+    /// Returns the name of the axis's extent in the text form of expressions.
     pub fn extent_name(self) -> &'static str {
         match self {
             Axis::Batch => "batches",
@@ -40,7 +40,7 @@ impl Axis {
         }
     }
 
-    /// Returns its position among the axes (batch, head, q, k): 0 to 3.
+    /// Returns the position of the axis among (batch, head, q, k): 0 to 3.
     pub fn place(self) -> usize {
         match self {
             Axis::Batch => 0,
@@ -63,7 +63,7 @@ pub enum Type {
 }
 
 impl Type {
-    /// Returns the element type of such values in memory.
+    /// Returns the element type of values of this type in memory.
     pub fn dtype(self) -> DType {
         match self {
             Type::F32 => DType::F32,
@@ -79,12 +79,12 @@ impl fmt::Display for Type {
     }
 }
 
-/// The notation of a function in texts.
+/// The notation of a function in the text form of expressions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spelling {
     /// `name(x)` or `name(x, y)`.
     Call(&'static str),
-    /// `x name y`, with the binding strength.
+    /// `x name y`, with its binding strength: a larger number binds tighter.
     Infix(&'static str, u8),
     /// `name x`.
     Prefix(&'static str),
@@ -278,11 +278,11 @@ impl Const {
 pub enum Node {
     /// The score that is modified, f32.
     Score,
-    /// The upstream gradient, f32: the loss differentiated by the modified score. Only in gradients.
+    /// The upstream gradient, f32: the derivative of the loss with respect to the modified score. It occurs only in gradients.
     Upstream,
     /// The index along an axis, i32.
     Index(Axis),
-    /// The extent of an axis, i32; a constant in a trace of a validated problem.
+    /// The extent of an axis, i32; replaced by a constant in a trace of a validated problem.
     Extent(Axis),
     /// A constant, in the node itself.
     Const(Const),

@@ -4,7 +4,7 @@ use super::node::{Axis, Type};
 use crate::dtype::DType;
 use std::fmt;
 
-/// The set of axes that a declared tensor spans. Along the other axes one element serves for all.
+/// The set of axes that a declared tensor spans. All positions along any other axis share one element.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Axes {
     /// One bit per axis, and one for the extra element of `cu_seqlens`.
@@ -16,11 +16,11 @@ pub struct Axes {
 }
 
 impl Axes {
-    /// No axis: one element.
+    /// No axis: the tensor has one element.
     pub const NONE: Axes = Axes { set: 0, page: 0, table: [0; 4] };
 
-    /// Batch entries with one extra element: the offset of each entry and the end of the last (`cu_seqlens`). An expression reads the offset of the
-    /// entry.
+    /// One element per batch entry plus one more: the offset of each entry and the end of the last one (`cu_seqlens`). An expression
+    /// reads the offset of the current entry.
     pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, ..Axes::NONE };
 
     /// Batch entries and pages of this many keys: one element per page of an entry. Expressions cannot read them.
@@ -28,10 +28,11 @@ impl Axes {
         Axes { page: page_size.clamp(1, i64::from(i32::MAX)) as u32, ..Axes::from([Axis::Batch, Axis::K]) }
     }
 
-    /// A table: no axis, but extents of its own. Expressions read it at computed positions. Up to four extents, the last one innermost.
+    /// Creates the shape of a table: a tensor that spans no axis and has its own extents, at most four, the last one innermost.
+    /// Expressions read it at computed positions.
     ///
     /// # Errors
-    /// The rule that the extents break.
+    /// Returns the rule that the extents break.
     pub fn table(extents: &[i64]) -> Result<Axes, &'static str> {
         if extents.is_empty() || extents.len() > 4 {
             return Err("expected one to four extents");
@@ -48,23 +49,23 @@ impl Axes {
         Ok(Axes { table, ..Axes::NONE })
     }
 
-    /// Returns the extents of a table; none for a tensor that spans axes.
+    /// Returns the extents of a table, or an empty iterator for a tensor that spans axes.
     pub fn extents(self) -> impl DoubleEndedIterator<Item = i64> + ExactSizeIterator {
         let rank = self.table.iter().filter(|extent| **extent > 0).count();
         (0..rank).map(move |n| i64::from(self.table[n]))
     }
 
-    /// Returns whether this is a table.
+    /// Returns whether this describes a table.
     pub fn is_table(self) -> bool {
         self.table[0] > 0
     }
 
-    /// Returns the keys per page, if there is one element per page.
+    /// Returns the number of keys per page, if there is one element per page.
     pub fn page_size(self) -> Option<i64> {
         (self.page > 0).then_some(i64::from(self.page))
     }
 
-    /// Returns whether there is one element more than batch entries.
+    /// Returns whether the tensor has one element more than there are batch entries, as `cu_seqlens` does.
     pub fn has_end(self) -> bool {
         self.set & 1 << 4 != 0
     }
@@ -96,8 +97,8 @@ impl Axes {
         self.dims(extents).iter().product::<i64>() + i64::from(self.has_end())
     }
 
-    /// Returns the extents that expressions read of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv). With one
-    /// element per page, the extent along keys is the number of pages.
+    /// Returns the extents of a tensor over these axes, as expressions index it, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// With one element per page, the extent along keys is the number of pages.
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
         // Align a table's extents with the innermost axes.
@@ -157,7 +158,7 @@ pub enum ParamKind {
 }
 
 impl ParamKind {
-    /// Returns the extents of a table; none for any other parameter.
+    /// Returns the extents of a table, or an empty iterator for any other parameter.
     pub fn extents(self) -> impl DoubleEndedIterator<Item = i64> + ExactSizeIterator {
         let axes = match self {
             ParamKind::Scalar => Axes::NONE,
@@ -166,13 +167,13 @@ impl ParamKind {
         axes.extents()
     }
 
-    /// Clamps a computed position to a table.
+    /// Clamps `place`, a position in memory order, to the elements of the table.
     pub fn within(self, place: i64) -> usize {
         let last = self.extents().product::<i64>() - 1;
         place.clamp(0, last.max(0)).unsigned_abs() as usize
     }
 
-    /// Returns the type of its value in an expression.
+    /// Returns the type of the parameter's value in an expression.
     pub fn ty(self) -> Type {
         match self {
             ParamKind::Scalar => Type::F32,
@@ -185,14 +186,14 @@ impl ParamKind {
     }
 }
 
-/// A declared parameter. Equal traces declare equal names and kinds. The default is a value and not part of a trace's identity.
+/// A declared parameter. Its default value does not count when traces are compared.
 #[derive(Clone, Debug)]
 pub struct Declared {
     /// The name by which calls pass its value.
     pub name: String,
-    /// Whether it is a scalar or a tensor.
+    /// The kind of parameter: a scalar or a tensor.
     pub kind: ParamKind,
-    /// The value of a scalar that a call does not name; `None` for a tensor.
+    /// The value of a scalar in calls that do not name it; `None` for a tensor.
     pub default: Option<f32>,
 }
 

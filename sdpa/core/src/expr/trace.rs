@@ -22,8 +22,8 @@ pub enum ExprError {
         /// The given text.
         name: String,
     },
-    /// The default of a scalar is absent or not a number.
-    #[error("parameter {name}: expected a default that is a number")]
+    /// The default of a scalar is missing or NaN.
+    #[error("parameter {name}: the default of a scalar is a number")]
     Default {
         /// The parameter.
         name: String,
@@ -95,16 +95,16 @@ pub struct Trace {
     roots: Vec<NodeId>,
 }
 
-/// The inputs on which a value depends.
+/// The inputs on which a value of a trace depends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Depends {
-    /// Whether it depends on the score or the upstream gradient.
+    /// Whether the value depends on the score or the upstream gradient.
     pub score: bool,
-    /// The axes whose indices it depends on, directly or as the position in a tensor.
+    /// The axes whose indices the value depends on, directly or as the position in a tensor.
     pub axes: Axes,
-    /// Whether it depends on a declared scalar.
+    /// Whether the value depends on a declared scalar.
     pub scalar: bool,
-    /// Whether it depends on a declared tensor.
+    /// Whether the value depends on a declared tensor.
     pub tensor: bool,
 }
 
@@ -118,17 +118,17 @@ impl Depends {
         }
     }
 
-    /// Returns whether it is one number for the whole call.
+    /// Returns whether the value is one number for the whole call.
     pub fn is_uniform(self) -> bool {
         !self.score && !self.tensor && self.axes == Axes::NONE
     }
 
-    /// Returns whether scores of one head may have different values of it.
+    /// Returns whether the value may differ between the scores of one head.
     pub fn varies(self) -> bool {
         self.score || self.axes.has(Axis::Q) || self.axes.has(Axis::K)
     }
 
-    /// Returns whether it is determined by the indices of batch entry and head.
+    /// Returns whether the indices of the batch entry and the head determine the value.
     pub fn is_of_heads(self) -> bool {
         !self.tensor && !self.scalar && !self.varies()
     }
@@ -225,7 +225,7 @@ impl Trace {
         &self.nodes
     }
 
-    /// Returns the node of an id.
+    /// Returns the node of the value `id`.
     pub fn node(&self, id: NodeId) -> Node {
         self.nodes[id.index()]
     }
@@ -250,7 +250,7 @@ impl Trace {
         &self.roots
     }
 
-    /// Iterates over the ids of all values, in order.
+    /// Iterates over the ids of all values, in topological order.
     pub fn ids(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.nodes.len() as u32).map(NodeId)
     }
@@ -285,7 +285,7 @@ impl Trace {
     /// Renames a parameter.
     ///
     /// # Errors
-    /// The name is invalid, or another parameter has it.
+    /// Fails if the name `to` is invalid, or if another parameter has it.
     pub fn rename(&self, from: &str, to: &str) -> Result<Trace, ExprErrors> {
         let mut renamed = self.clone();
         let clash = self.find(to).is_some() && self.find(from).is_some() && from != to;

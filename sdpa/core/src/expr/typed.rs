@@ -248,71 +248,71 @@ macro_rules! methods {
 }
 
 methods! { F32:
-    /// `|x|`.
+    /// Returns the absolute value, `|x|`.
     abs unary Abs;
-    /// `√x`.
+    /// Returns the square root, `√x`.
     sqrt unary Sqrt;
-    /// `1 / √x`.
+    /// Returns the reciprocal square root, `1 / √x`.
     rsqrt unary Rsqrt;
-    /// `eˣ`.
+    /// Returns the exponential, `eˣ`.
     exp unary Exp;
-    /// Natural logarithm.
+    /// Returns the natural logarithm.
     log unary Log;
-    /// Sine.
+    /// Returns the sine of the value, in radians.
     sin unary Sin;
-    /// Cosine.
+    /// Returns the cosine of the value, in radians.
     cos unary Cos;
-    /// Hyperbolic tangent.
+    /// Returns the hyperbolic tangent.
     tanh unary Tanh;
-    /// The error function.
+    /// Returns the error function of the value.
     erf unary Erf;
-    /// The greatest integer not above.
+    /// Returns the greatest integer that is not above the value.
     floor unary Floor;
-    /// The least integer not below.
+    /// Returns the least integer that is not below the value.
     ceil unary Ceil;
-    /// `x` to the power of `other`.
+    /// Returns the value to the power of `other`.
     pow binary Pow;
-    /// The smaller of the two; NaN loses to a number.
+    /// Returns the smaller of the value and `other`; if one of them is NaN, the other one.
     min binary Min;
-    /// The larger of the two; NaN loses to a number.
+    /// Returns the larger of the value and `other`; if one of them is NaN, the other one.
     max binary Max;
-    /// Equal.
+    /// Returns a boolean that is true if the value is equal to `other`.
     eq compare Eq;
-    /// Not equal.
+    /// Returns a boolean that is true if the value is not equal to `other`.
     ne compare Ne;
-    /// Less.
+    /// Returns a boolean that is true if the value is less than `other`.
     lt compare Lt;
-    /// Less or equal.
+    /// Returns a boolean that is true if the value is less than or equal to `other`.
     le compare Le;
-    /// Greater.
+    /// Returns a boolean that is true if the value is greater than `other`.
     gt compare Gt;
-    /// Greater or equal.
+    /// Returns a boolean that is true if the value is greater than or equal to `other`.
     ge compare Ge;
 }
 
 methods! { I32:
-    /// `|x|`.
+    /// Returns the absolute value, `|x|`.
     abs unary Abs;
-    /// The smaller of the two.
+    /// Returns the smaller of the value and `other`.
     min binary Min;
-    /// The larger of the two.
+    /// Returns the larger of the value and `other`.
     max binary Max;
-    /// Equal.
+    /// Returns a boolean that is true if the value is equal to `other`.
     eq compare Eq;
-    /// Not equal.
+    /// Returns a boolean that is true if the value is not equal to `other`.
     ne compare Ne;
-    /// Less.
+    /// Returns a boolean that is true if the value is less than `other`.
     lt compare Lt;
-    /// Less or equal.
+    /// Returns a boolean that is true if the value is less than or equal to `other`.
     le compare Le;
-    /// Greater.
+    /// Returns a boolean that is true if the value is greater than `other`.
     gt compare Gt;
-    /// Greater or equal.
+    /// Returns a boolean that is true if the value is greater than or equal to `other`.
     ge compare Ge;
 }
 
 impl<'t> Expr<'t, F32> {
-    /// Rounds toward zero. Too large values become the nearest i32, and NaN becomes 0.
+    /// Rounds toward zero. A value outside the range of i32 becomes the nearest i32, and NaN becomes 0.
     #[must_use]
     pub fn to_i32(self) -> Expr<'t, I32> {
         self.unary(Unary::ToI32)
@@ -352,7 +352,7 @@ impl<'t> Expr<'t, I32> {
         self.made(Made::Square, &[self.id])
     }
 
-    /// Converts to f32, which is exact up to 2²⁴.
+    /// Converts to f32. The conversion is exact for magnitudes up to 2²⁴.
     #[must_use]
     pub fn to_f32(self) -> Expr<'t, F32> {
         self.unary(Unary::ToF32)
@@ -360,7 +360,7 @@ impl<'t> Expr<'t, I32> {
 }
 
 impl<'t> Expr<'t, Bool> {
-    /// Returns `x` where this holds, else `y`. One of them must be a traced value, or [`Params::constant`].
+    /// Returns `x` where this boolean is true, and `y` elsewhere. One of them must be a traced value, or [`Params::constant`].
     #[must_use]
     pub fn select<T: Traced>(self, x: impl Operand<'t, T>, y: impl Operand<'t, T>) -> Expr<'t, T> {
         let (x, y) = (x.expr(self), y.expr(self));
@@ -440,7 +440,7 @@ pub struct At<'t> {
     pub k: Expr<'t, I32>,
     /// Number of batch entries.
     pub batches: Expr<'t, I32>,
-    /// Number of query heads. Extents are constants of a problem: a closure that reads one needs a new kernel for each value.
+    /// Number of query heads. Extents are constants of a problem, so a closure that reads one needs a new kernel for each value.
     pub heads_q: Expr<'t, I32>,
     /// Number of queries.
     pub seq_q: Expr<'t, I32>,
@@ -467,16 +467,16 @@ impl<'t> Params<'t> {
         self.make(|b| b.param(Declared::scalar(name, default)))
     }
 
-    /// Declares a dense tensor over `axes`, and returns its element at this score; along other axes one element serves for all. Its extents are the
-    /// problem's, (batch | 1, heads_q | 1, seq_q | 1, seq_kv | 1).
+    /// Declares a dense tensor over `axes`, and returns its element at the position of the score. Its shape is (batch, heads_q, seq_q,
+    /// seq_kv), with extent 1 for every axis that is not in `axes`.
     #[must_use]
     pub fn tensor<S: Stored>(self, name: &str, axes: impl Into<Axes>, _dtype: S) -> Expr<'t, S::Value> {
         let kind = ParamKind::Tensor { axes: axes.into(), dtype: S::DTYPE };
         self.make(|b| b.param(Declared { name: name.to_owned(), kind, default: None }))
     }
 
-    /// Declares a dense table with extents of its own, which [`Table::at`] reads at computed positions. It has one to four extents, the last one
-    /// innermost, and fewer than 2³¹ elements.
+    /// Declares a dense table, a tensor with its own extents, which [`Table::at`] reads at computed positions. It has one to four
+    /// extents, the last one innermost, and fewer than 2³¹ elements.
     ///
     /// ```
     /// use sdpa_core::expr::{F32, Trace};
@@ -496,7 +496,7 @@ impl<'t> Params<'t> {
         Table { trace: self.trace, table, brand: PhantomData, ty: PhantomData }
     }
 
-    /// Returns a number as a traced value.
+    /// Returns an f32 number as a traced value.
     #[must_use]
     pub fn constant(self, value: f32) -> Expr<'t, F32> {
         self.make(|b| b.f32(value))
@@ -513,8 +513,9 @@ pub struct Table<'t, T> {
 }
 
 impl<'t, T> Table<'t, T> {
-    /// Returns the element at one index per extent. Each index is clamped to its extent, on every executor. A single index is a position in memory
-    /// order, for a table of any rank. Positions have no gradient; the element has the gradient of an input.
+    /// Returns the element at one index per extent. Every executor clamps each index to its extent. A single index is a position in
+    /// memory order, for a table of any rank. The derivative along an index is 0; the gradient of the element is added to the gradient of
+    /// the table.
     #[must_use]
     pub fn at<const N: usize>(self, indices: [Expr<'t, I32>; N]) -> Expr<'t, T> {
         let id = self.trace.borrow_mut().read_at(self.table, &indices.map(|index| index.id));
@@ -551,7 +552,7 @@ impl Trace {
     /// Traces a function of a score.
     ///
     /// # Errors
-    /// Every invalid declaration of a parameter.
+    /// Returns every invalid declaration of a parameter.
     pub fn of_score<F>(f: F) -> Result<Trace, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -562,7 +563,7 @@ impl Trace {
     /// Traces a gradient written by hand: a function of the upstream gradient and of the unmodified score, in this order.
     ///
     /// # Errors
-    /// The errors of [`Trace::of_score`].
+    /// Fails as [`Trace::of_score`] does.
     pub fn of_gradient<F>(f: F) -> Result<Trace, ExprErrors>
     where
         F: for<'t> FnOnce(Expr<'t, F32>, Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
@@ -573,7 +574,7 @@ impl Trace {
     /// Traces a mask: `true` where the query attends to the key.
     ///
     /// # Errors
-    /// The errors of [`Trace::of_score`].
+    /// Fails as [`Trace::of_score`] does.
     pub fn of_mask<F>(f: F) -> Result<Trace, ExprErrors>
     where
         F: for<'t> FnOnce(At<'t>, Params<'t>) -> Expr<'t, Bool>,

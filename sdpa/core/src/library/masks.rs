@@ -123,7 +123,7 @@ pub fn natten(size: i32) -> Mask {
     })
 }
 
-/// Attends where the declared bool tensor `mask` is true. It spans these axes, and one element serves for all along the others.
+/// Attends where the declared bool tensor `mask` is true. The tensor spans `axes`; all positions along any other axis share one element.
 pub fn array_mask(axes: impl Into<Axes>) -> Mask {
     let axes = axes.into();
     let letters: String = axes.iter().filter_map(|a| a.name().chars().next()).collect();

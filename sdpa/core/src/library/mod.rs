@@ -26,16 +26,16 @@ pub use written::{Named, Written};
 
 use crate::expr::{ExprErrors, Trace, Type};
 
-/// A text that is not a score_mod or mask.
+/// The error for a text that is not a score_mod or mask.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {text:?}: {rule}")]
 #[non_exhaustive]
 pub struct ParseError {
-    /// `mask` or `score_mod`.
+    /// The expected kind: `mask` or `score_mod`.
     pub what: &'static str,
     /// The given text.
     pub text: String,
-    /// The rule that it breaks.
+    /// The rule that the text breaks.
     pub rule: String,
 }
 

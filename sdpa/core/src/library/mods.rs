@@ -92,7 +92,7 @@ pub fn relative_bias(heads: i32, reach: i32) -> ScoreMod {
     })
 }
 
-/// Adds the declared tensor `bias`. It spans these axes of the scores, and one element serves for all along the others.
+/// Adds the declared tensor `bias` to the scores. The tensor spans `axes`; all positions along any other axis share one element.
 ///
 /// ```
 /// use sdpa_core::expr::{Axis, F32};
@@ -110,7 +110,8 @@ where
     of(&name, |score, _, p| score + p.tensor("bias", axes, dtype))
 }
 
-/// Adds `slope(head) · Σ cos((k − q) / 10000^(i/terms))`, which decays with distance like sinusoidal positions (Chi et al., 2023).
+/// Adds `slope(head) · Σ cos((k − q) / 10000^(i/terms))`, summed over `i` from 0 to `terms − 1`. It decays with distance like sinusoidal
+/// positions (Chi et al., 2023).
 pub fn sandwich(terms: i32) -> ScoreMod {
     of(&format!("sandwich:{terms}"), |score, at, p| {
         let distance = (at.k - at.q).to_f32();

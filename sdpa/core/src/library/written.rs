@@ -6,18 +6,18 @@ use crate::expr::{Axes, Axis, nearest};
 /// A named entry of the library.
 #[derive(Debug)]
 pub struct Named<T: 'static> {
-    /// Its notation; capitals are placeholders for numbers and axes.
+    /// The notation of the entry; capitals are placeholders for numbers and axes.
     pub spelling: &'static str,
-    /// Its description.
+    /// The description of the entry.
     pub about: &'static str,
-    /// Texts that the conformance suites run; the first is representative.
+    /// Texts that the conformance suites run; the first one represents the entry.
     pub cases: &'static [&'static str],
-    /// Parses a text; `None` if it does not have this form.
+    /// Parses a text; returns `None` if the text does not have the form of this entry.
     pub read: fn(&Written<'_>) -> Option<Result<T, ParseError>>,
 }
 
 impl<T> Named<T> {
-    /// Returns the name without arguments.
+    /// Returns the name of the entry without arguments.
     pub fn name(&self) -> &'static str {
         self.spelling.split([':', '[']).next().unwrap_or(self.spelling)
     }

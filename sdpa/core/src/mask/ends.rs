@@ -44,7 +44,7 @@ impl Ends {
         start..self.upper.map_or(len_kv, |upper| corner + upper + 1).clamp(start, len_kv)
     }
 
-    /// Returns whether the band keeps every key.
+    /// Returns whether the band masks out no key.
     pub fn is_full(&self) -> bool {
         *self == Ends::default()
     }

@@ -36,7 +36,8 @@ pub struct Kept {
     pub seq_len_q: bool,
     /// Keys at and past the `seq_len_kv` of their batch entry are masked out.
     pub seq_len_kv: bool,
-    /// The remaining mask, evaluated element by element: keys are masked out where it is false. Extents are constants in it.
+    /// The part of the masks that is neither a band nor a length, evaluated element by element: keys are masked out where it is false. It
+    /// contains extents as constants.
     pub rest: Option<Arc<Trace>>,
 }
 
@@ -203,7 +204,7 @@ impl Kept {
     /// Normalises the conjunction of `masks` in a problem of these extents, (batch, heads_q, seq_q, seq_kv), whose batch entries are not packed.
     ///
     /// # Errors
-    /// Masks declare a parameter of the same name differently.
+    /// Fails if two masks declare a parameter of the same name differently.
     pub fn of(masks: &[Mask], extents: [i64; 4]) -> Result<Kept, ExprErrors> {
         let kept = Kept::conjunction(masks, extents, Corner::Extents)?;
         let lengths = [kept.seq_len_q, kept.seq_len_kv];
@@ -254,8 +255,8 @@ impl Kept {
         Ok(kept)
     }
 
-    /// Returns the keys to which the bands let query `q` attend in a batch entry of these lengths, as a range within its keys. Neither end decreases
-    /// from one query to the next.
+    /// Returns the keys to which query `q` may attend by the bands, in a batch entry with these lengths (queries, keys): a range within
+    /// its keys. Neither end of the range decreases from one query to the next.
     pub fn key_range(&self, q: i64, lengths: [i64; 2]) -> std::ops::Range<i64> {
         let (band, ends) = (self.region.key_range(q, lengths[1]), self.ends.key_range(q, lengths));
         let start = band.start.max(ends.start);

@@ -38,7 +38,7 @@ pub enum Align {
     Ends,
 }
 
-/// A custom mask: the trace of a closure. The name is for people; masks with equal traces are equal.
+/// A custom mask: the trace of a closure. The name is used only in messages; masks with equal traces are equal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rule {
     name: String,
@@ -98,7 +98,7 @@ impl std::hash::Hash for Rule {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mask {
-    /// `q − left < k ≤ q + right`.
+    /// A window: a query attends to keys with `q − left < k ≤ q + right`.
     Window {
         /// Keys attended to up to and including the diagonal; at least 1. `None`: all of them.
         left: Option<i64>,
@@ -107,27 +107,27 @@ pub enum Mask {
         /// The corner where the diagonal starts.
         align: Align,
     },
-    /// `k ≤ q` or `k < len`.
+    /// A causal mask with a prefix: a query attends to keys with `k ≤ q` or `k < len`.
     PrefixLm {
         /// The number of first keys that every query attends to; at least 0.
         len: i64,
     },
     /// A custom mask: [`Mask::new`].
     Traced(Rule),
-    /// Attends where every one of these masks does.
+    /// Attends where all of these masks do.
     All(Vec<Mask>),
     /// Attends where at least one of these masks does.
     Any(Vec<Mask>),
-    /// Attends where the other mask does not.
+    /// Attends where this mask does not.
     Not(Box<Mask>),
 }
 
 impl Mask {
-    /// Traces a closure into a mask. The closure receives the position of a score and declares parameters; it returns `true` where the query attends
-    /// to the key. It runs once, here. `name` is for people.
+    /// Traces a closure into a mask. The closure receives the position of a score and declares parameters; it returns `true` where the
+    /// query attends to the key. It runs once, here. `name` is used only in messages.
     ///
     /// # Errors
-    /// Every invalid declaration of a parameter.
+    /// Returns every invalid declaration of a parameter.
     ///
     /// # Examples
     ///
@@ -213,10 +213,10 @@ impl Mask {
         Mask::PrefixLm { len }
     }
 
-    /// Returns the mask as a trace. A trace has no lengths of batch entries: bottom-right aligned windows use the extents in it.
+    /// Returns the mask as a trace. A trace does not know per-sequence lengths, so bottom-right aligned windows use the extents in it.
     ///
     /// # Errors
-    /// Parts of the mask declare a parameter of the same name differently.
+    /// Fails if two parts of the mask declare a parameter of the same name differently.
     ///
     /// # Examples
     ///
