@@ -66,7 +66,7 @@ pub fn attention<P: Pass>(problem: &P) -> AttentionCall<'_, P> {
     }
 }
 
-/// A call under construction: see [`attention`].
+/// A call of [`attention`] under construction.
 #[derive(Debug)]
 #[must_use = "nothing is computed before `forward` or `backward`"]
 pub struct AttentionCall<'a, P> {
@@ -86,11 +86,11 @@ pub struct AttentionCall<'a, P> {
 pub struct Execution {
     /// The executor that computed the pass.
     pub executor: ExecutorName,
-    /// Executors that were tried before it, with the reasons why they do not run the problem.
+    /// Executors that were tried earlier, with the reasons why they do not run the problem.
     pub unsupported: Vec<Unsupported>,
-    /// As [`Choice::unproven`].
+    /// The features of the problem that the executor's ledger does not cover: see [`Choice::unproven`].
     pub unproven: Option<Arc<Unproven>>,
-    /// Its time, engine, copies and workspace.
+    /// The report of the executor: time, engine, copies and workspace.
     pub report: Report,
 }
 
@@ -130,7 +130,7 @@ impl<'a, P> AttentionCall<'a, P> {
         self
     }
 
-    /// Sets the values of declared parameters; a scalar that is not named has its default.
+    /// Sets the values of declared parameters. A scalar that is not named keeps its default.
     pub fn params(mut self, params: &'a [Param<'a>]) -> Self {
         self.params = params;
         self
@@ -169,8 +169,9 @@ impl<'a> AttentionCall<'a, Problem> {
     /// Prepares the forward pass, computes it, and waits for it.
     ///
     /// # Errors
-    /// The errors of [`Dispatcher::prepare`]; [`Error::Spec`] with every mistake of the call, before anything runs: slices that are too short or of
-    /// another element type, statistics missing or superfluous, parameters missing, unknown or unlike their declaration.
+    /// Fails as [`Dispatcher::prepare`] does. Returns [`Error::Spec`] with every mistake of the call before anything runs: slices that
+    /// are too short or of the wrong element type; statistics that are missing or superfluous; parameters that are missing, unknown or
+    /// unlike their declaration.
     pub fn forward(
         self,
         q: impl Into<Elements<'a>>,
@@ -185,7 +186,7 @@ impl<'a> AttentionCall<'a, Problem> {
 }
 
 impl<'a> AttentionCall<'a, BackwardProblem> {
-    /// Adds destinations of gradients of declared parameters: each that the problem computes, once.
+    /// Adds destinations of gradients of declared parameters, one for each gradient that the problem computes.
     pub fn gradients(mut self, gradients: impl IntoIterator<Item = HostGradient<'a>>) -> Self {
         self.gradients.extend(gradients);
         self
@@ -195,7 +196,7 @@ impl<'a> AttentionCall<'a, BackwardProblem> {
     /// `d_o`; writes the gradients of `q`, `k` and `v`.
     ///
     /// # Errors
-    /// The errors of [`AttentionCall::forward`].
+    /// Fails as [`AttentionCall::forward`] does.
     pub fn backward(
         self,
         operands: (impl Into<Elements<'a>>, impl Into<Elements<'a>>, impl Into<Elements<'a>>),

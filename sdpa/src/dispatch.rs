@@ -25,13 +25,14 @@ use std::sync::Arc;
 #[cfg(any(feature = "cudnn", feature = "cuda", feature = "metal"))]
 use std::sync::OnceLock;
 
-/// The executor that must run a problem: the first that can, or a single one. Exhaustive: programs translate it to options of their own.
+/// The choice of executor for a problem: the first one that supports it, or a named one. Exhaustive: programs translate it to their own
+/// options.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Preference {
-    /// The first of [`Dispatcher::executors_for`] that supports the problem.
+    /// The first executor of [`Dispatcher::executors_for`] that supports the problem.
     #[default]
     Auto,
-    /// This executor, or an error with the reason.
+    /// The named executor; if it does not support the problem, an error with the reasons.
     Named(ExecutorName),
 }
 
@@ -41,18 +42,19 @@ impl From<ExecutorName> for Preference {
     }
 }
 
-/// A prepared pass, with its executor and the refusals of those tried before. `prepared` may be kept and called any number of times.
+/// A prepared pass, with its executor and the refusals of the executors that were tried earlier. `prepared` may be kept and called any
+/// number of times.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Choice<P: ?Sized = dyn Prepared> {
-    /// The executor that runs it.
+    /// The executor that runs the pass.
     pub executor: ExecutorName,
     /// The prepared pass.
     pub prepared: Arc<P>,
-    /// The refusals of the executors that were tried before.
+    /// The refusals of the executors that were tried earlier.
     pub unsupported: Vec<Unsupported>,
-    /// The features of the problem that the executor's ledger does not cover: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` if it covers
-    /// all, and for executors without ledgers.
+    /// The features of the problem that the executor's ledger does not cover: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None`
+    /// if the ledger covers all features, or if the executor has no ledger.
     pub unproven: Option<Arc<Unproven>>,
 }
 
@@ -85,15 +87,15 @@ impl Dispatcher {
         Dispatcher { options, ..Dispatcher::default() }
     }
 
-    /// Sets the options of the executor `sdpa::cuda`. By default it uses the driver and device of cuDNN's options.
+    /// Sets the options of the executor `sdpa::cuda`. Without them, it uses the driver and device of cuDNN's options.
     #[cfg(feature = "cuda")]
     #[must_use]
     pub fn with_kernels(self, options: CudaOptions) -> Dispatcher {
         Dispatcher { kernels: Some(options), cuda: OnceLock::new(), ..self }
     }
 
-    /// Sets the disk cache of kernels that `sdpa::cuda` compiles, instead of the one in its options. `None` changes nothing. The default is no disk
-    /// cache; the command line and the Python package use `KernelCache::of_user`.
+    /// Sets the disk cache for kernels that `sdpa::cuda` compiles. It replaces the one in the options of that executor; `None` changes
+    /// nothing. There is no disk cache by default; the command line and the Python package use `KernelCache::of_user`.
     ///
     /// ```
     /// use sdpa::Dispatcher;
@@ -109,7 +111,7 @@ impl Dispatcher {
         Dispatcher { kernel_cache: cache.or(self.kernel_cache), cuda: OnceLock::new(), ..self }
     }
 
-    /// Adds an executor of the caller's, which is tried before the existing ones and before those added earlier. It replaces an executor of the same
+    /// Adds a custom executor, which is tried before all executors that the dispatcher has so far. It replaces an executor of the same
     /// name.
     ///
     /// ```
@@ -156,7 +158,7 @@ impl Dispatcher {
         self
     }
 
-    /// Returns every executor, in the order of trying.
+    /// Returns the name of every executor, in the order in which they are tried.
     ///
     /// ```
     /// use sdpa::{Dispatcher, ExecutorName};
@@ -170,9 +172,10 @@ impl Dispatcher {
         names
     }
 
-    /// Returns every executor, in the order of trying for a forward problem. It is that of [`Dispatcher::executors`], but the kernels of `sdpa::cuda`
-    /// may precede cuDNN. They do if they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`), or if cuDNN's ledger
-    /// does not cover the problem. If the problem is timed (`Dispatcher::timed`), the faster of the proven ones is first.
+    /// Returns the name of every executor, in the order in which they are tried for a forward problem. The order is that of
+    /// [`Dispatcher::executors`], except that `sdpa::cuda` may precede cuDNN. It does if its kernels are tuned for the device and the
+    /// problem is not one of `sdpa::cuda::EXCEPTIONS`, or if cuDNN's ledger does not cover the problem. If the problem was timed
+    /// (`Dispatcher::timed`), the fastest proven executor is first.
     ///
     /// ```
     /// use sdpa::{AttentionSpec, DType, Dispatcher, Layout, Shape};
@@ -186,8 +189,8 @@ impl Dispatcher {
         kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
 
-    /// Returns every executor, in the order of trying for a backward problem: see [`Dispatcher::executors_for`], with
-    /// `sdpa::cuda::cudnn_first_backward`.
+    /// Returns the name of every executor, in the order in which they are tried for a backward problem. The order is determined as in
+    /// [`Dispatcher::executors_for`], with the exceptions of `sdpa::cuda::cudnn_first_backward`.
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first_backward(problem))
     }
@@ -262,10 +265,11 @@ impl Dispatcher {
             }
     }
 
-    /// Returns the cuDNN executor, or the error that names the missing part.
+    /// Returns the cuDNN executor, or an error that names the missing part.
     ///
     /// # Errors
-    /// A failure of the environment, with the places searched. A missing cuDNN, driver or device is remembered; any other failure is not.
+    /// Returns the failure of the environment, with the paths that were searched. If cuDNN, the driver or the device is missing, later
+    /// calls return the same error without searching again; after any other failure they try again.
     #[cfg(feature = "cudnn")]
     pub fn cudnn(&self) -> Result<&Arc<CudnnExecutor>, BackendError> {
         if let Some(known) = self.cudnn.get() {
@@ -278,11 +282,12 @@ impl Dispatcher {
         }
     }
 
-    /// Returns the executor `sdpa::cuda`, with native kernels on an NVIDIA GPU, or the error that names the missing part. Without
+    /// Returns the executor `sdpa::cuda`, with native kernels on an NVIDIA GPU, or an error that names the missing part. Without
     /// [`Dispatcher::with_kernels`] it uses the driver and device of cuDNN's options, if cuDNN is compiled in.
     ///
     /// # Errors
-    /// A failure of the environment, with the places searched. A missing driver, device or NVRTC is remembered; any other failure is not.
+    /// Returns the failure of the environment, with the paths that were searched. If the driver, the device or NVRTC is missing, later
+    /// calls return the same error without searching again; after any other failure they try again.
     #[cfg(feature = "cuda")]
     pub fn cuda(&self) -> Result<&Arc<CudaExecutor>, sdpa_cuda::DriverError> {
         if let Some(known) = self.cuda.get() {
@@ -380,8 +385,8 @@ impl Dispatcher {
     /// or on the CPU if they do not support the problem. [`Report::engine`](crate::executor::Report::engine) names the one that ran.
     ///
     /// # Errors
-    /// For a named executor, every reason against it. For automatic selection only failures of the environment, because the CPU supports every
-    /// problem.
+    /// A named executor fails with every reason why it does not support the problem. Automatic selection fails only if the environment
+    /// does, because the CPU supports every problem.
     ///
     /// # Examples
     ///
@@ -424,10 +429,10 @@ impl Dispatcher {
         preference == Preference::Auto && executor == ExecutorName::CUDNN && is_own()
     }
 
-    /// Selects an executor and prepares the backward problem on it. It may differ from that of the forward pass.
+    /// Selects an executor and prepares the backward problem on it. The executor may differ from that of the forward pass.
     ///
     /// # Errors
-    /// As for [`Dispatcher::prepare`].
+    /// Fails as [`Dispatcher::prepare`] does.
     ///
     /// # Examples
     ///

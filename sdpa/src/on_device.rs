@@ -19,7 +19,7 @@ impl Dispatcher {
     /// Returns the device of the executors on NVIDIA GPUs, from the first that is available.
     ///
     /// # Errors
-    /// A failure of the environment, if none is available.
+    /// Returns the failure of the environment if no executor on an NVIDIA GPU is available.
     pub fn device(&self) -> Result<&'static Device, Error> {
         let mut missing = None;
         for name in ON_NVIDIA {
@@ -68,8 +68,9 @@ impl Dispatcher {
     /// statistics with a sink; [`Dispatcher::prepare`] supports these over host memory.
     ///
     /// # Errors
-    /// For a named executor, every reason against it. For automatic selection, [`Error::Unsupported`] with the reasons of all tried executors if none
-    /// supports the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) if none is available), or a failure of the environment.
+    /// A named executor fails with every reason why it does not support the problem. Automatic selection returns [`Error::Unsupported`]
+    /// with the reasons of all tried executors if none of them supports the problem. If none is available at all,
+    /// [`Unsupported::is_absence`](crate::Unsupported::is_absence) is true. Any other error is a failure of the environment.
     pub fn prepare_device(&self, problem: &Problem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
         choose(
             preference,
@@ -81,10 +82,10 @@ impl Dispatcher {
     }
 
     /// Selects an executor and prepares the backward problem on it, for calls over device memory, in the order of
-    /// [`Dispatcher::executors_for_backward`]. It may differ from that of the forward pass.
+    /// [`Dispatcher::executors_for_backward`]. The executor may differ from that of the forward pass.
     ///
     /// # Errors
-    /// The errors of [`Dispatcher::prepare_device`].
+    /// Fails as [`Dispatcher::prepare_device`] does.
     pub fn prepare_device_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
         choose(
             preference,
@@ -95,8 +96,8 @@ impl Dispatcher {
         )
     }
 
-    /// Returns the full record of the caches of executors on NVIDIA GPUs that were used; `None` if none was. As JSON it is the input of `cargo sdpa
-    /// cache report`.
+    /// Returns the full record of the plan caches of all executors on NVIDIA GPUs that were used; `None` if none was used. As JSON it is
+    /// the input of `cargo sdpa cache report`.
     pub fn cache_trace(&self) -> Option<CacheTrace> {
         let mut trace: Option<CacheTrace> = None;
         #[cfg(feature = "cudnn")]

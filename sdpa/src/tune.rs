@@ -1,4 +1,4 @@
-//! Times the executors on one NVIDIA GPU against each other, if the options ask for it.
+//! Times the executors on one NVIDIA GPU against each other, if cuDNN's options request it.
 
 use crate::dispatch::Dispatcher;
 use crate::{BackwardProblem, Error, ExecutorName, Problem, Unsupported};
@@ -9,16 +9,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Times of executors for one pass, measured in turns: the least of several runs each.
+/// Execution times of one pass on several executors: for each, the shortest of several interleaved runs.
 #[derive(Clone, Debug)]
 pub struct Timed {
-    /// Every executor that supports the pass, in the order of trying without timing. `None`: its results differed from those of the first.
+    /// The time of every executor that supports the pass, in the default order of trying. `None` for an executor whose results differed
+    /// from those of the first.
     pub times: Vec<(ExecutorName, Option<Duration>)>,
     time: BuildTime,
 }
 
 impl Timed {
-    /// Returns the fastest executor; of two that are equally fast, the first in the order of preference.
+    /// Returns the fastest executor; of equally fast ones, the first in the default order.
     pub fn fastest(&self) -> Option<ExecutorName> {
         let times = self.times.iter().filter_map(|(name, time)| Some((*name, (*time)?)));
         times.min_by_key(|(_, time)| *time).map(|(name, _)| name)
@@ -103,10 +104,11 @@ impl BuildError for Untimed {
 }
 
 impl Dispatcher {
-    /// Returns the times of a forward pass on cuDNN and on native CUDA kernels, if cuDNN's options set [`tune`](sdpa_cudnn::CudnnOptions::tune) and
-    /// both support the problem. They come from an earlier call, or are measured now: this builds both and runs each eight times on memory of its
-    /// own. The dispatcher then tries the faster executor first and ignores the [exceptions](sdpa_cuda::EXCEPTIONS). `None` also if there is not
-    /// enough memory, with a warning. Problems without batch entries, queries or keys are not timed.
+    /// Returns the times of a forward pass on cuDNN and on native CUDA kernels, if cuDNN's options set
+    /// [`tune`](sdpa_cudnn::CudnnOptions::tune) and both support the problem. The first call for a problem prepares both passes and runs
+    /// each of them eight times on temporary memory; later calls return the same times. The dispatcher then tries the faster executor
+    /// first and ignores the [exceptions](sdpa_cuda::EXCEPTIONS). Also returns `None`, with a warning, if there is not enough memory.
+    /// Problems without batch entries, queries or keys are not timed.
     pub fn timed(&self, problem: &Problem) -> Option<Arc<Timed>> {
         if problem.is_empty() {
             return None;
