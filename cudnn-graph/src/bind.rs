@@ -15,31 +15,31 @@ pub struct Bindings {
 }
 
 impl Bindings {
-    /// Creates bindings without any tensor.
+    /// Creates bindings that bind no tensor yet.
     pub fn new() -> Bindings {
         Bindings::default()
     }
 
-    /// Binds device memory.
+    /// Binds a tensor to device memory, and returns the bindings.
     #[must_use]
     pub fn slice(mut self, tensor: TensorId, slice: DeviceSlice) -> Self {
         self.push_slice(tensor, slice);
         self
     }
 
-    /// Binds a scalar from host memory.
+    /// Binds a tensor to a scalar from host memory, and returns the bindings.
     #[must_use]
     pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
         self.push_value(tensor, value);
         self
     }
 
-    /// Binds device memory in place, as [`Bindings::slice`].
+    /// Binds a tensor to device memory, like [`Bindings::slice`], but in place.
     pub fn push_slice(&mut self, tensor: TensorId, slice: DeviceSlice) {
         self.slices.push((tensor, slice));
     }
 
-    /// Binds a scalar in place, as [`Bindings::value`].
+    /// Binds a tensor to a scalar from host memory, like [`Bindings::value`], but in place.
     pub fn push_value(&mut self, tensor: TensorId, value: Scalar) {
         self.values.push((tensor, value));
     }
@@ -58,20 +58,20 @@ pub enum BindingError {
         /// The tensor's name.
         name: String,
     },
-    /// The tensor has no value.
+    /// No value is bound to the tensor.
     #[error("{name}: got no buffer, expected one")]
     Missing {
         /// The tensor.
         name: String,
     },
-    /// The tensor has two values.
+    /// Two values are bound to the tensor.
     #[error("{name}: bound more than once")]
     Doubled {
         /// The tensor.
         name: String,
     },
-    /// A value is bound to a tensor that takes none, or another kind of value.
-    #[error("{id}: got {what} a tensor for which this plan expects none")]
+    /// A value is bound to a tensor that the caller cannot bind, or that needs the other kind of value (device memory or a scalar).
+    #[error("{id}: not a tensor that this plan takes {what}")]
     Unknown {
         /// The tensor.
         id: TensorId,
@@ -98,7 +98,7 @@ pub enum BindingError {
         /// Required size in bytes.
         need: u64,
     },
-    /// The address lacks the alignment for which the plan was made. Kernels do not check it and would compute garbage.
+    /// The address is not aligned as the plan requires. Kernels do not check the alignment and would compute garbage.
     #[error("{name}: address {address:#x} is not a multiple of {alignment} bytes")]
     Misaligned {
         /// The tensor.
@@ -108,8 +108,8 @@ pub enum BindingError {
         /// Required alignment in bytes.
         alignment: u32,
     },
-    /// The scalar has another type.
-    #[error("{name}: got a scalar of type {given}, expected {wanted}")]
+    /// The scalar has another element type than the tensor.
+    #[error("{name}: a {given} is bound, the tensor is {wanted}")]
     WrongType {
         /// The tensor.
         name: String,
@@ -135,35 +135,35 @@ impl fmt::Display for BindingErrors {
 
 impl std::error::Error for BindingErrors {}
 
-/// A tensor in device memory, as a plan expects it.
+/// A tensor in device memory that an execution of a plan reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DevicePort {
-    /// The tensor of the graph.
+    /// The tensor in the graph.
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
-    /// Required size in bytes.
+    /// Size that the memory must have, in bytes.
     pub bytes: u64,
-    /// Required alignment in bytes.
+    /// Alignment that the address must have, in bytes.
     pub alignment: u32,
-    /// Whether its contents determine the addresses that the plan accesses: lengths, offsets, pages.
+    /// Whether the tensor's contents determine the addresses that the plan accesses (lengths, offsets, pages).
     pub addressing: bool,
 }
 
 /// A scalar that a plan reads from host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValuePort {
-    /// The tensor of the graph.
+    /// The tensor in the graph.
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
     /// Element type of the scalar.
     pub dtype: DType,
-    /// The value that the graph supplies; `None`: the caller must bind one.
+    /// The value that the graph supplies; `None` if the caller must bind one.
     pub value: Option<Scalar>,
 }
 
-/// The inputs and outputs of an execution, in the plan's order.
+/// The inputs and outputs of an execution of a plan, in the plan's order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ports {
     /// Tensors in device memory, in the plan's order.

@@ -16,9 +16,9 @@ pub enum Source {
     A,
     /// Heuristics mode B: slower, with more engines.
     B,
-    /// Engines that are general rather than fast.
+    /// Fallback heuristics: engines that are general rather than fast.
     Fallback,
-    /// The caller's own configuration.
+    /// No heuristic: the configuration comes from the caller's [`Pin`].
     Pinned,
 }
 
@@ -27,26 +27,26 @@ impl Source {
     const LISTS: [(Source, HeurMode); 3] = [(Source::A, HeurMode::A), (Source::B, HeurMode::B), (Source::Fallback, HeurMode::FALLBACK)];
 }
 
-/// One engine with its knobs, requested by number.
+/// An engine with its knobs that the caller requests by number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Pin {
     /// The engine's number for the graph.
     pub engine: i64,
-    /// Tuning choices by knob.
+    /// The value of each tuning knob.
     pub knobs: Vec<(KnobType, i64)>,
 }
 
-/// Rules for accepting offers.
+/// Rules for accepting the engine configurations that cuDNN offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Policy {
-    /// Use only this engine with these knobs, for engines that heuristics do not offer.
+    /// The only engine to use, with its knobs. Heuristics need not offer it.
     pub pin: Option<Pin>,
-    /// The most bytes of workspace that a plan may use.
+    /// The largest workspace that a plan may use, in bytes; `None` for no limit.
     pub max_workspace: Option<u64>,
-    /// Only deterministic engines.
+    /// Whether to use only deterministic engines.
     pub deterministic: bool,
-    /// Tags of offers to skip: `eng2` for all configurations of an engine, `eng2_k24=7` for one.
+    /// Tags of offers to skip: `eng2` skips all configurations of engine 2, `eng2_k24=7` one configuration.
     pub avoid: Vec<String>,
     /// Tags of offers to try before all others, most preferred first.
     pub prefer: Vec<String>,
@@ -57,19 +57,19 @@ pub struct Policy {
 pub struct Candidate {
     /// The first heuristic that offered it.
     pub source: Source,
-    /// The engine's number for this graph.
+    /// The engine's number for the graph.
     pub engine: i64,
-    /// Tuning choices by knob.
+    /// The value of each tuning knob.
     pub knobs: Vec<(KnobType, i64)>,
-    /// Bytes of workspace, if known before compiling (9.2).
+    /// Size of the workspace in bytes, if known before compiling (from cuDNN 9.2 on).
     pub workspace: Option<u64>,
-    /// Bytes of shared memory, if known before compiling (9.2).
+    /// Size of the shared memory in bytes, if known before compiling (from cuDNN 9.2 on).
     pub shared_memory: Option<i64>,
     /// cuDNN's notes on how the engine computes.
     pub numerical_notes: Vec<NumericalNote>,
     /// cuDNN's notes on the engine's other behaviour.
     pub behavior_notes: Vec<BehaviorNote>,
-    /// Whether cuDNN chose the offer, and if not, why.
+    /// Whether the plan uses the offer, and if not, why.
     pub outcome: Outcome,
 }
 
@@ -77,20 +77,20 @@ pub struct Candidate {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// An earlier offer was chosen.
+    /// Not tried, because an earlier offer was chosen.
     NotTried,
-    /// The plan uses it.
+    /// The plan uses this offer.
     Chosen,
-    /// The policy skipped it.
+    /// The policy skipped the offer, for this reason.
     PassedOver(String),
-    /// cuDNN offered it, and then returned that it does not support the graph with it.
+    /// cuDNN offered the engine, and then reported that it does not support the graph.
     Refused {
         /// The returned status.
         status: Status,
         /// cuDNN's own last-error text.
         text: String,
     },
-    /// Building a plan failed, for example in compilation. The graph may still be supported.
+    /// Building a plan from the offer failed, for example in compilation. The graph may still be supported.
     Failed {
         /// The returned status.
         status: Status,
@@ -100,7 +100,7 @@ pub enum Outcome {
 }
 
 impl Candidate {
-    /// Returns engine and knobs as NVIDIA's tools write them, such as `eng2_k24=7`.
+    /// Returns the engine and its knobs in the notation of NVIDIA's tools, such as `eng2_k24=7`.
     pub fn tag(&self) -> String {
         let mut tag = format!("eng{}", self.engine);
         for (knob, value) in &self.knobs {
@@ -123,7 +123,7 @@ impl Policy {
         self
     }
 
-    /// Sets the most bytes of workspace that a plan may use.
+    /// Sets the largest workspace that a plan may use, in bytes.
     #[must_use]
     pub fn with_max_workspace(mut self, max_workspace: impl Into<Option<u64>>) -> Policy {
         self.max_workspace = max_workspace.into();
@@ -179,16 +179,16 @@ impl Policy {
 /// Every offer for a graph, with its outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EngineReport {
-    /// In the order of trying.
+    /// The offers, in the order in which they were tried.
     pub candidates: Vec<Candidate>,
-    /// Heuristics that failed, with cuDNN's own text.
+    /// Heuristics that failed, each with cuDNN's error message.
     pub lists_refused: Vec<(Source, String)>,
-    /// Messages that cuDNN logged when it offered nothing.
+    /// Messages that cuDNN logged if it offered no engine.
     pub said: Vec<String>,
 }
 
 impl EngineReport {
-    /// Returns the offer that the plan uses.
+    /// Returns the offer that the plan uses; `None` if no offer was chosen.
     pub fn chosen(&self) -> Option<&Candidate> {
         self.candidates.iter().find(|c| c.outcome == Outcome::Chosen)
     }

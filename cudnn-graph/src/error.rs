@@ -9,7 +9,7 @@ use crate::version::Version;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Any error between a graph and its result.
+/// Any error of this crate.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,7 +24,7 @@ pub enum Error {
         /// Its version.
         version: Version,
     },
-    /// A process uses one cuDNN, and another file was requested.
+    /// This process already uses another cuDNN file than the requested one.
     #[error("this process already uses {} and cannot load {} as well", loaded.display(), asked.display())]
     OtherLibrary {
         /// The file in use.
@@ -50,7 +50,7 @@ pub enum Error {
     /// The graph uses features that the runtime lacks.
     #[error(transparent)]
     TooNew(#[from] TooNew),
-    /// The elements of a program do not have their stated type: a bug of the code that built it.
+    /// An attribute of an encoded program has elements of another type than stated: a bug of the code that built it.
     #[error("program: {0}")]
     Program(String),
     /// No engine supports the graph.
@@ -59,7 +59,7 @@ pub enum Error {
     /// The caller's bindings do not fit the plan.
     #[error(transparent)]
     Bindings(#[from] BindingErrors),
-    /// A plan's JSON is invalid, or for another library.
+    /// The JSON of a plan is invalid, or belongs to another version of the library.
     #[error("plan JSON: {0}")]
     PlanJson(String),
     /// A device profile is invalid.
@@ -70,8 +70,8 @@ pub enum Error {
         /// The rule that it breaks.
         rule: String,
     },
-    /// A plan or a graph was used on another device than the one it was made for.
-    #[error("the plan was made for {}, the handle is of device {handle}", Of(*.plan))]
+    /// A plan or a graph was used on another device than the one for which it was made.
+    #[error("the plan is of {}, the handle of device {handle}", Of(*.plan))]
     OtherDevice {
         /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,
@@ -81,12 +81,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether only this graph is unsupported; another may work.
+    /// Returns whether only this graph is unsupported, so that another graph may work.
     pub fn is_unsupported(&self) -> bool {
         self.class() == Class::Unsupported
     }
 
-    /// Returns whether memory ran out, or the driver failed or is missing: no other engine, form or configuration would help.
+    /// Returns whether memory ran out, or whether cuDNN or the driver failed or is missing. No other engine, graph pattern or
+    /// configuration would help.
     pub fn is_fatal(&self) -> bool {
         matches!(self.class(), Class::Fatal | Class::Absent)
     }

@@ -24,7 +24,7 @@ const PACKS: usize = 32;
 /// Number of shelves. A thread tries its own first, so that threads which share a plan do not wait for one another.
 const SHELVES: usize = 8;
 
-/// A graph with the engines that cuDNN offers for it; nothing is compiled.
+/// A graph with the engines that cuDNN offers for it; nothing is compiled yet.
 #[derive(Debug)]
 pub struct Planner {
     library: &'static Library,
@@ -38,11 +38,11 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// Encodes a graph for the runtime and queries cuDNN's engines. Compiles and submits nothing.
+    /// Encodes a graph for the cuDNN runtime and queries cuDNN for engines, without compiling or submitting anything.
     ///
     /// # Errors
-    /// [`Error::TooNew`] if the runtime is too old for the graph; a cuDNN error if it rejects the graph; [`Error::NoEngine`], with every reason, if
-    /// it offers nothing that the policy accepts.
+    /// Returns [`Error::TooNew`] if the runtime is too old for the graph, a cuDNN error if cuDNN rejects the graph, and
+    /// [`Error::NoEngine`], with every reason, if cuDNN offers no engine that the policy accepts.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
         target.within(|| Planner::asked(library, graph, target, policy))
     }
@@ -62,12 +62,12 @@ impl Planner {
         Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
 
-    /// Returns every configuration that the library offered, with its outcome.
+    /// Returns every engine configuration that cuDNN offered, with its outcome.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }
 
-    /// Returns the descriptors that were sent.
+    /// Returns the descriptors that were passed to cuDNN.
     pub fn program(&self) -> &Program {
         &self.program
     }
@@ -75,8 +75,9 @@ impl Planner {
     /// Builds a plan from the first offer that works.
     ///
     /// # Errors
-    /// [`Error::NoEngine`], with cuDNN's message on each offer, if cuDNN supports none of them. If an offer failed for another reason, for example in
-    /// compilation, that error is returned instead, because the graph may still be supported. Out of memory ends the search at once.
+    /// Returns [`Error::NoEngine`], with cuDNN's message on each offer, if cuDNN supports none of them. If an offer failed for another
+    /// reason, for example in compilation, that error is returned instead, because the graph may still be supported. If memory runs out,
+    /// the search ends at once.
     pub fn first(&self, target: &Target<'_>) -> Result<Plan, Error> {
         let (mut report, mut failed) = (self.report.clone(), None);
         for n in 0..report.candidates.len() {
@@ -112,7 +113,7 @@ impl Planner {
     /// Builds a plan from the `n`th offer, regardless of the policy, for comparisons.
     ///
     /// # Errors
-    /// A cuDNN error; [`Error::NoEngine`] past the last offer.
+    /// Returns a cuDNN error, or [`Error::NoEngine`] if there is no `n`th offer.
     pub fn nth(&self, n: usize, target: &Target<'_>) -> Result<Plan, Error> {
         let mut report = self.report.clone();
         let Some(candidate) = report.candidates.get_mut(n) else { return Err(Error::NoEngine(Box::new(report))) };
@@ -152,7 +153,7 @@ fn workspace_of(plan: &Descriptor) -> Result<u64, Error> {
 /// Descriptors to which a finalized plan may still refer.
 type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
 
-/// A compiled graph. Several threads can execute it at once: each uses its own handle and pack.
+/// A compiled graph. Several threads can execute it concurrently, each with its own handle and pack.
 #[derive(Debug)]
 pub struct Plan {
     library: &'static Library,
@@ -191,7 +192,7 @@ impl Plan {
     /// Encodes the graph, queries cuDNN for engines, and builds a plan from the first offer that works.
     ///
     /// # Errors
-    /// As for [`Planner::new`] and [`Planner::first`].
+    /// Fails as [`Planner::new`] and [`Planner::first`] do.
     pub fn build(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Plan, Error> {
         Planner::new(library, graph, target, policy)?.first(target)
     }
@@ -255,59 +256,60 @@ impl Plan {
         self.descriptor.get_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION)
     }
 
-    /// Returns the approximate bytes of compiled code: the size of its JSON, which is mostly code, or a mebibyte if there is none.
+    /// Returns the approximate size of the compiled code in bytes: the size of the plan's JSON, which is mostly code, or 1 MiB if the
+    /// plan has no JSON.
     pub fn code_bytes(&self) -> u64 {
         *self.code.get_or_init(|| self.to_json().map_or(1 << 20, |json| json.len() as u64))
     }
 
-    /// Returns its library.
+    /// Returns the library that compiled the plan.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// Returns the device that it was made for; `None` for a profile.
+    /// Returns the device for which the plan was made; `None` for a plan made from a device profile.
     pub fn device(&self) -> Option<&'static Device> {
         self.device
     }
 
-    /// Checks that handles of a device can execute it: its code is loaded on one device.
+    /// Checks that handles of `device` can execute the plan, whose code is loaded on one device only.
     ///
     /// # Errors
-    /// [`Error::OtherDevice`].
+    /// Returns [`Error::OtherDevice`] if the plan was made for another device.
     pub fn check_device(&self, device: &Device) -> Result<(), Error> {
         let plan = self.device.map(Device::ordinal);
         if plan == Some(device.ordinal()) { Ok(()) } else { Err(Error::OtherDevice { plan, handle: device.ordinal() }) }
     }
 
-    /// Returns the workspace bytes of an execution.
+    /// Returns the size of the workspace that an execution needs, in bytes.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace
     }
 
-    /// Returns the finalized plan descriptor, for callers with packs of their own.
+    /// Returns the finalized plan descriptor, for callers that create their own packs.
     pub fn descriptor(&self) -> &Descriptor {
         &self.descriptor
     }
 
-    /// Returns the inputs and outputs of an execution: tensors in device memory, and scalars.
+    /// Returns the inputs and outputs of an execution: tensors in device memory, and scalars from host memory.
     pub fn ports(&self) -> &Ports {
         &self.ports
     }
 
-    /// Returns every offer for the graph with its outcome. Empty for a plan from JSON.
+    /// Returns every engine that cuDNN offered for the graph, with its outcome. The report of a plan from JSON is empty.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }
 
-    /// Returns the engine; `None` for a plan from JSON.
+    /// Returns the engine that the plan uses; `None` for a plan from JSON.
     pub fn engine(&self) -> Option<&Candidate> {
         self.report.chosen()
     }
 
-    /// Checks bindings without running anything.
+    /// Checks bindings and workspace without running anything.
     ///
     /// # Errors
-    /// Every mistake in the bindings.
+    /// Returns every mistake in the bindings, or an error if the workspace is too small.
     pub fn check(&self, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
         self.bound(bindings, workspace).map(|_| ())
     }
@@ -335,7 +337,8 @@ impl Plan {
     /// - This plan is not dropped.
     ///
     /// # Errors
-    /// [`Error::OtherDevice`]; every mistake in the bindings, before anything runs; a cuDNN error.
+    /// Returns [`Error::OtherDevice`] if the handle has another device, or every mistake in the bindings, before anything runs. Any other
+    /// error is from cuDNN.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute(&self, handle: &Handle<'_>, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
         let bound = self.bound(bindings, workspace)?;
@@ -348,11 +351,12 @@ impl Plan {
     /// of `values`.
     ///
     /// # Safety
-    /// As for [`Plan::execute`]; and every address and the workspace have as much memory as the port and the plan require.
+    /// The caller fulfils the contract of [`Plan::execute`]. Every address and the workspace have as much memory as the port and the plan
+    /// require.
     ///
     /// # Errors
-    /// [`Error::OtherDevice`]; a wrong number of addresses or scalars, a null or misaligned address, a scalar of another type, before anything runs;
-    /// a cuDNN error.
+    /// Before anything runs, returns [`Error::OtherDevice`] if the handle has another device, or a mistake in the arguments: a wrong
+    /// number of addresses or scalars, a null or misaligned address, or a scalar of the wrong type. Any other error is from cuDNN.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute_in_order(
         &self,

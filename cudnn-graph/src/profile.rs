@@ -8,7 +8,7 @@ use sdpa_driver::{Device, relaxed};
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Properties of a device (cuDNN 9.8), from a device or from a file.
+/// The properties of a GPU, read from a device or from a file (from cuDNN 9.8 on).
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceProfile {
     json: Map<String, Value>,
@@ -48,7 +48,7 @@ impl DeviceProfile {
     /// Returns a bundled profile by name: one of [`DeviceProfile::NAMES`].
     ///
     /// # Errors
-    /// As for [`DeviceProfile::from_json`], for an unknown name.
+    /// Returns [`Error::Profile`] for an unknown name.
     pub fn named(name: &str) -> Result<DeviceProfile, Error> {
         match KNOWN.iter().find(|(known, _)| *known == name) {
             Some((_, json)) => DeviceProfile::from_json(json),
@@ -62,7 +62,7 @@ impl DeviceProfile {
     /// Returns the profile of a device in this machine.
     ///
     /// # Errors
-    /// A cuDNN error; runtimes before 9.8 have no profiles.
+    /// Returns a cuDNN error. Versions of cuDNN before 9.8 have no profiles.
     pub fn of_device(library: &'static Library, device: &'static Device) -> Result<DeviceProfile, Error> {
         let _entered = device.enter()?;
         let mut descriptor = Descriptor::new(library, Kind::DEVICEPROP)?;
@@ -90,13 +90,14 @@ impl DeviceProfile {
         self.number("multiProcessorCount") as u32
     }
 
-    /// Returns whether both devices can use the same plans: everything except names, addresses, clocks and memory is equal. Keys that one of them
-    /// lacks are ignored, because older libraries know fewer.
+    /// Returns whether both devices can use the same plans: all their properties except names, addresses, clocks and memory sizes are
+    /// equal. Properties that one of the profiles lacks are ignored, because older libraries report fewer.
     pub fn same_kernels(&self, other: &DeviceProfile) -> bool {
         self.difference(other).is_none()
     }
 
-    /// Returns the first property that prevents sharing plans: its name, its value here, its value there.
+    /// Returns the first property that prevents the devices from sharing plans: its name, its value in this profile, and its value in
+    /// `other`.
     pub fn difference(&self, other: &DeviceProfile) -> Option<(&str, String, String)> {
         self.json
             .iter()

@@ -4,12 +4,12 @@ use crate::ffi::codes::{Attribute, AttributeType, Kind};
 use serde::Serialize;
 use std::fmt;
 
-/// A descriptor of one program, by its index in [`Program::descriptors`].
+/// The id of a descriptor in one program: its index in [`Program::descriptors`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(transparent)]
 pub struct DescriptorId(pub(crate) usize);
 
-/// The elements of an attribute.
+/// The elements to which an attribute is set.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Values {
@@ -23,16 +23,16 @@ pub enum Values {
     F64(Vec<f64>),
     /// One boolean.
     Bool(bool),
-    /// One code of an enumeration, with its name for readers.
+    /// One code of an enumeration, and its name for messages.
     Code(i32, String),
     /// Other descriptors of the same program.
     Descriptors(Vec<DescriptorId>),
-    /// The bytes of one scalar, passed by pointer.
+    /// The bytes of one scalar, which cuDNN receives as a pointer.
     Bytes(Vec<u8>),
 }
 
 impl Values {
-    /// Returns whether they are elements of this type.
+    /// Returns whether the elements have this type.
     pub fn are(&self, ty: AttributeType) -> bool {
         const PLAIN: [AttributeType; 8] = [
             AttributeType::INT64,
@@ -68,7 +68,7 @@ pub struct Setting {
     pub values: Values,
 }
 
-/// One descriptor: created, set in this order, then finalized.
+/// One descriptor: it is created, its attributes are set in this order, and it is finalized.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Descriptor {
     /// The kind of descriptor.
@@ -79,8 +79,8 @@ pub struct Descriptor {
     pub settings: Vec<Setting>,
 }
 
-/// Descriptors in order of creation; each refers only to earlier ones. The last is the operation graph, to which the replay adds a handle if there is
-/// one.
+/// The backend descriptors of a graph in order of creation; each refers only to earlier ones. The last is the operation graph, to which
+/// the replay adds a handle if there is one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Program {
     /// Descriptors in order of creation.

@@ -6,11 +6,11 @@ use std::fmt;
 /// A version of cuDNN, ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {
-    /// 9 in 9.19.0.
+    /// The major version: 9 in 9.19.0.
     pub major: u32,
-    /// 19 in 9.19.0.
+    /// The minor version: 19 in 9.19.0.
     pub minor: u32,
-    /// 0 in 9.19.0.
+    /// The patch version: 0 in 9.19.0.
     pub patch: u32,
 }
 
@@ -18,7 +18,7 @@ impl Version {
     /// The oldest runtime that this crate supports.
     pub const OLDEST: Version = Version::new(9, 0, 0);
 
-    /// Creates a version from its parts.
+    /// Creates a version from major, minor and patch version.
     pub const fn new(major: u32, minor: u32, patch: u32) -> Version {
         Version { major, minor, patch }
     }

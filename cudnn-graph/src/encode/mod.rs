@@ -14,12 +14,12 @@ use crate::version::Version;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Features of a graph that the runtime is too old for.
+/// The error for a graph with features that the runtime is too old for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TooNew {
-    /// The version of the runtime.
+    /// The version of the cuDNN runtime.
     pub runtime: Version,
-    /// Name and first version of each missing feature.
+    /// Name of each missing feature, and the first cuDNN version that has it.
     pub needs: Vec<(String, Version)>,
 }
 
@@ -35,10 +35,10 @@ impl fmt::Display for TooNew {
 
 impl std::error::Error for TooNew {}
 
-/// Lowers a graph to backend descriptors for a runtime.
+/// Lowers a graph to backend descriptors for a version of the cuDNN runtime.
 ///
 /// # Errors
-/// Every feature of the graph that the runtime is too old for.
+/// Returns every feature of the graph that the runtime is too old for.
 pub fn encode(graph: &Verified, runtime: Version) -> Result<Program, TooNew> {
     let mut encoder = Encoder {
         runtime,

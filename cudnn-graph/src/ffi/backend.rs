@@ -30,14 +30,15 @@ table! {
 type LastError = unsafe extern "C" fn(*mut c_char, usize);
 type GetVersion = unsafe extern "C" fn() -> usize;
 
-/// Paths of the libraries. Relative paths are made absolute from the current folder, which is itself never searched.
+/// Paths of the libraries. Relative paths are relative to the current folder, which itself is never searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Search {
-    /// `libcudnn.so.9`, or a folder that contains it. Otherwise the variable `CUDNN_GRAPH_LIBRARY`, the wheels of the active Python environment, or
-    /// the system's loader, in this order.
+    /// Path of `libcudnn.so.9`, or of a folder that contains it. With `None`, the path is the environment variable `CUDNN_GRAPH_LIBRARY`
+    /// if it is set. Otherwise the wheels of the active Python environment and then the search path of the system's loader are searched.
     pub library: Option<PathBuf>,
-    /// `libcuda.so.1`. Otherwise the variable `CUDNN_GRAPH_DRIVER`, or the system's loader.
+    /// Path of the driver, `libcuda.so.1`. With `None`, the environment variable `CUDNN_GRAPH_DRIVER` is used if it is set, and otherwise
+    /// the search path of the system's loader.
     pub driver: Option<PathBuf>,
 }
 
@@ -49,7 +50,7 @@ impl Search {
         self
     }
 
-    /// Sets the file of the driver, `libcuda.so.1`.
+    /// Sets the path of the driver, `libcuda.so.1`.
     #[must_use]
     pub fn with_driver(mut self, driver: impl Into<Option<PathBuf>>) -> Self {
         self.driver = driver.into();
@@ -57,7 +58,7 @@ impl Search {
     }
 }
 
-/// The cuDNN of this process. It is unique and never unloaded.
+/// The cuDNN library of this process. There is only one, and it is never unloaded.
 #[derive(Debug)]
 pub struct Library {
     main: Opened,
@@ -81,11 +82,11 @@ const NVRTC: [&str; 4] =
     ["../../cu13/lib/libnvrtc.so.13", "../../cuda_nvrtc/lib/libnvrtc.so.13", "../../cuda_nvrtc/lib/libnvrtc.so.12", "libnvrtc.so.13"];
 
 impl Library {
-    /// Returns the process's cuDNN, which the first successful call loads.
+    /// Returns the cuDNN library of this process. The first successful call loads it.
     ///
     /// # Errors
-    /// [`Error::Driver`] with every place searched, or with the missing function; [`Error::TooOld`]; [`Error::OtherLibrary`] if another file than the
-    /// one in use is requested.
+    /// Returns [`Error::Driver`] with every path that was searched, or with the missing function; [`Error::TooOld`] for an unsupported
+    /// version; [`Error::OtherLibrary`] if `search` requests another file than the one in use.
     pub fn load(search: &Search) -> Result<&'static Library, Error> {
         let mut slot = LIBRARY.lock();
         if let Some(library) = *slot {
@@ -145,12 +146,13 @@ impl Library {
         self.version
     }
 
-    /// Returns the file of the library.
+    /// Returns the path of the library file.
     pub fn path(&self) -> PathBuf {
         self.main.mapped_path()
     }
 
-    /// Returns the parts loaded with it, and NVRTC if it was next to them. The library loads the rest itself.
+    /// Returns the paths of the cuDNN sub-libraries that were loaded with this one, and of NVRTC if it was next to them. cuDNN loads its
+    /// other sub-libraries itself.
     pub fn companions(&self) -> Vec<PathBuf> {
         self.parts.iter().chain(&self.nvrtc).map(|o| o.path.clone()).collect()
     }
@@ -174,7 +176,7 @@ impl Library {
     /// Returns a handle that submits to `stream`, from the pool or a new one. Dropping it returns it to the pool.
     ///
     /// # Errors
-    /// cuDNN's own.
+    /// Returns cuDNN's error if it cannot create a handle.
     pub fn handle<'s>(&'static self, stream: &'s Stream) -> Result<Handle<'s>, Error> {
         // A stream under capture may have no number here. It is then set on the handle at every call.
         let (device, id) = (stream.device(), stream.id());
@@ -277,7 +279,7 @@ fn keep_near(library: &'static Library, pooled: Pooled) -> Option<Pooled> {
     pooled
 }
 
-/// A cuDNN handle bound to a stream, for the use of one thread at a time.
+/// A cuDNN handle bound to a stream, for use by one thread at a time.
 #[derive(Debug)]
 pub struct Handle<'s> {
     library: &'static Library,
@@ -291,17 +293,17 @@ impl<'s> Handle<'s> {
         self.pooled.as_ref().map_or(std::ptr::null_mut(), |p| p.raw)
     }
 
-    /// Returns its library.
+    /// Returns the library to which the handle belongs.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// Returns the device to which it submits.
+    /// Returns the device of the handle's stream.
     pub fn device(&self) -> &'static Device {
         self.stream.device()
     }
 
-    /// Returns the stream to which it submits.
+    /// Returns the stream to which the handle submits.
     pub fn stream(&self) -> &'s Stream {
         self.stream
     }

@@ -22,7 +22,7 @@ macro_rules! codes {
         }
 
         impl $t {
-            /// Returns NVIDIA's name without its prefix; `None` for an unknown code.
+            /// Returns NVIDIA's name of the code without its prefix; `None` for an unknown code.
             pub fn name(self) -> Option<&'static str> {
                 match self.0 {
                     $($value => Some(stringify!($name)),)*
@@ -30,7 +30,7 @@ macro_rules! codes {
                 }
             }
 
-            /// Returns the version that introduced it; 9.0 if the header names none.
+            /// Returns the cuDNN version that introduced the code; 9.0 if the header names none.
             pub fn since(self) -> Version {
                 match self.0 {
                     $($value => since!($($major . $minor)?),)*
@@ -126,17 +126,17 @@ codes! {
 }
 
 impl Status {
-    /// Returns whether it is a refusal: another engine, form or executor may work.
+    /// Returns whether the status means "not supported": another engine, graph pattern or executor may work.
     pub fn is_unsupported(self) -> bool {
         (3000..4000).contains(&self.0)
     }
 
-    /// Returns whether the device or its driver failed irrecoverably.
+    /// Returns whether the status means that the device or its driver failed irrecoverably.
     pub fn is_execution(self) -> bool {
         (5000..6000).contains(&self.0)
     }
 
-    /// Returns whether memory ran out: no other engine would help.
+    /// Returns whether the status means that memory ran out, so that no other engine would help.
     pub fn is_out_of_memory(self) -> bool {
         self == Status::INTERNAL_ERROR_HOST_ALLOCATION_FAILED || self == Status::INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     }

@@ -7,7 +7,7 @@ use crate::plan::Plan;
 use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::sync::Arc;
 
-/// Buffers and scalars for the tensors of a plan, by id.
+/// Buffers and scalars for the tensors of a plan, by id. It keeps the buffers alive.
 #[derive(Debug, Default)]
 pub struct OwnedBindings {
     buffers: Vec<(TensorId, Arc<Buffer>, u64)>,
@@ -15,25 +15,25 @@ pub struct OwnedBindings {
 }
 
 impl OwnedBindings {
-    /// Creates bindings without any tensor.
+    /// Creates bindings that bind no tensor yet.
     pub fn new() -> OwnedBindings {
         OwnedBindings::default()
     }
 
-    /// Binds a whole buffer.
+    /// Binds a tensor to a whole buffer.
     #[must_use]
     pub fn buffer(self, tensor: TensorId, buffer: &Arc<Buffer>) -> Self {
         self.buffer_at(tensor, buffer, 0)
     }
 
-    /// Binds a buffer from byte `offset` on.
+    /// Binds a tensor to a buffer, from byte `offset` on.
     #[must_use]
     pub fn buffer_at(mut self, tensor: TensorId, buffer: &Arc<Buffer>, offset: u64) -> Self {
         self.buffers.push((tensor, buffer.clone(), offset));
         self
     }
 
-    /// Binds a scalar.
+    /// Binds a tensor to a scalar.
     #[must_use]
     pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
         self.values.push((tensor, value));
@@ -57,7 +57,7 @@ impl InFlight {
     /// Returns whether the device is done.
     ///
     /// # Errors
-    /// A driver error, also if a kernel failed.
+    /// Returns a driver error, also if a kernel failed.
     pub fn done(&self) -> Result<bool, Error> {
         Ok(self.event.passed()?)
     }
@@ -65,7 +65,7 @@ impl InFlight {
     /// Waits until the device is done, and returns the workspace for the next execution.
     ///
     /// # Errors
-    /// A driver error, also if a kernel failed.
+    /// Returns a driver error, also if a kernel failed.
     pub fn wait(mut self) -> Result<Buffer, Error> {
         self.event.synchronize()?;
         match self.workspace.take() {
@@ -85,11 +85,11 @@ impl Drop for InFlight {
     }
 }
 
-/// Submits a plan to a stream. Only this execution uses the workspace until it was waited for.
+/// Submits an execution of a plan to a stream, without waiting. The execution owns the workspace; [`InFlight::wait`] returns it.
 ///
 /// # Errors
-/// Every mistake in the bindings, including a buffer of another device, before anything runs; [`BindingError::Addressing`] for a plan with lengths,
-/// offsets or pages, which needs [`launch_addressed`]; a cuDNN error.
+/// Returns every mistake in the bindings before anything runs, including a buffer of another device. Returns [`BindingError::Addressing`]
+/// for a plan that reads lengths, offsets or pages, which needs [`launch_addressed`]. Any other error is from cuDNN.
 pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, workspace: Buffer) -> Result<InFlight, Error> {
     let addressing: Vec<BindingError> =
         plan.ports().device.iter().filter(|p| p.addressing).map(|p| BindingError::Addressing { name: p.name.clone() }).collect();
@@ -100,14 +100,14 @@ pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, w
     unsafe { launch_addressed(plan, stream, bindings, workspace) }
 }
 
-/// Launches plans with tensors that determine the addresses they access, as [`launch`] does otherwise.
+/// Submits a plan like [`launch`], but also accepts plans with tensors whose contents determine the addresses that the plan accesses.
 ///
 /// # Safety
 /// Until the device is done, the contents of such tensors ([`DevicePort::addressing`](crate::bind::DevicePort::addressing)) are in range: lengths
 /// from 0 to the extent, offsets within the buffer, pages within the pool.
 ///
 /// # Errors
-/// As for [`launch`].
+/// Fails as [`launch`] does.
 pub unsafe fn launch_addressed(
     plan: &Arc<Plan>,
     stream: &Arc<Stream>,

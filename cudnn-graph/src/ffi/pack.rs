@@ -5,7 +5,7 @@ use super::codes::{Attribute, Kind};
 use super::descriptor::Descriptor;
 use crate::error::Error;
 
-/// Finalized addresses and scalars for one plan, for any number of executions.
+/// A finalized variant pack: the addresses and scalars of one plan, for any number of executions.
 ///
 /// Scalars from host memory are stored in the pack. cuDNN reads them at each execution, so they can change without a new pack.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub struct Pack {
 }
 
 impl Pack {
-    /// Creates a pack over device addresses, with one slot per by-value tensor.
+    /// Creates a pack over device addresses, with one slot for the scalar of each by-value tensor.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -39,7 +39,7 @@ impl Pack {
         Ok(Pack { descriptor, slots })
     }
 
-    /// Sets the value of the `n`th by-value tensor: its bytes in memory order.
+    /// Sets the value of the `n`th by-value tensor: `bytes` are the bytes of the scalar in memory order.
     pub fn set_value(&mut self, n: usize, bytes: &[u8]) {
         if let Some(slot) = self.slots.get_mut(n) {
             let mut wide = [0u8; 8];
@@ -57,7 +57,7 @@ impl Pack {
     /// its use until the stream has passed this call.
     ///
     /// # Errors
-    /// A cuDNN error.
+    /// Returns cuDNN's error.
     pub unsafe fn execute(&mut self, handle: &Handle<'_>, plan: &Descriptor) -> Result<(), Error> {
         let library = handle.library();
         // SAFETY: handle, plan and pack are live; the caller vouches for the memory.

@@ -4,7 +4,7 @@ use super::backend::Handle;
 use crate::error::Error;
 use std::ops::Deref;
 
-/// One call through a handle: a call on its stream, whose end is marked on the handle's lane.
+/// One call through a handle. It begins on the handle's stream, and its end is recorded on the handle's lane.
 #[derive(Debug)]
 pub struct Submission<'h> {
     handle: &'h Handle<'h>,

@@ -8,34 +8,34 @@ use super::tensor::{Ragged, Scalar, Storage, Tensor, TensorId};
 use super::ty::{DType, Dims, Strides};
 
 impl Graph {
-    /// Adds a tensor unchanged.
+    /// Adds a tensor to the graph, unchanged, and returns its id.
     pub fn tensor(&mut self, tensor: Tensor) -> TensorId {
         self.tensors.push(tensor);
         TensorId(self.tensors.len() as u32 - 1)
     }
 
-    /// Adds an op unchanged.
+    /// Adds an op to the graph, unchanged.
     pub fn push(&mut self, op: Op) {
         self.ops.push(op);
     }
 
-    /// Adds a dense input in device memory, bound by this name.
+    /// Adds a dense input in device memory, which callers bind under `name`.
     pub fn input(&mut self, name: &str, dtype: DType, dims: impl Into<Dims>) -> TensorId {
         self.tensor(Tensor::device(name, dtype, dims))
     }
 
-    /// Adds a scalar in host memory that the graph supplies: (1, 1, 1, 1).
+    /// Adds a scalar in host memory, of shape (1, 1, 1, 1), whose value is part of the graph.
     pub fn scalar(&mut self, value: Scalar) -> TensorId {
         let name = format!("scalar{}", self.tensors.len());
         self.tensor(Tensor::by_value(name, value.dtype(), Some(value), 4))
     }
 
-    /// Adds a scalar in host memory that the caller supplies at each execution: (1, 1, 1, 1).
+    /// Adds a scalar in host memory, of shape (1, 1, 1, 1), that the caller supplies at each execution.
     pub fn parameter(&mut self, name: &str, dtype: DType) -> TensorId {
         self.tensor(Tensor::by_value(name, dtype, None, 4))
     }
 
-    /// Makes a result an output in device memory with this type, bound by this name.
+    /// Makes a result an output in device memory of type `dtype`, which callers bind under `name`.
     pub fn output(&mut self, id: TensorId, name: &str, dtype: DType) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.name = name.to_owned();
@@ -45,7 +45,7 @@ impl Graph {
         id
     }
 
-    /// Changes the type of a result.
+    /// Changes the element type of a result.
     pub fn set_dtype(&mut self, id: TensorId, dtype: DType) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.dtype = dtype;
@@ -61,7 +61,8 @@ impl Graph {
         id
     }
 
-    /// Packs batch entries of a result contiguously; `None`: laid out by its strides.
+    /// Sets the ragged offsets of a result, which pack its batch entries contiguously. With `None`, the strides determine where batch
+    /// entries are.
     pub fn set_ragged(&mut self, id: TensorId, ragged: Option<Ragged>) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.ragged = ragged;
@@ -77,7 +78,7 @@ impl Graph {
         id
     }
 
-    /// Removes and returns the ops from the `from`th on, for an inner graph.
+    /// Removes the ops from index `from` on and returns them, for use in an inner graph.
     pub fn take_ops(&mut self, from: usize) -> Vec<Op> {
         self.ops.split_off(from.min(self.ops.len()))
     }
@@ -92,7 +93,8 @@ impl Graph {
         self.tensor(Tensor::virtual_(name, dtype, dims))
     }
 
-    /// Adds `y = mode(inputs)` in f32 arithmetic; comparisons return booleans. Inputs are x, b, t in that order, and dy, x for backward modes.
+    /// Adds `y = mode(inputs)` in f32 arithmetic, and returns `y`; comparisons return booleans. The inputs are x, b and t in that order,
+    /// or dy and x for backward modes.
     pub fn pointwise(&mut self, mode: Mode, inputs: &[TensorId]) -> TensorId {
         let (compute, dtype) = match mode.signature() {
             Signature::Compare | Signature::LogicalBinary | Signature::LogicalUnary => (DType::Bool, DType::Bool),
@@ -112,7 +114,7 @@ impl Graph {
         y
     }
 
-    /// Adds `y = mode(inputs)` in f32 arithmetic, into an existing tensor.
+    /// Adds `y = mode(inputs)` in f32 arithmetic, where `y` is an existing tensor.
     pub fn pointwise_into(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId) {
         self.push_pointwise(mode, inputs, y, DType::F32, Params::default());
     }
@@ -135,12 +137,12 @@ impl Graph {
         self.push(Op::Pointwise(op));
     }
 
-    /// Adds the index along `axis` of a tensor like `x`, i32.
+    /// Adds a tensor with the extents of `x` whose elements are their own index along `axis`, i32.
     pub fn gen_index(&mut self, x: TensorId, axis: i64) -> TensorId {
         self.pointwise_as(Mode::GenIndex, &[x], DType::I32, DType::I32, Params { axis: Some(axis), ..Params::default() })
     }
 
-    /// Adds `a · b`, virtual f32.
+    /// Adds `a · b`, a virtual f32 tensor.
     pub fn matmul(&mut self, a: TensorId, b: TensorId) -> TensorId {
         let (da, db) = (self.dims(a).0, self.dims(b).0);
         let mut dims = da.clone();
@@ -155,14 +157,14 @@ impl Graph {
         c
     }
 
-    /// Reduces `x` to these extents, virtual f32.
+    /// Adds the reduction of `x` to the extents `dims`, a virtual f32 tensor.
     pub fn reduce(&mut self, mode: ReductionMode, x: TensorId, dims: impl Into<Dims>) -> TensorId {
         let y = self.result("reduction", DType::F32, dims.into());
         self.push(Op::Reduction(Reduction { mode, x, y, compute: DType::F32, deterministic: false }));
         y
     }
 
-    /// Reinterprets the elements of `x` with other extents and strides.
+    /// Adds a reshape: the elements of `x` with other extents and strides.
     pub fn reshape(&mut self, x: TensorId, dims: impl Into<Dims>, strides: impl Into<Strides>, mode: Option<ReshapeMode>) -> TensorId {
         let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
         let y = self.result("reshape", dtype, dims.into());
@@ -171,7 +173,7 @@ impl Graph {
         y
     }
 
-    /// Permutes the axes of `x`: axis `i` of the result is axis `permutation[i]` of `x`.
+    /// Adds a transpose of `x`: axis `i` of the result is axis `permutation[i]` of `x`.
     pub fn transpose(&mut self, x: TensorId, permutation: &[i64]) -> TensorId {
         let (dtype, old) = (self.get(x).map_or(DType::F32, |t| t.dtype), self.dims(x).0);
         let at = |&axis: &i64| usize::try_from(axis).ok().and_then(|a| old.get(a).copied()).unwrap_or(1);
@@ -189,7 +191,8 @@ impl Graph {
         y
     }
 
-    /// Adds a softmax over the last axis (cuDNN 9.20), virtual f32. `stats` is its natural-log sum of exponentials, including `sink`.
+    /// Adds a softmax over the last axis, a virtual f32 tensor; requires cuDNN 9.20. `stats` receives the natural logarithm of the sum of
+    /// exponentials, including `sink`.
     pub fn softmax(&mut self, x: TensorId, stats: Option<TensorId>, sink: Option<TensorId>) -> TensorId {
         let dims = self.dims(x);
         let y = self.result("softmax", DType::F32, dims);

@@ -39,17 +39,18 @@ impl Graph {
         Graph::default()
     }
 
-    /// Returns every tensor; a [`TensorId`] is its index.
+    /// Returns every tensor, in the order of their [`TensorId`].
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// Returns every op; in a verified graph producers precede consumers.
+    /// Returns every op. In a verified graph each op comes after the ops whose results it reads.
     pub fn ops(&self) -> &[Op] {
         &self.ops
     }
 
-    /// Returns the tensors whose contents determine the addresses that ops access, each once: see [`Op::addressing`], and offsets of ragged tensors.
+    /// Returns the tensors whose contents determine the addresses that ops access, each once: those of [`Op::addressing`], and the
+    /// offsets of ragged tensors.
     pub fn addressing(&self) -> Vec<TensorId> {
         let offsets = self.tensors.iter().filter_map(|t| t.ragged.map(|r| r.offsets));
         let mut all: Vec<TensorId> = self.ops.iter().flat_map(Op::addressing).chain(offsets).collect();
@@ -58,7 +59,7 @@ impl Graph {
         all
     }
 
-    /// Returns the tensor of an id; `None` for an id of another graph.
+    /// Returns the tensor of an id; `None` if the graph has no tensor of this id.
     pub fn get(&self, id: TensorId) -> Option<&Tensor> {
         self.tensors.get(id.index())
     }
@@ -68,7 +69,7 @@ impl Graph {
         (0..self.tensors.len() as u32).map(TensorId)
     }
 
-    /// Returns the tensor that a caller binds under `name`.
+    /// Returns the tensor that a caller binds under `name`; `None` if there is none.
     pub fn find(&self, name: &str) -> Option<TensorId> {
         self.ids().find(|id| {
             let tensor = &self.tensors[id.index()];

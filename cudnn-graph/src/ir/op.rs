@@ -13,29 +13,29 @@ pub enum Op {
     Pointwise(Pointwise),
     /// `c = a · b`.
     Matmul(Matmul),
-    /// Reduces axes of `x` to their extents in `y`.
+    /// Reduces the axes of `x` to their extents in `y`.
     Reduction(Reduction),
     /// The elements of `x` with other extents or strides.
     Reshape(Reshape),
-    /// The axes of `x` in another order (9.22).
+    /// The axes of `x` in another order (from cuDNN 9.22 on).
     Transpose(Transpose),
-    /// Part of `x` (9.22).
+    /// Part of `x` (from cuDNN 9.22 on).
     Slice(Slice),
     /// Random numbers.
     Rng(Rng),
-    /// Softmax over the last axis (9.20).
+    /// Softmax over the last axis (from cuDNN 9.20 on).
     Softmax(Softmax),
-    /// Masks out scores on one side of a diagonal (9.20).
+    /// Masks out scores on one side of a diagonal (from cuDNN 9.20 on).
     BandMask(BandMask),
-    /// Gathers the pages of a key or value cache (9.4).
+    /// Gathers the pages of a key or value cache (from cuDNN 9.4 on).
     PagedLoad(PagedLoad),
-    /// Quantizes elements with a scale per block (9.7).
+    /// Quantizes elements with a scale per block (from cuDNN 9.7 on).
     BlockScaleQuantize(BlockScaleQuantize),
-    /// Dequantizes elements by the scale of their block (9.7).
+    /// Dequantizes elements by the scale of their block (from cuDNN 9.7 on).
     BlockScaleDequantize(BlockScaleDequantize),
-    /// Attention in one op, the unified form (9.13).
+    /// Attention in one op, the unified form (from cuDNN 9.13 on).
     SdpaForward(Box<SdpaForward>),
-    /// The gradient of attention in one op (9.17).
+    /// The gradient of attention in one op (from cuDNN 9.17 on).
     SdpaBackward(Box<SdpaBackward>),
 }
 
@@ -80,9 +80,9 @@ pub struct Pointwise {
     pub dy: Option<TensorId>,
     /// Result; the outgoing gradient of backward modes.
     pub y: TensorId,
-    /// Compute type.
+    /// Element type of the arithmetic.
     pub compute: DType,
-    /// Constants of the mode.
+    /// Constants of the mode, such as the slope of a relu.
     pub params: Params,
 }
 
@@ -95,16 +95,16 @@ pub struct Matmul {
     pub b: TensorId,
     /// Result, (…, m, n).
     pub c: TensorId,
-    /// Valid rows per batch entry.
+    /// Number of valid rows of each batch entry.
     pub m_override: Option<TensorId>,
-    /// Valid columns per batch entry.
+    /// Number of valid columns of each batch entry.
     pub n_override: Option<TensorId>,
-    /// Valid inner elements per batch entry.
+    /// Number of valid inner elements of each batch entry.
     pub k_override: Option<TensorId>,
-    /// The value of invalid rows and columns.
+    /// The value that invalid rows and columns of the result receive.
     #[serde(default, with = "super::float::optional")]
     pub padding: Option<f64>,
-    /// Type of the accumulation.
+    /// Element type of the accumulation.
     pub compute: DType,
 }
 
@@ -171,13 +171,13 @@ pub struct Reduction {
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// Type of the accumulation.
+    /// Element type of the accumulation.
     pub compute: DType,
-    /// Whether to require deterministic results (9.11).
+    /// Whether to require deterministic results (from cuDNN 9.11 on).
     pub deterministic: bool,
 }
 
-/// How a reshape reads its input (9.22; older runtimes support only the view).
+/// The way in which a reshape reads its input. Versions before cuDNN 9.22 support only views.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReshapeMode {
@@ -187,29 +187,29 @@ pub enum ReshapeMode {
     Logical,
 }
 
-/// The elements of `x` with other extents or strides. Without a mode, a view.
+/// The elements of `x` with other extents or strides. Without a mode, the result is a view.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reshape {
     /// The tensor that is read.
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// The order in which elements are read. `None`: a view, the only mode before 9.22.
+    /// The order in which elements are read. `None` means a view, the only mode before cuDNN 9.22.
     pub mode: Option<ReshapeMode>,
 }
 
-/// `y` whose axis `i` is axis `permutation[i]` of `x`.
+/// A transpose: axis `i` of `y` is axis `permutation[i]` of `x`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Transpose {
     /// The tensor that is read.
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// For each axis of `y`, the axis of `x`.
+    /// For each axis of `y`, the index of the axis of `x`.
     pub permutation: Vec<i64>,
 }
 
-/// `x[start..limit]` with a step, per axis.
+/// A slice: `y = x[start..limit]` with a step, along each axis.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Slice {
     /// The tensor that is read.
@@ -230,9 +230,9 @@ pub struct Slice {
 pub enum Distribution {
     /// 1 with this probability, else 0.
     Bernoulli(#[serde(with = "super::float::f64")] f64),
-    /// Uniform between the first and the second.
+    /// Uniform between the first number and the second.
     Uniform(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
-    /// Normal, with this mean and standard deviation.
+    /// Normal, with the first number as mean and the second as standard deviation.
     Normal(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
 }
 
@@ -255,7 +255,7 @@ pub struct Rng {
     pub distribution: Distribution,
     /// The source of the seed.
     pub seed: Seed,
-    /// The first position in the stream: one i64.
+    /// The first position in the random number stream: one i64.
     pub offset: Option<TensorId>,
 }
 
@@ -266,7 +266,7 @@ pub struct Softmax {
     pub x: TensorId,
     /// Probabilities; zeros in a row whose scores are all −∞.
     pub y: TensorId,
-    /// `max + ln(sum_exp)`, f32, last axis 1.
+    /// `max + ln(sum_exp)` of each row, f32; the last axis has extent 1.
     pub stats: Option<TensorId>,
     /// Row maximum, f32.
     pub max: Option<TensorId>,
@@ -274,17 +274,18 @@ pub struct Softmax {
     pub sum_exp: Option<TensorId>,
     /// An extra score per head that takes probability and has no value, f32 (1, h, 1, 1).
     pub sink: Option<TensorId>,
-    /// Whether stats are in base 2 (9.27).
+    /// Whether `stats` is in base 2 (from cuDNN 9.27 on).
     pub stats_log2: bool,
 }
 
-/// The side of the diagonal that a band mask keeps.
+/// The side of the diagonal on which a band mask masks out scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BandSide {
-    /// Keeps `row + shift + align ≥ col`.
+    /// Masks out scores right of the diagonal: keeps those with `row + shift + align ≥ col`.
     Right,
-    /// Keeps `col + left − align > row`. If lengths are fixed, the bound includes the alignment.
+    /// Masks out scores left of the diagonal: keeps those with `col + left − align > row`. If lengths are fixed, `left` includes the
+    /// alignment.
     Left,
 }
 
@@ -299,13 +300,13 @@ pub struct BandMask {
     pub fill: TensorId,
     /// The side that is masked out.
     pub side: BandSide,
-    /// By-value i32: the number of columns right of the diagonal that a right mask keeps. Absent: 0.
+    /// The number of columns right of the diagonal that a right mask keeps: one i32 by value. `None` means 0.
     pub shift_right: Option<TensorId>,
-    /// By-value i32 or f32: the number of columns up to the diagonal that a left mask keeps.
+    /// The number of columns up to the diagonal that a left mask keeps: one i32 or f32 by value.
     pub left: Option<TensorId>,
-    /// Query length, by value or (b, 1, 1, 1). Aligns the band to the bottom right.
+    /// Query length, by value or (b, 1, 1, 1). With both lengths, the band is bottom-right aligned.
     pub seq_q: Option<TensorId>,
-    /// Key length, by value or (b, 1, 1, 1).
+    /// Key length, by value or (b, 1, 1, 1). With both lengths, the band is bottom-right aligned.
     pub seq_kv: Option<TensorId>,
 }
 
@@ -333,11 +334,11 @@ pub struct BlockScaleQuantize {
     pub scale: TensorId,
     /// Elements per block along the last axis.
     pub block: Vec<i32>,
-    /// Compute type.
+    /// Element type of the arithmetic.
     pub compute: DType,
 }
 
-/// `y = x · scale`.
+/// `y = x · scale`, with one scale per block of neighbours along each blocked axis.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleDequantize {
     /// The quantised elements, the input.
@@ -348,7 +349,7 @@ pub struct BlockScaleDequantize {
     pub y: TensorId,
     /// Elements per block along each blocked axis.
     pub block: Vec<i32>,
-    /// Compute type.
+    /// Element type of the arithmetic.
     pub compute: DType,
 }
 
@@ -363,7 +364,7 @@ pub struct ScoreGraph {
     pub ops: Vec<Op>,
 }
 
-/// Dropout of a unified attention op (9.21).
+/// Dropout of a unified attention op (from cuDNN 9.21 on).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Dropout {
     /// The probability that an element of P is dropped, in [0, 1).
@@ -373,11 +374,11 @@ pub struct Dropout {
     pub seed: TensorId,
     /// Number of random numbers to skip: one i64.
     pub offset: TensorId,
-    /// The random numbers, an output, for tests.
+    /// The random numbers as an output, for tests.
     pub rng_dump: Option<TensorId>,
 }
 
-/// Scales of 8-bit attention (9.25).
+/// Scales and amax values of attention over 8-bit floats (from cuDNN 9.25 on).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fp8Scales {
     /// Descale of `q`: one f32.
@@ -386,15 +387,15 @@ pub struct Fp8Scales {
     pub descale_k: TensorId,
     /// Descale of `v`: one f32.
     pub descale_v: TensorId,
-    /// Descale of P.
+    /// Descale of P: one f32.
     pub descale_s: TensorId,
-    /// Scale of P before it is rounded.
+    /// Scale of P before it is rounded: one f32.
     pub scale_s: TensorId,
-    /// Scale of the output before it is rounded.
+    /// Scale of the output before it is rounded: one f32.
     pub scale_o: TensorId,
-    /// Amax of P, an output.
+    /// The largest magnitude of P, an output: one f32.
     pub amax_s: TensorId,
-    /// Amax of the output, an output.
+    /// The largest magnitude of the attention output, an output: one f32.
     pub amax_o: TensorId,
 }
 
@@ -409,40 +410,40 @@ pub struct SdpaForward {
     pub v: TensorId,
     /// Output, (b, h_q, s_q, d_v).
     pub o: TensorId,
-    /// Factor of the scores: one f32; absent: 1.
+    /// Factor of the scores: one f32. `None` means 1.
     pub attn_scale: Option<TensorId>,
-    /// Ops on the scaled score (9.21).
+    /// Ops on the scaled score (from cuDNN 9.21 on).
     pub score: Option<ScoreGraph>,
-    /// Natural-log sum of exponentials, f32 (b, h_q, s_q, 1).
+    /// Natural logarithm of each row's sum of exponentials, f32 (b, h_q, s_q, 1).
     pub stats: Option<TensorId>,
-    /// Row maximum, f32 (b, h_q, s_q, 1) (9.21).
+    /// Row maximum, f32 (b, h_q, s_q, 1) (from cuDNN 9.21 on).
     pub max: Option<TensorId>,
-    /// Row sum of exponentials, f32 (b, h_q, s_q, 1) (9.21).
+    /// Row sum of exponentials, f32 (b, h_q, s_q, 1) (from cuDNN 9.21 on).
     pub sum_exp: Option<TensorId>,
-    /// An extra score per head that has no value: f32 (1, h_q, 1, 1) (9.21).
+    /// An extra score per head that has no value: f32 (1, h_q, 1, 1) (from cuDNN 9.21 on).
     pub sink: Option<TensorId>,
-    /// One bit per 128 × 128 tile, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (9.14).
+    /// Block mask with one bit per 128 × 128 tile, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (from cuDNN 9.14 on).
     pub block_mask: Option<TensorId>,
-    /// Page table of `k`, (b, 1, pages, 1), i32 (9.15).
+    /// Page table of `k`, (b, 1, pages, 1), i32 (from cuDNN 9.15 on).
     pub page_table_k: Option<TensorId>,
-    /// Page table of `v`, (b, 1, pages, 1), i32 (9.15).
+    /// Page table of `v`, (b, 1, pages, 1), i32 (from cuDNN 9.15 on).
     pub page_table_v: Option<TensorId>,
-    /// Query lengths, (b, 1, 1, 1) (9.15).
+    /// Query lengths, (b, 1, 1, 1) (from cuDNN 9.15 on).
     pub seq_len_q: Option<TensorId>,
-    /// Key lengths, (b, 1, 1, 1) (9.15).
+    /// Key lengths, (b, 1, 1, 1) (from cuDNN 9.15 on).
     pub seq_len_kv: Option<TensorId>,
-    /// Prefix sums of query lengths, (b + 1, 1, 1, 1) (9.24).
+    /// Prefix sums of query lengths, (b + 1, 1, 1, 1) (from cuDNN 9.24 on).
     pub cu_seq_len_q: Option<TensorId>,
-    /// Prefix sums of key lengths, (b + 1, 1, 1, 1) (9.24).
+    /// Prefix sums of key lengths, (b + 1, 1, 1, 1) (from cuDNN 9.24 on).
     pub cu_seq_len_kv: Option<TensorId>,
-    /// Dropout of P (9.21).
+    /// Dropout of P (from cuDNN 9.21 on).
     pub dropout: Option<Dropout>,
-    /// Scales of attention over 8-bit floats (9.25).
+    /// Scales of attention over 8-bit floats (from cuDNN 9.25 on).
     pub fp8: Option<Fp8Scales>,
 }
 
 impl SdpaForward {
-    /// Creates plain attention, without optional operands.
+    /// Creates an attention op without optional operands.
     pub fn plain(q: TensorId, k: TensorId, v: TensorId, o: TensorId) -> SdpaForward {
         SdpaForward {
             q,
@@ -468,7 +469,7 @@ impl SdpaForward {
     }
 }
 
-/// Gradients of [`SdpaForward`] in one op.
+/// The gradients of [`SdpaForward`], computed in one op.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SdpaBackward {
     /// Queries, (b, h_q, s_q, d_qk).
@@ -479,22 +480,22 @@ pub struct SdpaBackward {
     pub v: TensorId,
     /// Output of the forward op, (b, h_q, s_q, d_v).
     pub o: TensorId,
-    /// Gradient of the output.
+    /// Gradient of the output, (b, h_q, s_q, d_v).
     pub d_o: TensorId,
-    /// Natural-log sum of exponentials, f32 (b, h_q, s_q, 1).
+    /// Natural logarithm of each row's sum of exponentials, f32 (b, h_q, s_q, 1).
     pub stats: TensorId,
-    /// Factor of the scores: one f32; absent: 1.
+    /// Factor of the scores: one f32. `None` means 1.
     pub attn_scale: Option<TensorId>,
-    /// Gradient of `q`.
+    /// Gradient of `q`, (b, h_q, s_q, d_qk).
     pub dq: TensorId,
-    /// Gradient of `k`.
+    /// Gradient of `k`, (b, h_k, s_kv, d_qk).
     pub dk: TensorId,
-    /// Gradient of `v`.
+    /// Gradient of `v`, (b, h_v, s_kv, d_v).
     pub dv: TensorId,
-    /// Lengths of the queries, i32, (batch, 1, 1, 1).
+    /// Query lengths, i32, (b, 1, 1, 1).
     pub seq_len_q: Option<TensorId>,
-    /// Lengths of the keys, i32, (batch, 1, 1, 1).
+    /// Key lengths, i32, (b, 1, 1, 1).
     pub seq_len_kv: Option<TensorId>,
-    /// The forward score ops, which the library differentiates (unpublished before 9.28).
+    /// The score ops of the forward pass, which cuDNN differentiates (undocumented before cuDNN 9.28).
     pub score: Option<ScoreGraph>,
 }

@@ -3,10 +3,10 @@
 use super::op::{Op, ScoreGraph, SdpaForward, Seed};
 use super::tensor::TensorId;
 
-/// One operand of an op.
+/// One operand of an op: a field, and the tensor in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand {
-    /// The field's name.
+    /// The name of the op's field.
     pub field: &'static str,
     /// The tensor that the op reads or writes.
     pub tensor: TensorId,
@@ -34,7 +34,7 @@ impl Operands {
 }
 
 impl Op {
-    /// Returns the name in printed graphs; that of a pointwise op is its mode.
+    /// Returns the name of the op in printed graphs; for a pointwise op, the name of its mode.
     pub fn name(&self) -> &'static str {
         match self {
             Op::Pointwise(p) => p.mode.name(),
@@ -54,7 +54,7 @@ impl Op {
         }
     }
 
-    /// Returns the tensors that it reads and writes.
+    /// Returns the tensors that the op reads and writes.
     pub fn operands(&self) -> Operands {
         let none = Operands::default();
         match self {
@@ -114,7 +114,7 @@ impl Op {
         }
     }
 
-    /// Returns the score ops of a unified attention op.
+    /// Returns the score ops of a unified attention op; `None` for any other op, and without score ops.
     pub fn score(&self) -> Option<&ScoreGraph> {
         match self {
             Op::SdpaForward(s) => s.score.as_ref(),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The inputs and the result of a mode.
+/// The kind of operands and result of a pointwise mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signature {
     /// `y = f(x)` on floating point numbers.
@@ -12,7 +12,7 @@ pub enum Signature {
     Identity,
     /// `y = f(x, b)` on numbers.
     Binary,
-    /// `y = x ? b`, a boolean or 0 / 1.
+    /// `y = (x ? b)` for a comparison `?`, a boolean or 0 / 1.
     Compare,
     /// `y = x and / or b` on booleans.
     LogicalBinary,
@@ -37,12 +37,12 @@ macro_rules! modes {
             /// Every mode, in declaration order.
             pub const ALL: &'static [Mode] = &[$(Mode::$variant,)*];
 
-            /// Returns the name in printed graphs.
+            /// Returns the name of the mode in printed graphs.
             pub fn name(self) -> &'static str {
                 match self { $(Mode::$variant => $name,)* }
             }
 
-            /// Returns its inputs and its result.
+            /// Returns the kind of operands and result of the mode.
             pub fn signature(self) -> Signature {
                 match self { $(Mode::$variant => Signature::$signature,)* }
             }
@@ -55,9 +55,9 @@ modes! {
     Add "add" Binary;
     /// `x · b`.
     Mul "mul" Binary;
-    /// The smaller.
+    /// The smaller of `x` and `b`.
     Min "min" Binary;
-    /// The larger.
+    /// The larger of `x` and `b`.
     Max "max" Binary;
     /// `√x`.
     Sqrt "sqrt" Unary;
@@ -75,63 +75,63 @@ modes! {
     Abs "abs" Unary;
     /// The least integer not below `x`.
     Ceil "ceil" Unary;
-    /// Cosine.
+    /// Cosine of `x`.
     Cos "cos" Unary;
     /// `eˣ`.
     Exp "exp" Unary;
     /// The greatest integer not above `x`.
     Floor "floor" Unary;
-    /// Natural logarithm.
+    /// Natural logarithm of `x`.
     Log "log" Unary;
     /// `−x`.
     Neg "neg" Unary;
     /// `1 / √x`.
     Rsqrt "rsqrt" Unary;
-    /// Sine.
+    /// Sine of `x`.
     Sin "sin" Unary;
-    /// Tangent.
+    /// Tangent of `x`.
     Tan "tan" Unary;
-    /// The error function.
+    /// The error function of `x`.
     Erf "erf" Unary;
     /// `x`, converted to the type of `y`.
     Identity "identity" Identity;
     /// `1 / x`.
     Reciprocal "reciprocal" Unary;
-    /// The angle of the point (b, x).
+    /// The angle of the point (b, x), `atan2(x, b)`.
     Atan2 "atan2" Binary;
     /// The remainder of `x / b` with the sign of `b`.
     FloorMod "floor_mod" Binary;
-    /// `max(x, 0)`, with optional clips and slope.
+    /// Relu, `max(x, 0)`, with optional clips and slope.
     ReluFwd "relu" Unary;
-    /// Hyperbolic tangent.
+    /// Hyperbolic tangent of `x`.
     TanhFwd "tanh" Unary;
     /// `1 / (1 + e⁻ˣ)`.
     SigmoidFwd "sigmoid" Unary;
-    /// `x` above 0, `alpha · (eˣ − 1)` below.
+    /// Elu: `x` where it is above 0, `alpha · (eˣ − 1)` elsewhere.
     EluFwd "elu" Unary;
-    /// `x · Φ(x)`.
+    /// GELU, `x · Φ(x)`.
     GeluFwd "gelu" Unary;
-    /// `log(1 + e^(beta·x)) / beta`.
+    /// Softplus, `log(1 + e^(beta·x)) / beta`.
     SoftplusFwd "softplus" Unary;
-    /// `x · sigmoid(beta · x)`.
+    /// Swish, `x · sigmoid(beta · x)`.
     SwishFwd "swish" Unary;
-    /// GELU through a tanh.
+    /// GELU in its tanh approximation.
     GeluApproxTanhFwd "gelu_approx_tanh" Unary;
-    /// Derivative of relu.
+    /// `dy` times the derivative of relu at `x`.
     ReluBwd "relu_bwd" Backward;
-    /// Derivative of tanh.
+    /// `dy` times the derivative of tanh at `x`.
     TanhBwd "tanh_bwd" Backward;
-    /// Derivative of sigmoid.
+    /// `dy` times the derivative of sigmoid at `x`.
     SigmoidBwd "sigmoid_bwd" Backward;
-    /// Derivative of elu.
+    /// `dy` times the derivative of elu at `x`.
     EluBwd "elu_bwd" Backward;
-    /// Derivative of gelu.
+    /// `dy` times the derivative of GELU at `x`.
     GeluBwd "gelu_bwd" Backward;
-    /// Derivative of softplus.
+    /// `dy` times the derivative of softplus at `x`.
     SoftplusBwd "softplus_bwd" Backward;
-    /// Derivative of swish.
+    /// `dy` times the derivative of swish at `x`.
     SwishBwd "swish_bwd" Backward;
-    /// Derivative of gelu_approx_tanh.
+    /// `dy` times the derivative of GELU in its tanh approximation at `x`.
     GeluApproxTanhBwd "gelu_approx_tanh_bwd" Backward;
     /// `x = b`.
     CmpEq "cmp_eq" Compare;
@@ -145,15 +145,15 @@ modes! {
     CmpLt "cmp_lt" Compare;
     /// `x ≤ b`.
     CmpLe "cmp_le" Compare;
-    /// Both.
+    /// `x and b`.
     LogicalAnd "and" LogicalBinary;
-    /// Either.
+    /// `x or b`.
     LogicalOr "or" LogicalBinary;
-    /// Not.
+    /// `not x`.
     LogicalNot "not" LogicalUnary;
     /// The index along [`Params::axis`].
     GenIndex "gen_index" Index;
-    /// `t ? x : b`.
+    /// `x` where `t` is true, else `b`.
     BinarySelect "select" Select;
 }
 
@@ -163,15 +163,15 @@ impl fmt::Display for Mode {
     }
 }
 
-/// Constants of modes. An absent one has cuDNN's default.
+/// Constants of pointwise modes. `None` means cuDNN's default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Params {
-    /// Axis of [`Mode::GenIndex`].
+    /// The axis of [`Mode::GenIndex`].
     pub axis: Option<i64>,
-    /// Below it relu returns `lower_clip + slope · (x − lower_clip)`; default 0.
+    /// Lower clip of relu; default 0. For smaller `x` it returns `lower_clip + slope · (x − lower_clip)`.
     #[serde(default, with = "super::float::optional")]
     pub relu_lower_clip: Option<f64>,
-    /// Upper limit of relu; default +∞.
+    /// Upper limit of the result of relu; default +∞.
     #[serde(default, with = "super::float::optional")]
     pub relu_upper_clip: Option<f64>,
     /// Slope of relu below the lower clip; default 0.

@@ -4,7 +4,7 @@ use super::ty::{DType, Dims, Strides};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A tensor of one graph, printed `t7`.
+/// The id of a tensor in one graph, printed as `t7`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TensorId(pub(crate) u32);
@@ -15,7 +15,7 @@ impl TensorId {
         i64::from(self.0) + 1
     }
 
-    /// Returns the index in [`crate::ir::Graph::tensors`].
+    /// Returns the index of the tensor in [`crate::ir::Graph::tensors`].
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -33,20 +33,20 @@ impl fmt::Debug for TensorId {
     }
 }
 
-/// A number in the graph's own types, for by-value operands and constants.
+/// A number in one of the graph's element types, for by-value operands and constants.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scalar {
-    /// For a tensor of type f32.
+    /// A number for a tensor of type f32.
     F32(#[serde(with = "super::float::f32")] f32),
-    /// For a tensor of type i32.
+    /// A number for a tensor of type i32.
     I32(i32),
-    /// For a tensor of type i64.
+    /// A number for a tensor of type i64.
     I64(i64),
 }
 
 impl Scalar {
-    /// Returns the element type of its tensor.
+    /// Returns the element type of a tensor that holds this number.
     pub fn dtype(self) -> DType {
         match self {
             Scalar::F32(_) => DType::F32,
@@ -75,13 +75,13 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// Where the elements of a tensor are.
+/// Where the elements of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
     /// In device memory, bound by the caller at execution.
     Device,
-    /// Virtual: it exists only inside the fused kernel.
+    /// Nowhere: a virtual tensor exists only inside the fused kernel.
     Virtual,
     /// A scalar in host memory, read at every execution. The graph supplies the value, or with `None` the caller does.
     ByValue(Option<Scalar>),
@@ -89,23 +89,23 @@ pub enum Storage {
     Constant(Scalar),
 }
 
-/// Element order inside a tensor, beyond strides.
+/// The order of a tensor's elements in memory, in addition to its strides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reordering {
-    /// Determined by the strides.
+    /// The strides alone determine the order.
     #[default]
     None,
     /// The interleaving of block scales for 8-bit tensor cores (cuDNN 9.7).
     F8x128x4,
 }
 
-/// Packed batch entries of different lengths.
+/// Ragged offsets: they pack batch entries of different lengths contiguously.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Ragged {
-    /// The first element of each batch entry, in elements: (batch + 1, 1, 1, 1), i32 or i64.
+    /// The index of the first element of each batch entry, and the end of the last: (batch + 1, 1, 1, 1), i32 or i64.
     pub offsets: TensorId,
-    /// Elements per unit of `offsets` (cuDNN 9.24, unified form). `None`: offsets count elements.
+    /// Number of elements per unit of `offsets` (from cuDNN 9.24 on, unified form only). With `None`, offsets count elements.
     pub multiplier: Option<i64>,
 }
 
@@ -120,13 +120,13 @@ pub struct Tensor {
     pub dims: Dims,
     /// Strides, in elements.
     pub strides: Strides,
-    /// Where its elements are.
+    /// Where the tensor's elements are stored.
     pub storage: Storage,
     /// Alignment of the base address, in bytes.
     pub alignment: u32,
-    /// Element order beyond strides.
+    /// The order of elements in memory, in addition to the strides.
     pub reordering: Reordering,
-    /// Packed batch entries of different lengths.
+    /// The ragged offsets, if batch entries of different lengths are packed.
     pub ragged: Option<Ragged>,
 }
 
@@ -136,12 +136,13 @@ impl Tensor {
         Tensor::new(name, dtype, dims, Storage::Device)
     }
 
-    /// Creates a tensor inside the fused kernel. Its strides describe no memory, but engines need them to know which axis is innermost.
+    /// Creates a virtual tensor, which exists only inside the fused kernel. Its strides describe no memory, but engines need them to know
+    /// which axis is innermost.
     pub fn virtual_(name: impl Into<String>, dtype: DType, dims: impl Into<Dims>) -> Tensor {
         Tensor::new(name, dtype, dims, Storage::Virtual)
     }
 
-    /// Creates a scalar from host memory with `rank` axes of extent 1.
+    /// Creates a scalar in host memory with `rank` axes of extent 1. With `None`, the caller supplies the value at each execution.
     pub fn by_value(name: impl Into<String>, dtype: DType, value: Option<Scalar>, rank: usize) -> Tensor {
         Tensor::new(name, dtype, vec![1; rank], Storage::ByValue(value))
     }
@@ -166,24 +167,24 @@ impl Tensor {
         self
     }
 
-    /// Packs batch entries of different lengths contiguously.
+    /// Sets ragged offsets, which pack batch entries of different lengths contiguously.
     #[must_use]
     pub fn ragged(mut self, ragged: Ragged) -> Tensor {
         self.ragged = Some(ragged);
         self
     }
 
-    /// Returns whether it has no memory.
+    /// Returns whether the tensor is virtual: it has no memory.
     pub fn is_virtual(&self) -> bool {
         self.storage == Storage::Virtual
     }
 
-    /// Returns whether the caller passes a device address for it.
+    /// Returns whether the tensor is in device memory, at an address that the caller passes.
     pub fn is_device(&self) -> bool {
         self.storage == Storage::Device
     }
 
-    /// Returns whether it is a scalar from host memory or a compiled constant.
+    /// Returns whether the tensor is a scalar in host memory or a compiled constant.
     pub fn is_scalar_value(&self) -> bool {
         match self.storage {
             Storage::ByValue(_) | Storage::Constant(_) => true,
@@ -191,7 +192,7 @@ impl Tensor {
         }
     }
 
-    /// Returns the bytes that its buffer must have; `None` past `i64`.
+    /// Returns the size that the tensor's buffer must have, in bytes; `None` if it does not fit an `i64`.
     pub fn bytes(&self) -> Option<u64> {
         let elements = u64::try_from(self.strides.extent(&self.dims)?).ok()?;
         elements.checked_mul(u64::from(self.dtype.bits())).map(|bits| bits.div_ceil(8))

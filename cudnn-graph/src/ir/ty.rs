@@ -72,7 +72,7 @@ impl DType {
         }
     }
 
-    /// Returns the bits of one element in device memory.
+    /// Returns the number of bits of one element in device memory.
     pub fn bits(self) -> u32 {
         match self {
             DType::F64 | DType::I64 => 64,
@@ -83,12 +83,12 @@ impl DType {
         }
     }
 
-    /// Returns the bytes of `elements` elements, rounded up.
+    /// Returns the number of bytes that `elements` elements take, rounded up.
     pub fn bytes(self, elements: u64) -> u64 {
         (elements * u64::from(self.bits())).div_ceil(8)
     }
 
-    /// Returns whether it is a floating-point type, including the narrow ones.
+    /// Returns whether this is a floating-point type, including the 8-bit and 4-bit ones.
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 | DType::F4E2M1 => true,
@@ -96,7 +96,7 @@ impl DType {
         }
     }
 
-    /// Returns whether it is an integer type; `Bool` is not one.
+    /// Returns whether this is an integer type; `Bool` is not one.
     pub fn is_integer(self) -> bool {
         !self.is_float() && self != DType::Bool
     }
@@ -111,21 +111,21 @@ impl fmt::Display for DType {
 /// The largest rank that cuDNN's tensors have (`CUDNN_DIM_MAX`).
 pub const MAX_RANK: usize = 8;
 
-/// Extents, outermost first. At most [`MAX_RANK`] of them.
+/// The extents of a tensor, outermost axis first; at most [`MAX_RANK`] of them.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Dims(pub Vec<i64>);
 
-/// Distances between neighbours along each axis, in elements.
+/// The strides of a tensor: the distance between neighbours along each axis, in elements.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Strides(pub Vec<i64>);
 
 impl Dims {
-    /// Returns the product of the extents; `None` past `i64`.
+    /// Returns the product of the extents; `None` if it does not fit an `i64`.
     pub fn elements(&self) -> Option<i64> {
         self.0.iter().try_fold(1i64, |n, &d| n.checked_mul(d))
     }
 
-    /// Returns the strides of a dense tensor of these extents, with the last axis innermost. Saturates if the product does not fit;
+    /// Returns the strides of a dense tensor of these extents, with the last axis innermost. Strides saturate if a product does not fit;
     /// [`crate::ir::verify`] reports that.
     pub fn packed(&self) -> Strides {
         let mut next = 1i64;
@@ -168,8 +168,8 @@ impl Dims {
 }
 
 impl Strides {
-    /// Returns the index of the last element plus one, which is the number of elements that a buffer must have; `None` past `i64` or with a negative
-    /// stride.
+    /// Returns the index of the last element plus one, which is the number of elements that a buffer must have. `None` if it does not fit
+    /// an `i64`, or if a stride is negative.
     pub fn extent(&self, dims: &Dims) -> Option<i64> {
         self.0.iter().zip(&dims.0).try_fold(1i64, |n, (&s, &d)| {
             if s < 0 || d < 1 {

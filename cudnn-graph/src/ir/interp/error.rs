@@ -6,10 +6,10 @@ use crate::ir::tensor::TensorId;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InterpError {
-    /// Every mistake in the inputs.
+    /// The inputs have mistakes, all of which are listed.
     #[error("{}", lines(.0))]
     Bindings(Vec<BindingError>),
-    /// The result of a view has an element where its input has none in memory.
+    /// A view maps an element of the result to an offset at which its input has no element.
     #[error("{at}: the view puts an element at memory offset {offset}, where its input has none")]
     View {
         /// The op.
@@ -31,15 +31,15 @@ pub enum InterpError {
         /// Number of pages in the pool.
         blocks: i64,
     },
-    /// The interpreter does not define this.
-    #[error("{at}: the interpreter does not support {what}")]
+    /// The interpreter does not define this op or option.
+    #[error("{at}: {what} is not defined here")]
     NotDefined {
         /// The op.
         at: String,
         /// The operand without a definition.
         what: &'static str,
     },
-    /// A tensor without a value is read. Verified graphs with complete inputs do not get here.
+    /// An op reads a tensor that has no value. This cannot happen for verified graphs with complete inputs.
     #[error("{at}: {tensor} is read but has no value; pass it as an input")]
     NoValue {
         /// The op.
@@ -61,8 +61,8 @@ pub enum BindingError {
         /// Its name.
         name: String,
     },
-    /// The result of a random number generator has no value. Its bits are specific to the library, so the caller must pass them.
-    #[error("{at}: {tensor} {name:?} holds random numbers, which the interpreter cannot generate; pass its value as an input")]
+    /// The result of a random number generator has no value. Random bits depend on the library, so the caller must pass them.
+    #[error("{tensor} {name:?} holds random numbers, which the caller gives: {at}")]
     RandomBits {
         /// The tensor.
         tensor: TensorId,
@@ -71,15 +71,13 @@ pub enum BindingError {
         /// The op.
         at: String,
     },
-    /// Dropout does not output its random numbers, so the caller cannot pass them.
-    #[error(
-        "{at}: dropout has no rng_dump, and the interpreter cannot generate its random numbers; add an rng_dump and pass its value as an input"
-    )]
+    /// The dropout op does not output its random numbers, so the caller cannot pass them.
+    #[error("dropout needs an rng_dump, by which the caller gives its random numbers: {at}")]
     HiddenRandomBits {
         /// The op.
         at: String,
     },
-    /// A value for a tensor that takes none: a result, or a scalar that the graph supplies.
+    /// A value was passed for a tensor that needs none: a result, or a scalar that the graph supplies.
     #[error("{tensor} {name:?} is not an input of the graph")]
     NotAnInput {
         /// The tensor.
@@ -87,14 +85,14 @@ pub enum BindingError {
         /// Its name.
         name: String,
     },
-    /// A value for a tensor of another graph.
+    /// A value was passed for a tensor that is not in this graph.
     #[error("{tensor} is not a tensor of this graph")]
     Unknown {
         /// The tensor.
         tensor: TensorId,
     },
-    /// The extents differ.
-    #[error("{tensor} {name:?}: got a value with extents {got:?}, expected {want:?}")]
+    /// The extents of the value differ from those of the tensor.
+    #[error("{tensor} {name:?} is {want:?}, its value {got:?}")]
     Extents {
         /// The tensor.
         tensor: TensorId,
@@ -105,8 +103,8 @@ pub enum BindingError {
         /// Extents of the value.
         got: Vec<i64>,
     },
-    /// The number of elements differs from the extents.
-    #[error("{tensor} {name:?}: got a value of {got} elements, expected {want}")]
+    /// The number of elements of the value differs from the product of its extents.
+    #[error("{tensor} {name:?} has {want} elements, its value {got}")]
     Elements {
         /// The tensor.
         tensor: TensorId,
@@ -117,8 +115,8 @@ pub enum BindingError {
         /// Elements of the value.
         got: usize,
     },
-    /// An element is not a valid integer or boolean.
-    #[error("element {index} of {tensor} {name:?}: got {value}, expected an element of the tensor's type")]
+    /// An element of the value is not a valid integer or boolean.
+    #[error("element {index} of {tensor} {name:?} is {value}")]
     Element {
         /// The tensor.
         tensor: TensorId,
@@ -129,8 +127,8 @@ pub enum BindingError {
         /// The element.
         value: f64,
     },
-    /// A result is too large to be computed here.
-    #[error("{tensor} {name:?} has more than {limit} elements, the limit of the interpreter")]
+    /// A result has more elements than the interpreter computes.
+    #[error("{tensor} {name:?} has more than {limit} elements")]
     TooLarge {
         /// The tensor.
         tensor: TensorId,
@@ -139,8 +137,8 @@ pub enum BindingError {
         /// The largest number of elements that is computed here.
         limit: i64,
     },
-    /// An attention has more scores than can be computed here.
-    #[error("{at}: more than {limit} scores, the limit of the interpreter")]
+    /// An attention op has more scores than the interpreter computes.
+    #[error("more than {limit} scores: {at}")]
     HiddenTooLarge {
         /// The op.
         at: String,

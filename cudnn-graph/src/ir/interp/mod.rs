@@ -62,7 +62,7 @@ impl Value {
         Value { dims: dims.into(), data: data.into() }
     }
 
-    /// Creates a single number of rank 4, like a parameter.
+    /// Creates a value of one number, of rank 4 like a parameter.
     pub fn scalar(x: f64) -> Value {
         Value::new([1, 1, 1, 1], [x])
     }
@@ -71,7 +71,7 @@ impl Value {
 /// Returns the contents of every device tensor that an op writes.
 ///
 /// # Errors
-/// As for [`run_all`].
+/// Fails as [`run_all`] does.
 pub fn run(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Precision) -> Result<BTreeMap<TensorId, Value>, InterpError> {
     let mut all = run_all(graph, inputs, precision)?;
     let written: std::collections::BTreeSet<TensorId> = graph.ops().iter().flat_map(|op| op.operands().outputs).map(|o| o.tensor).collect();
@@ -82,7 +82,7 @@ pub fn run(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Prec
 /// Returns the contents of every tensor, including inputs, scalars and virtual results.
 ///
 /// # Errors
-/// Every mistake in the inputs; or the first op whose operands cannot be read, or that has no definition here.
+/// Returns every mistake in the inputs, or else the first op whose operands cannot be read or that the interpreter does not define.
 pub fn run_all(
     graph: &Verified,
     inputs: &BTreeMap<TensorId, Value>,

@@ -7,14 +7,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// In f64, whatever the graph's types: floats are never rounded to a narrower type.
+    /// In f64, whatever the graph's types are: floats are never rounded to a narrower type.
     F64,
-    /// With the graph's types: the result of every op is rounded to its compute type, and every tensor to its element type.
+    /// In the graph's types: the result of every op is rounded to its compute type, and every tensor to its element type.
     F32,
 }
 
 impl Precision {
-    /// Converts `x` to an element of a tensor, or to the result of an arithmetic, of this type.
+    /// Converts `x` to the type `dtype`, of a tensor's element or of an arithmetic result.
     ///
     /// Integers drop the fraction and saturate, and NaN becomes 0. A boolean is true if `x` differs from 0. This is a conversion, not rounding, and
     /// is the same in either precision.

@@ -17,7 +17,7 @@ use crate::ir::pointwise::{Mode, Params};
 use crate::ir::ty::DType;
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-/// Operands of one element. A mode ignores those that it does not use.
+/// The operands of a pointwise mode for one element. A mode ignores the operands that it does not use.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Operand {
     /// First operand; the forward input of backward modes.
@@ -32,7 +32,8 @@ pub struct Operand {
     pub index: i64,
 }
 
-/// Evaluates `mode` for one element, in the arithmetic `compute`. Operands are first converted to it (but not to bool), the result last.
+/// Evaluates `mode` for one element, in the arithmetic of the type `compute`. Operands are converted to this type first (unless it is
+/// bool), and the result is converted last.
 pub fn pointwise(mode: Mode, params: &Params, compute: DType, precision: Precision, operand: Operand) -> f64 {
     let into = |x: f64| if compute == DType::Bool { x } else { precision.convert(x, compute) };
     let Operand { x, b, t, dy, index } = operand;

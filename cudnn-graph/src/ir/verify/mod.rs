@@ -69,7 +69,7 @@ use super::tensor::{Tensor, TensorId};
 use super::ty::{DType, Dims};
 use std::fmt;
 
-/// A graph that passed every rule; it owns the graph.
+/// A graph that passed every rule of [`crate::ir::verify`]. It owns the graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verified(Graph);
 
@@ -79,7 +79,7 @@ impl Verified {
         &self.0
     }
 
-    /// Returns the graph, to be changed and verified again.
+    /// Returns the unverified graph, which can be changed and verified again.
     pub fn into_inner(self) -> Graph {
         self.0
     }
@@ -97,13 +97,13 @@ impl std::ops::Deref for Verified {
 #[error("{at}: {message}")]
 #[non_exhaustive]
 pub struct VerifyError {
-    /// The op or tensor, as printed.
+    /// The op or tensor that breaks the rule, in the form of printed graphs.
     pub at: String,
-    /// The broken rule, with the values that break it.
+    /// The rule that is broken, with the values that break it.
     pub message: String,
 }
 
-/// Every broken rule.
+/// Every broken rule of a graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VerifyErrors(pub Vec<VerifyError>);
 
@@ -125,7 +125,7 @@ impl Graph {
     /// Checks every rule of [`crate::ir::verify`].
     ///
     /// # Errors
-    /// Every broken rule: tensors first, then ops, each in the order of the graph.
+    /// Returns every broken rule: those of tensors first, then those of ops, each in the order of the graph.
     pub fn verify(self) -> Result<Verified, VerifyErrors> {
         let mut errors = Vec::new();
         let sound = tensors::check(&self, &mut errors);
