@@ -54,8 +54,8 @@ fn validated<S: Clone + PartialEq, P>(
 }
 
 impl CudnnExecutor {
-    /// Computes attention in one call. Looks the plans of a specification up in the cache, or builds them, and submits one forward pass to a stream.
-    /// Only the first call waits, for the build.
+    /// Computes attention in one call. It takes the plans of the specification from the cache, or builds them, and submits one forward
+    /// pass to a stream. Only the first call waits, for the build.
     ///
     /// A hit takes no lock that another thread wants. It allocates nothing for up to eight parameters and for addresses that recur (`docs/cache.md`).
     /// Defaults of scalars in the specification are ignored: `call` has all values.
@@ -79,7 +79,7 @@ impl CudnnExecutor {
     /// ```
     ///
     /// # Safety
-    /// As for [`Planned::forward`](super::Planned::forward), on the device of `stream`.
+    /// The caller fulfils the contract of [`Planned::forward`](super::Planned::forward). All memory is on the device of `stream`.
     ///
     /// # Errors
     /// Returns every rule that the specification breaks, an error if `stream` is of another device, and the errors of [`CudnnExecutor::attention`]
@@ -92,13 +92,14 @@ impl CudnnExecutor {
         self.with(&self.forward, &JobQuery::Forward(&problem), |planned| unsafe { planned.forward(&handle, call) })?
     }
 
-    /// Runs the backward pass in one call: looks the plans of a specification up, or builds them, and submits one pass.
+    /// Computes the backward pass in one call. It takes the plans of the specification from the cache, or builds them, and submits one
+    /// backward pass to a stream.
     ///
     /// # Safety
-    /// As for [`Planned::backward`](super::Planned::backward), on the device of `stream`.
+    /// The caller fulfils the contract of [`Planned::backward`](super::Planned::backward). All memory is on the device of `stream`.
     ///
     /// # Errors
-    /// As [`CudnnExecutor::sdpa`].
+    /// Fails as [`CudnnExecutor::sdpa`] does.
     pub unsafe fn sdpa_backward(&self, stream: &Stream, spec: &BackwardSpec, call: &DeviceBackward<'_>) -> Result<(), Error> {
         self.check_device(stream.device())?;
         let problem = validated(&BACKWARD, spec, BackwardSpec::validate)?;

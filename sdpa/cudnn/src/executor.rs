@@ -19,7 +19,7 @@ use sdpa_nvidia::{Hosted, NvidiaExecutor};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, OnceLock};
 
-/// A cache of plans, keyed by pass.
+/// A cache of compiled plans, keyed by pass.
 pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 
 /// Options of an executor.
@@ -35,66 +35,69 @@ pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CudnnOptions {
-    /// Where to look for cuDNN and the driver.
+    /// Paths of cuDNN and of the driver.
     pub search: Search,
-    /// The driver's ordinal of the device.
+    /// The ordinal of the device in the driver.
     pub ordinal: u32,
-    /// Restrictions on plans.
+    /// Options of the plans: graph pattern, engines, and decomposition of masks.
     pub plan: PlanOptions,
-    /// Limits on cached plans of forward passes.
+    /// Limits of the plan cache of forward passes.
     pub forward: Limits,
-    /// Limits on cached plans of backward passes.
+    /// Limits of the plan cache of backward passes.
     pub backward: Limits,
-    /// Times every configuration that cuDNN offers when a plan is built on a device, and keeps the fastest. Build time grows with the number of
-    /// configurations. A dispatcher also times the kernels of `sdpa::cuda` against the fastest configuration. Plans from files are used unchanged;
-    /// saved plans are the fastest ones. `SDPA_AUTOTUNE=off` turns timing off.
+    /// Whether to time every engine configuration that cuDNN offers when a plan is built on a device, and to keep the fastest. Build time
+    /// grows with the number of configurations. A dispatcher also times the kernels of `sdpa::cuda` against the fastest configuration.
+    /// Plans from files are used unchanged; saved plans are the fastest ones. The environment variable `SDPA_AUTOTUNE=off` turns timing
+    /// off.
     pub tune: bool,
-    /// Ledgers of the caller, as `cargo sdpa prove cudnn` writes them. The executor uses the last one that matches its cuDNN version and compute
-    /// capability, else the ledger of this release.
+    /// Ledgers of the caller, which `cargo sdpa prove cudnn` writes. The executor uses the last one that matches its cuDNN version and
+    /// compute capability, or else the ledger of this release.
     pub ledgers: Vec<Ledger>,
-    /// Whether to use a ledger. Without one every problem is unproven, and executors are tried in the order for versions without a ledger.
+    /// Whether to use a ledger, which lists the features that cuDNN is proven to compute correctly. Without one, every problem is
+    /// unproven, and the dispatcher tries executors in the order for versions without a ledger.
     pub use_ledger: bool,
-    /// Rebuilds the graph of a pass on every hit and refuses a plan of another graph. Hits are slow then; this tests cache keys.
+    /// Whether to rebuild the graph of a pass on every cache hit, and to refuse a plan of another graph. This makes hits slow; it is a
+    /// test of cache keys.
     pub recheck: bool,
 }
 
 impl CudnnOptions {
-    /// Sets where to look for cuDNN and the driver.
+    /// Sets the paths of cuDNN and of the driver.
     #[must_use]
     pub fn with_search(mut self, search: Search) -> Self {
         self.search = search;
         self
     }
 
-    /// Sets the driver's ordinal of the device.
+    /// Sets the ordinal of the device in the driver.
     #[must_use]
     pub fn with_ordinal(mut self, ordinal: u32) -> Self {
         self.ordinal = ordinal;
         self
     }
 
-    /// Sets the restrictions on plans.
+    /// Sets the options of the plans.
     #[must_use]
     pub fn with_plan(mut self, plan: PlanOptions) -> Self {
         self.plan = plan;
         self
     }
 
-    /// Sets the limits on cached plans of forward passes.
+    /// Sets the limits of the plan cache of forward passes.
     #[must_use]
     pub fn with_forward(mut self, forward: Limits) -> Self {
         self.forward = forward;
         self
     }
 
-    /// Sets the limits on cached plans of backward passes.
+    /// Sets the limits of the plan cache of backward passes.
     #[must_use]
     pub fn with_backward(mut self, backward: Limits) -> Self {
         self.backward = backward;
         self
     }
 
-    /// Sets whether every configuration is timed when a plan is built: see [`CudnnOptions::tune`].
+    /// Sets whether every engine configuration is timed when a plan is built: see [`CudnnOptions::tune`].
     #[must_use]
     pub fn with_tune(mut self, tune: bool) -> Self {
         self.tune = tune;
@@ -115,7 +118,7 @@ impl CudnnOptions {
         self
     }
 
-    /// Sets whether every hit rebuilds the graph, which tests cache keys.
+    /// Sets whether every cache hit rebuilds the graph: see [`CudnnOptions::recheck`].
     #[must_use]
     pub fn with_recheck(mut self, recheck: bool) -> Self {
         self.recheck = recheck;
@@ -175,10 +178,10 @@ impl CacheValue for Judged {
 }
 
 impl CudnnExecutor {
-    /// Finds the library, the driver and the device.
+    /// Creates the executor: loads cuDNN and the driver, and finds the device.
     ///
     /// # Errors
-    /// Names the missing library, driver or device, with the paths searched.
+    /// Returns an error that names the missing library, driver or device, with the paths that were searched.
     pub fn new(options: CudnnOptions) -> Result<CudnnExecutor, cudnn_graph::Error> {
         let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
         let library = Library::load(&options.search)?;
@@ -201,7 +204,7 @@ impl CudnnExecutor {
         })
     }
 
-    /// Returns the ledger for this cuDNN version and architecture; `None` if there is none.
+    /// Returns the ledger that the executor uses for its cuDNN version and architecture; `None` if there is none.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
@@ -223,17 +226,17 @@ impl CudnnExecutor {
         }
     }
 
-    /// Returns the loaded cuDNN.
+    /// Returns the cuDNN library.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// Returns the device on which everything runs.
+    /// Returns the device of the executor.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Returns whether plan builds time their configurations: [`CudnnOptions::tune`], unless `SDPA_AUTOTUNE=off` is set.
+    /// Returns whether plan builds time their engine configurations: [`CudnnOptions::tune`], unless `SDPA_AUTOTUNE=off` is set.
     pub fn tunes(&self) -> bool {
         self.tune
     }
@@ -255,8 +258,8 @@ impl CudnnExecutor {
         }
     }
 
-    /// Explains whether the plans of a pass are cached and what its masks cost. On a miss, names the nearest key and the fields that differ. Changes
-    /// nothing.
+    /// Explains whether the plans of a pass are cached and what its masks cost. On a miss, it names the nearest key and the fields that
+    /// differ. It does not change the caches.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -286,27 +289,28 @@ impl CudnnExecutor {
         CacheTrace::new(self.library.version().to_string(), self.device.name(), caches)
     }
 
-    /// Returns the plans of a problem, from the cache or built now. The flag is true on a hit.
+    /// Returns the plans of a problem. The flag is true if they were in the cache, and false if they are built now.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with every reason, or a failure of the environment.
+    /// Returns [`Error::Unsupported`] with every reason if cuDNN does not support the problem. Any other error is a failure of the
+    /// environment.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<Planned>, bool), Error> {
         self.find(&self.forward, &JobQuery::Forward(problem))
     }
 
-    /// Returns the plans of a backward problem, from the cache or built now. The flag is true on a hit.
+    /// Returns the plans of a backward problem. The flag is true if they were in the cache, and false if they are built now.
     ///
     /// # Errors
-    /// As [`CudnnExecutor::attention`].
+    /// Fails as [`CudnnExecutor::attention`] does.
     pub fn attention_backward(&self, problem: &BackwardProblem) -> Result<(Arc<Planned>, bool), Error> {
         self.find(&self.backward, &JobQuery::Backward(problem))
     }
 
-    /// Builds the plans of passes, or loads them from attached files, without running anything. Calls from several threads build in parallel. Each
-    /// flag is true if the plan was cached already.
+    /// Builds the plans of passes, or loads them from attached files, without running anything. Calls from several threads build in
+    /// parallel. Returns for each pass whether its plans were already cached.
     ///
     /// # Errors
-    /// For each pass, the errors of [`CudnnExecutor::attention`]. A failed pass does not stop the others.
+    /// Returns for each pass the error of [`CudnnExecutor::attention`]. A failed pass does not stop the others.
     pub fn prefetch(&self, jobs: &[Job]) -> Vec<Result<bool, Error>> {
         jobs.iter().map(|job| self.plans(job).map(|(_, there)| there)).collect()
     }

@@ -44,13 +44,14 @@ pub(super) struct Files {
 }
 
 impl CudnnExecutor {
-    /// Attaches a plan file: from now on plans are looked up there before they are built. Only the index is read now; each plan is read when needed.
-    /// A plan that is damaged or of another release is built anew, with a warning. Returns how many plans the file has.
+    /// Attaches a plan file: from now on the executor looks for plans in the file before it builds them. Only the index is read now; each
+    /// plan is read when it is needed. A plan that is damaged or of another release is built anew, with a warning. Returns the number of
+    /// plans in the file.
     ///
     /// **A plan contains machine code: load only files that you trust.** See [`crate::planfile`].
     ///
     /// # Errors
-    /// The file is not a valid plan file, or was made for another runtime or device.
+    /// Fails if the file is not a valid plan file, or if it was made for another runtime or device.
     pub fn attach(&self, path: impl AsRef<Path>) -> Result<usize, AttachError> {
         let file = PlanFile::open(path)?;
         let here = portable::header(self.library, &DeviceProfile::of_device(self.library, self.device)?);
@@ -62,16 +63,16 @@ impl CudnnExecutor {
         Ok(plans)
     }
 
-    /// Returns how many files are attached.
+    /// Returns the number of attached files.
     pub fn attached(&self) -> usize {
         self.files.open.read().len()
     }
 
-    /// Adds every plan of both caches to a file, and creates the file if needed. Plans that are already there stay. Plans of engines that were not
-    /// compiled at run time have no JSON and are skipped. Returns how many plans were written.
+    /// Adds every plan of both caches to a file, and creates the file if needed. Plans that are already there stay. Plans of engines that
+    /// were not compiled at run time have no JSON and are skipped. Returns the number of plans that were written.
     ///
     /// # Errors
-    /// The file or its folder cannot be used, or the environment failed.
+    /// Fails if the file or its folder cannot be used, or if the environment fails.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, AttachError> {
         let (forward, backward) = (self.forward.values(), self.backward.values());
         let plans = forward.into_iter().chain(backward);
@@ -88,17 +89,17 @@ impl CudnnExecutor {
     /// Adds the plan of one pass to a file. Builds the plan now if it is not cached.
     ///
     /// # Errors
-    /// As for [`CudnnExecutor::save`], and an error if the pass has no plan.
+    /// Fails as [`CudnnExecutor::save`] does, and if no plan can be built for the pass.
     pub fn save_plan(&self, job: &Job, path: impl AsRef<Path>) -> Result<(), AttachError> {
         let (planned, _) = self.plans(job)?;
         let record = self.record(job, &planned)?;
         self.write(path.as_ref(), vec![record]).map(|_| ())
     }
 
-    /// Returns, for each attached file in order, why it has no usable plan for a pass; `None` if it has one.
+    /// Returns, for each attached file in order, why it has no usable plan for the pass `job`, or `None` if it has one.
     ///
     /// # Errors
-    /// The environment failed, or nothing runs the pass.
+    /// Fails if the environment does. A pass without a plan is not an error.
     pub fn without_plan(&self, job: &Job) -> Result<Vec<Option<String>>, Error> {
         let handle = self.library.handle(self.setup_stream()?)?;
         let target = Target::Handle(&handle);

@@ -5,27 +5,27 @@ use crate::pieces::{self, Part};
 use cudnn_graph::Policy;
 use serde::{Deserialize, Serialize};
 
-/// Options of attention plans.
+/// Options of attention plans: graph form, engines, and decomposition of masks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// The only form to try; `None` tries the better one first, then the other.
+    /// The only graph form to try. With `None`, the better form is tried first, and then the other.
     pub form: Option<Form>,
-    /// Which engines to request.
+    /// The rules for accepting engines.
     pub policy: Policy,
     /// Whether masks that are unions of bands are computed band by band.
     pub pieces: Pieces,
 }
 
 impl PlanOptions {
-    /// Sets the only form to try; `None` tries both.
+    /// Sets the only graph form to try; `None` tries both forms.
     #[must_use]
     pub fn with_form(mut self, form: impl Into<Option<Form>>) -> Self {
         self.form = form.into();
         self
     }
 
-    /// Sets which engines are tried.
+    /// Sets the rules for accepting engines.
     #[must_use]
     pub fn with_policy(mut self, policy: Policy) -> Self {
         self.policy = policy;
@@ -40,17 +40,17 @@ impl PlanOptions {
     }
 }
 
-/// Whether a pass is computed in [pieces](crate::pieces::Part).
+/// When to compute a pass in [pieces](crate::pieces::Part), one for each band of its mask.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Pieces {
-    /// In pieces where the model of measured times predicts a speedup.
+    /// In pieces if the model of measured times predicts a speedup.
     #[default]
     Auto,
-    /// In pieces whenever a mask has several.
+    /// In pieces whenever the mask is a union of several bands.
     Always,
-    /// In one pass always.
+    /// Never in pieces.
     Never,
 }
 

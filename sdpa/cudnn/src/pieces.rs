@@ -7,14 +7,15 @@ use crate::time_model::Model;
 use sdpa_core::{Piece, Side};
 use std::ops::Range;
 
-/// One piece of a pass.
+/// One piece of a pass: the attention within one band of its mask.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
-    /// The block of queries and keys, and its band.
+    /// The block of queries and keys, and the band within it.
     pub piece: Piece,
-    /// The pass over this piece.
+    /// The pass that computes this piece.
     pub job: Job,
-    /// Results in rows that an earlier piece also writes: the piece writes them to the workspace, and a kernel merges or adds them.
+    /// The results of rows that an earlier piece also writes. This piece writes them to the workspace, and a kernel merges them with the
+    /// earlier results or adds them.
     pub beside: Vec<Operand>,
 }
 
@@ -59,8 +60,8 @@ fn cut(piece: &Piece, side: Side, at: i64) -> Vec<Piece> {
     [part(start..at), part(at..end)].into_iter().flatten().collect()
 }
 
-/// Returns the pieces of a pass; `None` if its mask is not several bands or a piece cannot be computed alone. Operands of `job` are dense where
-/// engines need that.
+/// Returns the pieces of a pass; `None` if its mask is not a union of several bands, or if a piece cannot be computed alone. In `job`,
+/// operands that engines cannot read in place must already be dense.
 pub fn parts(job: &Job) -> Option<Vec<Part>> {
     let problem = job.problem();
     let mut pieces = problem.kept().pieces(problem.extents())?;
@@ -115,7 +116,7 @@ fn results(job: &Job, side: Side) -> impl Iterator<Item = Operand> {
 /// The least predicted speedup for which pieces are used. The margin covers errors of the model.
 const GAIN: f64 = 1.1;
 
-/// Returns the pieces of a pass if the model predicts that they are faster than one pass; `None` otherwise.
+/// Returns the pieces of a pass if the time model predicts that they are faster than one pass; `None` otherwise.
 pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
     parts(job).filter(|parts| gain(job, parts) > GAIN)
 }

@@ -19,24 +19,24 @@ use std::time::Instant;
 
 pub use crate::options::{Pieces, PlanOptions};
 
-/// Compiled plans for a pass.
+/// The compiled plans of a pass.
 #[derive(Debug)]
 pub struct Planned {
-    /// The pass of the attention plan: operands that are copied first are dense.
+    /// The pass that the attention plan computes, in which copied operands are dense.
     pub job: Job,
-    /// The attention graph, or that of its first piece.
+    /// The attention graph, or the graph of the first piece.
     pub lowered: Arc<Lowered>,
-    /// The attention plan, or that of its first piece.
+    /// The attention plan, or the plan of the first piece.
     pub plan: Arc<Plan>,
-    /// The graphs and plans of the other pieces; empty for a pass that is computed in one.
+    /// The graphs and plans of the other pieces; empty for a pass that is not computed in pieces.
     pub pieces: Vec<Attention>,
-    /// Everything that a call needs and does. The attention plan is one of its steps.
+    /// The memory that a call needs and the steps that it runs. The attention plan is one of the steps.
     pub schedule: Schedule<Arc<Plan>>,
-    /// The tag of the attention's engine: `eng2_k24=7` is engine 2 with its knobs.
+    /// The tag of the attention's engine, such as `eng2_k24=7` for engine 2 with a knob.
     pub engine: String,
-    /// Build time by phase.
+    /// The build time of each phase.
     pub time: BuildTime,
-    /// The schedule's tables in device memory: see [`Planned::upload_tables`].
+    /// The tables of the schedule in device memory: see [`Planned::upload_tables`].
     pub tables: Vec<Arc<Buffer>>,
     /// Whether kernels of this crate run.
     pub(super) launches: bool,
@@ -87,10 +87,11 @@ impl Planned {
         Ok(Planned { job, lowered, plan, pieces, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }
 
-    /// Builds the plans around a caller's plan of the attention graph. The graph is that of the pass with dense operands where engines need that.
+    /// Builds the other plans of a pass around an existing plan of its attention graph. In that graph, operands that engines cannot use
+    /// in place must be dense.
     ///
     /// # Errors
-    /// As for [`build`].
+    /// Fails as [`build`] does.
     pub fn of(library: &'static Library, target: &Target<'_>, job: &Job, attention: Attention) -> Result<Planned, Error> {
         Planned::beside(library, target, job, Made::whole(attention), None)
     }
@@ -120,12 +121,12 @@ impl Planned {
         self.schedule.runs().map(|run| &run.plan)
     }
 
-    /// Returns the bytes of workspace that a call needs: for plans, copied operands and intermediate results.
+    /// Returns the size of the workspace that a call needs, in bytes: for plans, copied operands and intermediate results.
     pub fn workspace_bytes(&self) -> u64 {
         self.base + self.schedule.scratch()
     }
 
-    /// Returns the names of operands that are copied because engines cannot use them in place.
+    /// Returns the names of the operands that each call copies, because engines cannot use them in place.
     pub fn copied(&self) -> Vec<&'static str> {
         let copied = self.schedule.runs().filter_map(|run| match &run.role {
             Role::Copy(operand) => Some(operand.name()),
@@ -249,10 +250,11 @@ impl From<cudnn_graph::Error> for Refusal {
     }
 }
 
-/// Asks cuDNN for the engines of a pass in one form. Compiles nothing.
+/// Queries cuDNN for the engines of a pass in one form, without compiling.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with cuDNN's own text or with the reason why the form cannot express the pass; a failure of the environment.
+/// Returns [`Error::Unsupported`] with cuDNN's message, or with the reason why the form cannot express the pass. Any other error is a
+/// failure of the environment.
 pub fn ask(
     library: &'static Library,
     target: &Target<'_>,
@@ -270,10 +272,11 @@ fn told(form: Form, refusal: Refusal) -> Error {
     }
 }
 
-/// Returns the schedule of a pass in one form, with the pattern that is tried first. Needs only the runtime's version, not the library.
+/// Returns the schedule of a pass in one form, with the graph pattern that is tried first. It needs only the version of cuDNN, not the
+/// library.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if the form cannot express the pass.
+/// Returns [`Error::Unsupported`] if the form cannot express the pass.
 pub fn schedule(job: &Job, form: Form, runtime: Version, pieces: Pieces) -> Result<Schedule<()>, Error> {
     if let Some(empty) = empty::unsupported(job.problem()) {
         return Err(unsupported(vec![empty]));
@@ -423,10 +426,10 @@ fn first_form<T>(
     Err(unsupported(reasons))
 }
 
-/// Returns the form in which cuDNN has an engine for a pass on a device. Compiles and submits nothing.
+/// Returns the form in which cuDNN has an engine for a pass on a device. It compiles and submits nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with every reason; a failure of the environment.
+/// Returns [`Error::Unsupported`] with every reason if cuDNN has no such engine. Any other error is a failure of the environment.
 pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
     if let Some(parts) = options.pieces.of(job) {
         let form = |part: &Part| {
@@ -459,10 +462,10 @@ fn refused(form: String, error: Error) -> Error {
     error
 }
 
-/// Builds the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
+/// Builds the plans of a pass. Its tables must then be copied to device memory with [`Planned::upload_tables`].
 ///
 /// # Errors
-/// As for [`supports`]. Out of memory and a missing library are failures of the environment, never *unsupported*.
+/// Fails as [`supports`] does. Out of memory and a missing library are failures of the environment, never *unsupported*.
 pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
     let mut time = BuildTime::default();
     if let Some(parts) = options.pieces.of(job) {
@@ -516,7 +519,7 @@ fn build_pieces(
     Ok(planned)
 }
 
-/// The graph of the attention itself, and a plan of it.
+/// The attention graph of a pass, and a plan of it.
 pub type Attention = (Arc<Lowered>, Arc<Plan>);
 
 /// Returns every configuration that cuDNN offers and compiles for a pass, in every form and pattern that the options allow.

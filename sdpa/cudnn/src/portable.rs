@@ -22,31 +22,31 @@ use std::time::Instant;
 /// The version of the byte format. Changes of the lowering appear in the digests instead.
 const VERSION: u32 = 5;
 
-/// Why bytes cannot be used as plans for a pass.
+/// The reason why serialised bytes cannot be used as the plans of a pass.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PayloadError {
     /// The header line cannot be parsed.
     #[error("the header line cannot be parsed ({0}); expected bytes from `Planned::to_bytes`")]
     Head(String),
-    /// A newer or older release made the bytes.
-    #[error("got format version {found}, expected {known}; build the plans again with this release")]
+    /// Another release of this crate wrote the bytes.
+    #[error("version {found}, this reads {known}")]
     Version {
         /// The version that the bytes name.
         found: u32,
         /// The version that this release reads.
         known: u32,
     },
-    /// The lowering now makes another graph than the one of a plan in the bytes.
-    #[error("{name}: the plan was built for another graph, by another release or for another pass; build it again")]
+    /// A plan in the bytes is for another graph than the one that the lowering returns now.
+    #[error("{name} is the plan of another graph: of another release, or of another pass")]
     Graph {
         /// The role of that plan.
         name: String,
     },
-    /// The number or lengths of plans differ from the header line.
+    /// The number of plans or their lengths differ from the header line.
     #[error("{0}")]
     Plans(String),
-    /// cuDNN failed, or a graph could not be made.
+    /// cuDNN failed, or a graph could not be built.
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -128,10 +128,10 @@ pub fn header(library: &Library, profile: &DeviceProfile) -> Header {
     Header { cudnn: library.version().to_string(), profile: profile.to_string(), lowering: VERSION }
 }
 
-/// Returns the plan-file key of a pass. All devices with the same kernels share it.
+/// Returns the key of a pass in plan files. All devices with the same kernels have the same key.
 ///
 /// # Errors
-/// A bug of the lowering, or a failure of the environment.
+/// Fails if the environment does, or because of a bug of the lowering.
 pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Digest, Error> {
     let runtime = library.version();
     let (dense, _) = lower::densify(job);
@@ -179,7 +179,7 @@ impl Planned {
     /// Serialises every plan with its compiled kernels, for [`Planned::from_bytes`].
     ///
     /// # Errors
-    /// cuDNN's own: plans of engines that were not compiled at run time have no JSON.
+    /// Returns cuDNN's error. Plans of engines that were not compiled at run time cannot be serialised.
     pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
         let (mut plans, mut texts) = (Vec::new(), Vec::new());
         for (run, graph) in self.schedule.digests(self.plan.library().version())? {
@@ -195,13 +195,13 @@ impl Planned {
         Ok(bytes)
     }
 
-    /// Deserialises the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
+    /// Deserialises the plans of a pass. Its tables must then be copied to device memory with [`Planned::upload_tables`].
     ///
     /// # Safety
     /// The bytes must be unchanged output of [`Planned::to_bytes`]: they contain machine code, which the device runs.
     ///
     /// # Errors
-    /// The bytes are not plans of this pass, or cuDNN fails.
+    /// Fails if the bytes are not plans of this pass, or if cuDNN does.
     #[allow(unsafe_code, reason = "machine code from bytes: where they come from is the caller's to know")]
     pub unsafe fn from_bytes(library: &'static Library, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
         let start = Instant::now();
@@ -248,7 +248,7 @@ impl Planned {
     /// Lowers a pass again and compares its graphs with those of these plans, to check that the plans may be called for it.
     ///
     /// # Errors
-    /// [`Error::Bug`] if a graph differs.
+    /// Returns [`Error::Bug`] if a graph differs.
     pub fn recheck(&self, job: &Job, runtime: Version) -> Result<(), Error> {
         let (dense, _) = lower::densify(job);
         let wrong = |what: &str| Err(Error::Bug(format!("the plans for {} are of another {what}", sdpa_cache::CacheKey::label(job))));

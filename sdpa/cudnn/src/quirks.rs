@@ -6,7 +6,7 @@
 use cudnn_graph::Version;
 use std::ops::RangeInclusive;
 
-/// The passes that a quirk affects.
+/// The directions of the passes that a quirk affects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passes {
     /// Forward passes only.
@@ -20,15 +20,15 @@ pub enum Passes {
 /// One row of the table: a known error of some cuDNN versions.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// First and last affected version of cuDNN.
+    /// The first and the last affected version of cuDNN.
     pub versions: (Version, Version),
-    /// Affected compute capabilities, times ten: 90 is 9.0.
+    /// The affected compute capabilities, times ten: 90 is 9.0.
     pub sm: RangeInclusive<u32>,
-    /// Affected passes.
+    /// The affected passes.
     pub passes: Passes,
-    /// The error.
+    /// The error, in a phrase.
     pub what: &'static str,
-    /// The workaround.
+    /// The workaround for the error, in a phrase.
     pub handling: &'static str,
     /// The source that describes the error, or the run that showed it.
     pub source: &'static str,
@@ -337,7 +337,7 @@ impl Quirk {
         (first..=last).contains(&runtime)
     }
 
-    /// Returns whether a runtime and an architecture have it: compute capability 9.0 is 90.
+    /// Returns whether a version of cuDNN has the quirk on a compute capability (`sm` 90 is 9.0).
     pub fn holds_on(self, runtime: Version, sm: u32) -> bool {
         self.holds(runtime) && self.row().sm.contains(&sm)
     }

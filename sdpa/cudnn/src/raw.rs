@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 /// A declared parameter in one call.
 pub type DeviceParam<'a> = device::DeviceParam<'a, DeviceSlice>;
-/// The value of a parameter.
+/// The value of a declared parameter: a number or device memory.
 pub type DeviceValue = device::DeviceValue<DeviceSlice>;
 /// Device memory for the gradient of a declared parameter.
 pub type DeviceGradient<'a> = device::DeviceGradient<'a, DeviceSlice>;
@@ -25,15 +25,15 @@ pub type DeviceGradient<'a> = device::DeviceGradient<'a, DeviceSlice>;
 pub type DeviceForward<'a> = device::DeviceForward<'a, DeviceSlice>;
 /// Device memory and scalars of one backward call.
 pub type DeviceBackward<'a> = device::DeviceBackward<'a, DeviceSlice>;
-/// A call of either pass.
+/// A call of a forward or backward pass.
 pub type DeviceCall<'a> = device::DeviceCall<'a, DeviceSlice>;
 
 impl Planned {
-    /// Copies the tables of graphs to device memory and loads the kernels that run around them. Waits until both are done. Must precede the first
-    /// call.
+    /// Copies the tables of graphs to device memory and loads the kernels that run around them. Waits until both are done. It must be
+    /// called before the first call of the plans.
     ///
     /// # Errors
-    /// A failure of the environment.
+    /// Returns a failure of the environment.
     pub fn upload_tables(&mut self, stream: &Stream) -> Result<(), Error> {
         for contents in self.schedule.tables() {
             self.tables.push(Arc::new(uploaded(contents, stream)?));
@@ -72,16 +72,16 @@ impl Planned {
     /// Submits one pass to the handle's stream, without waiting.
     ///
     /// # Safety
-    /// As for [`DevicePrepared::submit`]: every slice is device memory of the handle's device.
+    /// The caller fulfils the contract of [`DevicePrepared::submit`]. Every slice is memory of the handle's device.
     ///
     /// # Errors
-    /// Every mistake in the call, before anything runs:
+    /// Returns every mistake in the call before anything runs:
     /// - operands of the other pass, or a scale that is not positive
     /// - row statistics that are missing or superfluous
     /// - parameters and gradients that are missing, unknown, repeated or of another type
     /// - slices that are too short or misaligned
     ///
-    /// Also cuDNN's own errors.
+    /// Any other error is from cuDNN.
     pub unsafe fn submit(&self, handle: &Handle<'_>, call: &DeviceCall<'_>) -> Result<(), Error> {
         self.plan.check_device(handle.device())?;
         let submission = &handle.begin()?;

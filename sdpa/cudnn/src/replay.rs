@@ -32,10 +32,11 @@ pub struct Replay {
 type Baked = SmallVec<[u64; 32]>;
 
 impl Replay {
-    /// Creates a replay of plans from [`CudnnExecutor::attention`](crate::CudnnExecutor::attention), for calls on `stream`. Captures nothing yet.
+    /// Creates a replay of plans from [`CudnnExecutor::attention`](crate::CudnnExecutor::attention), for calls on `stream`. It captures
+    /// nothing yet.
     ///
     /// # Errors
-    /// A driver error, typically out of memory for the workspace.
+    /// Returns a driver error, typically because there is no memory for the workspace.
     pub fn new(planned: Arc<Planned>, stream: Arc<Stream>) -> Result<Replay, Error> {
         let device = stream.device();
         let bytes = usize::try_from(planned.workspace_bytes()).unwrap_or(usize::MAX);
@@ -48,35 +49,35 @@ impl Replay {
         &self.planned
     }
 
-    /// Returns how often a call was captured: once, and again for each call that differed from the one before.
+    /// Returns the number of captures: one for the first call, and one for each call that differed from the call before.
     pub fn captures(&self) -> u64 {
         self.captures
     }
 
-    /// Returns how many kernels, copies and other nodes the captured call has; `None` before the first call.
+    /// Returns the number of kernels, copies and other nodes of the captured call; `None` before the first call.
     pub fn captured_nodes(&self) -> Option<usize> {
         self.captured.as_ref().map(Captured::nodes)
     }
 
-    /// Submits one forward pass. If `call.workspace` is `None`, the replay uses its own.
+    /// Submits one forward pass. If `call.workspace` is `None`, it uses the replay's workspace.
     ///
     /// # Safety
-    /// As for [`Planned::forward`], on the stream of this replay.
+    /// The caller fulfils the contract of [`Planned::forward`], on the stream of this replay.
     ///
     /// # Errors
-    /// As for [`Planned::forward`], and driver errors.
+    /// Fails as [`Planned::forward`] does, or with a driver error.
     pub unsafe fn forward(&mut self, call: &DeviceForward<'_>) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(call.into()) }
     }
 
-    /// Submits one backward pass; see [`Replay::forward`].
+    /// Submits one backward pass. If `call.workspace` is `None`, it uses the replay's workspace.
     ///
     /// # Safety
-    /// As for [`Planned::backward`], on the stream of this replay.
+    /// The caller fulfils the contract of [`Planned::backward`], on the stream of this replay.
     ///
     /// # Errors
-    /// As for [`Planned::backward`], and driver errors.
+    /// Fails as [`Planned::backward`] does, or with a driver error.
     pub unsafe fn backward(&mut self, call: &DeviceBackward<'_>) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(call.into()) }

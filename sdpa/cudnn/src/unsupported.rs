@@ -166,10 +166,12 @@ fn packed_numbers(tensor: &TensorSpec) -> bool {
     })
 }
 
-/// Returns every known reason against a pass on a version of cuDNN and a compute capability (`sm`: 90 for 9.0), without asking cuDNN.
+/// Returns every known reason why a version of cuDNN does not support a pass on a compute capability (`sm`: 90 for 9.0), without querying
+/// cuDNN.
 ///
-/// With `deterministic`, decode is refused: its engines split the keys and combine the parts in order of arrival. Their notes do not say so, but
-/// other work on the device changes the last bit (docs/threads.md).
+/// With `deterministic`, decode is refused, because the engines for decode split the keys and combine the parts in the order in which
+/// they finish. Other work on the device then changes the last bit of results (docs/threads.md), although the behaviour notes of the
+/// engines do not say so.
 pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
     let problem = job.problem();
     if let Some(empty) = empty::unsupported(problem) {
@@ -292,8 +294,8 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
 /// Checks that cuDNN's engines support a scale. The scale is a value of the call, so each call checks it.
 ///
 /// # Errors
-/// The scale is not positive. The fused kernels keep the row maximum of unscaled scores, which starts at −∞, and return NaN (seen with 0 and −0.1 on
-/// an H200 under 9.19).
+/// Fails if the scale is not positive. For such a scale the fused kernels return NaN, because they keep the row maximum of unscaled
+/// scores, which starts at −∞ (seen with 0 and −0.1 on an H200 with cuDNN 9.19).
 pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
     if attn_scale > 0.0 {
         return Ok(());

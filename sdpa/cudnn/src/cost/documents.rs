@@ -52,7 +52,7 @@ fn rule(problem: &Problem) -> Option<Rule> {
     Rule::of(kept.rest.as_deref()?, problem.extents())
 }
 
-/// Arrangement of a mask's documents within each batch entry.
+/// The positions of a document mask's documents in each batch entry.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -68,9 +68,10 @@ fn rule(problem: &Problem) -> Option<Rule> {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Documents {
-    /// Every document is a contiguous run. Lengths of the runs by batch entry.
+    /// Every document is a contiguous run of tokens. The field has the length of each run, for each batch entry.
     Runs(Vec<Vec<i64>>),
-    /// Some document is not contiguous, or a token belongs to different documents as a query and as a key. This is the first such token.
+    /// A document is not contiguous, or a token belongs to different documents as a query and as a key. The fields describe the first
+    /// such token.
     Apart {
         /// The batch entry.
         row: i64,
@@ -80,7 +81,7 @@ pub enum Documents {
 }
 
 impl Documents {
-    /// Returns the documents of a mask that requires only the same document, besides bands and lengths; `None` for any other mask. `number(name, row,
+    /// Returns the documents of a document mask, which may also have bands and lengths; `None` for any other mask. `number(name, row,
     /// token)` returns the value of a declared parameter.
     pub fn of(problem: &Problem, number: impl Fn(&str, i64, i64) -> Option<i64>) -> Option<Documents> {
         let rule = rule(problem)?;
@@ -112,7 +113,7 @@ impl Documents {
         self.rows().iter().map(Vec::len).sum()
     }
 
-    /// Returns the ratio of query-key pairs that the mask's bands keep: whole rows over packed documents.
+    /// Returns the number of query-key pairs within the mask's bands without packing, divided by their number with packed documents.
     pub fn fewer_pairs(&self, problem: &Problem) -> f64 {
         let pairs = |tokens: i64| (0..tokens).map(|q| problem.kept().key_range(q, [tokens; 2]).count() as f64).sum::<f64>();
         let of = |tokens: &[i64]| tokens.iter().map(|&tokens| pairs(tokens)).sum::<f64>();
@@ -120,7 +121,8 @@ impl Documents {
         whole / self.rows().iter().map(|row| of(row)).sum::<f64>().max(1.0)
     }
 
-    /// Returns the predicted speedup of packed documents over whole rows. The model has times of an H200 and counts the tiles that the bands keep.
+    /// Returns the predicted speedup of packing the documents as sequences. The model uses times that were measured on an H200, and
+    /// counts the tiles within the mask's bands.
     pub fn gain(&self, job: &Job) -> f64 {
         let (problem, model) = (job.problem(), Model::of(job));
         let time = |all: &mut dyn Iterator<Item = i64>| {

@@ -12,38 +12,38 @@ const PIECES: &str = concat!(include_str!("pieces.ptx"), "\0");
 const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
 const SUMS: &str = concat!(include_str!("sums.ptx"), "\0");
 
-/// How many tensors of offsets one launch of [`Own::Documents`] can compute.
+/// The number of offset tensors that one launch of [`Own::Documents`] can compute.
 pub const OFFSETS: usize = 9;
-/// Parameters of [`Own::Documents`] before those for the offsets.
+/// The number of parameters of [`Own::Documents`] before the parameters for offsets.
 pub const BEFORE_OFFSETS: usize = 10;
 
-/// A kernel of this crate.
+/// A kernel of this crate, which runs before or after a cuDNN graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
     /// Computes lengths of packed sequences, and their offsets in each tensor, from `cu_seqlens`.
     Documents,
-    /// Fills the result rows of sequences that have no tokens on the other side.
+    /// Fills result rows of packed sequences that have queries but no keys, or keys but no queries.
     Unpaired,
     /// Adds sinks to the denominators of rows that were computed without them.
     SinkRows,
-    /// Computes partial sums of the gradients of sinks, each over some rows.
+    /// Computes partial sums of the gradients of sinks, each over some of the rows.
     SinkParts,
-    /// Adds the partial sums up.
+    /// Adds up the partial sums of the gradients of sinks.
     SinkGradient,
     /// Clamps per-sequence lengths and the page table to values that engines can handle.
     Entries,
     /// Writes 0 for the sums of exponentials of rows without keys.
     RowSums,
-    /// Merges rows of a piece into rows that earlier pieces wrote.
+    /// Merges the result rows of one piece of the mask into rows that earlier pieces wrote.
     MergeRows,
-    /// Copies statistics of a piece's rows to or from those of the whole pass.
+    /// Copies the row statistics of one piece of the mask to or from those of the whole pass.
     StatsRows,
-    /// Adds rows of a piece to rows that earlier pieces wrote.
+    /// Adds the gradient rows of one piece of the mask to rows that earlier pieces wrote.
     AddRows,
 }
 
 impl Own {
-    /// Every kernel; kernels of one PTX file are adjacent.
+    /// Every kernel. Kernels of the same PTX file are adjacent.
     pub const ALL: [Own; 10] = [
         Own::Documents,
         Own::Unpaired,

@@ -5,7 +5,7 @@ use super::{About, Ledger, features};
 use crate::lower::Job;
 use ahash::{AHashMap, AHashSet};
 
-/// A pair of features is proven by this many problems of different shapes with right results.
+/// The number of problems of different shapes with right results that prove a pair of features.
 pub const ENOUGH: usize = 3;
 
 /// Features in a refused combination, at most, unless no smaller combination can be the cause of a wrong result.
@@ -14,7 +14,7 @@ const MOST_REFUSED: usize = 3;
 /// Batch, query heads, KV heads, `seq_q`, `seq_kv`, `dim_qk`, `dim_v`.
 type Extents = [i64; 7];
 
-/// Right and wrong results of passes on one version of cuDNN and one architecture.
+/// The right and wrong results of passes on one version of cuDNN and one architecture.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
     right: Vec<(Features, Extents)>,
@@ -22,9 +22,9 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// Adds a pass whose results were compared with an oracle.
+    /// Adds a pass whose results were compared with an oracle, and whether they were right.
     ///
-    /// Add a pass as wrong if its process ended or returned no result in time.
+    /// A pass counts as wrong if its process crashed or returned no result in time.
     pub fn add(&mut self, job: &Job, is_right: bool) {
         let problem = job.problem();
         let [batch, heads_q, seq_q, seq_kv] = problem.extents();
@@ -35,7 +35,7 @@ impl Evidence {
         }
     }
 
-    /// Makes the ledger of these results. Replaces the counts in `about`.
+    /// Creates the ledger of these results. It replaces the counts of right and wrong results in `about`.
     pub fn ledger(&self, about: About) -> Ledger {
         let mut shapes: AHashMap<(Feature, Feature), AHashSet<Extents>> = AHashMap::new();
         for (of_pass, extents) in &self.right {

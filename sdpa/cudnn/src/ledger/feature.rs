@@ -6,24 +6,24 @@ use sdpa_core::expr::{Axes, Axis, Binary, Unary};
 use std::fmt;
 use std::sync::LazyLock;
 
-/// A class of extents of one dimension.
+/// A range of extents of one dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
-    /// 1.
+    /// A length of 1.
     One,
-    /// At most 64.
+    /// Head dims of at most 64, or lengths from 2 to 63.
     To64,
-    /// 65 to 128.
+    /// Head dims from 65 to 128.
     To128,
-    /// 129 to 192.
+    /// Head dims from 129 to 192.
     To192,
-    /// 193 to 256.
+    /// Head dims from 193 to 256.
     To256,
-    /// 64 or more.
+    /// Lengths of 64 or more.
     From64,
-    /// 64 to 1,024.
+    /// Lengths from 64 to 1,024.
     To1024,
-    /// More than that.
+    /// Head dims above 256, or more than 1,024 keys.
     Above,
 }
 
@@ -40,16 +40,16 @@ pub enum Order {
     Other,
 }
 
-/// The expression that has a part.
+/// The kind of expression that contains a [`Part`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Use {
-    /// In the score_mods.
+    /// The score_mods.
     ScoreMod,
-    /// In the part of the mask that is evaluated element by element.
+    /// The part of the mask that is evaluated element by element.
     Mask,
 }
 
-/// Part of an expression.
+/// A part of an expression that counts as a feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Part {
     /// A declared scalar.
@@ -60,7 +60,7 @@ pub enum Part {
     TensorOver(Spans),
     /// More than one declared tensor.
     Tensors,
-    /// The index along an axis.
+    /// The index along the axis with this position in [`Axis::ALL`].
     Index(u8),
     /// A function of one value.
     Unary(Unary),
@@ -95,21 +95,21 @@ macro_rules! features {
             $($(#[doc = $doc])+ $variant,)*
             /// Element type of `q`, `k` and `v`.
             Dtype(DType),
-            /// Elements of a query and of a key.
+            /// Range of the elements of a query and of a key.
             DimQk(Class),
-            /// Elements of a value.
+            /// Range of the elements of a value.
             DimV(Class),
-            /// Queries per head.
+            /// Range of the queries per head.
             SeqQ(Class),
-            /// Keys per head.
+            /// Range of the keys per head.
             SeqKv(Class),
-            /// The order of the dimensions of an operand.
+            /// The order of an operand's dimensions in memory.
             Layout(Order),
-            /// Part of the score_mods or of the mask.
+            /// The score_mods or the mask contain this part.
             Has(Use, Part),
-            /// The gradient of a declared parameter over these axes; a scalar has no axes.
+            /// The gradient of a declared parameter over these axes is computed; a scalar has no axes.
             GradientOver(Spans),
-            /// The element type of the gradient of a declared parameter.
+            /// The gradient of a declared parameter is computed in this element type.
             GradientIn(DType),
         }
 
@@ -146,19 +146,19 @@ features! {
     UpstreamDtype "d_o in another element type than q";
     /// `dq`, `dk` and `dv` have another element type than `q`.
     GradientDtype "dq, dk and dv in another element type than q";
-    /// Blocks of 32 elements have scales of their own.
+    /// Blocks of 32 elements have block scales.
     BlockScales "block scales";
     /// `dim_qk` or `dim_v` is 8 more than a multiple of 16.
     OddDim "a head dim that is no multiple of 16";
     /// Each KV head has one query head.
     GroupOfOne "1 query head per KV head";
-    /// A power of two of query heads shares a KV head.
+    /// The number of query heads per KV head is a power of two above 1.
     GroupOfPowerOfTwo "2, 4, 8 or another power of two query heads per KV head";
-    /// Another number of query heads shares a KV head.
+    /// The number of query heads per KV head is not a power of two.
     GroupOfOther "3, 5, 6 or another number of query heads per KV head";
     /// All query heads share one KV head.
     OneKvHead "one KV head for several query heads";
-    /// There are more batch entries or heads than a dimension of a grid has.
+    /// There are more batch entries or heads than one dimension of a CUDA grid allows (65,535).
     BeyondGrid "more than 65,535 batch entries or heads";
     /// `seq_q` is a multiple of 64.
     WholeSeqQ "seq_q a multiple of 64";
@@ -182,55 +182,55 @@ features! {
     Dense "dense";
     /// Batch entries are packed sequences.
     Packed "packed sequences";
-    /// Queries and keys have `cu_seqlens` of their own.
+    /// Queries and keys have different `cu_seqlens`.
     CrossPacked "cu_seqlens of queries and of keys";
     /// `cu_seqlens` are i64.
     WideBoundaries "cu_seqlens in i64";
-    /// The problem bounds the tokens of packed sequences.
+    /// The problem states an upper bound for the tokens of packed sequences.
     TokenBound "a bound on the tokens of packed sequences";
     /// Keys and values are in pages of fewer than 64 tokens.
     SmallPages "pages of fewer than 64 tokens";
     /// Keys and values are in pages of 64 tokens or more.
     LargePages "pages of 64 tokens or more";
-    /// No mask.
+    /// There is no mask.
     NoMask "no mask";
     /// Keys after the query are masked out.
     Causal "a causal mask";
-    /// The band has another upper bound than the diagonal.
+    /// The mask's band has an upper bound other than the diagonal.
     UpperBound "a band with an upper bound off the diagonal";
-    /// The band has a lower bound.
+    /// The mask's band has a lower bound.
     LowerBound "a band with a lower bound";
     /// Every query attends to a prefix of the keys.
     Prefix "a prefix";
-    /// The band that is aligned to the end of each sequence has an upper bound.
+    /// The mask has a band that is aligned to the end of each sequence, with an upper bound.
     UpperBoundOfEnds "a bottom-right aligned upper bound";
-    /// The band that is aligned to the end of each sequence has a lower bound.
+    /// The mask has a band that is aligned to the end of each sequence, with a lower bound.
     LowerBoundOfEnds "a bottom-right aligned lower bound";
-    /// Batch entries have lengths of queries.
+    /// The problem has a query length for each batch entry.
     SeqLenQ "per-sequence lengths of queries";
-    /// Batch entries have lengths of keys.
+    /// The problem has a key length for each batch entry.
     SeqLenKv "per-sequence lengths of keys";
     /// Part of the mask is evaluated element by element.
     Rule "a mask that is evaluated element by element";
-    /// Scores are modified.
+    /// Score_mods modify the scores.
     ScoreMod "a score_mod";
     /// Each query head has an attention sink.
     Sink "sink";
-    /// The gradient of the sink.
+    /// The gradient of the sink is computed.
     SinkGradient "gradient of the sink";
     /// Probabilities are dropped at random.
     Dropout "dropout";
-    /// `stats` in natural logarithms.
+    /// `stats` is computed, in natural logarithms.
     Stats "stats";
-    /// `stats` in logarithms to base 2.
+    /// `stats` is computed, in logarithms to base 2.
     StatsBaseTwo "stats in base 2";
-    /// `row_max`.
+    /// `row_max` is computed.
     RowMax "row_max";
-    /// `sum_exp`.
+    /// `sum_exp` is computed.
     SumExp "sum_exp";
-    /// Every run gives the same bits.
+    /// Results are bitwise equal on every run.
     Deterministic "deterministic";
-    /// A feature that is not in [`Feature::all`]: a ledger proves nothing of it.
+    /// Any feature that is not in [`Feature::all`]. Ledgers prove nothing about it.
     Unlisted "a feature that ledgers do not list";
 }
 
@@ -351,7 +351,7 @@ impl Feature {
         &ALL
     }
 
-    /// Finds a feature by its name.
+    /// Returns the feature with this name; `None` if there is none.
     pub fn named(name: &str) -> Option<Feature> {
         Feature::all().iter().copied().find(|feature| feature.to_string() == name)
     }

@@ -37,7 +37,7 @@ const FORMAT: u32 = 1;
 /// The folder of ledgers within the user's folder.
 const FOLDER: &str = "ledgers";
 
-/// Which features of attention one version of cuDNN computes correctly on one architecture.
+/// The features of attention that one version of cuDNN computes correctly on one architecture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ledger {
     about: About,
@@ -58,9 +58,9 @@ pub struct About {
     pub device: String,
     /// The version of this crate. Another version may lower problems to other graphs.
     pub release: String,
-    /// Problems whose results were right.
+    /// The number of problems whose results were right.
     pub right: usize,
-    /// Problems whose results were wrong, or that ended the process.
+    /// The number of problems whose results were wrong, or that crashed the process.
     pub wrong: usize,
 }
 
@@ -87,10 +87,10 @@ pub enum LedgerError {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The user's folder is not known.
+    /// The user's folder of ledgers cannot be determined.
     #[error(transparent)]
     Setting(#[from] SettingError),
-    /// The text is not a valid ledger.
+    /// The text of the file is not a valid ledger.
     #[error("{path} is not a ledger: {what}")]
     Text {
         /// The path of the file.
@@ -140,18 +140,18 @@ impl Ledger {
         RELEASED.iter().map(|(cudnn, sm, _)| (*cudnn, *sm))
     }
 
-    /// Returns the scope and origin.
+    /// Returns the scope and origin of the ledger.
     pub fn about(&self) -> &About {
         &self.about
     }
 
-    /// Returns how many pairs of features are proven. A single feature counts as a pair with itself.
+    /// Returns the number of proven pairs of features. A single feature counts as a pair with itself.
     pub fn pairs(&self) -> usize {
         let of = |(at, (_, with)): (usize, &(Feature, Features))| self.proven[..=at].iter().filter(|(other, _)| with.has(*other)).count();
         self.proven.iter().enumerate().map(of).sum()
     }
 
-    /// Parses a ledger.
+    /// Parses the text of a ledger.
     ///
     /// # Errors
     /// Returns the first rule that the text breaks.
@@ -198,7 +198,7 @@ impl Ledger {
         )
     }
 
-    /// Returns the name of a ledger's file, such as `cudnn-9.19.0-sm90.json`.
+    /// Returns the file name of the ledger for a version of cuDNN and a compute capability, such as `cudnn-9.19.0-sm90.json`.
     pub fn file_name(cudnn: Version, sm: u32) -> String {
         format!("cudnn-{cudnn}-sm{sm}.json")
     }
@@ -206,7 +206,7 @@ impl Ledger {
     /// Returns this user's folder of ledgers: `ledgers` next to the [kernel cache](sdpa_nvidia::user::folder). `None` if the user has no home.
     ///
     /// # Errors
-    /// [`LedgerError::Setting`].
+    /// Returns [`LedgerError::Setting`] if an environment variable that determines the folder is invalid.
     pub fn user_folder() -> Result<Option<PathBuf>, LedgerError> {
         Ok(user::folder(FOLDER)?)
     }
@@ -214,7 +214,7 @@ impl Ledger {
     /// Returns the ledger files in a folder, sorted by name; none if the folder does not exist.
     ///
     /// # Errors
-    /// [`LedgerError::Io`].
+    /// Returns [`LedgerError::Io`] if the folder cannot be read.
     pub fn files_in(folder: &Path) -> Result<Vec<PathBuf>, LedgerError> {
         let io = |source| LedgerError::Io { path: folder.to_owned(), source };
         let entries = match std::fs::read_dir(folder) {
@@ -235,7 +235,7 @@ impl Ledger {
     /// Returns this user's ledgers, for [`CudnnOptions::ledgers`](crate::CudnnOptions::ledgers). Ledgers of another release are skipped.
     ///
     /// # Errors
-    /// The error of the first file that is not a valid ledger.
+    /// Returns the error of the first file that is not a valid ledger.
     pub fn all_of_user() -> Result<Vec<Ledger>, LedgerError> {
         let Some(folder) = Ledger::user_folder()? else { return Ok(Vec::new()) };
         let mut ledgers = Ledger::files_in(&folder)?.iter().map(|path| Ledger::load(path)).collect::<Result<Vec<_>, _>>()?;
@@ -243,19 +243,19 @@ impl Ledger {
         Ok(ledgers)
     }
 
-    /// Reads a file.
+    /// Reads a ledger from a file.
     ///
     /// # Errors
-    /// The system's error, or the rule that the text breaks.
+    /// Returns the error of the operating system, or the first rule that the text breaks.
     pub fn load(path: &Path) -> Result<Ledger, LedgerError> {
         let text = std::fs::read_to_string(path).map_err(|source| LedgerError::Io { path: path.to_owned(), source })?;
         Ledger::parse(&text).map_err(|what| LedgerError::Text { path: path.to_owned(), what })
     }
 
-    /// Writes a file, and creates its folder if needed. Other processes see the old file or the new one, never a part.
+    /// Writes the ledger to a file, and creates its folder if needed. Other processes see the old file or the new one, never a part.
     ///
     /// # Errors
-    /// The system's error.
+    /// Returns the error of the operating system.
     pub fn save(&self, path: &Path) -> Result<(), LedgerError> {
         let part = path.with_extension(format!("{}.part", std::process::id()));
         let folder = path.parent().map_or(Ok(()), std::fs::create_dir_all);
@@ -282,7 +282,8 @@ impl Ledger {
         (!missing.is_empty()).then(|| unproven(self.about.cudnn, self.about.sm, Untested::Features(missing)))
     }
 
-    /// Returns why the ledger refuses a pass: some combination of its features had a wrong result and no right one.
+    /// Returns the reason why the ledger refuses a pass, or `None`. It refuses a pass if some combination of its features had a wrong
+    /// result and no right one.
     pub fn refuses(&self, job: &Job) -> Option<Reason> {
         let of_pass = features(job);
         let cause = self.refused.iter().find(|combination| combination.is_within(&of_pass))?;

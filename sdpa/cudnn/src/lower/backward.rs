@@ -52,7 +52,7 @@ impl Ports {
     }
 }
 
-/// How a backward pass in the composite form computes dQ.
+/// The way in which a backward pass in the composite form computes dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueryGradient {
@@ -62,18 +62,18 @@ pub enum QueryGradient {
     AtOnce,
 }
 
-/// The graph pattern of a backward pass in the composite form, where several are possible.
+/// The graph pattern of a backward pass in the composite form. A pass can have several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spelling {
-    /// How dQ is computed.
+    /// The way in which dQ is computed.
     pub query_gradient: QueryGradient,
-    /// How declared tensors that span queries are read.
+    /// The way in which declared tensors that span queries are read.
     pub vectors: Vectors,
 }
 
 impl Spelling {
-    /// Returns the pattern that is tried first. Engines that sum parameter gradients keep dS in the workspace. So do the deterministic engines,
-    /// except one that must be requested by number.
+    /// Returns the graph pattern that is tried first for a problem. Engines that sum parameter gradients keep dS in the workspace. So do
+    /// the deterministic engines, except one that must be requested by number.
     pub fn usual(b: &BackwardProblem) -> Spelling {
         let at_once = b.deterministic() || b.wrt_scores().next().is_some();
         let query_gradient = if at_once { QueryGradient::AtOnce } else { QueryGradient::Summed };

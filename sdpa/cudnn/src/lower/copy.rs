@@ -19,13 +19,13 @@ pub struct CopyGraph {
     pub from: TensorId,
     /// The tensor that is written.
     pub to: TensorId,
-    /// Zeros that are read, as large as the output. They may share its memory.
+    /// A tensor of zeros that the graph reads, as large as the output. It may share the memory of the output.
     pub zeros: Option<TensorId>,
-    /// How often the graph runs in one call.
+    /// The number of times that the graph runs in one call.
     pub repeats: u64,
-    /// Bytes from one run to the next in what is read.
+    /// Distance in bytes from the input of one run to the input of the next.
     pub from_step: u64,
-    /// Bytes from one run to the next in what is written.
+    /// Distance in bytes from the output of one run to the output of the next.
     pub to_step: u64,
 }
 
@@ -64,7 +64,7 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
 /// Returns a graph that copies a tensor to one of the same extents and element type with other strides.
 ///
 /// # Errors
-/// An error of [`Graph::verify`] is a bug of the lowering.
+/// Returns an error of [`Graph::verify`], which is a bug of the lowering.
 pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<CopyGraph, cudnn_graph::Error> {
     convert([dtype, dtype], from, to)
 }
@@ -72,7 +72,7 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<CopyGrap
 /// Returns a graph that copies a tensor to one of the same extents, from one element type to another.
 ///
 /// # Errors
-/// As for [`copy`].
+/// Fails as [`copy`] does.
 pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result<CopyGraph, cudnn_graph::Error> {
     let [from_element, to_element] = dtypes.map(|dtype| i64::from(dtype.bits() / 8));
     let [from_dtype, to_dtype] = dtypes;

@@ -444,13 +444,14 @@ pub(super) enum Pass {
     Backward(Vectors),
 }
 
-/// How the backward pass reads tensors along queries.
+/// The way in which a backward pass reads declared tensors that span queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Vectors {
-    /// Unchanged. Stats and the row sums are two already. Engines for compute capability 8.0 support no more, those for 9.0 two more.
+    /// As they are. The stats and the row sums count as two such tensors. Engines for compute capability 8.0 support no more; those for
+    /// 9.0 support two more.
     AlongQueries,
-    /// Broadcast over keys: any number of tensors, with memory that grows with the product of the lengths.
+    /// Broadcast over keys. This allows any number of tensors, but takes memory that grows with the product of the lengths.
     Spread,
 }
 

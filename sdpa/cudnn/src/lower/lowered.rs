@@ -12,14 +12,14 @@ use sdpa_core::{Amax, Operand, Side, Statistic};
 /// A table of numbers that the executor supplies and a graph reads from device memory, such as ALiBi slopes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Table {
-    /// binary32.
+    /// A table of f32 numbers.
     F32(Vec<f32>),
-    /// 32-bit integers.
+    /// A table of i32 numbers.
     I32(Vec<i32>),
 }
 
 impl Table {
-    /// Element type of the table.
+    /// Returns the element type of the table.
     pub fn dtype(&self) -> DType {
         match self {
             Table::F32(_) => DType::F32,
@@ -27,7 +27,7 @@ impl Table {
         }
     }
 
-    /// Bytes of the table in memory.
+    /// Returns the size of the table in memory, in bytes.
     pub fn bytes(&self) -> u64 {
         4 * match self {
             Table::F32(x) => x.len() as u64,
@@ -39,9 +39,10 @@ impl Table {
 /// Data of packed sequences that engines read in addition to the tensors, computed from `cu_seqlens`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// The length of each sequence in tokens, i32.
+    /// The length of each sequence on this side, in tokens, i32.
     Lengths(Side),
-    /// Element offsets of each sequence in tensors with this many elements per token, i64, and the offset of the end.
+    /// The offset of each sequence on this side in tensors with this many elements per token, and the end of the last sequence: in
+    /// elements, i64.
     Offsets(Side, i64),
 }
 
@@ -54,19 +55,20 @@ impl Told {
     }
 }
 
-/// Per-sequence lengths, clamped to what engines can handle. Engines write as many rows as the lengths say, even past the end of a tensor.
+/// Per-sequence lengths, clamped to values that engines can handle. Without clamping, a large length would make engines write past the
+/// end of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guarded {
     /// Whether these are lengths of queries or of keys.
     pub of: Side,
-    /// The extent. Lengths are clamped to 0 and this.
+    /// The extent of the side: lengths are clamped to the range from 0 to this value.
     pub most: i64,
-    /// For engines that go wrong without keys: a sequence without keys gets one key and no queries.
+    /// Whether the engines compute wrong results for sequences without keys. Such a sequence then gets one key and no queries.
     pub keyless: bool,
 }
 
 impl Guarded {
-    /// Returns the name of the declared tensor of lengths.
+    /// Returns the name of the declared parameter with the lengths.
     pub fn param(self) -> &'static str {
         match self.of {
             Side::Queries => SEQ_LEN_Q,
@@ -75,14 +77,14 @@ impl Guarded {
     }
 }
 
-/// Where the contents of a tensor that is no operand come from.
+/// The source of the contents of a tensor that is not an operand.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Supply {
-    /// A scalar in host memory: a function of declared scalars, computed at each call.
+    /// A scalar in host memory: a function of declared scalars, which is computed at each call.
     Number(Trace),
-    /// A declared tensor, by name.
+    /// The declared tensor of this name.
     Param(String),
-    /// A declared tensor, by name, converted for engines: booleans become numbers, and it is broadcast over more axes.
+    /// The declared tensor of this name, converted for engines: booleans become numbers, and the tensor is broadcast over more axes.
     Spread {
         /// Its name.
         name: String,
@@ -91,22 +93,22 @@ pub enum Supply {
         /// Its extents there.
         dims: [i64; 4],
     },
-    /// Clamped lengths: see [`Guarded`].
+    /// Per-sequence lengths, clamped: see [`Guarded`].
     Guarded(Guarded),
     /// Data of packed sequences, computed on the device from `cu_seqlens`.
     Documents(Told),
-    /// The page table in engine pages, with every index inside the pool.
+    /// The page table in units of engine pages, with every page number clamped to the pool.
     Pages(Pages),
     /// A table that the executor keeps in device memory.
     Table(Table),
-    /// Workspace memory. Its contents are of no use to the caller.
+    /// Workspace memory, whose contents do not matter to the caller.
     Scratch,
-    /// The gradient of a declared parameter, by name.
+    /// The gradient of the declared parameter of this name.
     Gradient(String),
     /// The caller's memory for an amax.
     Amax(Amax),
-    /// The terms of the gradient of a declared parameter, in the workspace. They span queries and keys, and are summed afterwards over those that the
-    /// parameter does not span. See [`Lowered::sums`].
+    /// The terms of the gradient of a declared parameter, in the workspace. They span queries and keys. Later steps sum them over the
+    /// axes that the parameter does not span: see [`Lowered::sums`].
     Terms {
         /// The name of the parameter.
         name: String,
@@ -140,7 +142,7 @@ pub struct Lowered {
     pub graph: Verified,
     /// The form of the graph.
     pub form: Form,
-    /// The pattern of a backward pass in the composite form; `None` for other passes.
+    /// The graph pattern of a backward pass in the composite form; `None` for other passes.
     pub spelling: Option<Spelling>,
     /// The tensor of each strided operand.
     pub operands: Vec<(Operand, TensorId)>,
@@ -154,19 +156,19 @@ pub struct Lowered {
     pub sum_exp: Option<TensorId>,
     /// The tensor of the sums of `o · d_o` of each row, in the workspace of a backward pass in the composite form.
     pub row_sum: Option<TensorId>,
-    /// The most query and key tokens of a packed call. Workspace tensors have this size.
+    /// The largest numbers of query and key tokens in a packed call, which determine the size of workspace tensors.
     pub totals: [i64; 2],
-    /// Every other tensor that has to be bound, and its source.
+    /// Every other tensor to which memory or a number must be bound, and the source of its contents.
     pub supplies: Vec<(TensorId, Supply)>,
 }
 
 impl Lowered {
-    /// Returns the tensor of an operand.
+    /// Returns the tensor of an operand; `None` if the pass does not have the operand.
     pub fn operand(&self, operand: Operand) -> Option<TensorId> {
         self.operands.iter().find(|(o, _)| *o == operand).map(|(_, id)| *id)
     }
 
-    /// Returns the tensor of a row statistic.
+    /// Returns the tensor of a row statistic; `None` if the pass does not have it.
     pub fn statistic(&self, statistic: Statistic) -> Option<TensorId> {
         match statistic {
             Statistic::Stats => self.stats,
@@ -183,7 +185,8 @@ impl Lowered {
         })
     }
 
-    /// Returns the bytes of device memory that a tensor's elements span; for packed sequences, with the most tokens of a call.
+    /// Returns the bytes of device memory that a tensor's elements span. For packed sequences, this assumes the largest number of tokens
+    /// of a call.
     pub fn bytes(&self, id: TensorId) -> u64 {
         self.graph.graph().get(id).map_or(0, |t| {
             let mut dims = t.dims.0.clone();

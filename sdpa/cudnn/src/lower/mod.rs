@@ -60,7 +60,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// Returns the name used in reports and options.
+    /// Returns the name of the form in reports and options.
     pub fn name(self) -> &'static str {
         match self {
             Form::Composite => "composite",
@@ -101,11 +101,11 @@ pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
     problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys)
 }
 
-/// Builds the graph of a pass in one form, for a version of cuDNN.
+/// Returns the graph of a pass in one form, for a version of cuDNN.
 ///
 /// # Errors
-/// [`LowerError::Unsupported`] if this form cannot express the pass. An error of [`Graph::verify`](cudnn_graph::Graph::verify) is a bug of the
-/// lowering.
+/// Returns [`LowerError::Unsupported`] if this form cannot express the pass, and [`LowerError::Bug`] if the graph breaks a rule of
+/// [`Graph::verify`](cudnn_graph::Graph::verify).
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
     if form == Form::Unified && job.problem().dtype().is_fp8() {
         return Err(LowerError::Unsupported(
@@ -129,21 +129,21 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     }
 }
 
-/// Builds the graph of a backward pass in the composite form with this pattern.
+/// Returns the graph of a backward pass in the composite form with the graph pattern `spelling`.
 ///
 /// # Errors
-/// As for [`lower`].
+/// Fails as [`lower`] does.
 pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
     backward::composite(problem, runtime, spelling)
 }
 
-/// Why a pass has no graph.
+/// The reason why a pass has no graph.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LowerError {
-    /// The form cannot express the pass, with the reason.
+    /// The form cannot express the pass, for this reason.
     #[error("{0}")]
     Unsupported(String),
-    /// A bug of the lowering.
+    /// The graph breaks a rule: a bug of the lowering.
     #[error(transparent)]
     Bug(#[from] cudnn_graph::Error),
 }

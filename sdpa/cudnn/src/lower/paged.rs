@@ -10,17 +10,18 @@ use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Paged};
 
-/// Pages of cuDNN's engines: a power of two of tokens. A caller's page of another size is divided into several contiguous ones.
+/// The pages that cuDNN's engines read: a power of two of tokens each. A page of another size is divided into several contiguous engine
+/// pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
-    /// Tokens per engine page.
+    /// Number of tokens per engine page.
     pub tokens: i64,
-    /// Engine pages per page of the caller.
+    /// Number of engine pages per page of the caller.
     pub parts: i64,
 }
 
 impl Pages {
-    /// Returns the engine pages of a problem; `None` if the caller's pages cannot be divided.
+    /// Returns the engine pages for a problem; `None` if the caller's pages cannot be divided into such pages.
     pub fn of(problem: &Problem) -> Option<Pages> {
         let paged = problem.paged()?;
         let tokens = 1 << paged.page_size.trailing_zeros();
@@ -29,7 +30,7 @@ impl Pages {
         (parts == 1 || even(problem.k()) && even(problem.v())).then_some(Pages { tokens, parts })
     }
 
-    /// Returns the most engine pages of a batch entry.
+    /// Returns the number of engine pages for the longest batch entry.
     pub fn per_entry(self, seq_kv: i64) -> i64 {
         seq_kv.unsigned_abs().div_ceil(self.tokens.unsigned_abs()) as i64
     }

@@ -19,28 +19,28 @@ const fn v(minor: u32, patch: u32) -> Option<Version> {
     Some(Version::new(9, minor, patch))
 }
 
-/// The first runtime whose unified op supports masks, and whose composite form has a softmax and band masks as ops.
+/// The first cuDNN version whose unified op supports masks, and whose composite form has softmax and band masks as ops.
 pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
 
-/// The first runtime with a unified op at all: no masks.
+/// The first cuDNN version with a unified attention op, still without masks.
 pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
 
-/// The first runtime whose heuristics offer the unified backward op, for plain attention only.
+/// The first cuDNN version whose heuristics offer the unified backward op, for plain attention only.
 pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
 
-/// The first runtime whose softmax supports a sink.
+/// The first cuDNN version whose softmax supports a sink.
 pub const SINK_SINCE: Version = Version::new(9, 13, 0);
 
-/// The first runtime whose softmax has base-2 stats.
+/// The first cuDNN version whose softmax supports stats in base 2.
 pub const BASE_TWO_SINCE: Version = Version::new(9, 27, 0);
 
-/// The first runtime whose composite form supports pages.
+/// The first cuDNN version whose composite form supports paged keys and values.
 pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
 
-/// The first runtime that supports 8-bit floats.
+/// The first cuDNN version whose attention supports 8-bit floats.
 pub const FP8_SINCE: Version = Version::new(9, 1, 0);
 
-/// The first runtime whose attention supports block scales.
+/// The first cuDNN version whose attention supports block scales.
 pub const BLOCK_SCALES_SINCE: Version = Version::new(9, 21, 0);
 
 const ROWS: [Row; 17] = [
@@ -105,7 +105,7 @@ fn takes(job: &Job, form: Form, runtime: Version) -> bool {
     needed.map(|row| row.since).all(|since| since.is_some_and(|since| runtime >= since))
 }
 
-/// Returns the forms worth trying for a pass on a runtime, the better one first.
+/// Returns the forms to try for a pass on a version of cuDNN, the better one first.
 ///
 /// Usually composite comes first. Measured on an H200 under 9.27, both are equally fast for plain bands, and the unified form skips no blocks of a
 /// mask lowered to ops. For one query over pages, unified comes first: it handles lengths itself. The composite form masks scores instead.

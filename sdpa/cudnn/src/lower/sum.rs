@@ -18,9 +18,9 @@ pub struct Sum {
     pub graph: Verified,
     /// The tensor that is read.
     pub from: TensorId,
-    /// The tensor of ones, one per term.
+    /// The tensor of ones, with one element per term.
     pub ones: TensorId,
-    /// How many terms are summed.
+    /// The number of terms that are summed.
     pub terms: i64,
     /// Element type of the terms.
     pub dtype: DType,
@@ -28,7 +28,7 @@ pub struct Sum {
     pub to: TensorId,
 }
 
-/// The sums that turn what the attention graph writes into the gradient of a parameter.
+/// The sums that reduce what the attention graph writes to the gradient of a parameter.
 #[derive(Clone, Debug)]
 pub struct Sums {
     /// The tensor that the attention graph writes.
@@ -37,7 +37,7 @@ pub struct Sums {
     pub name: String,
     /// One or two sums. Each reads the output of the one before it.
     pub steps: Vec<Sum>,
-    /// Rounds the last sum from f32 to the type of the gradient.
+    /// The graph that rounds the last sum from f32 to the element type of the gradient.
     pub rounding: CopyGraph,
 }
 
@@ -80,10 +80,10 @@ fn steps(dtype: DType, from: [i64; 4], to: [i64; 4]) -> Result<Vec<Sum>, cudnn_g
 }
 
 impl Lowered {
-    /// Returns the sums for gradients that the graph writes over more axes than the caller asked for.
+    /// Returns the sums for all gradients that the graph writes over more axes than the parameter spans.
     ///
     /// # Errors
-    /// An error of [`Graph::verify`] is a bug of the lowering.
+    /// Returns an error of [`Graph::verify`], which is a bug of the lowering.
     pub fn sums(&self) -> Result<Vec<Sums>, cudnn_graph::Error> {
         let mut all = Vec::new();
         for (id, supply) in &self.supplies {

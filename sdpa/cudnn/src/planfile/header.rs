@@ -9,28 +9,28 @@ use serde_json::{Map, Value};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Header {
-    /// The version of cuDNN: `9.19.0`.
+    /// The version of cuDNN, such as `9.19.0`.
     pub cudnn: String,
-    /// The device, as JSON that [`DeviceProfile::from_json`] reads.
+    /// The profile of the device, as JSON that [`DeviceProfile::from_json`] reads.
     pub profile: String,
-    /// The version of the lowering.
+    /// The version of the lowering from problems to graphs.
     pub lowering: u32,
 }
 
-/// Why a file's plans cannot be used here.
+/// The reason why the plans of a file cannot be used in this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Mismatch {
-    /// The file was written by another cuDNN.
-    #[error("cudnn: the plan file was made for {file}, expected {here}")]
+    /// The file was written with another version of cuDNN.
+    #[error("cudnn: the file has {file}, here is {here}")]
     Cudnn {
         /// The version in the file.
         file: String,
         /// The version here.
         here: String,
     },
-    /// The file is for another kind of device.
-    #[error("device profile, {property}: the plan file was made for {file}, expected {here}")]
+    /// The plans of the file are for another kind of device.
+    #[error("profile, {property}: the file has {file}, here is {here}")]
     Profile {
         /// The property that differs, or `JSON` if a profile cannot be parsed.
         property: String,
@@ -39,8 +39,8 @@ pub enum Mismatch {
         /// Its value here, with the device name.
         here: String,
     },
-    /// The lowering has another version.
-    #[error("lowering: the plan file has version {file}, expected {here}")]
+    /// The file was written with another version of the lowering.
+    #[error("lowering: the file has {file}, here is {here}")]
     Lowering {
         /// The version in the file.
         file: u32,
@@ -50,7 +50,7 @@ pub enum Mismatch {
 }
 
 impl Header {
-    /// Returns why plans with this header cannot be used under the header `here`; `None` if they can.
+    /// Returns the reason why plans with this header cannot be used in a process with the header `here`; `None` if they can.
     pub fn mismatch(&self, here: &Header) -> Option<Mismatch> {
         if self.cudnn != here.cudnn {
             return Some(Mismatch::Cudnn { file: self.cudnn.clone(), here: here.cudnn.clone() });

@@ -26,5 +26,5 @@ mod tests;
 pub use header::{Header, Mismatch};
 pub use sdpa_nvidia::planfile::{Digest, Entry, Fault, Head, NotADigest, Parts, PlanFileError, Record, add, write};
 
-/// A file of cuDNN's plans.
+/// A file of compiled cuDNN plans.
 pub type PlanFile = sdpa_nvidia::planfile::PlanFile<Header>;

@@ -27,7 +27,7 @@ use sdpa_core::expr::Trace;
 use std::fmt;
 use std::sync::Arc;
 
-/// The index of a slot in its schedule.
+/// The id of a slot: its index in [`Schedule::slots`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotId(pub(super) usize);
 
@@ -38,26 +38,26 @@ impl SlotId {
     }
 }
 
-/// Where the bytes of a slot come from.
+/// The memory that a slot refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The caller's memory for an operand, strided as the problem says.
+    /// The caller's memory of an operand, strided as the problem says.
     Operand(Operand),
-    /// The caller's memory for an operand, from this byte offset on: rows of a piece.
+    /// The caller's memory of an operand from this byte offset on: the rows of one piece of the mask.
     Rows(Operand, u64),
-    /// The caller's memory for a row statistic: f32, (batch, heads_q, seq_q), dense.
+    /// The caller's memory of a row statistic: f32, (batch, heads_q, seq_q), dense.
     Statistic(Statistic),
-    /// The tensor of a declared parameter, by its index among the declared.
+    /// The tensor of a declared parameter, by its index among the declared parameters.
     Param(usize),
-    /// The caller's memory for the gradient of a parameter, by its index in [`Schedule::gradients`].
+    /// The caller's memory of the gradient of a parameter, by its index in [`Schedule::gradients`].
     Gradient(usize),
-    /// The caller's memory for an amax: one f32.
+    /// The caller's memory of an amax: one f32.
     Amax(Amax),
     /// A table in device memory, by its index in [`Schedule::tables`].
     Table(usize),
-    /// The workspace, at this byte offset after the workspace of the plans.
+    /// Workspace memory at this byte offset after the workspace of the plans.
     Scratch(u64),
-    /// Clamped lengths in the workspace, or the parameter's own tensor if the caller promises that it needs no clamping.
+    /// Workspace memory with clamped lengths, or the parameter's own tensor if the caller promises that its lengths need no clamping.
     Lengths {
         /// The workspace offset, as in [`Source::Scratch`].
         offset: u64,
@@ -66,25 +66,25 @@ pub enum Source {
     },
 }
 
-/// Device memory that steps read and write.
+/// A range of device memory that steps read and write.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slot {
-    /// A name for reports and errors.
+    /// The name of the slot in reports and errors.
     pub name: String,
-    /// Where the memory comes from.
+    /// The memory that the slot refers to.
     pub source: Source,
-    /// Bytes of it that steps access.
+    /// Number of bytes that steps access.
     pub bytes: u64,
-    /// Required alignment of its address, in bytes.
+    /// Required alignment of the address, in bytes.
     pub alignment: u32,
 }
 
-/// Contents of a table in device memory.
+/// The contents of a table in device memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Contents {
-    /// A table of a mask or a score_mod.
+    /// The numbers of a table for a mask or a score_mod.
     Numbers(Table),
-    /// This many ones, for sums by GEMM.
+    /// This many ones of this element type, for sums by GEMM.
     Ones(DType, u64),
 }
 
@@ -95,40 +95,40 @@ pub enum Number {
     Scale,
     /// A constant of the graph.
     Fixed(Scalar),
-    /// The value of a declared scalar, by its index among the declared.
+    /// The value of a declared scalar, by its index among the declared parameters.
     Param(usize),
-    /// A function of declared scalars, each by its index among the declared.
+    /// A function of declared scalars, each by its index among the declared parameters.
     Of(Trace, Vec<usize>),
 }
 
 /// The purpose of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The attention itself, or its first piece.
+    /// Computes the attention, or its first piece.
     Attention,
-    /// Another piece of the attention, by number; the first one is 0.
+    /// Computes another piece of the attention. Pieces are numbered from 0.
     Piece(usize),
-    /// Merges the results of a piece, by number, with those of earlier pieces.
+    /// Merges the results of the piece with this number with those of earlier pieces.
     Merge(usize),
-    /// Copies an operand that engines cannot read, or write, in place.
+    /// Copies an operand that engines cannot use in place.
     Copy(Operand),
-    /// Converts the parameters of these names for engines.
+    /// Converts the declared parameters of these names to a form that engines read.
     Conversion(Vec<String>),
-    /// Sums terms of the gradient of the parameter of this name; the number counts such sums.
+    /// Sums terms of the gradient of the parameter of this name. The number counts the sums of this gradient.
     Sum(String, usize),
-    /// Rounds the last of these sums to the element type of the gradient.
+    /// Rounds the last sum of the gradient of this parameter to its element type.
     Rounding(String),
-    /// Computes lengths and offsets of packed sequences.
+    /// Computes the lengths and offsets of packed sequences.
     Documents,
-    /// Clamps lengths and page tables, by name, to values that engines can handle.
+    /// Clamps the lengths and page tables of these names to values that engines can handle.
     Entries(Vec<String>),
     /// Adds sinks to rows that were computed without them.
     Sink,
-    /// Computes the gradient of sinks.
+    /// Computes the gradient of the sinks.
     SinkGradient,
     /// Writes 0 for the sums of exponentials of rows without keys.
     RowSums,
-    /// Fills result rows of sequences that have no tokens on the other side.
+    /// Fills result rows of packed sequences that have queries but no keys, or keys but no queries, in the result of this name.
     Unpaired(String),
 }
 
@@ -152,42 +152,42 @@ impl fmt::Display for Role {
     }
 }
 
-/// The memory of one tensor of a graph.
+/// The memory that is bound to one tensor of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
-    /// The tensor of the graph.
+    /// The tensor in the graph.
     pub tensor: TensorId,
-    /// Its slot.
+    /// The slot with the memory.
     pub slot: SlotId,
-    /// Bytes from one repetition to the next.
+    /// Distance in bytes from the memory of one repetition to that of the next.
     pub step: u64,
 }
 
-/// A graph that runs.
+/// A step that executes the plan of a graph.
 #[derive(Clone, Debug)]
 pub struct Run<P> {
     /// The purpose of the step.
     pub role: Role,
     /// The graph that runs.
     pub graph: Arc<Verified>,
-    /// Memory, in the order of the plan's arguments.
+    /// The memory of each tensor, in the order of the plan's arguments.
     pub ports: Vec<Port>,
-    /// Scalars, in the order of the plan's arguments.
+    /// The scalars, in the order of the plan's arguments.
     pub numbers: Vec<(TensorId, Number)>,
-    /// Number of runs per call.
+    /// The number of times that the plan runs in one call.
     pub repeats: u64,
-    /// The state of the graph: `()` or a plan.
+    /// The state of the graph, such as its plan.
     pub plan: P,
 }
 
-/// A 64-bit argument of a kernel of this crate.
+/// A 64-bit argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Argument {
     /// The address of a slot.
     Slot(SlotId),
-    /// Tokens of a side that the memory of the call holds.
+    /// The number of tokens of a side for which the call has memory.
     Tokens(Side),
-    /// A constant.
+    /// A constant number.
     Fixed(i64),
 }
 
@@ -196,13 +196,14 @@ pub enum Argument {
 pub struct Launch {
     /// The purpose of the launch.
     pub role: Role,
-    /// The kernel.
+    /// The kernel that is launched.
     pub kernel: Own,
-    /// Thread blocks of the grid, and threads per block.
+    /// The number of thread blocks of the grid, and the number of threads per block.
     pub grid: [u32; 2],
     /// One argument per kernel parameter, in order.
     pub arguments: Vec<Argument>,
-    /// Skip the launch if the caller promises that these parameters, by index among the declared, need no clamping. If empty, never skip.
+    /// The indices of declared parameters that the kernel clamps. The launch is skipped if the caller promises that none of them needs
+    /// clamping. If empty, the launch is never skipped.
     pub spared_by: Vec<usize>,
 }
 
@@ -215,11 +216,11 @@ pub enum Step<P> {
     Launch(Launch),
     /// Fills a slot with zeros.
     Zero(SlotId),
-    /// Copies the bytes of a slot to the beginning of another.
+    /// Copies the bytes of the first slot to the beginning of the second.
     Move(SlotId, SlotId),
 }
 
-/// A pass on cuDNN: the memory that it needs, and its steps.
+/// A pass on cuDNN: the memory that it needs, and the steps that it runs.
 #[derive(Clone, Debug)]
 pub struct Schedule<P> {
     slots: Vec<Slot>,
@@ -235,7 +236,7 @@ impl<P> Schedule<P> {
         &self.slots
     }
 
-    /// Returns the slot of an id.
+    /// Returns the slot with this id.
     pub fn slot(&self, id: SlotId) -> &Slot {
         &self.slots[id.0]
     }
@@ -245,22 +246,22 @@ impl<P> Schedule<P> {
         &self.steps
     }
 
-    /// Returns the tables that must be in device memory before the first call.
+    /// Returns the contents of the tables that must be in device memory before the first call.
     pub fn tables(&self) -> &[Contents] {
         &self.tables
     }
 
-    /// Returns the parameters whose gradients the caller passes memory for.
+    /// Returns the names of the parameters for whose gradients the caller passes memory.
     pub fn gradients(&self) -> &[String] {
         &self.gradients
     }
 
-    /// Returns the workspace bytes of slots, without those of the plans.
+    /// Returns the workspace size of all slots in bytes, without the workspace of the plans.
     pub fn scratch(&self) -> u64 {
         self.scratch
     }
 
-    /// Returns every graph that runs, in order.
+    /// Returns the steps that execute a graph, in order.
     pub fn runs(&self) -> impl Iterator<Item = &Run<P>> {
         self.steps.iter().filter_map(|step| match step {
             Step::Run(run) => Some(&**run),
@@ -268,7 +269,7 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// Returns the kernels of this crate that run, in order.
+    /// Returns the kernels of this crate that steps launch, in order.
     pub fn kernels(&self) -> impl Iterator<Item = Own> {
         self.steps.iter().filter_map(|step| match step {
             Step::Launch(launch) => Some(launch.kernel),
@@ -279,7 +280,7 @@ impl<P> Schedule<P> {
     /// Replaces the state of each graph by the result of `make`, such as a plan.
     ///
     /// # Errors
-    /// The errors of `make`.
+    /// Returns the first error of `make`.
     pub fn try_map<Q, E>(self, mut make: impl FnMut(&Run<P>) -> Result<Q, E>) -> Result<Schedule<Q>, E> {
         let Schedule { slots, steps, tables, gradients, scratch } = self;
         let mut mapped = Vec::with_capacity(steps.len());

@@ -13,7 +13,8 @@ use std::sync::Arc;
 /// Alignment of workspace slots, in bytes.
 pub(in super::super) const PIECE: u64 = 256;
 
-/// Returns the schedule of the pass `job` around the graph of `dense`, which is the same pass with dense operands where engines need that.
+/// Returns the schedule of the pass `job` around the attention graph `lowered`. The graph computes `dense`: the same pass, with every
+/// operand dense that engines cannot use in place.
 ///
 /// # Errors
 /// Any error is a bug of the lowering.

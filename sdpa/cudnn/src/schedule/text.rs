@@ -7,49 +7,50 @@ use sdpa_core::expr::Declared;
 use serde::Serialize;
 use std::fmt;
 
-/// A schedule as text and numbers, for people and programs.
+/// A schedule as text and numbers, for display and for machine-readable output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ScheduleReport {
     /// The slots, by index.
     pub slots: Vec<SlotReport>,
     /// The steps, in order.
     pub steps: Vec<StepReport>,
-    /// Workspace bytes of slots, without those of the plans.
+    /// The workspace size of all slots in bytes, without the workspace of the plans.
     pub scratch: u64,
 }
 
-/// Report of a slot.
+/// The report of a slot.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SlotReport {
-    /// The slot's name.
+    /// The name of the slot.
     pub name: String,
-    /// Where its bytes come from.
+    /// A description of the memory that the slot refers to.
     pub source: String,
-    /// Bytes of it that steps access.
+    /// Number of bytes that steps access.
     pub bytes: u64,
-    /// Required alignment of its address, in bytes.
+    /// Required alignment of the address, in bytes.
     pub alignment: u32,
 }
 
-/// Report of a step.
+/// The report of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepReport {
-    /// Description of the step.
+    /// A description of the step.
     pub what: String,
-    /// Ops of its graph; 0 if it has none.
+    /// Number of ops in the graph of the step; 0 if it has no graph.
     pub ops: usize,
-    /// Number of runs per call.
+    /// The number of times that the step runs in one call.
     pub repeats: u64,
-    /// The step is skipped if the caller promises that all these parameters are within their extents; never, if empty.
+    /// Names of the parameters that the step clamps. The step is skipped if the caller promises that all of them are within their
+    /// extents. If empty, it is never skipped.
     pub spared_by: Vec<String>,
-    /// Tensors, or `from` and `to`, with the slot of each and the bytes between repetitions.
+    /// The tensors of a graph, or `from` and `to` of a copy: the name, the index of its slot, and the bytes between repetitions.
     pub memory: Vec<(String, usize, u64)>,
-    /// Tensors of host scalars, with a description of each.
+    /// The tensors that are scalars in host memory: the name, and a description of the value.
     pub numbers: Vec<(String, String)>,
 }
 
 impl<P> Schedule<P> {
-    /// Returns a report of the schedule. `declared` are the parameters of the pass.
+    /// Returns a report of the schedule. `declared` are the declared parameters of the pass.
     pub fn told(&self, declared: &[Declared]) -> ScheduleReport {
         let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
         let steps = self.steps.iter().map(|step| match step {
