@@ -23,22 +23,24 @@ pub struct Along {
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient is dense; none for a scalar. For a table, its extents.
+    /// The axes of the parameter. The gradient is dense over them; there are none for a scalar. For a table, its extents.
     pub axes: Axes,
-    /// Roots for reads of a table: pairs of a gradient and the index to which it is added.
+    /// For each read of a table, two root indices of [`Backward::gradient`]: the gradient of the read, and the position of the element to
+    /// which it is added.
     pub reads: Vec<[usize; 2]>,
 }
 
-/// The kernels' view of a backward problem.
+/// The backward problem in the form that the kernels use.
 #[derive(Clone, Debug)]
 pub struct Backward {
-    /// The attention. Its captured parameters include those of the backward traces.
+    /// The forward attention. Its captured parameters include those of the backward traces.
     pub forward: Forward,
-    /// Gradient of the output. Any stride may be 0: a layout that TMA does not support is copied first.
+    /// Extents and strides of `d_o`. Any stride may be 0, because a layout that TMA does not support is copied first.
     pub d_o: TensorSpec,
-    /// Gradients of queries, keys and values.
+    /// Extents and strides of `dq`, `dk` and `dv`.
     pub gradients: [TensorSpec; 3],
-    /// The derivative of the score_mod. Its second root is the gradient of the score; the others belong to [`Backward::along`].
+    /// The trace with the derivative of the score_mod. Its second root is the gradient of the score; the roots after it belong to
+    /// [`Backward::along`].
     pub gradient: Option<Arc<Trace>>,
     /// Parameters of score_mods whose gradients are computed, in the order of the roots.
     pub along: Vec<Along>,
@@ -55,10 +57,10 @@ impl Backward {
         slopes.max(self.forward.weight())
     }
 
-    /// Creates the view of a problem.
+    /// Creates the kernels' form of a backward problem.
     ///
     /// # Errors
-    /// Every limit of the kernels that the problem breaks.
+    /// Returns every limit of the kernels that the problem breaks.
     pub fn of(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
         let mut check = checked(JobQuery::Backward(problem));
         let d_o = if problem.forward().packs(Side::Queries) { packed::memory(problem.d_o(), 2) } else { *problem.d_o() };
@@ -104,10 +106,10 @@ impl Backward {
         }
     }
 
-    /// Returns the tile configuration of the kernel, on a device of this many SMs.
+    /// Returns the tile configuration of the kernel on a device with this many SMs.
     ///
     /// # Errors
-    /// There is no tile for these head dims.
+    /// Fails if there is no tile for the head dims.
     pub fn tile(&self, multiprocessors: u32) -> Result<BackwardTile, Unsupported> {
         let [q, _, v, _] = self.forward.tensors;
         let tile = BackwardTile::of(q.dims[3], v.dims[3]).ok_or_else(|| {

@@ -11,11 +11,11 @@ use std::fmt;
 /// A class of problems for which cuDNN's kernels were faster.
 #[derive(Clone, Copy, Debug)]
 pub struct Exception {
-    /// The problems, as a phrase.
+    /// A description of the problems, in a phrase.
     pub what: &'static str,
-    /// The cause, as far as known.
+    /// The cause, as far as it is known.
     pub cause: &'static str,
-    /// cuDNN's time divided by the time of these kernels, median over the measured problems.
+    /// cuDNN's time divided by the time of these kernels: the median over the measured problems. Below 1, cuDNN is faster.
     pub speed: f64,
     passes: Passes,
     holds: fn(&Problem) -> bool,
@@ -33,13 +33,13 @@ impl fmt::Display for Exception {
     }
 }
 
-/// Returns the exception that covers a forward problem, with kernels of this family. `None` if there is none, and for element types that cuDNN does
-/// not support.
+/// Returns the exception that covers a forward problem on kernels of this family. Returns `None` if no exception does, and for element
+/// types that cuDNN does not support.
 pub fn cudnn_first(family: Family, problem: &Problem) -> Option<&'static Exception> {
     found(family, Passes::Forward, problem)
 }
 
-/// Returns the exception that covers a backward problem, as [`cudnn_first`].
+/// Returns the exception that covers a backward problem on kernels of this family; see [`cudnn_first`].
 pub fn cudnn_first_backward(family: Family, problem: &BackwardProblem) -> Option<&'static Exception> {
     found(family, Passes::Backward, problem.forward())
 }
@@ -58,7 +58,7 @@ fn exceptions(family: Family) -> &'static [Exception] {
     }
 }
 
-/// The exceptions of the WGMMA kernels, measured on an H100.
+/// The exceptions for the WGMMA kernels, measured on an H100.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
         what: "more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask",

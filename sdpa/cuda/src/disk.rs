@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A folder that keeps compiled kernels for other processes, one file per compiled kernel source.
+/// A disk cache of compiled kernels: a folder with one file per kernel source, shared by all processes.
 ///
 /// An executor with [`CudaOptions::kernel_cache`](crate::CudaOptions::kernel_cache) looks there before it compiles, and adds the kernels that it
 /// compiles. The key is a SHA-256 of the source, the architecture, the compiler's options, NVRTC's version and size, and the version of this crate. A
@@ -36,33 +36,34 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct KernelCache(Folder);
 
 impl KernelCache {
-    /// The default limit, in bytes: 256 MiB, about a thousand kernels.
+    /// The default limit for the total size of the files: 256 MiB, which holds about a thousand kernels.
     pub const LIMIT: u64 = 256 << 20;
 
-    /// Describes the cache in this folder, which is created with the first kernel.
+    /// Creates the description of a cache in this folder. The folder itself is created with the first kernel.
     pub fn new(folder: impl Into<PathBuf>) -> KernelCache {
         KernelCache(Folder::new(folder, KernelCache::LIMIT))
     }
 
-    /// Sets the limit for the total size of the files. The least recently used kernels are deleted first.
+    /// Sets the limit for the total size of the files, in bytes. Beyond it, the least recently used kernels are deleted.
     #[must_use]
     pub fn with_limit(self, bytes: u64) -> KernelCache {
         KernelCache(Folder::new(self.0.path(), bytes))
     }
 
-    /// Returns the cache of this user: the folder `kernels` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on
-    /// macOS `~/Library/Caches/sdpa`). `None` if `SDPA_CACHE` is `off`, or the user has no home. Accesses no disk.
+    /// Returns the disk cache of this user: the folder `kernels` in `SDPA_CACHE_DIR` if that variable is set. Otherwise it is in the
+    /// folder `sdpa` in `XDG_CACHE_HOME`, or in `~/.cache/sdpa` (on macOS `~/Library/Caches/sdpa`). Returns `None` if `SDPA_CACHE` is
+    /// `off`, or if the user has no home folder. It does not access the disk.
     ///
     /// # Errors
-    /// `SDPA_CACHE` is neither `on` nor `off`, or `SDPA_CACHE_DIR` is not an absolute path.
+    /// Fails if `SDPA_CACHE` is neither `on` nor `off`, or if `SDPA_CACHE_DIR` is not an absolute path.
     pub fn of_user() -> Result<Option<KernelCache>, SettingError> {
         Ok(if user::are_caches_on()? { KernelCache::of_user_switched_on()? } else { None })
     }
 
-    /// As [`KernelCache::of_user`], but ignores `SDPA_CACHE`: for callers with their own switch.
+    /// Returns the cache of this user like [`KernelCache::of_user`], but ignores `SDPA_CACHE`. It is for callers with their own switch.
     ///
     /// # Errors
-    /// `SDPA_CACHE_DIR` is not an absolute path.
+    /// Fails if `SDPA_CACHE_DIR` is not an absolute path.
     pub fn of_user_switched_on() -> Result<Option<KernelCache>, SettingError> {
         Ok(user::folder("kernels")?.map(KernelCache::new))
     }
@@ -77,18 +78,18 @@ impl KernelCache {
         self.0.limit()
     }
 
-    /// Counts the kernels and the bytes of their files.
+    /// Returns the number of kernels and the total size of their files.
     ///
     /// # Errors
-    /// The folder is refused, or cannot be read.
+    /// Fails if the folder is refused (because another user owns it or may write to it), or if it cannot be read.
     pub fn usage(&self) -> Result<Usage, KernelFileError> {
         Ok(self.0.usage()?)
     }
 
-    /// Deletes every kernel, and returns what was deleted. Other files of the folder stay.
+    /// Deletes every kernel, and returns the number and total size of the deleted files. Other files in the folder stay.
     ///
     /// # Errors
-    /// The folder is refused, or a file cannot be deleted.
+    /// Fails if the folder is refused (because another user owns it or may write to it), or if a file cannot be deleted.
     pub fn clear(&self) -> Result<Usage, KernelFileError> {
         Ok(self.0.clear()?)
     }

@@ -6,34 +6,34 @@ use std::fmt::{self, Display};
 /// A `__global__` function of a kernel source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryPoint {
-    /// The forward pass, of both families.
+    /// Computes the forward pass; both families have it.
     Forward,
-    /// Lists query tiles before the forward kernel, for packed sequences and split-KV.
+    /// Lists the query tiles for the forward kernel, for packed sequences and split-KV. It runs before that kernel.
     TileList,
-    /// Merges the splits of split-KV, after the forward kernel.
+    /// Merges the splits of split-KV. It runs after the forward kernel.
     Combine,
-    /// Makes block-sparse index lists before either pass, for masks that read tensors.
+    /// Creates the block-sparse index lists of masks that read tensors. It runs before either pass.
     BlockLists,
-    /// The backward pass with `wgmma`.
+    /// Computes the backward pass with `wgmma`.
     Backward,
-    /// The log-sum-exp and delta of each row, before either backward pass.
+    /// Computes the log-sum-exp and the delta of each row. It runs before either backward kernel.
     BackwardPreprocess,
-    /// Converts the dQ accumulator, for head dims whose main kernel does not do it.
+    /// Converts the dQ accumulator, for head dims for which the main backward kernel does not convert it.
     ConvertDq,
-    /// dQ with `mma.sync`.
+    /// Computes dQ with `mma.sync`.
     BackwardDq,
-    /// dK, dV and gradients of parameters with `mma.sync`.
+    /// Computes dK, dV and gradients of parameters with `mma.sync`.
     BackwardDkv,
-    /// The gradient of the sinks with `mma.sync`.
+    /// Computes the gradient of the sinks, in the `mma.sync` family.
     SinkGradient,
-    /// Sums a gradient of a parameter in a fixed order, with `mma.sync`.
+    /// Sums a gradient of a parameter in a fixed order, in the `mma.sync` family.
     ReduceGradient,
     /// Rounds a gradient of a parameter to its element type.
     ConvertGradient,
 }
 
 impl EntryPoint {
-    /// Returns the name of the function in the source.
+    /// Returns the name of the function in the kernel source.
     pub fn name(self) -> &'static CStr {
         match self {
             EntryPoint::Forward => c"attention_forward",

@@ -33,77 +33,80 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CudaOptions {
-    /// `libcuda.so.1`. Otherwise the variable `CUDNN_GRAPH_DRIVER`, or the system's loader.
+    /// Path of the driver, `libcuda.so.1`. With `None`, the environment variable `CUDNN_GRAPH_DRIVER` is used if it is set, and otherwise
+    /// the search path of the system's loader.
     pub driver: Option<PathBuf>,
-    /// `libnvrtc.so.13`, or a folder that contains it. Otherwise the variable `SDPA_NVRTC`, the wheels of the active Python environment, or the
-    /// system's loader, in this order.
+    /// Path of NVRTC, `libnvrtc.so.13` or `libnvrtc.so.12`, or of a folder that contains it. With `None`, the path is the environment
+    /// variable `SDPA_NVRTC` if it is set. Otherwise the wheels of the active Python environment and then the search path of the system's
+    /// loader are searched.
     pub nvrtc: Option<PathBuf>,
-    /// The driver's ordinal of the device.
+    /// The ordinal of the device in the driver.
     pub ordinal: u32,
-    /// The tile for every problem whose head dims fit it, instead of [`Tile::of`]; for timing.
+    /// The tile for every forward problem whose head dims fit it; `None` for the tile of [`Tile::of`]. It is for timing.
     pub tile: Option<Tile>,
-    /// The only family of kernels to try, instead of all that the device runs, fastest first; for tests and timing.
+    /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first. It is for tests
+    /// and timing.
     pub family: Option<Family>,
-    /// Limits on cached plans.
+    /// Limits of the plan cache.
     pub plans: Limits,
-    /// Limits on cached kernels. Problems that differ only in lengths share kernels.
+    /// Limits of the kernel cache in memory. Problems that differ only in lengths share kernels.
     pub kernels: Limits,
-    /// The disk cache in which kernels are looked up before they are compiled, and stored. `None` by default; the command line and the Python package
-    /// use [`KernelCache::of_user`].
+    /// The disk cache of kernels. The executor looks there before it compiles a kernel, and stores compiled ones there. `None` by
+    /// default; the command line and the Python package use [`KernelCache::of_user`].
     pub kernel_cache: Option<KernelCache>,
 }
 
 impl CudaOptions {
-    /// Sets the file of the driver, `libcuda.so.1`.
+    /// Sets the path of the driver, `libcuda.so.1`.
     #[must_use]
     pub fn with_driver(mut self, driver: impl Into<Option<PathBuf>>) -> Self {
         self.driver = driver.into();
         self
     }
 
-    /// Sets the file of NVRTC, or a folder that contains it.
+    /// Sets the path of NVRTC, or of a folder that contains it.
     #[must_use]
     pub fn with_nvrtc(mut self, nvrtc: impl Into<Option<PathBuf>>) -> Self {
         self.nvrtc = nvrtc.into();
         self
     }
 
-    /// Sets the driver's ordinal of the device.
+    /// Sets the ordinal of the device in the driver.
     #[must_use]
     pub fn with_ordinal(mut self, ordinal: u32) -> Self {
         self.ordinal = ordinal;
         self
     }
 
-    /// Sets the tile configuration for every problem whose head dims fit it.
+    /// Sets the tile for every forward problem whose head dims fit it.
     #[must_use]
     pub fn with_tile(mut self, tile: impl Into<Option<Tile>>) -> Self {
         self.tile = tile.into();
         self
     }
 
-    /// Sets the only family of kernels that is used.
+    /// Sets the only family of kernels to try.
     #[must_use]
     pub fn with_family(mut self, family: impl Into<Option<Family>>) -> Self {
         self.family = family.into();
         self
     }
 
-    /// Sets the limits on cached plans.
+    /// Sets the limits of the plan cache.
     #[must_use]
     pub fn with_plans(mut self, plans: Limits) -> Self {
         self.plans = plans;
         self
     }
 
-    /// Sets the limits on cached kernels.
+    /// Sets the limits of the kernel cache in memory.
     #[must_use]
     pub fn with_kernels(mut self, kernels: Limits) -> Self {
         self.kernels = kernels;
         self
     }
 
-    /// Sets the disk cache in which kernels are looked up before they are compiled.
+    /// Sets the disk cache of kernels, where the executor looks before it compiles.
     #[must_use]
     pub fn with_kernel_cache(mut self, kernel_cache: impl Into<Option<KernelCache>>) -> Self {
         self.kernel_cache = kernel_cache.into();
@@ -134,10 +137,10 @@ pub struct CudaExecutor {
 }
 
 impl CudaExecutor {
-    /// Finds the driver, the device and NVRTC.
+    /// Creates the executor: loads the driver and NVRTC, and finds the device.
     ///
     /// # Errors
-    /// Names the missing driver, device or NVRTC, with the paths searched.
+    /// Returns an error that names the missing driver, device or NVRTC, with the paths that were searched.
     pub fn new(options: CudaOptions) -> Result<CudaExecutor, sdpa_driver::Error> {
         let device = Driver::load(options.driver.as_deref())?.device(options.ordinal)?;
         let nvrtc = Nvrtc::load(options.nvrtc.as_deref())?;
@@ -153,61 +156,64 @@ impl CudaExecutor {
         })
     }
 
-    /// Returns the device on which everything runs.
+    /// Returns the device of the executor.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Returns NVRTC.
+    /// Returns the NVRTC library that compiles kernels.
     pub fn nvrtc(&self) -> &Nvrtc {
         &self.nvrtc
     }
 
-    /// Explains whether the plan of a pass is cached. On a miss, names the nearest key and the fields that differ. Changes nothing.
+    /// Explains whether the plan of a pass is cached. On a miss, it names the nearest key and the fields that differ. It does not change
+    /// the cache.
     pub fn explain(&self, job: &Job) -> Explanation {
         self.plans.explain(job)
     }
 
-    /// Returns snapshots of the two caches: plans, kernels.
+    /// Returns snapshots of two caches: first the plan cache, then the kernel cache in memory.
     pub fn snapshots(&self) -> [CacheSnapshot; 2] {
         [self.plans.snapshot(), self.kernels.snapshot()]
     }
 
-    /// Returns the disk cache of kernels.
+    /// Returns the disk cache of kernels; `None` if there is none.
     pub fn kernel_cache(&self) -> Option<KernelCache> {
         self.disk.cache()
     }
 
-    /// Replaces the disk cache for kernels that are built from now on. `None` turns it off.
+    /// Replaces the disk cache of kernels. It applies to kernels that are built from now on; `None` turns the disk cache off.
     pub fn set_kernel_cache(&self, cache: Option<KernelCache>) {
         self.disk.set(cache);
     }
 
-    /// Returns the origin of each kernel in memory: a file, the kernel cache on disk, or NVRTC.
+    /// Returns the origin of each kernel in memory: an attached file, the disk cache, or NVRTC.
     pub fn origins(&self) -> Vec<Origin> {
         self.kernels.values().into_iter().map(|(_, kernel)| kernel.origin).collect()
     }
 
-    /// Returns the plan of a forward pass, from the cache or made now. The flag is true on a hit.
+    /// Returns the plan of a forward pass. The flag is true if the plan was in the cache, and false if it is built now.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with every reason, or a failure of the environment.
+    /// Returns [`Error::Unsupported`] with every reason if there is no kernel for the problem. Any other error is a failure of the
+    /// environment.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
         let build = || self.build(problem.clone().into(), self.target.forward(problem)?);
         self.plans.get_or_build(&JobQuery::Forward(problem), build)
     }
 
-    /// Returns the plan of a backward pass, from the cache or made now. The flag is true on a hit.
+    /// Returns the plan of a backward pass. The flag is true if the plan was in the cache, and false if it is built now.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with every reason, or a failure of the environment.
+    /// Returns [`Error::Unsupported`] with every reason if there is no kernel for the problem. Any other error is a failure of the
+    /// environment.
     pub fn gradient(&self, problem: &BackwardProblem) -> Result<(Arc<CudaPlan>, bool), Error> {
         let build = || self.build(problem.clone().into(), self.target.backward(problem)?);
         self.plans.get_or_build(&JobQuery::Backward(problem), build)
     }
 
-    /// Returns whether the kernels of the tuned family are those for which [exceptions](crate::EXCEPTIONS) were measured. NVRTC before 12.9 compiles
-    /// slower ones.
+    /// Returns whether kernels are as fast as those for which the [exceptions](crate::EXCEPTIONS) were measured. NVRTC before 12.9
+    /// compiles slower ones.
     pub fn is_as_measured(&self) -> bool {
         kernel::is_fast(self.nvrtc.version())
     }
@@ -215,7 +221,7 @@ impl CudaExecutor {
     /// Returns the family of kernels that supports a forward problem on this device.
     ///
     /// # Errors
-    /// Why no family does.
+    /// Returns the reasons why no family supports the problem.
     pub fn family(&self, problem: &Problem) -> Result<Family, Unsupported> {
         self.target.supported_forward(problem).map(|(family, _)| family)
     }
@@ -223,7 +229,7 @@ impl CudaExecutor {
     /// Returns the family of kernels that supports a backward problem on this device.
     ///
     /// # Errors
-    /// Why no family does.
+    /// Returns the reasons why no family supports the problem.
     pub fn backward_family(&self, problem: &BackwardProblem) -> Result<Family, Unsupported> {
         self.target.supported_backward(problem).map(|(family, _)| family)
     }

@@ -2,12 +2,12 @@
 
 use std::fmt::{self, Display};
 
-/// The kernels of a pass, by their tensor core instructions.
+/// A family of kernels, named after its tensor core instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// `wgmma` and TMA: for compute capability 9.0, and tuned for it.
+    /// Kernels with `wgmma` and TMA, for compute capability 9.0 only and tuned for it.
     Wgmma,
-    /// `mma.sync` and asynchronous copies by threads: for compute capability 8.0 and later. Correct but not tuned.
+    /// Kernels with `mma.sync` and asynchronous copies by threads, for compute capability 8.0 and later. They are correct but not tuned.
     Mma,
 }
 
@@ -23,7 +23,7 @@ impl Family {
         }
     }
 
-    /// Returns whether a device of this compute capability (90 for 9.0) has its instructions.
+    /// Returns whether a device of compute capability `sm` (90 for 9.0) has the family's instructions.
     pub fn runs_on(self, sm: u32) -> bool {
         match self {
             Family::Wgmma => sm == 90,
@@ -39,7 +39,8 @@ impl Family {
         }
     }
 
-    /// Returns the architecture for which its source is compiled, on a device of this compute capability.
+    /// Returns the architecture for which the family's source is compiled, such as `sm_90a`, on a device of compute capability `sm` (90
+    /// for 9.0).
     pub fn architecture(self, sm: u32) -> String {
         match self {
             // Architecture-specific instructions such as WGMMA need the suffix `a`.

@@ -9,19 +9,20 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, RwLock};
 
-/// The header of a kernel file. Source, architecture and compiler version are in the keys of the kernels.
+/// The header of a kernel file. It has only the version of the key format: source, architecture and compiler version are in the keys of
+/// the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelHead {
-    /// Version of the key format.
+    /// Version of the format of kernel keys.
     pub kernels: u32,
 }
 
 impl KernelHead {
-    /// Returns true for a kernel file, false for a file of cuDNN's plans. Both have the same format with different headers.
+    /// Returns true for a kernel file, and false for a file of cuDNN plans. Both have the same format with different headers.
     ///
     /// # Errors
-    /// The file cannot be read, or is damaged before its kernels, so its kind is unknown.
+    /// Fails if the file cannot be read, or if it is damaged before its first kernel, so that its kind is unknown.
     pub fn is_of(path: impl AsRef<Path>) -> Result<bool, PlanFileError> {
         match PlanFile::<KernelHead>::open(path) {
             Ok(_) => Ok(true),
@@ -35,7 +36,7 @@ impl KernelHead {
 /// The version of this build.
 pub(crate) const HERE: KernelHead = KernelHead { kernels: 1 };
 
-/// The key format of a file differs.
+/// The error for a file with another key format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OtherKeys {
     file: u32,
@@ -55,14 +56,14 @@ impl Head for KernelHead {
     }
 }
 
-/// Why an executor cannot use a kernel file.
+/// The reason why an executor cannot use a kernel file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelFileError {
     /// The file cannot be read or written.
     #[error(transparent)]
     File(#[from] PlanFileError),
-    /// Another version of this crate wrote it.
+    /// Another version of this crate wrote the file, with another key format.
     #[error("{0}")]
     Mismatch(OtherKeys),
 }
@@ -110,11 +111,11 @@ fn digest(key: &KernelKey, [major, minor]: [i32; 2]) -> Digest {
     Digest::parts().part(compiler.as_bytes()).part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
 }
 
-/// Checks whether kernels can be added to a file: it does not exist, or is a kernel file of this version with only readable kernels. [`add`] drops
-/// unreadable ones.
+/// Checks that kernels can be added to a file without losing any. It must not exist, or be a kernel file of this version in which every
+/// kernel is readable; [`add`] drops unreadable ones.
 ///
 /// # Errors
-/// The file is not a valid kernel file.
+/// Fails if the file exists but is not such a kernel file.
 pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
     match PlanFile::open(path) {
         Ok(file) => {
@@ -147,7 +148,7 @@ pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
 /// ```
 ///
 /// # Errors
-/// The file or its folder cannot be used.
+/// Fails if the file or its folder cannot be used.
 pub fn add(path: impl AsRef<Path>, kernels: impl IntoIterator<Item = MachineCode>) -> Result<(), KernelFileError> {
     let record = |MachineCode { key, compiler, code }| Record { key: digest(&key, compiler), label: key.label(), payload: code };
     planfile::add(path, &HERE, kernels.into_iter().map(record))?;
@@ -155,13 +156,14 @@ pub fn add(path: impl AsRef<Path>, kernels: impl IntoIterator<Item = MachineCode
 }
 
 impl CudaExecutor {
-    /// Attaches a kernel file: from now on kernels are looked up there before they are compiled. Only its index is read now; each kernel is read when
-    /// needed. A damaged one is compiled anew, with a warning. Returns how many kernels the file has.
+    /// Attaches a kernel file: from now on the executor looks for kernels in the file before it compiles them. Only the index is read
+    /// now; each kernel is read when it is needed. A damaged kernel is compiled anew, with a warning. Returns the number of kernels in
+    /// the file.
     ///
     /// **A kernel is machine code: load only files that you trust.** See [`sdpa_nvidia::planfile`].
     ///
     /// # Errors
-    /// The file is not a valid kernel file.
+    /// Fails if the file is not a valid kernel file.
     pub fn attach(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
         let file = PlanFile::open(path)?;
         if let Some(mismatch) = KernelHead::mismatch(file.header(), &HERE) {
@@ -172,8 +174,8 @@ impl CudaExecutor {
         Ok(kernels)
     }
 
-    /// Returns, for each attached file in order, why it lacks a kernel that was compiled: it has no such kernel, or a bad one. `None` for a file with
-    /// every cached kernel, and for all files if together they have every cached kernel.
+    /// Returns, for each attached file in order, why it lacks a kernel that this executor has in memory: the file has no such kernel, or
+    /// an unusable one. Only kernels that no attached file has are considered. `None` if there is no such kernel.
     pub fn without_kernels(&self) -> Vec<Option<String>> {
         let (files, nvrtc) = (self.files.open(), self.nvrtc().version());
         let keys = self.kernels.values().into_iter().map(|(key, _)| key);
@@ -186,7 +188,7 @@ impl CudaExecutor {
         self.files.open().len()
     }
 
-    /// Adds every cached kernel to a file, and creates the file if needed. Existing kernels stay. Returns how many kernels are cached.
+    /// Adds every cached kernel to a file, and creates the file if needed. Existing kernels stay. Returns the number of cached kernels.
     ///
     /// ```no_run
     /// use sdpa_cuda::{CudaExecutor, CudaOptions};
@@ -199,7 +201,7 @@ impl CudaExecutor {
     /// ```
     ///
     /// # Errors
-    /// The file or its folder cannot be used.
+    /// Fails if the file or its folder cannot be used.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
         let compiler = self.nvrtc().version();
         let kernel = |(key, kernel): (KernelKey, Arc<Kernel>)| MachineCode { key, compiler, code: kernel.code.clone() };

@@ -6,23 +6,24 @@
 use crate::problem::{Forward, Lists};
 use sdpa_core::expr::{Judged, Trace};
 
-/// The bit of an item of [`BlockMap::blocks`] that marks a partial block: the mask may mask out a part of it.
+/// The bit of an item of [`BlockMap::blocks`] that marks a partial block, in which the mask may mask out some pairs.
 pub const PARTLY: u32 = 1 << 31;
 
-/// The KV blocks of every query tile, or the query tiles of every KV block. Lists of one head of a batch entry are adjacent, then come further heads,
-/// then further batch entries, where these differ.
+/// Block-sparse index lists: the KV blocks of every query tile, or the query tiles of every KV block. The lists of one head are adjacent.
+/// If lists differ between heads or batch entries, those of further heads follow, and then those of further batch entries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockMap {
-    /// The start of each list in `blocks`, and the end of the last one.
+    /// Index in `blocks` of the start of each list, and the end of the last list.
     pub begin: Vec<u32>,
-    /// KV blocks, the last of each list first, or query tiles in ascending order. [`PARTLY`] marks partial blocks.
+    /// The items of all lists: KV blocks in descending order, or query tiles in ascending order. [`PARTLY`] marks partial blocks.
     pub blocks: Vec<u32>,
-    /// Number of batch entries and of heads with lists of their own: 1 if all share them.
+    /// The number of batch entries and of heads that have their own lists. It is 1 where all share them.
     pub rows: [i64; 2],
 }
 
 impl BlockMap {
-    /// Returns the KV blocks of `keys` keys for each tile of `queries` queries; `None` unless the problem has an index-only mask.
+    /// Creates the lists of KV blocks of `keys` keys, one list for each tile of `queries` queries. Returns `None` unless the problem has
+    /// an index-only mask.
     pub fn of_queries(problem: &Forward, queries: u32, keys: u32) -> Option<BlockMap> {
         let [queries, keys] = [queries, keys].map(i64::from);
         let [_, _, seq_q, seq_kv] = problem.extents;
@@ -40,7 +41,8 @@ impl BlockMap {
         })
     }
 
-    /// Returns the tiles of `queries` queries for each KV block of `keys` keys; `None` unless the problem has an index-only mask.
+    /// Creates the lists of tiles of `queries` queries, one list for each KV block of `keys` keys. Returns `None` unless the problem has
+    /// an index-only mask.
     pub fn of_keys(problem: &Forward, queries: u32, keys: u32) -> Option<BlockMap> {
         let [queries, keys] = [queries, keys].map(i64::from);
         let [_, _, seq_q, seq_kv] = problem.extents;
@@ -72,7 +74,7 @@ impl BlockMap {
         Some(list.map)
     }
 
-    /// Returns the size in device memory, in bytes.
+    /// Returns the size of the lists in device memory, in bytes.
     pub fn bytes(&self) -> u64 {
         4 * (self.begin.len() + self.blocks.len()) as u64
     }

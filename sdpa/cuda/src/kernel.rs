@@ -12,14 +12,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Everything on which compiled kernels depend, compared in full: the key of the kernel cache.
+/// The key of the kernel cache: everything on which compiled kernels depend. Keys are compared in full.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
     /// The CUDA source.
     pub source: Arc<str>,
-    /// The entry points of the source, the main one first, with the bytes of shared memory of each launch.
+    /// The entry points of the source, the main one first, each with the bytes of shared memory of a launch.
     pub entries: Vec<(EntryPoint, u32)>,
-    /// The tile configuration, for reports.
+    /// A description of the tile configuration, for reports.
     pub tile: String,
     /// The architecture of the machine code, such as `sm_90a`.
     pub architecture: String,
@@ -52,16 +52,16 @@ pub enum Origin {
     File,
     /// The disk cache of kernels ([`KernelCache`](crate::KernelCache)).
     Cache,
-    /// NVRTC compiled it.
+    /// NVRTC compiled the kernel.
     Compiled,
 }
 
-/// The kernels of one source, compiled and loaded on a device.
+/// The kernels of one source, compiled and loaded on one device.
 #[derive(Debug)]
 pub struct Kernel {
-    /// The loaded code.
+    /// The loaded machine code.
     pub module: Module,
-    /// The entry points of the code, in the order of [`KernelKey::entries`].
+    /// The entry points of the machine code, in the order of [`KernelKey::entries`].
     pub entries: Vec<(EntryPoint, Entry)>,
     /// The machine code, for files.
     pub(crate) code: Vec<u8>,
@@ -83,13 +83,13 @@ impl CacheValue for Kernel {
     }
 }
 
-/// The kernel cache, by source.
+/// The cache of loaded kernels, keyed by source.
 pub type Kernels = PlanCache<KernelKey, Arc<Kernel>, Unsupported>;
 
 /// Compiles a kernel source to machine code for compute capability 9.0 (`sm_90a`).
 ///
 /// # Errors
-/// [`sdpa_driver::Error::Compile`].
+/// Returns [`sdpa_driver::Error::Compile`] with the compiler's log.
 pub fn compile(nvrtc: &Nvrtc, source: &str) -> Result<Compiled, sdpa_driver::Error> {
     compile_for(nvrtc, source, "sm_90a")
 }
@@ -97,12 +97,13 @@ pub fn compile(nvrtc: &Nvrtc, source: &str) -> Result<Compiled, sdpa_driver::Err
 /// Compiles a kernel source to machine code for an architecture, such as `sm_80`.
 ///
 /// # Errors
-/// [`sdpa_driver::Error::Compile`].
+/// Returns [`sdpa_driver::Error::Compile`] with the compiler's log.
 pub fn compile_for(nvrtc: &Nvrtc, source: &str, architecture: &str) -> Result<Compiled, sdpa_driver::Error> {
     nvrtc.compile(source, architecture, &OPTIONS)
 }
 
-/// Returns the compiler's warning that it serialises WGMMAs, because registers are short or a result is read early. The code is correct but slow.
+/// Returns the compiler's warning that it serialised WGMMAs, if there is one. The cause is a shortage of registers or a result that is
+/// read too early; the code is correct but slow.
 pub fn serialized(compiled: &Compiled) -> Option<&str> {
     compiled.log.lines().find(|line| line.contains("(C75"))
 }
@@ -115,7 +116,7 @@ pub(crate) fn is_fast(version: [i32; 2]) -> bool {
     version >= SIDE_BY_SIDE_FROM
 }
 
-/// The machine code of a kernel, as stored in files.
+/// The machine code of a kernel, in the form in which files store it.
 #[derive(Debug)]
 pub struct MachineCode {
     /// The key of its source.
@@ -127,10 +128,10 @@ pub struct MachineCode {
 }
 
 impl MachineCode {
-    /// Compiles a kernel. Needs no device.
+    /// Compiles the kernel of this key. It needs no device.
     ///
     /// # Errors
-    /// [`sdpa_driver::Error::Compile`].
+    /// Returns [`sdpa_driver::Error::Compile`] with the compiler's log.
     pub fn compile(nvrtc: &Nvrtc, key: KernelKey) -> Result<MachineCode, sdpa_driver::Error> {
         let compiled = compile_for(nvrtc, &key.source, &key.architecture)?;
         if let Some(why) = serialized(&compiled) {
@@ -139,7 +140,7 @@ impl MachineCode {
         Ok(MachineCode { key, compiler: nvrtc.version(), code: compiled.code })
     }
 
-    /// Returns the ELF file.
+    /// Returns the machine code: the bytes of an ELF file.
     pub fn code(&self) -> &[u8] {
         &self.code
     }
@@ -167,10 +168,10 @@ impl Kernel {
         Ok(Kernel::load(device, key, compiled.code, Origin::Compiled, start)?)
     }
 
-    /// Finds an entry point of the code.
+    /// Returns an entry point of the machine code.
     ///
     /// # Errors
-    /// [`Error::Bug`] if the code does not have it.
+    /// Returns [`Error::Bug`] if the code does not have this entry point.
     pub fn entry(&self, point: EntryPoint) -> Result<&Entry, Error> {
         let found = self.entries.iter().find(|(known, _)| *known == point);
         found.map(|(_, entry)| entry).ok_or_else(|| Error::Bug(format!("a kernel source has no {point}")))

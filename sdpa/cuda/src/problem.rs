@@ -11,20 +11,20 @@ use sdpa_emit::Captured;
 use sdpa_nvidia::JobQuery;
 use std::sync::Arc;
 
-/// The kernels' view of a forward problem.
+/// The forward problem in the form that the kernels use.
 #[derive(Clone, Debug)]
 pub struct Forward {
-    /// The element type of operands: f16 or bf16; for the `mma.sync` kernels also f32.
+    /// The element type of operands: f16 or bf16, or also f32 for the `mma.sync` kernels.
     pub dtype: DType,
-    /// `q`, `k`, `v`, `o`: extents, strides, alignment.
+    /// Extents, strides and alignment of `q`, `k`, `v` and `o`.
     pub tensors: [TensorSpec; 4],
     /// The mask's band and prefix.
     pub region: Region,
     /// The mask's bottom-right aligned band.
     pub ends: Ends,
-    /// Whether batch entries have lengths of queries.
+    /// Whether the problem has a query length for each batch entry.
     pub seq_len_q: bool,
-    /// Whether batch entries have lengths of keys.
+    /// Whether the problem has a key length for each batch entry.
     pub seq_len_kv: bool,
     /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
@@ -36,7 +36,7 @@ pub struct Forward {
     pub sink: bool,
     /// Dropout of P, if any.
     pub dropout: Option<Dropout>,
-    /// The row statistics that are written, in the order of [`Statistic::ALL`]: f32 (batch, heads_q, seq_q) each.
+    /// Whether each row statistic is computed, in the order of [`Statistic::ALL`]. Each is an f32 tensor (batch, heads_q, seq_q).
     pub statistics: [bool; 3],
     /// The base of the logarithms in `stats`.
     pub stats_base: StatsBase,
@@ -44,39 +44,39 @@ pub struct Forward {
     pub extents: [i64; 4],
     /// Query heads per KV head.
     pub group: i64,
-    /// The packing of sequences, if any.
+    /// The layout of packed sequences; `None` if the batch is not packed.
     pub packed: Option<Packs>,
-    /// The paging of keys and values, if any.
+    /// The paging of keys and values; `None` if they are not paged.
     pub paged: Option<Paged>,
 }
 
 /// The layout of packed sequences, without `cu_seqlens`, which belong to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packs {
-    /// Whether keys are packed, not only queries.
+    /// Whether keys are packed too, not only queries.
     pub keys: bool,
     /// Whether `cu_seqlens` are i64, not i32.
     pub wide: bool,
-    /// The most query and key tokens of a call.
+    /// The largest numbers of query and key tokens in a call.
     pub totals: [i64; 2],
 }
 
-/// When block-sparse index lists are made.
+/// The time at which block-sparse index lists are created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lists {
     /// Never: the mask consists of bands and lengths.
     None,
-    /// With the plan: the mask depends on indices only.
+    /// When the plan is built: the mask depends on indices only.
     AtPlan,
-    /// At each call, on the device: the mask reads tensors or scalars of the call.
+    /// In each call, on the device: the mask reads tensors or scalars of the call.
     AtCall,
 }
 
 impl Forward {
-    /// Creates the view of a problem.
+    /// Creates the kernels' form of a forward problem.
     ///
     /// # Errors
-    /// Every limit of the kernels that the problem breaks.
+    /// Returns every limit of the kernels that the problem breaks.
     pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
         let check = checked(JobQuery::Forward(problem));
         if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
@@ -111,7 +111,7 @@ impl Forward {
         }
     }
 
-    /// Returns whether a row statistic is written.
+    /// Returns whether a row statistic is computed.
     pub fn writes(&self, statistic: Statistic) -> bool {
         self.statistics[statistic as usize]
     }
@@ -137,7 +137,7 @@ impl Forward {
         nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()
     }
 
-    /// Returns when the block lists of `keep` are made.
+    /// Returns when the block-sparse index lists of `keep` are created.
     pub fn lists(&self) -> Lists {
         match &self.keep {
             None => Lists::None,
@@ -146,7 +146,7 @@ impl Forward {
         }
     }
 
-    /// Returns the number of batch entries and of heads with block lists of their own: 1 if `keep` is the same for all.
+    /// Returns the number of batch entries and of heads that have their own block lists. It is 1 where `keep` is the same for all.
     pub fn list_rows(&self) -> [i64; 2] {
         let [batch, heads, ..] = self.extents;
         let differs = |axis| {

@@ -62,11 +62,11 @@ pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");
 const PADDING: (&str, &str) = piece!("padding.cuh");
 const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 
-/// Compiler options other than the architecture. Functions without a qualifier are device functions. Approximate division and flushing to zero happen
-/// only where a kernel requests them.
+/// Compiler options other than the architecture. They make functions without a qualifier device functions. They do not enable approximate
+/// division or flushing to zero, which kernels request where they need it.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
-/// Bytes of shared memory of [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists): a word for each of its 32 warps.
+/// Shared memory of [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists) in bytes: 4 bytes for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
 /// Traces above this weight are compiled once, for full and partial blocks: compiling them for 64 scores takes long, and the mask costs little in
@@ -177,7 +177,7 @@ fn held(sixteens: u32, dim: i64) -> u32 {
     (4 * sixteens.min(steps(dim, COLUMNS) as u32)).max(1)
 }
 
-/// Returns the CUDA source of the forward kernel of a problem, with this tile.
+/// Returns the CUDA source of the forward kernel of a problem with this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
     let own = [
@@ -227,7 +227,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text
 }
 
-/// Returns the CUDA source of the kernels of a backward pass, with this tile.
+/// Returns the CUDA source of the kernels of a backward pass with this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
     let tight = forward.is_tight();

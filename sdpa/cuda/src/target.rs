@@ -22,21 +22,21 @@ use sdpa_nvidia::Job;
 pub struct Target {
     /// The compute capability: 90 for 9.0.
     pub sm: u32,
-    /// Number of SMs. It decides whether keys are split, and whether thread blocks share a GQA group.
+    /// Number of SMs. It determines whether keys are split, and whether several thread blocks share a GQA group.
     pub multiprocessors: u32,
-    /// The tile for every forward problem whose head dims fit it, instead of [`Forward::tile`].
+    /// The tile for every forward problem whose head dims fit it; `None` for the tile of [`Forward::tile`].
     pub tile: Option<Tile>,
-    /// The only family of kernels to try, instead of all that the device runs, fastest first.
+    /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first.
     pub family: Option<Family>,
 }
 
 impl Target {
-    /// Describes a device of this compute capability and number of SMs.
+    /// Creates the description of a device with compute capability `sm` (90 for 9.0) and this number of SMs.
     pub fn new(sm: u32, multiprocessors: u32) -> Target {
         Target { sm, multiprocessors, tile: None, family: None }
     }
 
-    /// Describes a present device.
+    /// Creates the description of a device in this machine.
     pub fn of(device: &Device) -> Target {
         Target::new(device.sm(), device.sm_count())
     }
@@ -56,7 +56,7 @@ impl Target {
     /// ```
     ///
     /// # Errors
-    /// Every limit of the kernels that the pass breaks, on this device.
+    /// Returns every limit of the kernels that the pass breaks on this device.
     pub fn kernels(&self, job: &Job) -> Result<Vec<KernelKey>, Unsupported> {
         Ok(self.schedule_of(job)?.kernels)
     }
@@ -77,7 +77,7 @@ impl Target {
     /// ```
     ///
     /// # Errors
-    /// As for [`Target::kernels`].
+    /// Fails as [`Target::kernels`] does.
     pub fn schedule(&self, job: &Job) -> Result<ScheduleReport, Unsupported> {
         Ok(self.schedule_of(job)?.report())
     }

@@ -1,40 +1,42 @@
 //! Tile configurations: queries per CTA, keys per step, pipeline stages, registers.
 
-/// The tile of a thread block in the forward kernel, for head dims up to `dim_qk` and `dim_v`.
+/// The tile configuration of the forward kernel, for head dims up to `dim_qk` and `dim_v`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Columns of queries and keys in shared memory: a multiple of 64.
+    /// Number of columns of queries and keys in shared memory: a multiple of 64.
     pub dim_qk: u32,
-    /// Columns of values and outputs in shared memory: a multiple of 64.
+    /// Number of columns of values and outputs in shared memory: a multiple of 64.
     pub dim_v: u32,
-    /// Consumer warpgroups, each with 64 queries.
+    /// Number of consumer warpgroups, each with 64 queries.
     pub groups: u32,
-    /// Keys of a KV block: a multiple of 16.
+    /// Number of keys in a KV block: a multiple of 16.
     pub keys: u32,
-    /// Pipeline stages: KV blocks that are in shared memory at once.
+    /// Number of pipeline stages, which is the number of KV blocks in shared memory at once.
     pub stages: u32,
     /// Whether warpgroups use ping-pong scheduling: the softmax of one overlaps with the GEMMs of another.
     pub turns: bool,
-    /// Whether the output has its own shared memory, so that the next queries can be loaded while it is stored.
+    /// Whether the output has its own shared memory, so that the next queries can be loaded while the output is stored.
     pub output_apart: bool,
-    /// Columns of queries that a warpgroup keeps in registers for all keys of a tile, in units of 16. WGMMA reads them from shared memory only once.
+    /// Columns of queries that a consumer warpgroup keeps in registers for all keys of a tile, in units of 16 columns. WGMMA reads these
+    /// columns from shared memory only once.
     pub held: u32,
-    /// Registers per consumer thread.
+    /// Number of registers per consumer thread.
     pub group_registers: u32,
-    /// Registers per producer thread.
+    /// Number of registers per producer thread.
     pub bring_registers: u32,
-    /// PackGQA: the queries and heads of a tile, for few queries.
+    /// The packed GQA tile, for few queries; `None` for tiles of one head.
     pub few: Option<Few>,
-    /// Split-KV: whether several thread blocks may process the keys of a tile, with a combine kernel.
+    /// Whether split-KV is possible: several thread blocks may process the keys of a tile, and a combine kernel merges their results.
     pub split: bool,
 }
 
-/// A packed GQA tile: few queries of several heads of a GQA group. Its rows are queries times heads, at most those of a warpgroup.
+/// A packed GQA tile (PackGQA): few queries of several heads of a GQA group. The number of rows, queries times heads, is at most that of
+/// a warpgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Few {
-    /// Queries per head: a power of two.
+    /// Number of queries per head: a power of two.
     pub queries: u32,
-    /// Query heads per KV head in the tile.
+    /// Number of query heads in the tile, which share a KV head.
     pub heads: u32,
 }
 
@@ -48,7 +50,7 @@ const TILE_ITEMS: u32 = 256;
 const ROW_BYTES: u32 = 128;
 /// Columns of a panel.
 pub(crate) const PANEL: u32 = 64;
-/// The most shared memory of a thread block in bytes, on compute capability 9.0.
+/// The largest shared memory of a thread block in bytes, on compute capability 9.0.
 pub const SHARED_BYTES: u32 = 232_448;
 
 /// The tiles, ordered by head dims: the first that fits both is used.
@@ -97,21 +99,21 @@ const fn usual_tile(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
     }
 }
 
-/// The largest head dim with a tile.
+/// The largest head dim that has a tile.
 pub const MOST_DIM: i64 = 256;
 
 impl Tile {
-    /// Returns the usual tile for these head dims; `None` above [`MOST_DIM`].
+    /// Returns the default tile for these head dims; `None` above [`MOST_DIM`].
     pub fn of(dim_qk: i64, dim_v: i64) -> Option<Tile> {
         TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// Returns the tile for many keys with these head dims, if there is one.
+    /// Returns the tile for many keys with these head dims; `None` if there is none.
     pub fn of_long(dim_qk: i64, dim_v: i64) -> Option<Tile> {
         Tile::of(dim_qk, dim_v).filter(|usual| (usual.dim_qk, usual.dim_v) == (LONG_TILE.dim_qk, LONG_TILE.dim_v)).map(|_| LONG_TILE)
     }
 
-    /// Returns the tile for few queries with these head dims; `None` above [`MOST_DIM`].
+    /// Returns the packed GQA tile for these head dims; `None` above [`MOST_DIM`].
     pub fn of_few(dim_qk: i64, dim_v: i64, few: Few) -> Option<Tile> {
         let tile = FEW_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))?;
         Some(Tile { few: Some(few), ..tile })
@@ -127,28 +129,28 @@ impl Tile {
         TILES.into_iter().chain([LONG_TILE]).chain(FEW_TILES)
     }
 
-    /// Returns the rows of a thread block.
+    /// Returns the number of query rows per thread block.
     pub fn rows(&self) -> u32 {
         self.groups * GROUP_QUERIES
     }
 
-    /// Returns the queries per head of a tile.
+    /// Returns the number of queries per head in a tile.
     pub fn queries(&self) -> u32 {
         self.few.map_or(self.rows(), |few| few.queries)
     }
 
-    /// Returns the query heads of a tile.
+    /// Returns the number of query heads in a tile.
     pub fn heads(&self) -> u32 {
         self.few.map_or(1, |few| few.heads)
     }
 
-    /// Returns the threads of a thread block: consumer warpgroups and a producer warpgroup.
+    /// Returns the number of threads per thread block: the consumer warpgroups and one producer warpgroup.
     pub fn threads(&self) -> u32 {
         128 * (self.groups + 1)
     }
 
-    /// Returns the shared memory of a thread block in bytes: queries, keys and values, the output unless it reuses the queries' memory, mbarriers,
-    /// items of the tile list.
+    /// Returns the shared memory of a thread block in bytes. It holds queries, keys and values, mbarriers, items of the tile list, and
+    /// the output unless it reuses the memory of the queries.
     pub fn shared_bytes(&self) -> u32 {
         let panels = |dim: u32| dim / PANEL * ROW_BYTES;
         let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
@@ -163,31 +165,32 @@ impl Tile {
     }
 }
 
-/// The tile of a backward pass, for head dims up to `dim_qk` and `dim_v`: two consumer warpgroups, each with 64 keys.
+/// The tile configuration of a backward pass, for head dims up to `dim_qk` and `dim_v`. It has two consumer warpgroups, each with 64
+/// keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
-    /// Columns of queries and keys in shared memory: a multiple of 64.
+    /// Number of columns of queries and keys in shared memory: a multiple of 64.
     pub dim_qk: u32,
-    /// Columns of values and outputs in shared memory: a multiple of 64.
+    /// Number of columns of values and outputs in shared memory: a multiple of 64.
     pub dim_v: u32,
-    /// Queries of a step: 64 or 128.
+    /// Number of queries in a step: 64 or 128.
     pub queries: u32,
-    /// Column parts in which different thread blocks compute gradients: 1 or 2.
+    /// Number of parts into which the columns of the gradients are divided, each for another thread block: 1 or 2.
     pub parts: u32,
-    /// Whether two CTAs form a cluster: each has the scores of half the keys, and only dQ has column parts.
+    /// Whether two CTAs form a cluster. Each then computes the scores of half the keys, and only dQ is divided into column parts.
     pub two_cta: bool,
-    /// Thread blocks that share the query heads of a KV head: 1, or more if there are too few KV blocks.
+    /// Number of thread blocks that share the query heads of a KV head: 1, or more if there are too few KV blocks.
     pub shares: u32,
-    /// Pipeline stages of Q.
+    /// Number of pipeline stages of Q.
     pub stages: u32,
-    /// Pipeline stages of dO.
+    /// Number of pipeline stages of dO.
     pub output_stages: u32,
-    /// Columns of keys and of values that a warpgroup keeps in registers for all queries, in units of 16. WGMMA reads them from shared memory only
-    /// once.
+    /// Columns of keys and of values that a consumer warpgroup keeps in registers for all queries, in units of 16 columns. WGMMA reads
+    /// these columns from shared memory only once.
     pub held: [u32; 2],
-    /// Registers per consumer thread.
+    /// Number of registers per consumer thread.
     pub group_registers: u32,
-    /// Registers per producer thread.
+    /// Number of registers per producer thread.
     pub bring_registers: u32,
 }
 
@@ -224,17 +227,17 @@ const fn usual_backward_tile(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTil
 }
 
 impl BackwardTile {
-    /// Keys of a thread block, or of both CTAs of a cluster.
+    /// Number of keys of a thread block, or of both CTAs of a cluster together.
     pub const KEYS: u32 = 128;
-    /// Threads of a thread block: consumer warpgroups and a producer warpgroup.
+    /// Number of threads per thread block: two consumer warpgroups and one producer warpgroup.
     pub const THREADS: u32 = 384;
 
-    /// Returns the tile for these head dims; `None` above [`MOST_DIM`].
+    /// Returns the default backward tile for these head dims; `None` above [`MOST_DIM`].
     pub fn of(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
         BACKWARD_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// Returns the 2-CTA tile for these head dims, if there is one.
+    /// Returns the 2-CTA tile for these head dims; `None` if there is none.
     pub fn of_two_cta(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
         let usual = BackwardTile::of(dim_qk, dim_v)?;
         TWO_CTA_TILES.into_iter().find(|pair| (pair.dim_qk, pair.dim_v) == (usual.dim_qk, usual.dim_v))
@@ -260,23 +263,24 @@ impl BackwardTile {
         BACKWARD_TILES.into_iter().chain(TWO_CTA_TILES)
     }
 
-    /// Returns the elements of dK and dV of one CTA.
+    /// Returns the number of elements of dK and dV that one CTA accumulates.
     pub fn key_sums(&self) -> u32 {
         BackwardTile::KEYS * (self.dim_qk + self.dim_v) / self.parts
     }
 
-    /// Returns the number of dQ slices of a step, each of 64 rows by 64 columns: one for each warpgroup and part.
+    /// Returns the number of dQ slices in a step, one for each consumer warpgroup and column part. A slice has 64 rows by 64 columns.
     pub fn slices(&self) -> u32 {
         2 * self.parts
     }
 
-    /// Returns the bytes of the dQ accumulator of a query tile, f32.
+    /// Returns the size of the f32 dQ accumulator of a query tile, in bytes.
     pub fn sums_of_queries(&self) -> u32 {
         self.slices() * PANEL * PANEL * 4
     }
 
-    /// Returns the bytes of the buffer for dQ slices of a step, which TMA reduces: one f32 slice per warpgroup. None if heads are so wide that
-    /// columns have parts: shared memory is full then, and each thread adds its own elements.
+    /// Returns the size of the buffer for the dQ slices of a step, in bytes. It has one f32 slice per consumer warpgroup, which TMA adds
+    /// to the accumulator. It is 0 if head dims are so large that columns are divided into parts: shared memory is then full, and each
+    /// thread adds its own elements.
     pub fn sums_bytes(&self) -> u32 {
         if self.parts == 1 { 2 * PANEL * PANEL * 4 } else { 0 }
     }
@@ -287,8 +291,9 @@ impl BackwardTile {
         2 * 3 * piece + piece
     }
 
-    /// Returns the shared memory of a thread block in bytes: K and V, stages of Q and dO, two numbers per query, dS of two steps, dQ slices of a
-    /// step, pieces under conversion, mbarriers. In a cluster also half of the columns of the peer's keys, and P in f32.
+    /// Returns the shared memory of a thread block in bytes. It holds K and V, the stages of Q and dO, two numbers per query, dS of two
+    /// steps, the dQ slices of a step, dQ pieces under conversion, and mbarriers. In a cluster it also holds half of the columns of the
+    /// peer's keys, and P in f32.
     pub fn shared_bytes(&self) -> u32 {
         let [row_qk, row_v] = [self.dim_qk, self.dim_v].map(|dim| dim / PANEL * ROW_BYTES);
         let of_two_cta = if self.two_cta { self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4 } else { 0 };

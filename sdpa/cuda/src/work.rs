@@ -32,10 +32,10 @@ pub(crate) fn steps(extent: i64, step: u32) -> i64 {
 }
 
 impl Forward {
-    /// Returns the tile of the kernel, on a device of this many SMs.
+    /// Returns the tile of the forward kernel on a device with this many SMs.
     ///
     /// # Errors
-    /// There is no tile for these head dims.
+    /// Fails if there is no tile for the head dims.
     pub fn tile(&self, multiprocessors: u32) -> Result<Tile, Unsupported> {
         let [q, _, v, _] = self.tensors;
         let (dim_qk, dim_v) = (q.dims[3], v.dims[3]);
@@ -141,7 +141,7 @@ impl Forward {
         self.extents[1] / self.group * self.head_tiles(tile)
     }
 
-    /// Returns whether a kernel lists tiles on the device before each call.
+    /// Returns whether a kernel lists the query tiles on the device before each call.
     pub fn lists_tiles(&self, tile: &Tile) -> bool {
         self.packed.is_some() || tile.split
     }

@@ -21,19 +21,19 @@ fn checked(pass: JobQuery<'_>) -> Check {
     check
 }
 
-/// Creates the kernels' view of a forward problem.
+/// Creates the form of a forward problem that the `mma.sync` kernels use.
 ///
 /// # Errors
-/// Every limit of the kernels that the problem breaks.
+/// Returns every limit of the kernels that the problem breaks.
 pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
     let check = checked(JobQuery::Forward(problem));
     if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
 }
 
-/// Creates the kernels' view of a backward problem.
+/// Creates the form of a backward problem that the `mma.sync` kernels use.
 ///
 /// # Errors
-/// Every limit of the kernels that the problem breaks.
+/// Returns every limit of the kernels that the problem breaks.
 pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
     let mut check = checked(JobQuery::Backward(problem));
     if !check.0.is_empty() {
@@ -52,7 +52,7 @@ impl TileConfig {
     /// Returns the tile configuration of a forward pass.
     ///
     /// # Errors
-    /// Head dims above 256.
+    /// Fails for head dims above 256.
     pub fn of_forward(forward: &Forward) -> Result<TileConfig, Unsupported> {
         TileConfig::of_attention(Direction::Forward, forward)
     }
@@ -60,7 +60,7 @@ impl TileConfig {
     /// Returns the tile configuration of a backward pass.
     ///
     /// # Errors
-    /// Head dims above 256.
+    /// Fails for head dims above 256.
     pub fn of_backward(backward: &Backward) -> Result<TileConfig, Unsupported> {
         TileConfig::of_attention(Direction::Backward, &backward.forward)
     }

@@ -123,7 +123,7 @@ fn constants_of_gradients(backward: &Backward, config: &TileConfig, by_keys: boo
     own
 }
 
-/// Returns the CUDA source of the dQ kernel and the kernels around it.
+/// Returns the CUDA source of the dQ kernel, and of the kernels that run before and after it.
 pub fn queries_text(backward: &Backward, config: &TileConfig) -> String {
     let forward = &backward.forward;
     let own = constants_of_gradients(backward, config, false);

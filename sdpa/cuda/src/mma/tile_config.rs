@@ -2,29 +2,29 @@
 
 use sdpa_core::{DType, Direction};
 
-/// The tile configuration of a pass. A thread block has own rows, 16 per warp, and iterates over steps of the other side. Own rows are queries in the
-/// forward and the dQ kernel, and keys in the dK and dV kernel.
+/// The tile configuration of a pass. A thread block owns 16 rows per warp, and iterates over the rows of the other side in steps. It owns
+/// queries in the forward and the dQ kernel, and keys in the dK and dV kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileConfig {
-    /// The pass.
+    /// The direction of the pass.
     pub direction: Direction,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub element_bytes: u32,
-    /// Columns of queries and keys in shared memory: a multiple of 32.
+    /// Number of columns of queries and keys in shared memory: a multiple of 32.
     pub dim_qk: u32,
-    /// Columns of values and outputs in shared memory: a multiple of 32.
+    /// Number of columns of values and outputs in shared memory: a multiple of 32.
     pub dim_v: u32,
-    /// Own rows of a thread block.
+    /// Number of rows that a thread block owns.
     pub own: u32,
-    /// Rows of a step: a multiple of 16.
+    /// Number of rows in a step: a multiple of 16.
     pub step: u32,
-    /// Pipeline stages, the steps that are in shared memory at once: 1 or 2.
+    /// Number of pipeline stages, which is the number of steps in shared memory at once: 1 or 2.
     pub stages: u32,
-    /// Column parts of dK and dV, which different thread blocks compute: 1 or 2.
+    /// Number of parts into which the columns of dK and dV are divided, each for another thread block: 1 or 2.
     pub parts: u32,
 }
 
-/// The most shared memory of a thread block in bytes, on the device with the least from compute capability 8.0 on.
+/// The largest shared memory of a thread block in bytes, on the device that has the least from compute capability 8.0 on.
 pub const SHARED_BYTES: u32 = 99 << 10;
 
 /// Own rows, rows of a step, stages, in order of preference.
@@ -35,7 +35,7 @@ const BACKWARD: &[[u32; 3]] = &[[64, 64, 2], [64, 32, 2], [64, 16, 2], [64, 16, 
 const NUMBERS: [u32; 2] = [176, 88];
 
 impl TileConfig {
-    /// Returns the tile configuration of a pass over elements of this type; `None` above 256 columns.
+    /// Returns the tile configuration of a pass over elements of type `dtype`; `None` for head dims above 256.
     pub fn of(direction: Direction, dtype: DType, dim_qk: i64, dim_v: i64) -> Option<TileConfig> {
         let [dim_qk, dim_v] =
             [dim_qk, dim_v].map(|dim| u32::try_from(dim).ok().filter(|dim| *dim <= 256).map(|dim| dim.next_multiple_of(32)));
@@ -51,12 +51,12 @@ impl TileConfig {
         fits.clone().find(|config| config.numbers() <= NUMBERS[usize::from(bytes == 4)]).or(fits.next_back())
     }
 
-    /// Returns the threads of a thread block.
+    /// Returns the number of threads per thread block.
     pub fn threads(&self) -> u32 {
         2 * self.own
     }
 
-    /// Returns the warps of a thread block.
+    /// Returns the number of warps per thread block.
     pub fn warps(&self) -> u32 {
         self.own / 16
     }
@@ -70,7 +70,8 @@ impl TileConfig {
         }
     }
 
-    /// Returns the shared memory of a thread block in bytes: its own rows, and stages of steps. Rows are padded by 16 bytes.
+    /// Returns the shared memory of a thread block in bytes, for the rows that it owns and for all pipeline stages. Rows are padded by 16
+    /// bytes.
     pub fn shared_bytes(&self) -> u32 {
         let [qk, v] = [self.dim_qk, self.dim_v].map(|dim| dim * self.element_bytes + 16);
         match self.direction {

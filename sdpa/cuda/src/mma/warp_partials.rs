@@ -4,7 +4,7 @@ use super::tile_config::TileConfig;
 use crate::backward::{Along, Backward};
 use sdpa_core::expr::Axis;
 
-/// The most bytes for the partial sums of all gradients of a pass.
+/// The largest size in bytes of the partial sums of all parameter gradients of a pass.
 pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 
 /// The partial sums of one gradient: (batch, heads_q, slots, inner) numbers, f32.

@@ -42,7 +42,7 @@ enum ReadyStep {
     Launch { entry: Entry, launch: Launch },
 }
 
-/// A pass prepared on a device.
+/// A forward or backward pass that is prepared on a device.
 #[derive(Debug)]
 pub struct CudaPlan {
     job: Job,
@@ -114,8 +114,9 @@ impl CudaPlan {
         Ok(CudaPlan { job, schedule: Arc::new(schedule), steps, resources, homes, workspace_bytes, used: OnceLock::new() })
     }
 
-    /// Submits a call, and returns the same pass with that call's block lists, which its calls reuse. Use it for layers that share a mask. If the
-    /// mask reads no tensors, the plan has its lists already, and the result is this plan.
+    /// Submits a call, and returns a plan of the same pass that keeps the block lists of this call. Calls of the returned plan reuse
+    /// these lists, for layers that share a mask. If the mask reads no tensors, the plan already has its lists, and this plan is
+    /// returned.
     ///
     /// ```
     /// use sdpa_core::device::DeviceCall;
@@ -139,11 +140,12 @@ impl CudaPlan {
     /// ```
     ///
     /// # Safety
-    /// As for [`DevicePrepared::submit`]. Calls of the result must be submitted to this stream, or after its work. The tensors that their masks read
-    /// must have the values of this call; otherwise queries attend to masked-out keys, or miss others.
+    /// The caller fulfils the contract of [`DevicePrepared::submit`]. Calls of the returned plan must be submitted to this stream, or
+    /// after its work. In these calls, the tensors that the mask reads must have the same values as in this call. Otherwise queries
+    /// attend to masked-out keys, or miss others.
     ///
     /// # Errors
-    /// As for [`DevicePrepared::submit`].
+    /// Fails as [`DevicePrepared::submit`] does.
     #[allow(unsafe_code, reason = "the device tier's contract is handed on")]
     pub unsafe fn with_block_map(
         self: &Arc<CudaPlan>,
@@ -185,13 +187,13 @@ impl CudaPlan {
         self.kernel().module.device()
     }
 
-    /// Returns the tile configuration of the main kernel and its registers, for reports.
+    /// Returns a description of the main kernel, for reports: its tile configuration and its registers.
     pub fn engine(&self) -> String {
         let registers = self.kernel().entries.first().map_or(0, |(_, entry)| entry.registers);
         format!("{}, {registers} registers", self.schedule.label)
     }
 
-    /// Returns the kernels of the main source.
+    /// Returns the compiled kernels of the main source.
     pub fn kernel(&self) -> &Kernel {
         &self.resources.main
     }

@@ -4,39 +4,39 @@ use super::{Argument, Launch, Memory, Schedule, Source, Step};
 use serde::Serialize;
 use std::fmt;
 
-/// The schedule of a pass, for people and programs.
+/// The schedule of a pass, for display and for machine-readable output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ScheduleReport {
     /// The tile configuration of the main kernel.
     pub tile: String,
-    /// The architecture for which the kernel sources are compiled.
+    /// The architecture for which the kernel sources are compiled, such as `sm_90a`.
     pub architecture: String,
     /// Number of kernel sources.
     pub sources: usize,
-    /// Device memory in addition to a call's operands and parameters.
+    /// The device memory that a call uses in addition to its operands and parameters.
     pub slots: Vec<SlotReport>,
     /// The work that a call submits, in order.
     pub steps: Vec<StepReport>,
-    /// Bytes of the workspace.
+    /// Size of the workspace in bytes.
     pub workspace: u64,
 }
 
-/// A slot.
+/// A range of device memory that the kernels use in addition to operands and parameters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SlotReport {
-    /// The slot's name.
+    /// The name of the slot.
     pub name: String,
-    /// Bytes of the slot.
+    /// Size of the slot in bytes.
     pub bytes: u64,
-    /// The offset in the workspace; `None` if the memory belongs to the plan.
+    /// Offset of the slot in the workspace, in bytes; `None` if the memory belongs to the plan.
     pub offset: Option<u64>,
 }
 
-/// A step.
+/// One step of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StepReport {
-    /// Sets memory to 0: names of slots, or of a gradient.
+    /// Sets memory to 0. The field has the names of slots, or of a parameter gradient.
     Zero(Vec<String>),
     /// Launches a kernel.
     Launch(LaunchReport),
@@ -45,19 +45,19 @@ pub enum StepReport {
 /// A kernel launch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LaunchReport {
-    /// The index of the kernel source.
+    /// The index of the kernel source that contains the kernel.
     pub source: usize,
-    /// The entry point.
+    /// The name of the entry point.
     pub kernel: String,
-    /// Thread blocks.
+    /// Number of thread blocks.
     pub grid: u32,
-    /// Threads per block.
+    /// Number of threads per thread block.
     pub threads: u32,
-    /// Dynamic shared memory per block, in bytes.
+    /// Dynamic shared memory per thread block, in bytes.
     pub shared_bytes: u32,
     /// Number of tensor maps among the arguments.
     pub tensor_maps: usize,
-    /// Number of all arguments.
+    /// Number of arguments, including tensor maps.
     pub arguments: usize,
 }
 
