@@ -19,11 +19,11 @@ pub(crate) fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice
     }
 }
 
-/// Checks a call of a pass against its job. `workspace_bytes` is the size that the pass needs. Packed operands and statistics may have memory for any
-/// number of tokens: the pass itself accesses no others.
+/// Checks a call of a pass against its job. `workspace_bytes` is the size that the pass needs. Packed operands and statistics may have
+/// memory for any number of tokens, because the pass accesses only tokens for which there is memory.
 ///
 /// # Errors
-/// Every mistake in the call:
+/// Returns every mistake in the call:
 /// - operands of the other pass
 /// - row statistics, parameters and gradients that are missing, unknown, repeated or of another type
 /// - memory that is too short or misaligned, or a workspace that is too small

@@ -23,7 +23,7 @@
 //! ```
 #![allow(unsafe_code)]
 
-/// The crate of the streams and slices, in the version that calls use.
+/// The `cudarc` crate, in the version whose streams and slices calls use.
 pub use ::cudarc;
 /// The module of cudarc with contexts, streams and slices.
 pub use ::cudarc::driver;
@@ -65,7 +65,7 @@ impl Element for half::bf16 {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudarcError {
-    /// The specification, the executor or the environment.
+    /// An error of the specification, the executor or the environment.
     #[error(transparent)]
     Sdpa(#[from] Error),
     /// A driver error from cudarc.
@@ -83,9 +83,9 @@ impl From<SpecErrors> for CudarcError {
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct Param<'a> {
-    /// The name in its declaration.
+    /// The name under which the parameter was declared.
     pub name: &'a str,
-    /// Its value in this call.
+    /// The value of the parameter in this call.
     pub value: Value<'a>,
 }
 
@@ -103,7 +103,7 @@ pub enum Value<'a> {
     BF16(&'a dyn DevicePtr<half::bf16>),
     /// A tensor of i32, dense.
     I32(&'a dyn DevicePtr<i32>),
-    /// A tensor of i32, dense, passed as u32: numbers below 2³¹ with the same bits.
+    /// A tensor of i32, dense, passed as u32 with the same bits. All numbers are below 2³¹.
     U32(&'a dyn DevicePtr<u32>),
     /// A tensor of i64, dense: `cu_seqlens`, or the seed and offset of dropout.
     I64(&'a dyn DevicePtr<i64>),
@@ -122,13 +122,15 @@ pub struct Forward<'a, T> {
     pub v: &'a dyn DevicePtr<T>,
     /// Output, strided as the specification says.
     pub o: &'a mut dyn DevicePtrMut<T>,
-    /// (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; required exactly if the specification requests stats.
+    /// The log-sum-exp of each row: (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense. Required if the specification
+    /// requests `stats`, and otherwise `None`.
     pub stats: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// As stats, the largest score of each row; required exactly if the specification requests it.
+    /// The largest score of each row, in the layout of `stats`. Required if the specification requests `row_max`, and otherwise `None`.
     pub row_max: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// As stats, the sum of exponentials of each row; required exactly if the specification requests it.
+    /// The sum of exponentials of each row, in the layout of `stats`. Required if the specification requests `sum_exp`, and otherwise
+    /// `None`.
     pub sum_exp: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// Factor of the scores; positive. `None`: `1 / √dim_qk`.
+    /// Factor of the scores; must be positive. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters. A scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
@@ -155,11 +157,12 @@ pub struct Backward<'a, T> {
     pub dk: &'a mut dyn DevicePtrMut<T>,
     /// Gradient of the values, strided as the specification says.
     pub dv: &'a mut dyn DevicePtrMut<T>,
-    /// Factor of the scores, as in the forward pass. `None`: `1 / √dim_qk`.
+    /// Factor of the scores, as in the forward pass. `None` means `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, as in the forward pass.
     pub params: &'a [Param<'a>],
-    /// Destinations of gradients of declared parameters: each in the specification once, with its element type.
+    /// Destinations of gradients of declared parameters, by name: one for each gradient that the specification requests, with its element
+    /// type.
     pub gradients: Vec<(&'a str, ValueMut<'a>)>,
 }
 
@@ -254,11 +257,11 @@ impl<'a, T> Backward<'a, T> {
 /// The destination of the dense gradient of a parameter.
 #[non_exhaustive]
 pub enum ValueMut<'a> {
-    /// As f32.
+    /// A gradient in f32.
     F32(&'a mut dyn DevicePtrMut<f32>),
-    /// As f16.
+    /// A gradient in f16.
     F16(&'a mut dyn DevicePtrMut<half::f16>),
-    /// As bf16.
+    /// A gradient in bf16.
     BF16(&'a mut dyn DevicePtrMut<half::bf16>),
 }
 
@@ -348,19 +351,20 @@ impl<'a> Slices<'a> {
 }
 
 impl Attention {
-    /// Prepares a forward pass, or takes it from the executor's cache.
+    /// Returns a prepared forward pass, from the executor's cache if it is there.
     ///
     /// # Errors
-    /// Every rule that the specification breaks; every reason why the executor does not support it, or a failure of the environment.
+    /// Returns every rule that the specification breaks, or every reason why the executor does not support it. Any other error is a
+    /// failure of the environment.
     pub fn new<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
         Ok(Attention::of(executor.prepare_device(&problem)?, &problem, executor.device()))
     }
 
-    /// Prepares a backward pass, or takes it from the executor's cache.
+    /// Returns a prepared backward pass, from the executor's cache if it is there.
     ///
     /// # Errors
-    /// As for [`Attention::new`].
+    /// Fails as [`Attention::new`] does.
     pub fn backward_of<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &BackwardSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
         Ok(Attention::of_backward(executor.prepare_device_backward(&problem)?, &problem, executor.device()))
@@ -378,17 +382,17 @@ impl Attention {
         Attention { device, dtype: problem.forward().dtype(), params, wrt, prepared }
     }
 
-    /// Returns the pass that calls run.
+    /// Returns the prepared pass that calls run.
     pub fn prepared(&self) -> &OnDevice<DeviceSlice, Stream> {
         &self.prepared
     }
 
-    /// Submits one forward pass to `stream`, which must be on the executor's device. Returns without waiting; cudarc's events order it with other
-    /// streams.
+    /// Submits one forward pass to `stream`, which must be on the executor's device. It returns without waiting. cudarc's events order
+    /// the pass with work on other streams.
     ///
     /// # Errors
-    /// Slices of another type or device, too short or misaligned, parameters missing or unlike their declaration, all before anything runs; errors of
-    /// cudarc and of the executor.
+    /// Before anything runs, fails if slices have another element type or device, are too short or are misaligned, or if parameters are
+    /// missing or unlike their declaration. Any other error is from cudarc or the executor.
     pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
@@ -405,10 +409,10 @@ impl Attention {
         unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
     }
 
-    /// Submits one backward pass; see [`Attention::forward`].
+    /// Submits one backward pass to `stream`; see [`Attention::forward`].
     ///
     /// # Errors
-    /// As for [`Attention::forward`].
+    /// Fails as [`Attention::forward`] does.
     pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };

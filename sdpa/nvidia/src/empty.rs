@@ -17,11 +17,12 @@ struct Empty {
     failed: fn(sdpa_driver::Error) -> Error,
 }
 
-/// Returns the pass of a problem without batch entries, queries or keys; `None` for any other. Executors try it before they look for a kernel.
-/// `failed` converts a driver error to the executor's.
+/// Returns the pass of a problem without batch entries, queries or keys; `None` for any other. Executors try it before they look for a
+/// kernel. `failed` converts a driver error to an error of the executor.
 ///
 /// # Errors
-/// Results with gaps between their rows, and row statistics with a sink, whose value is in device memory.
+/// Fails for results with gaps between their rows, and for row statistics of a problem with a sink, because the value of the sink is in
+/// device memory.
 pub fn prepare(
     query: &JobQuery<'_>,
     executor: ExecutorName,

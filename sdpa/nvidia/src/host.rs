@@ -12,8 +12,8 @@ use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::ops::Range;
 use std::time::Duration;
 
-/// A pass prepared on a GPU, for callers with host memory. It uploads operands, runs, and downloads results. It implements [`Prepared`] and
-/// [`PreparedBackward`].
+/// A pass prepared on a GPU, for callers with host memory. Each call uploads operands, runs the pass, and downloads results. The type
+/// implements [`Prepared`] and [`PreparedBackward`].
 #[derive(Debug)]
 pub struct Hosted {
     job: Job,
@@ -26,7 +26,8 @@ pub struct Hosted {
 type Uploaded = Vec<Option<(DType, Buffer)>>;
 
 impl Hosted {
-    /// Wraps a pass that `ready` runs on `stream`, which nothing else uses. `failed` converts a driver error to the executor's.
+    /// Wraps the prepared pass `ready`, which runs on `stream`. Nothing else may use this stream. `failed` converts a driver error to an
+    /// error of the executor.
     pub fn new(job: Job, ready: OnDevice<DeviceSlice, Stream>, stream: Stream, failed: fn(sdpa_driver::Error) -> Error) -> Hosted {
         Hosted { job, ready, stream, failed }
     }

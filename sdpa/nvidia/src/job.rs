@@ -9,7 +9,8 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Fact};
 use serde::Serialize;
 
-/// A forward or backward pass over one problem: the unit for which executors on NVIDIA GPUs make plans, and the key of these.
+/// A forward or backward pass over one problem. It is the unit for which executors on NVIDIA GPUs create plans, and the key of plan
+/// caches.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Job {
@@ -48,7 +49,7 @@ impl Job {
         }
     }
 
-    /// Returns `forward` or `backward`.
+    /// Returns the name of the direction: `forward` or `backward`.
     pub fn name(&self) -> &'static str {
         self.direction().name()
     }
@@ -76,7 +77,7 @@ impl Job {
         JobQuery::from(self).in_memory(operand)
     }
 
-    /// Returns the element type of an operand.
+    /// Returns the element type of an operand of the pass.
     pub fn dtype_of(&self, operand: Operand) -> DType {
         match self {
             Job::Forward(problem) => problem.dtype_of(operand),
@@ -89,7 +90,7 @@ impl Job {
         operand.written(self.direction()) == Some(true)
     }
 
-    /// Returns every declared parameter.
+    /// Returns every declared parameter of the pass.
     pub fn params(&self) -> &[Declared] {
         match self {
             Job::Forward(problem) => problem.params(),
@@ -97,7 +98,7 @@ impl Job {
         }
     }
 
-    /// Returns whether the caller requires determinism.
+    /// Returns whether the caller requires bitwise equal results on every run.
     pub fn deterministic(&self) -> bool {
         match self {
             Job::Forward(_) => false,
@@ -105,7 +106,7 @@ impl Job {
         }
     }
 
-    /// Makes an operand [dense](TensorSpec::densely).
+    /// Returns the pass with one operand made [dense](TensorSpec::densely).
     pub fn densely(self, operand: Operand) -> Job {
         match self {
             Job::Forward(problem) => Job::Forward(Box::new(problem.densely(operand))),

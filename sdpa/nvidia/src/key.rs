@@ -20,7 +20,7 @@ fn strides(tensor: &TensorSpec) -> String {
     dense.map_or_else(|| format!("{:?}", tensor.strides), |layout| layout.name().to_owned())
 }
 
-/// A borrowed problem, which finds a [`Job`] in a cache without a copy.
+/// A borrowed pass, which finds a [`Job`] in a cache without copying the problem.
 #[derive(Clone, Copy, Debug, Hash)]
 pub enum JobQuery<'a> {
     /// A forward pass over this problem.

@@ -8,16 +8,16 @@ const SWITCH: &str = "SDPA_CACHE";
 /// The variable with a folder to use instead of the user's.
 const FOLDER: &str = "SDPA_CACHE_DIR";
 
-/// An environment variable with an invalid value.
+/// The error for an environment variable with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{variable}: got {value:?}, expected {expected}")]
 #[non_exhaustive]
 pub struct SettingError {
-    /// The variable.
+    /// The name of the environment variable.
     pub variable: &'static str,
-    /// Its value.
+    /// The value of the environment variable.
     pub value: String,
-    /// The values that it accepts.
+    /// A description of the values that the environment variable accepts.
     pub expected: &'static str,
 }
 
@@ -25,19 +25,20 @@ fn wrong(variable: &'static str, value: OsString, expected: &'static str) -> Set
     SettingError { variable, value: value.to_string_lossy().into_owned(), expected }
 }
 
-/// Returns whether disk caches are on: `SDPA_CACHE` is not `off`.
+/// Returns whether disk caches are on. They are, unless the environment variable `SDPA_CACHE` is `off`.
 ///
 /// # Errors
-/// `SDPA_CACHE` is neither `on` nor `off`.
+/// Fails if `SDPA_CACHE` is set to anything but `on` or `off`.
 pub fn are_caches_on() -> Result<bool, SettingError> {
     switch(|name| std::env::var_os(name))
 }
 
-/// Returns a folder of this user: `name` in `SDPA_CACHE_DIR`, else in `sdpa` in `XDG_CACHE_HOME`, else in `~/.cache/sdpa` (on macOS
-/// `~/Library/Caches/sdpa`). `None` if the user has no home. Accesses no disk.
+/// Returns the folder `name` of this user. It is in `SDPA_CACHE_DIR` if that environment variable is set. Otherwise it is in the folder
+/// `sdpa` in `XDG_CACHE_HOME`, or in `~/.cache/sdpa` (on macOS `~/Library/Caches/sdpa`). Returns `None` if the user has no home folder.
+/// It does not access the disk.
 ///
 /// # Errors
-/// `SDPA_CACHE_DIR` is not an absolute path.
+/// Fails if `SDPA_CACHE_DIR` is not an absolute path.
 pub fn folder(name: &str) -> Result<Option<PathBuf>, SettingError> {
     Ok(base(|name| std::env::var_os(name))?.map(|base| base.join(name)))
 }

@@ -11,23 +11,23 @@ use std::str::FromStr;
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {
-    /// Returns the digest of these bytes.
+    /// Returns the SHA-256 of these bytes.
     pub fn of(bytes: &[u8]) -> Digest {
         Digest(Sha256::digest(bytes).into())
     }
 
-    /// Starts a digest of several parts, which depends on the boundaries between them.
+    /// Starts a digest of several parts. It depends on the parts and on the boundaries between them.
     pub fn parts() -> Parts {
         Parts(Sha256::new())
     }
 }
 
-/// A digest under construction. Each part is hashed after its length.
+/// A digest under construction. The length of each part is hashed before the part.
 #[derive(Clone, Debug)]
 pub struct Parts(Sha256);
 
 impl Parts {
-    /// Adds a part.
+    /// Adds a part to the digest.
     #[must_use]
     pub fn part(mut self, bytes: &[u8]) -> Parts {
         self.0.update((bytes.len() as u64).to_le_bytes());
@@ -67,7 +67,7 @@ impl fmt::Debug for Digest {
     }
 }
 
-/// A text that is not a digest.
+/// The error for a text that is not a digest; it holds the text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("digest: got {0:?}, expected 64 hexadecimal digits")]
 pub struct NotADigest(pub String);

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a plan file was not read or written.
+/// The reason why a plan file could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanFileError {
@@ -17,8 +17,8 @@ pub enum PlanFileError {
         /// The operating system's error.
         source: io::Error,
     },
-    /// The file is not a plan file.
-    #[error("{} is not a plan file", path.display())]
+    /// The file does not begin with the magic number of plan files.
+    #[error("{} is not a file of plans", path.display())]
     NotAPlanFile {
         /// The file.
         path: PathBuf,
@@ -33,8 +33,8 @@ pub enum PlanFileError {
         /// The newest format version that this library supports.
         known: u32,
     },
-    /// The file ends too early.
-    #[error("{} is cut off: it has {has} bytes, and its {what} needs {needs}", path.display())]
+    /// The file is truncated: it ends before the last of its fields and records.
+    #[error("{} has {has} bytes, and needs {needs} for its {what}", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -45,8 +45,8 @@ pub enum PlanFileError {
         /// The actual size in bytes.
         has: u64,
     },
-    /// A checksum does not match.
-    #[error("{} is damaged: the checksum of its {what} does not match", path.display())]
+    /// A checksum in the file does not match its contents.
+    #[error("{} is damaged: the checksum of its {what} does not hold", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -65,15 +65,15 @@ pub enum PlanFileError {
         /// The rule.
         rule: String,
     },
-    /// Every user may change the file, or replace it.
-    #[error("{} has mode {mode:04o}: every user may write to it, and plans are machine code; `chmod o-w` it", path.display())]
+    /// Every user may change or replace the file.
+    #[error("{} has mode {mode:04o}: everybody may write it, and plans are machine code", path.display())]
     Permissions {
         /// The file, or its folder.
         path: PathBuf,
         /// Permission bits.
         mode: u32,
     },
-    /// Other users may change a folder of records, or a file in it.
+    /// Other users may change a folder of records or a file in it.
     #[error("{} has mode {mode:04o}: other users may write to it, and kernels are machine code; `chmod go-w` it, or name another folder", path.display())]
     OthersWrite {
         /// The folder, or a file in it.
@@ -81,8 +81,8 @@ pub enum PlanFileError {
         /// Permission bits.
         mode: u32,
     },
-    /// Another user may change the file, or replace it.
-    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code; use a file that you own", path.display())]
+    /// Another user may change or replace the file.
+    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
     Owner {
         /// The file, or a folder on the way to it.
         path: PathBuf,
@@ -91,7 +91,7 @@ pub enum PlanFileError {
         /// The user id of the process that reads or writes.
         user: u32,
     },
-    /// The path is not a regular file, but a folder, a device or a dangling link.
+    /// The path is a folder, a device or a dangling link instead of a regular file.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
         /// The path.
@@ -122,7 +122,7 @@ impl PlanFileError {
         move |source| PlanFileError::Io { path: path.to_owned(), action, source }
     }
 
-    /// Returns whether overwriting loses nothing: it is an unreadable plan file, or does not exist.
+    /// Returns whether the file can be overwritten without losing readable plans: it does not exist, or is an unreadable plan file.
     pub fn is_replaceable(&self) -> bool {
         match self {
             PlanFileError::Truncated { .. } | PlanFileError::Damaged { .. } | PlanFileError::Corrupt { .. } => true,

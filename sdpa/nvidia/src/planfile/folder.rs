@@ -20,7 +20,7 @@ const ABANDONED: Duration = Duration::from_secs(3600);
 ///
 /// - **Bounded.** [`Folder::put`] deletes the least recently used records until all together are within the limit.
 /// - **Checked.** Each file is a [`PlanFile`] with one record. A record whose checksum, key or head does not match is an error or absent, never returned.
-/// - **Private.** The folder is made with mode 0700. A folder or a file that another user owns or may write to is refused.
+/// - **Private.** The folder is created with mode 0700. A folder or a file that another user owns or may write to is refused.
 /// - **Shared.** A record is written to a temporary file in the folder and renamed, so no process reads a part of one. Readers take no lock.
 ///
 /// ```
@@ -53,12 +53,12 @@ pub struct Folder {
     limit: u64,
 }
 
-/// The records of a folder.
+/// The number of records in a folder, and their total size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Number of records.
     pub records: usize,
-    /// The bytes of their files.
+    /// Total size of the files, in bytes.
     pub bytes: u64,
 }
 
@@ -70,7 +70,8 @@ struct Kept {
 }
 
 impl Folder {
-    /// Describes a folder, which may not exist yet, with the limit for the total size of its files. Accesses no disk.
+    /// Creates the description of a folder, which need not exist yet. `limit` is the limit for the total size of its files, in bytes. It
+    /// does not access the disk.
     pub fn new(path: impl Into<PathBuf>, limit: u64) -> Folder {
         Folder { path: path.into(), limit }
     }
@@ -85,10 +86,11 @@ impl Folder {
         self.limit
     }
 
-    /// Returns the payload of a record, and marks it as used now. `None` if there is no such record, or only one under another head.
+    /// Returns the payload of a record, and marks the record as used now. Returns `None` if there is no record with this key, or if its
+    /// header does not match `here`.
     ///
     /// # Errors
-    /// [`PlanFileError`]: the folder or the file is refused, damaged, or cannot be read.
+    /// Fails if the folder or the file is refused, damaged or cannot be read.
     pub fn get<H: Head>(&self, here: &H, key: &Digest) -> Result<Option<Vec<u8>>, PlanFileError> {
         if !self.is_there()? {
             return Ok(None);
@@ -113,11 +115,12 @@ impl Folder {
         Ok(payload)
     }
 
-    /// Writes a record, replacing one of its name, then deletes the least recently used records until all are within the limit. A record that exceeds
-    /// the limit alone is not written. The file is not flushed to disk: after a power failure an incomplete file has a wrong checksum.
+    /// Writes a record, which replaces a record of the same key, and then deletes the least recently used records until all are within
+    /// the limit. A single record that exceeds the limit is not written. The file is not flushed to disk: after a power failure an
+    /// incomplete file has a wrong checksum.
     ///
     /// # Errors
-    /// [`PlanFileError`]: the folder is refused, or cannot be made or written to.
+    /// Fails if the folder is refused, or if it cannot be created or written to.
     pub fn put(&self, here: &impl Head, record: Record) -> Result<(), PlanFileError> {
         if record.payload.len() as u64 > self.limit {
             let (path, bytes) = (self.path.display(), record.payload.len());
@@ -130,18 +133,18 @@ impl Folder {
         self.trim()
     }
 
-    /// Counts the records.
+    /// Returns the number of records and their total size.
     ///
     /// # Errors
-    /// [`PlanFileError`]: the folder is refused, or cannot be read.
+    /// Fails if the folder is refused or cannot be read.
     pub fn usage(&self) -> Result<Usage, PlanFileError> {
         Ok(usage(&self.kept()?))
     }
 
-    /// Deletes every record, and returns what was deleted. Other files stay.
+    /// Deletes every record, and returns the number and total size of the deleted records. Other files in the folder stay.
     ///
     /// # Errors
-    /// [`PlanFileError`]: the folder is refused, or a file cannot be deleted.
+    /// Fails if the folder is refused, or if a file cannot be deleted.
     pub fn clear(&self) -> Result<Usage, PlanFileError> {
         let kept = self.kept()?;
         kept.iter().try_for_each(|kept| remove(&kept.path))?;

@@ -5,25 +5,25 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::{Debug, Display};
 
-/// The header of a plan file: the compiler and target of all its records. Stored before them as JSON.
+/// The header of a plan file: the compiler and target of all its records. It is stored as JSON before the records.
 pub trait Head: Clone + Debug + PartialEq + Serialize + DeserializeOwned {
     /// Why records of a file cannot be used here.
     type Mismatch: Display;
 
-    /// Returns why records with this header cannot be used under the header `here`; `None` if they can.
+    /// Returns the reason why records with this header cannot be used in a process with the header `here`; `None` if they can.
     fn mismatch(&self, here: &Self) -> Option<Self::Mismatch>;
 
-    /// Returns the header of a file with records of both headers, which match.
+    /// Returns the header of a file that holds records of both headers, which must match.
     #[must_use]
     fn joined(&self, other: &Self) -> Self {
         let _ = other;
         self.clone()
     }
 
-    /// Checks whether the header may be stored in a file.
+    /// Checks that the header may be stored in a file.
     ///
     /// # Errors
-    /// The invalid field.
+    /// Returns the field that is invalid.
     fn check(&self) -> Result<(), Fault> {
         Ok(())
     }

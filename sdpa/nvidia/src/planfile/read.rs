@@ -24,17 +24,17 @@ pub struct PlanFile<H> {
 pub struct Entry {
     /// The key of the payload.
     pub key: Digest,
-    /// A name for people.
+    /// A description of the record, for display.
     pub label: String,
-    /// Bytes of the payload.
+    /// Size of the payload in bytes.
     pub bytes: u64,
 }
 
 impl<H: Head> PlanFile<H> {
-    /// Opens a file and reads header and index.
+    /// Opens a file, and reads its header and index.
     ///
     /// # Errors
-    /// [`PlanFileError`], for any content: nothing is used before its checksum was verified.
+    /// Returns a [`PlanFileError`] for every file that is not a valid plan file. Nothing is used before its checksum is verified.
     pub fn open(path: impl AsRef<Path>) -> Result<PlanFile<H>, PlanFileError> {
         let path = path.as_ref();
         let source = Source::new(guard::open(path)?);
@@ -45,7 +45,7 @@ impl<H: Head> PlanFile<H> {
         Ok(PlanFile { path: path.to_owned(), header, slots, source })
     }
 
-    /// Returns the header: the compiler and the target of the plans.
+    /// Returns the header: the compiler and the target of the records.
     pub fn header(&self) -> &H {
         &self.header
     }
@@ -58,7 +58,7 @@ impl<H: Head> PlanFile<H> {
     /// Returns the payload of a key; `None` if the file has no such record.
     ///
     /// # Errors
-    /// [`PlanFileError`]; a payload with a wrong checksum is never returned.
+    /// Returns a [`PlanFileError`] if the payload cannot be read or its checksum is wrong.
     pub fn read(&self, key: &Digest) -> Result<Option<Vec<u8>>, PlanFileError> {
         let found = self.slots.binary_search_by(|slot| slot.entry.key.cmp(key)).ok();
         found.and_then(|i| self.slots.get(i)).map(|slot| self.payload(slot)).transpose()

@@ -12,34 +12,34 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// A plan to store.
+/// A plan to store in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The key of the plan.
     pub key: Digest,
-    /// A name for people.
+    /// A description of the plan, for display.
     pub label: String,
-    /// The plan as bytes.
+    /// The serialised plan.
     pub payload: Vec<u8>,
 }
 
-/// Writes a file with exactly these records, replacing any regular file. Of several records with one key the last one counts; equal calls write equal
-/// files. Takes no lock: records that another process is adding at the time may be lost.
+/// Writes a file with exactly these records, which replaces any regular file. Of several records with one key, the last one is written.
+/// Equal calls write equal files. It takes no lock, so records that another process adds at the same time may be lost.
 ///
 /// # Errors
-/// [`PlanFileError`]. An existing file is then unchanged, unless only flushing the new file failed.
+/// Returns a [`PlanFileError`]. An existing file is then unchanged, unless only the flush of the new file to disk failed.
 pub fn write(path: impl AsRef<Path>, header: &impl Head, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
     let target = Target::new(path.as_ref())?;
     replace(&target, header, &by_key(records))
 }
 
-/// Adds records to a file, replacing those with the same keys. If several processes add at once, all of their records are kept.
+/// Adds records to a file; they replace records with the same keys. If several processes add at once, all of their records are kept.
 ///
-/// Replaces a file whose header does not match, and one that is truncated, damaged or missing. A record with a damaged payload is dropped. Files of
-/// newer formats, and other files, are left unchanged.
+/// It creates a missing file, and replaces a file that is truncated, damaged or has a header that does not match. Existing records with a
+/// damaged payload are dropped. Files of newer formats, and files that are not plan files, stay unchanged.
 ///
 /// # Errors
-/// [`PlanFileError`]. An existing file is then unchanged, unless only flushing the new file failed.
+/// Returns a [`PlanFileError`]. An existing file is then unchanged, unless only the flush of the new file to disk failed.
 pub fn add<H: Head>(path: impl AsRef<Path>, header: &H, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
     let target = Target::new(path.as_ref())?;
     let records = by_key(records);

@@ -19,7 +19,7 @@ struct Tensor {
     buffer: Buffer,
 }
 
-/// All memory that a call accesses: random numbers, the longest lengths, consecutive pages.
+/// All memory that a call accesses: operands with random numbers, the longest lengths that the problem permits, and consecutive pages.
 pub struct Memory<'a> {
     stream: &'a Stream,
     job: &'a Job,
@@ -124,10 +124,10 @@ impl Tensor {
 }
 
 impl<'a> Memory<'a> {
-    /// Allocates memory for calls of a pass with this much workspace.
+    /// Allocates the memory for calls of a pass, including a workspace of `workspace_bytes` bytes.
     ///
     /// # Errors
-    /// A driver error, typically out of memory.
+    /// Returns a driver error, typically because there is not enough memory.
     pub fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
         let problem = job.problem();
         let mut operands = [const { None }; Operand::ALL.len()];
@@ -192,7 +192,7 @@ impl<'a> Memory<'a> {
         Ok(Memory { stream, job, operands, statistics, params, gradients, amax, workspace })
     }
 
-    /// Passes a call over this memory to `submit`.
+    /// Calls `submit` with a call over this memory, and returns its result.
     pub fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
         let scale = self.job.problem().default_scale();
         let value = |tensor: &Option<Tensor>| match tensor {
@@ -232,7 +232,7 @@ impl<'a> Memory<'a> {
     /// Fills every result with NaN.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn poison(&mut self) -> Result<(), Error> {
         let (job, stream) = (self.job, self.stream);
         let written = Operand::ALL.into_iter().zip(&mut self.operands).filter(|(operand, _)| job.writes(*operand));
@@ -247,15 +247,15 @@ impl<'a> Memory<'a> {
     /// Returns the results by name, after the pass has finished.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn read(&self) -> Result<Results, Error> {
         self.results().map(|(name, tensor)| Ok((name.to_owned(), tensor.numbers(self.stream)?))).collect()
     }
 
-    /// Waits, and returns the bytes of all results, concatenated.
+    /// Waits for the pass, and returns the concatenated bytes of all results.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn bytes(&self) -> Result<Vec<u8>, Error> {
         let mut all = Vec::new();
         for (_, tensor) in self.results() {

@@ -16,32 +16,32 @@ const ROUNDS: usize = 7;
 /// A contender that takes this many times as long as the fastest drops out of the next round.
 const HOPELESS: f32 = 1.5;
 
-/// A pass that takes part.
+/// A pass that is timed against others.
 #[derive(Clone, Copy, Debug)]
 pub struct Contender<'a> {
-    /// For logs.
+    /// The name of the executor or configuration, for logs.
     pub name: &'a str,
     /// The pass to time.
     pub ready: &'a dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>,
 }
 
-/// Why nothing was timed.
+/// The reason why nothing was timed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RaceError {
-    /// The environment failed, typically out of memory for the operands.
+    /// The environment failed, typically because there was not enough memory for the operands.
     #[error(transparent)]
     Driver(#[from] sdpa_driver::Error),
-    /// A contender failed.
+    /// A call of a contender failed.
     #[error(transparent)]
     Pass(#[from] sdpa_core::Error),
 }
 
-/// Returns the least time of each contender for a whole pass, on random numbers, the longest lengths and consecutive pages. `None` for a contender
-/// whose results are not close to those of the first, which is the reference.
+/// Returns, for each contender, the shortest time of a whole pass, on random numbers, the longest lengths and consecutive pages. The
+/// first contender is the reference; `None` stands for a contender whose results are not close to those of the reference.
 ///
 /// # Errors
-/// A failure of the environment, or the error of a contender's call.
+/// Returns a failure of the environment, or the error of a contender's call.
 pub fn race(stream: &Stream, job: &Job, contenders: &[Contender<'_>]) -> Result<Vec<Option<Duration>>, RaceError> {
     let workspace = contenders.iter().map(|c| c.ready.workspace_bytes()).max().unwrap_or(0);
     let mut memory = Memory::new(stream, job, workspace)?;
