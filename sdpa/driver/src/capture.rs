@@ -211,7 +211,7 @@ impl Graph {
     }
 }
 
-/// A CUDA graph: work captured from a stream by [`Stream::capture`], which can be launched any number of times.
+/// A CUDA graph of work that [`Stream::capture`] captured from a stream. It can be launched any number of times.
 pub struct Captured {
     device: &'static Device,
     exec: Ptr,
@@ -231,10 +231,11 @@ impl std::fmt::Debug for Captured {
 unsafe impl Send for Captured {}
 
 impl Stream {
-    /// Captures the work that `submit` submits to this stream; nothing runs. The result keeps the resources that calls hand to their graph.
+    /// Captures the work that `submit` submits to this stream, without running it. The graph keeps the resources that calls pass to it
+    /// ([`Submission::keep_in_graph`](crate::Submission::keep_in_graph)).
     ///
     /// # Errors
-    /// The error of `submit`, or a driver error, for example for work that cannot be captured.
+    /// Returns the error of `submit`, or a driver error, for example for work that cannot be captured.
     pub fn capture<E: From<Error>>(&self, submit: impl FnOnce() -> Result<(), E>) -> Result<Captured, E> {
         let device = self.device();
         let _entered = device.enter()?;
@@ -267,13 +268,13 @@ impl Captured {
         self.nodes
     }
 
-    /// Launches the graph on a stream of its device. Returns without waiting.
+    /// Launches the graph on a stream of its device. It returns without waiting.
     ///
     /// # Safety
     /// All captured work may run again: its memory is live, and nothing else uses it until the stream has passed this call.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
         let entered = self.device.enter()?;
         // SAFETY: the executable graph and the stream are live; the caller upholds the rest of the contract.

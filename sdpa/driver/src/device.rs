@@ -92,7 +92,7 @@ impl Device {
         })
     }
 
-    /// Returns the driver's ordinal of the device.
+    /// Returns the ordinal of the device in the driver.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
@@ -102,15 +102,15 @@ impl Device {
         &self.name
     }
 
-    /// Returns the device memory in bytes.
+    /// Returns the size of the device memory in bytes.
     pub fn memory(&self) -> u64 {
         self.memory
     }
 
-    /// Returns the free device memory in bytes.
+    /// Returns the size of the free device memory in bytes.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn memory_free(&self) -> Result<u64, Error> {
         let _entered = self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
@@ -129,11 +129,11 @@ impl Device {
         self.sm_count
     }
 
-    /// Makes the device's primary context current on this thread until the result is dropped. Then the previous context is current again, which other
-    /// code on the thread (cudarc, PyTorch) expects.
+    /// Makes the device's primary context current on this thread until the returned guard is dropped. The previous context is then
+    /// current again, as other code on the thread (cudarc, PyTorch) expects.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn enter(&self) -> Result<Entered<'_>, Error> {
         let mut current = std::ptr::null_mut();
         // SAFETY: the pointer is to a live pointer.
@@ -145,18 +145,18 @@ impl Device {
         Ok(Entered { device: self, before: Some(current), on: PhantomData })
     }
 
-    /// Makes the device's primary context current on this thread permanently. A thread without another context then saves a context switch at each
-    /// call.
+    /// Makes the device's primary context current on this thread permanently. This saves a thread without another context one context
+    /// switch per call.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn make_current(&self) -> Result<(), Error> {
         // SAFETY: the context is retained for the life of the process.
         self.check("cuCtxSetCurrent", unsafe { (self.table.context_set)(self.context) })
     }
 
-    /// Runs a function that allocates, frees, loads, unloads or waits, which would otherwise invalidate a capture by this or another thread. It must
-    /// not touch streams under capture.
+    /// Runs a function that allocates, frees, loads, unloads or waits, so that it does not invalidate a capture by this or another
+    /// thread. The function must not touch streams under capture.
     pub fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
         self.driver.relaxed(run)
     }
@@ -195,7 +195,7 @@ impl Device {
         Error::Driver { call: "cuStreamEndCapture", code: 0, name: "CUDA_SUCCESS".to_owned(), text: "no graph came of it".to_owned() }
     }
 
-    /// Returns an unused [`Lane`] of the device, which lives as long as the process. Use it with one submission at a time.
+    /// Returns an unused [`Lane`] of the device, which lives as long as the process. A lane may be used by one submission at a time.
     pub fn lane(&self) -> &'static Lane {
         self.lanes.take()
     }
@@ -208,11 +208,11 @@ impl Device {
         &self.waiting
     }
 
-    /// Waits for all work submitted so far. **Invalidates every running capture of the device**, including those of other code. Nothing in this crate
-    /// calls it.
+    /// Waits for all work submitted to the device so far. **Invalidates every running capture of the device**, including those of other
+    /// code. Nothing in this crate calls it.
     ///
     /// # Errors
-    /// A driver error, also if a kernel failed or a stream is under capture.
+    /// Returns a driver error, also if a kernel failed or a stream is under capture.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.enter()?;
         // SAFETY: the function has no arguments.
@@ -231,10 +231,10 @@ impl Device {
         Some(if known { id } else { stream.expose_provenance() as u64 })
     }
 
-    /// Creates a stream.
+    /// Creates a stream of the device.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn stream(&'static self) -> Result<Stream, Error> {
         let _entered = self.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -244,7 +244,7 @@ impl Device {
     }
 }
 
-/// A guard: the context of a device is current on this thread. Dropping it restores the previous context.
+/// A guard that keeps the context of a device current on this thread. Dropping it restores the previous context.
 #[derive(Debug)]
 #[must_use = "the context from before is current again when it is dropped"]
 pub struct Entered<'a> {

@@ -75,11 +75,11 @@ pub struct Driver {
 static DRIVER: Mutex<Option<&'static Driver>> = Mutex::new(None);
 
 impl Driver {
-    /// Returns the process's driver. The first successful call loads it: from `path` if given, from the variable `CUDNN_GRAPH_DRIVER`, or else
-    /// `libcuda.so.1`.
+    /// Returns the CUDA driver of this process. The first successful call loads it: from `path` if given, else from the path in the
+    /// environment variable `CUDNN_GRAPH_DRIVER`, else as `libcuda.so.1`.
     ///
     /// # Errors
-    /// The places searched, or the missing function.
+    /// Returns the paths that were searched, or the name of a missing function.
     pub fn load(path: Option<&std::path::Path>) -> Result<&'static Driver, Error> {
         let mut slot = DRIVER.lock();
         if let Some(driver) = *slot {
@@ -101,7 +101,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Returns the file of the driver.
+    /// Returns the path of the driver's file.
     pub fn path(&self) -> PathBuf {
         self.library.mapped_path()
     }
@@ -109,7 +109,7 @@ impl Driver {
     /// Returns the newest CUDA version that the driver supports: 13000 for 13.0.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn cuda_version(&self) -> Result<i32, Error> {
         let mut version = 0;
         // SAFETY: the pointer is to a live integer.
@@ -117,10 +117,10 @@ impl Driver {
         Ok(version)
     }
 
-    /// Returns the number of devices. Initialises the driver, but opens no device.
+    /// Returns the number of devices. It initialises the driver, but opens no device.
     ///
     /// # Errors
-    /// A driver error; a driver without devices fails to initialise. Failures are not remembered: a later call tries again.
+    /// Returns a driver error. Without devices, the driver fails to initialise. Failures are not remembered, so a later call tries again.
     pub fn device_count(&self) -> Result<u32, Error> {
         // SAFETY: 0 is the only valid flag.
         self.check("cuInit", unsafe { (self.table.init)(0) })?;
@@ -130,11 +130,12 @@ impl Driver {
         Ok(count.unsigned_abs())
     }
 
-    /// Opens a device. The first successful call retains its primary context for the life of the process. Touches no other device.
+    /// Returns the device with this ordinal. The first successful call retains its primary context for the life of the process. It
+    /// touches no other device.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] past the last device; otherwise as [`Driver::device_count`], or a driver error for this device, for example if another
-    /// process uses it exclusively.
+    /// Returns [`Error::NoDevice`] if there is no such device, or fails as [`Driver::device_count`] does. Returns a driver error if the
+    /// device cannot be used, for example because another process uses it exclusively.
     pub fn device(&'static self, ordinal: u32) -> Result<&'static Device, Error> {
         let mut open = self.devices.lock();
         if let Some(device) = open.iter().find(|device| device.ordinal() == ordinal) {
@@ -187,7 +188,8 @@ impl Driver {
     }
 }
 
-/// Runs a function as [`Device::relaxed`] does, for every device of this process's driver, if there is one.
+/// Runs a function as [`Device::relaxed`] does, so that it invalidates no capture on any device of this process. Without a driver it only
+/// runs the function.
 pub fn relaxed<R>(run: impl FnOnce() -> R) -> R {
     let driver = *DRIVER.lock();
     match driver {
@@ -196,7 +198,7 @@ pub fn relaxed<R>(run: impl FnOnce() -> R) -> R {
     }
 }
 
-/// Makes a path absolute, relative to the current folder; unchanged if there is none.
+/// Returns a path made absolute, relative to the current folder. It returns the path unchanged if there is no current folder.
 pub fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
 }

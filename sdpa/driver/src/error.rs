@@ -3,12 +3,12 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// A place where a library was searched, and why it was not loaded from there.
+/// A path at which a library was searched, and the reason why it was not loaded from there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Searched {
-    /// A path, or a name for the system's loader.
+    /// The path, or the library name that was passed to the system's loader.
     pub place: String,
-    /// The message of the loader.
+    /// The loader's message.
     pub problem: String,
 }
 
@@ -16,7 +16,7 @@ pub struct Searched {
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shared library was not found, or does not load.
+    /// A shared library was not found, or cannot be loaded.
     #[error("{library} was not loaded; {}", Places(searched))]
     Library {
         /// The name of the library.
@@ -52,7 +52,7 @@ pub enum Error {
         /// The driver's own text.
         text: String,
     },
-    /// NVRTC refused a source.
+    /// NVRTC cannot compile a source.
     #[error("{call} returned {code}{}", Log(log))]
     Compile {
         /// The function.
@@ -62,7 +62,7 @@ pub enum Error {
         /// The compiler's log.
         log: String,
     },
-    /// Device memory ran out, or a size exceeds its limit: a copy past the end of a buffer, a workspace over its limit.
+    /// Device memory ran out, or a size exceeds its limit, such as a copy past the end of a buffer or a workspace that is too small.
     #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
         /// The purpose of the memory, or the item that does not fit.
@@ -86,7 +86,7 @@ impl Error {
         }
     }
 
-    /// Returns whether memory ran out, or the driver failed or is missing. Trying another option would not help.
+    /// Returns whether the driver failed or is missing, for example because memory ran out, so that trying another option would not help.
     pub fn is_fatal(&self) -> bool {
         match self {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } | Error::Driver { .. } => true,

@@ -6,8 +6,8 @@ use crate::error::Error;
 use crate::submission::Submission;
 use std::ffi::{CStr, c_uint, c_void};
 
-/// A kernel from PTX that stays loaded on a device for the life of the process: [`Device::load_kernels`]. Kernels of a [`Module`](crate::Module) can
-/// be unloaded.
+/// A kernel from PTX that stays loaded on a device for the life of the process, from [`Device::load_kernels`]. In contrast, kernels of a
+/// [`Module`](crate::Module) can be unloaded.
 #[derive(Debug)]
 pub struct Kernel {
     device: &'static Device,
@@ -23,7 +23,7 @@ impl Device {
     /// Loads kernels by name from one PTX source. They are never unloaded, so load each source once.
     ///
     /// # Errors
-    /// A driver error: the PTX is newer than the driver supports, or lacks a name.
+    /// Returns a driver error if the PTX is newer than the driver supports, or if it has no kernel of one of the names.
     pub fn load_kernels<const N: usize>(&'static self, ptx: &CStr, names: [&CStr; N]) -> Result<[Kernel; N], Error> {
         let _entered = self.enter()?;
         let mut module = std::ptr::null_mut();
@@ -41,14 +41,14 @@ impl Device {
 }
 
 impl Submission<'_> {
-    /// Launches a kernel whose parameters are all 64-bit, on the stream. Returns without waiting.
+    /// Launches a kernel whose parameters are all 64-bit, on the stream. It returns without waiting.
     ///
     /// # Safety
     /// There are as many arguments as kernel parameters. The kernel accesses only device memory of the stream's device that nothing else uses until
     /// the stream has passed this call.
     ///
     /// # Errors
-    /// [`Error::Memory`] for a kernel of another device, or a driver error.
+    /// Returns [`Error::Memory`] for a kernel of another device, or a driver error.
     pub unsafe fn launch(&self, kernel: &Kernel, [blocks, threads]: [u32; 2], arguments: &[u64]) -> Result<(), Error> {
         let device = self.device();
         if kernel.device.ordinal() != device.ordinal() {

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// Marks the end of the work that one submitter, a thread or a handle, has submitted so far. Resources given to [`Device::retire`] wait until every
-/// lane's end has passed. Lanes live as long as the process, and are reused by later owners.
+/// Marks the end of the work that one submitter (a thread or a handle) has submitted so far. Resources passed to [`Device::retire`] are
+/// freed only after the marked ends of all lanes. Lanes live as long as the process, and later submitters reuse them.
 #[derive(Debug, Default)]
 pub struct Lane {
     ends: Mutex<Ends>,

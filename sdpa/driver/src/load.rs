@@ -4,14 +4,14 @@ use crate::error::{Error, Searched};
 use libloading::os::unix::{Library as Dl, RTLD_GLOBAL, RTLD_LAZY};
 use std::path::{Path, PathBuf};
 
-/// A place to search for a library.
+/// A location in which to search for a library.
 #[derive(Clone, Debug)]
 pub enum Place {
     /// A file, by its path.
     File(PathBuf),
-    /// A name for the system's loader.
+    /// A library name, which the system's loader resolves.
     System(&'static str),
-    /// A Python environment without the library, and the missing package. Reported, but not opened.
+    /// A Python environment that does not have the library, and a text about the missing package. It only appears in error messages.
     Empty(PathBuf, &'static str),
 }
 
@@ -22,8 +22,9 @@ fn python_on_path() -> Option<PathBuf> {
     folder.parent().map(Path::to_owned)
 }
 
-/// Returns the places of a library in the active Python environments (`VIRTUAL_ENV`, `CONDA_PREFIX`, that of `python3`). `files` receives the folder
-/// `nvidia` of each and returns the candidate files. An environment without any gives a [`Place::Empty`] with the text `none`.
+/// Returns the locations of a library in the active Python environments: those of `VIRTUAL_ENV`, `CONDA_PREFIX` and `python3`. `files`
+/// receives the folder `nvidia` of each environment, and returns the candidate files. An environment without any of them gives a
+/// [`Place::Empty`] with the text `none`.
 pub fn in_python(none: &'static str, files: impl Fn(&Path) -> Vec<PathBuf>) -> Vec<Place> {
     let named = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
     let mut roots: Vec<PathBuf> = named.chain(python_on_path()).filter(|r| r.is_absolute()).collect();
@@ -55,7 +56,7 @@ pub struct Opened {
 /// Loads the library at a path, for the life of the process.
 ///
 /// # Errors
-/// The loader's message.
+/// Returns the loader's message.
 pub fn open_file(path: &Path) -> Result<Opened, String> {
     // SAFETY: loading runs the initialisers of NVIDIA's libraries, which have no preconditions.
     let dl = unsafe { Dl::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| {
@@ -68,7 +69,7 @@ pub fn open_file(path: &Path) -> Result<Opened, String> {
 /// Loads the first library that exists.
 ///
 /// # Errors
-/// [`Error::Library`] with every place and its problem.
+/// Returns [`Error::Library`] with the reason for every location.
 pub fn open_first(library: &'static str, places: &[Place]) -> Result<Opened, Error> {
     let mut searched = Vec::new();
     for place in places {
@@ -90,19 +91,19 @@ pub fn open_first(library: &'static str, places: &[Place]) -> Result<Opened, Err
 }
 
 impl Opened {
-    /// Looks up a function.
+    /// Returns the address of a function of the library.
     ///
     /// # Safety
     /// `F` must be the function's type, as an `extern "C"` pointer.
     ///
     /// # Errors
-    /// [`Error::MissingSymbol`].
+    /// Returns [`Error::MissingSymbol`] if the library does not have the function.
     pub unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, Error> {
         // SAFETY: the caller vouches for the type; the library is never closed, so the pointer stays valid.
         unsafe { self.dl.get::<F>(symbol.as_bytes()) }.map(|f| *f).map_err(|_| Error::MissingSymbol { path: self.path.clone(), symbol })
     }
 
-    /// Returns the file that the loader mapped for a library opened by name.
+    /// Returns the path of the file that the loader mapped, also for a library that was opened by name.
     pub fn mapped_path(&self) -> PathBuf {
         if self.path.is_absolute() {
             return self.path.clone();

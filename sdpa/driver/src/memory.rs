@@ -39,10 +39,10 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Allocates at least one byte, 256-byte aligned.
+    /// Allocates device memory of `bytes` bytes, but at least one byte, with 256-byte alignment.
     ///
     /// # Errors
-    /// [`Error::Driver`] with `CUDA_ERROR_OUT_OF_MEMORY`, or another driver error.
+    /// Returns [`Error::Driver`], with `CUDA_ERROR_OUT_OF_MEMORY` if there is not enough memory.
     pub fn new(device: &'static Device, bytes: usize) -> Result<Buffer, Error> {
         let _entered = device.enter()?;
         let mut address = 0;
@@ -74,10 +74,10 @@ impl Buffer {
         Err(Error::Memory { what: format!("{what} at byte {offset}"), bytes: bytes as u64, limit })
     }
 
-    /// Copies host memory to byte `offset`, and waits.
+    /// Copies host memory to the buffer, from byte `offset` on, and waits for the copy.
     ///
     /// # Errors
-    /// [`Error::Memory`] past the end of the buffer, or a driver error.
+    /// Returns [`Error::Memory`] if the copy would pass the end of the buffer, or a driver error.
     pub fn upload<T: Element>(&mut self, stream: &Stream, offset: usize, data: &[T]) -> Result<(), Error> {
         self.check_range("an upload", offset, size_of_val(data))?;
         let _entered = self.device.enter()?;
@@ -89,10 +89,10 @@ impl Buffer {
         stream.synchronize()
     }
 
-    /// Copies to host memory from byte `offset`, and waits.
+    /// Copies from the buffer, from byte `offset` on, to host memory, and waits for the copy.
     ///
     /// # Errors
-    /// [`Error::Memory`] past the end of the buffer, or a driver error.
+    /// Returns [`Error::Memory`] if the copy would pass the end of the buffer, or a driver error.
     pub fn download<T: Element>(&self, stream: &Stream, offset: usize, data: &mut [T]) -> Result<(), Error> {
         self.check_range("a download", offset, size_of_val(data))?;
         let _entered = self.device.enter()?;
@@ -109,10 +109,10 @@ impl Buffer {
         stream.synchronize()
     }
 
-    /// Sets every byte of the buffer to `byte`, on the stream. Returns without waiting.
+    /// Sets every byte of the buffer to `byte`, on the stream. It returns without waiting.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the range is the whole buffer.

@@ -21,7 +21,8 @@ const MAX_DYNAMIC_SHARED: c_int = 8;
 const REGISTERS: c_int = 4;
 const LOCAL_BYTES: c_int = 3;
 
-/// Loaded machine code. Dropping it unloads it. If the device may still run it, drop it through [`Device::retire`].
+/// Machine code that is loaded on a device. Dropping the module unloads it. If the device may still run the code, drop the module through
+/// [`Device::retire`].
 #[derive(Debug)]
 pub struct Module {
     device: &'static Device,
@@ -37,9 +38,9 @@ unsafe impl Sync for Module {}
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
     function: Ptr,
-    /// 32-bit registers per thread.
+    /// Number of 32-bit registers per thread.
     pub registers: u32,
-    /// Bytes of local memory per thread: 0 without spills.
+    /// Local memory per thread, in bytes; 0 if no register is spilled.
     pub local_bytes: u32,
 }
 
@@ -48,22 +49,22 @@ unsafe impl Send for Entry {}
 // SAFETY: as above.
 unsafe impl Sync for Entry {}
 
-/// Grid, block and shared memory of a launch.
+/// The grid, the block size and the shared memory of a kernel launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launch {
-    /// Thread blocks along each axis.
+    /// Number of thread blocks along each axis.
     pub blocks: [u32; 3],
-    /// Threads per block.
+    /// Number of threads per block.
     pub threads: u32,
-    /// Bytes of dynamic shared memory per block, at most the number passed to [`Module::entry`].
+    /// Dynamic shared memory per block in bytes, at most the number that was passed to [`Module::entry`].
     pub shared_bytes: u32,
 }
 
 impl Module {
-    /// Loads machine code, or zero-terminated PTX.
+    /// Loads machine code, or zero-terminated PTX, on a device.
     ///
     /// # Errors
-    /// A driver error: code for another architecture, or no memory.
+    /// Returns a driver error, for example for code for another architecture, or if there is no memory.
     pub fn load(device: &'static Device, code: &[u8]) -> Result<Module, Error> {
         let _entered = device.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -73,7 +74,7 @@ impl Module {
         Ok(Module { device, raw })
     }
 
-    /// Returns the device on which it is loaded.
+    /// Returns the device on which the module is loaded.
     pub fn device(&self) -> &'static Device {
         self.device
     }
@@ -81,7 +82,7 @@ impl Module {
     /// Returns a kernel of the module, for launches with up to `shared_bytes` bytes of dynamic shared memory per block.
     ///
     /// # Errors
-    /// A driver error: the module lacks the name, or the device has less shared memory.
+    /// Returns a driver error if the module has no kernel of this name, or if the device has less shared memory.
     pub fn entry(&self, name: &CStr, shared_bytes: u32) -> Result<Entry, Error> {
         let device = self.device;
         let _entered = device.enter()?;
@@ -120,14 +121,14 @@ impl Drop for Module {
 const PARAMETERS: usize = 16;
 
 impl Submission<'_> {
-    /// Launches a kernel of a module on the stream, with its parameters as bytes. Returns without waiting.
+    /// Launches a kernel of a module on the stream, with pointers to its parameters. It returns without waiting.
     ///
     /// # Safety
     /// The module is loaded on the stream's device, and stays loaded until the stream has passed this call. Parameters have the number, sizes and
     /// alignment that the kernel expects. The kernel accesses only device memory of the stream's device that nothing else uses until then.
     ///
     /// # Errors
-    /// [`Error::Memory`] for more parameters than 16, or a driver error.
+    /// Returns [`Error::Memory`] for more than 16 parameters, or a driver error.
     pub unsafe fn launch_entry(&self, entry: &Entry, launch: Launch, parameters: &[*const c_void]) -> Result<(), Error> {
         let mut pointers = [std::ptr::null_mut::<c_void>(); PARAMETERS];
         if parameters.len() > PARAMETERS {

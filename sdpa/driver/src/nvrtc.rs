@@ -33,7 +33,7 @@ const FILES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
 /// Folders of wheels, in the folder `nvidia` of a Python environment.
 const WHEELS: [&str; 2] = ["cu13/lib", "cuda_nvrtc/lib"];
 
-/// NVRTC, CUDA's run-time compiler: CUDA C++ to machine code or PTX. It needs no GPU.
+/// NVRTC, CUDA's run-time compiler. It compiles CUDA C++ to machine code or PTX, and needs no GPU.
 #[derive(Debug)]
 pub struct Nvrtc {
     library: Opened,
@@ -41,7 +41,7 @@ pub struct Nvrtc {
     version: [i32; 2],
 }
 
-/// The machine code of a source.
+/// The machine code that a source was compiled to.
 #[derive(Clone, Debug)]
 pub struct Compiled {
     /// Machine code for one architecture.
@@ -57,11 +57,12 @@ struct Program<'a> {
 }
 
 impl Nvrtc {
-    /// Loads NVRTC: `libnvrtc.so.13` or `.12`, or a folder that contains one. Searches `path` if given, else the variable `SDPA_NVRTC`, else the
-    /// wheels of the active Python environment, else the system's loader.
+    /// Loads NVRTC (`libnvrtc.so.13` or `libnvrtc.so.12`) from `path`, which is a file or a folder that contains one. With `None`, the
+    /// path is the environment variable `SDPA_NVRTC` if it is set. Otherwise the wheels of the active Python environment and then the
+    /// search path of the system's loader are searched.
     ///
     /// # Errors
-    /// The places searched, or the missing function.
+    /// Returns the paths that were searched, or the name of a missing function.
     pub fn load(path: Option<&Path>) -> Result<Nvrtc, Error> {
         let library = open_first("NVRTC (libnvrtc.so.13)", &places(path))?;
         let table = Table::load(&library)?;
@@ -74,7 +75,7 @@ impl Nvrtc {
         Ok(nvrtc)
     }
 
-    /// Returns the file of the library.
+    /// Returns the path of the library file.
     pub fn path(&self) -> PathBuf {
         self.library.mapped_path()
     }
@@ -87,17 +88,17 @@ impl Nvrtc {
     /// Compiles a source to machine code for an architecture, such as `sm_90a`.
     ///
     /// # Errors
-    /// [`Error::Compile`] with the compiler's log.
+    /// Returns [`Error::Compile`] with the compiler's log.
     pub fn compile(&self, text: &str, architecture: &str, options: &[&str]) -> Result<Compiled, Error> {
         let program = self.program(text, architecture, options)?;
         let code = program.bytes("nvrtcGetCUBIN", self.table.cubin_size, self.table.cubin)?;
         Ok(Compiled { code, log: program.log() })
     }
 
-    /// Compiles a source to PTX for an architecture, such as `compute_80`, and later ones.
+    /// Compiles a source to PTX that runs on an architecture, such as `compute_80`, and on later ones.
     ///
     /// # Errors
-    /// As for [`Nvrtc::compile`].
+    /// Fails as [`Nvrtc::compile`] does.
     pub fn ptx(&self, text: &str, architecture: &str, options: &[&str]) -> Result<String, Error> {
         let program = self.program(text, architecture, options)?;
         let bytes = program.bytes("nvrtcGetPTX", self.table.ptx_size, self.table.ptx)?;

@@ -29,8 +29,8 @@ impl Waiting {
 }
 
 impl Device {
-    /// Drops a resource once the device has passed all work that handles have marked and graphs have launched so far, on any stream, by any thread.
-    /// Returns without waiting, and does not disturb captures.
+    /// Drops a resource once the device has finished all work that handles have marked and graphs have launched so far, on any stream and
+    /// by any thread. It returns without waiting, and does not disturb captures.
     pub fn retire(&'static self, thing: Box<dyn Send>) {
         self.release_retired();
         let ends = self.lanes().ends();
@@ -40,8 +40,8 @@ impl Device {
         self.waiting().0.lock().push((ends, thing));
     }
 
-    /// Drops retired resources that the device has passed, and returns how many still wait. Retirements, captures and workspace allocations do this
-    /// too.
+    /// Drops all retired resources that the device no longer needs, and returns how many others still wait. Retirements, captures and
+    /// workspace allocations do this too.
     pub fn release_retired(&'static self) -> usize {
         // Drop the resources outside the lock: dropping calls the driver, which may call back and retire more.
         let waiting = std::mem::take(&mut *self.waiting().0.lock());

@@ -50,11 +50,12 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
 }
 
 impl Submission<'_> {
-    /// Returns device memory of at least this size for the next work of this thread on the stream. Reuses the memory of its last call on the stream
-    /// if that is large enough. During capture, the graph keeps the memory, which calls captured on this stream share.
+    /// Returns device memory of at least this size for the next work of this thread on the stream. It reuses the memory of this thread's
+    /// last call on the stream if that is large enough. During capture, the graph keeps the memory alive, and all calls that are captured
+    /// on this stream share it.
     ///
     /// # Errors
-    /// The driver's own, out of memory above all.
+    /// Returns a driver error, usually because there is not enough memory.
     pub fn workspace(&self, bytes: u64) -> Result<DeviceSlice, Error> {
         if bytes == 0 {
             return Ok(DeviceSlice { address: 0, bytes: 0 });

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 const EVENT_DISABLE_TIMING: c_uint = 2;
 const NOT_READY: c_int = 600;
 
-/// A raw stream handle, `CUstream`, as CUDA libraries pass it.
+/// A raw CUDA stream handle (`CUstream`), for interoperation with CUDA libraries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawStream(pub *mut c_void);
 
@@ -41,8 +41,8 @@ impl Stream {
         Stream { device, raw, id: OnceLock::new(), owned: true }
     }
 
-    /// Returns a number that no other stream of the process shares, not even a later one at the same address. `None` during capture, unless it was
-    /// queried before.
+    /// Returns a number that no other stream of the process shares, not even a later one at the same address. Returns `None` during
+    /// capture, unless the number was queried before.
     pub fn id(&self) -> Option<u64> {
         if let Some(id) = self.id.get() {
             return Some(*id);
@@ -61,20 +61,20 @@ impl Stream {
         self.raw
     }
 
-    /// Waits for all work submitted so far.
+    /// Waits for all work submitted to the stream so far.
     ///
     /// # Errors
-    /// A driver error, also if a kernel failed.
+    /// Returns a driver error, also if a kernel failed.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the stream is live.
         self.device.check("cuStreamSynchronize", self.device.relaxed(|| unsafe { (self.device.table.stream_synchronize)(self.raw.0) }))
     }
 
-    /// Records an event at the current end of the stream. With `timing`, [`Event::since`] can use it.
+    /// Records an event at the current end of the stream. [`Event::since`] requires `timing`.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn record(&self, timing: bool) -> Result<Event, Error> {
         let event = Event::new(self.device, timing)?;
         self.record_again(&event)?;
@@ -84,7 +84,7 @@ impl Stream {
     /// Moves an event to the current end of the stream.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn record_again(&self, event: &Event) -> Result<(), Error> {
         let entered = self.device.enter()?;
         event.record(&entered, self.raw.0)
@@ -93,7 +93,7 @@ impl Stream {
     /// Makes later work on this stream wait for an event of this or another stream.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn wait(&self, event: &Event) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the stream and the event are live.
@@ -128,10 +128,10 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// Creates an event that is not recorded yet. With `timing`, [`Event::since`] can use it.
+    /// Creates an event that is not recorded yet. [`Event::since`] requires `timing`.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn new(device: &'static Device, timing: bool) -> Result<Event, Error> {
         let _entered = device.enter()?;
         let (mut raw, flags) = (std::ptr::null_mut(), if timing { 0 } else { EVENT_DISABLE_TIMING });
@@ -146,10 +146,10 @@ impl Event {
         self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(self.raw, stream) })
     }
 
-    /// Returns whether the stream has passed it.
+    /// Returns whether the stream has passed the event.
     ///
     /// # Errors
-    /// A driver error, also if a kernel failed.
+    /// Returns a driver error, also if a kernel failed.
     pub fn passed(&self) -> Result<bool, Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is live.
@@ -159,20 +159,21 @@ impl Event {
         }
     }
 
-    /// Waits until the stream has passed it.
+    /// Waits until the stream has passed the event.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn synchronize(&self) -> Result<(), Error> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is live.
         self.device.check("cuEventSynchronize", self.device.relaxed(|| unsafe { (self.device.table.event_synchronize)(self.raw) }))
     }
 
-    /// Returns the device time since `start`, in milliseconds. Both events must be recorded with timing and passed.
+    /// Returns the time on the device from `start` to this event, in milliseconds. Both events must have been created with timing, and
+    /// the stream must have passed both.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn since(&self, start: &Event) -> Result<f32, Error> {
         let _entered = self.device.enter()?;
         let mut ms = 0.0;

@@ -7,8 +7,8 @@ use crate::lane::{self, Lane};
 use crate::memory::DeviceSlice;
 use crate::stream::Stream;
 
-/// One call on a stream, within the context of its device. Whether the stream is under capture is queried once, at the beginning. The submitter must
-/// neither begin nor end a capture of the stream until it is over.
+/// One call on a stream, within the context of its device. The capture status of the stream is queried once, at the beginning. Until the
+/// submission is dropped, the submitter must neither begin nor end a capture of the stream.
 #[derive(Debug)]
 pub struct Submission<'s> {
     stream: &'s Stream,
@@ -21,15 +21,16 @@ impl Stream {
     /// Begins a call on this stream. A lane of this thread marks its end.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn begin(&self) -> Result<Submission<'_>, Error> {
         self.begin_on(lane::of_thread(self.device()))
     }
 
-    /// Begins a call whose end is marked on `lane`, which nothing else uses meanwhile. Without a lane nothing is marked.
+    /// Begins a call on this stream whose end is marked on `lane`. Until then nothing else may use the lane. With `None`, no end is
+    /// marked.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn begin_on(&self, lane: Option<&'static Lane>) -> Result<Submission<'_>, Error> {
         let entered = self.device().enter()?;
         Ok(Submission { stream: self, lane, capturing: self.device().is_capturing(self.raw().0), entered })
@@ -37,12 +38,12 @@ impl Stream {
 }
 
 impl<'s> Submission<'s> {
-    /// Returns the device to which it submits.
+    /// Returns the device of the submission's stream.
     pub fn device(&self) -> &'static Device {
         self.stream.device()
     }
 
-    /// Returns the stream to which it submits.
+    /// Returns the stream to which the call submits work.
     pub fn stream(&self) -> &'s Stream {
         self.stream
     }
@@ -51,35 +52,35 @@ impl<'s> Submission<'s> {
         self.stream.raw().0
     }
 
-    /// Returns whether the work goes into a graph instead of to the device.
+    /// Returns whether the stream is under capture, so that the work goes into a graph instead of to the device.
     pub fn is_capturing(&self) -> bool {
         self.capturing
     }
 
-    /// Makes the graph of the stream's capture keep a resource, while the graph or an executable graph made from it lives.
+    /// Makes the graph of the stream's capture keep a resource alive, as long as the graph or an executable graph made from it lives.
     ///
     /// # Errors
-    /// A driver error, also if the stream is not under capture.
+    /// Returns a driver error, also if the stream is not under capture.
     pub fn keep_in_graph(&self, thing: Box<dyn Send>) -> Result<(), Error> {
         self.device().keep(self.raw(), thing)
     }
 
-    /// Marks the current end of the stream as the end of the submitted work, for which resources retired later wait. Not for a stream under capture:
-    /// see [`Submission::keep_in_graph`].
+    /// Marks the current end of the stream as the end of the submitted work. Resources that are retired later wait for this end. The
+    /// stream must not be under capture: see [`Submission::keep_in_graph`].
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn mark(&self) -> Result<(), Error> {
         self.lane.map_or(Ok(()), |lane| lane.mark(&self.entered, self.device(), self.raw(), self.stream.id()))
     }
 
-    /// Sets a slice of device memory to zero, on the stream. Returns without waiting.
+    /// Sets a slice of device memory to zero, on the stream. It returns without waiting.
     ///
     /// # Safety
     /// The slice is device memory of the stream's device and as large as stated, and nothing else uses it until the stream has passed this call.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub unsafe fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
         let bytes = usize::try_from(slice.bytes).unwrap_or(usize::MAX);
         // SAFETY: the caller upholds the contract.
@@ -87,14 +88,14 @@ impl<'s> Submission<'s> {
         self.device().check("cuMemsetD8Async", code)
     }
 
-    /// Fills a slice of device memory with one f32, on the stream. Returns without waiting. The address must be a multiple of 4; bytes after the last
-    /// whole number are unchanged.
+    /// Fills a slice of device memory with one f32, on the stream. It returns without waiting. The address must be a multiple of 4; bytes
+    /// after the last whole number are unchanged.
     ///
     /// # Safety
-    /// As for [`Submission::zero`].
+    /// The caller fulfils the contract of [`Submission::zero`].
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub unsafe fn fill(&self, slice: DeviceSlice, number: f32) -> Result<(), Error> {
         let numbers = usize::try_from(slice.bytes / 4).unwrap_or(usize::MAX);
         // SAFETY: the caller upholds the contract.
@@ -102,14 +103,14 @@ impl<'s> Submission<'s> {
         self.device().check("cuMemsetD32Async", code)
     }
 
-    /// Copies one slice of device memory to another of the same size, on the stream. Returns without waiting.
+    /// Copies one slice of device memory to another of the same size, on the stream. It returns without waiting.
     ///
     /// # Safety
     /// Both slices are device memory of the stream's device and as large as stated. Until the stream has passed this call, nothing else uses `to` and
     /// nothing writes `from`.
     ///
     /// # Errors
-    /// [`Error::Memory`] for slices of different sizes, or a driver error.
+    /// Returns [`Error::Memory`] for slices of different sizes, or a driver error.
     pub unsafe fn copy(&self, from: DeviceSlice, to: DeviceSlice) -> Result<(), Error> {
         if from.bytes != to.bytes {
             return Err(Error::Memory { what: "a copy".to_owned(), bytes: from.bytes, limit: format!("{} bytes to copy to", to.bytes) });

@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::submission::Submission;
 use std::ffi::{c_int, c_uint};
 
-/// A `CUtensorMap`, as the driver encodes it: opaque, passed to kernels by value. Made by [`Submission::tensor_map`].
+/// A `CUtensorMap`, as the driver encodes it. It is opaque, and is passed to kernels by value. [`Submission::tensor_map`] creates it.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 pub struct TensorMap([u64; 16]);
@@ -19,19 +19,20 @@ const RANK: usize = 4;
 /// A tensor of four axes with two-byte elements, for TMA loads into shared memory in rows of 128 bytes with the swizzle that the tensor cores read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiled {
-    /// Elements along each axis, the dense one first.
+    /// Number of elements along each axis, the dense axis first.
     pub extents: [u64; RANK],
-    /// Bytes between elements along each axis except the first: multiples of 16, below 2⁴⁰.
+    /// Distance in bytes between elements along each axis except the first. Each is a multiple of 16 and below 2⁴⁰.
     pub strides: [u64; RANK - 1],
-    /// Elements of a box along each axis: at most 64 along the first, 256 along the others.
+    /// Number of elements of a box along each axis: at most 64 along the first axis, and at most 256 along the others.
     pub tile: [u32; RANK],
 }
 
 impl Submission<'_> {
-    /// Encodes the tensor map of a tensor at an address that is a multiple of 16. Parts of a box past the extents read as zero and are not written.
+    /// Encodes the tensor map of a tensor at an address that is a multiple of 16. TMA reads parts of a box past the extents as zero, and
+    /// does not write them.
     ///
     /// # Errors
-    /// A driver error: an address, strides or a box that TMA does not support.
+    /// Returns a driver error if TMA does not support the address, the strides or the box.
     pub fn tensor_map(&self, address: u64, tiled: &Tiled) -> Result<TensorMap, Error> {
         let mut map = TensorMap::default();
         let ones = [1u32; RANK];
