@@ -6,7 +6,7 @@ use sdpa_core::DType;
 use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
-/// The declared parameters that score_mods and masks read, each name once.
+/// The declared parameters that the traces of score_mods and masks read, each name once. It emits these traces as functions.
 #[derive(Clone, Debug, Default)]
 pub struct Captured {
     params: Vec<Declared>,
@@ -33,7 +33,8 @@ fn index(axis: Axis) -> &'static str {
 }
 
 impl Captured {
-    /// Collects the parameters of these traces in a problem of extents (batch, heads_q, seq_q, seq_kv), to be emitted as MSL.
+    /// Collects the parameters of these traces in a problem of extents (batch, heads_q, seq_q, seq_kv). The output language is MSL unless
+    /// [`Captured::in_dialect`] sets another.
     pub fn of<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents: [i64; 4]) -> Captured {
         let mut params: Vec<Declared> = Vec::new();
         for declared in traces.into_iter().flat_map(|trace| trace.params()) {
@@ -44,25 +45,25 @@ impl Captured {
         Captured { params, extents, dialect: Dialect::default(), places_below: None }
     }
 
-    /// Sets the language.
+    /// Sets the output language.
     #[must_use]
     pub fn in_dialect(self, dialect: Dialect) -> Captured {
         Captured { dialect, ..self }
     }
 
-    /// Declares that kernels call the functions only with indices from 0 to below `below`, on each axis. The emitted functions then use the ranges of
-    /// integers instead of the extents.
+    /// Declares that kernels call the functions only with indices from 0 up to, but not including, `below`, on each axis. Emitted
+    /// functions then depend on this range instead of the extents.
     #[must_use]
     pub fn with_places_below(self, below: i64) -> Captured {
         Captured { places_below: Some(below), ..self }
     }
 
-    /// Returns whether some tensor spans an axis, so that its elements exist only within the problem's extents.
+    /// Returns whether a tensor spans this axis, so that its elements exist only within the problem's extents.
     pub fn reads_along(&self, axis: Axis) -> bool {
         self.params.iter().any(|param| matches!(param.kind, ParamKind::Tensor { axes, .. } if axes.has(axis)))
     }
 
-    /// Adds an i64 parameter for each of these names: numbers that kernels read but traces do not, such as the seed of dropout.
+    /// Adds an i64 parameter for each of these names. Kernels read these numbers but traces do not, such as the seed of dropout.
     #[must_use]
     pub fn with_numbers<'n>(mut self, names: impl IntoIterator<Item = &'n str>) -> Captured {
         let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::I64 };
@@ -70,7 +71,8 @@ impl Captured {
         self
     }
 
-    /// Returns the expression by which a kernel reads the parameter of this name from [`Captured::with_numbers`]; empty if there is none.
+    /// Returns the expression by which a kernel reads the number `name` of [`Captured::with_numbers`], or an empty text if there is no
+    /// such number.
     pub fn number(&self, name: &str) -> String {
         self.params.iter().find(|param| param.name == name).map_or_else(String::new, |param| self.read(param))
     }
@@ -80,7 +82,7 @@ impl Captured {
         self.params.iter().filter(|p| p.kind == ParamKind::Scalar).map(|p| p.name.as_str()).collect()
     }
 
-    /// Returns the tensors, one buffer each: name, element type, number of elements.
+    /// Returns the tensors, each of which has its own buffer: name, element type and number of elements.
     pub fn tensors(&self) -> Vec<(&str, DType, i64)> {
         let of = |p: &Declared| match p.kind {
             ParamKind::Scalar => None,

@@ -2,18 +2,19 @@
 
 use sdpa_core::DType;
 
-/// A language of kernels.
+/// A programming language of kernels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Dialect {
     /// The Metal shading language.
     #[default]
     Msl,
-    /// CUDA C++ after the prelude of `sdpa-cuda`'s kernels. The prelude defines the types that [`Dialect::element`] names; all convert to `float`.
+    /// CUDA C++, which follows the prelude of `sdpa-cuda`'s kernels. The prelude defines the types that [`Dialect::element`] names; all
+    /// convert to `float`.
     Cuda,
 }
 
 impl Dialect {
-    /// Returns the language's name of an element type.
+    /// Returns the name of an element type in this language.
     pub fn element(self, dtype: DType) -> &'static str {
         match (self, dtype) {
             (_, DType::F32) => "float",

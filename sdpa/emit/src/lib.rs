@@ -7,6 +7,6 @@ mod known;
 pub use captured::Captured;
 pub use dialect::Dialect;
 
-/// Source of the functions that traced expressions use and that the languages lack, or define differently at the edges. It precedes the output of
-/// [`Captured`] and needs `uint`, `abs`, `as_type` and `precise::exp`, which MSL has.
+/// Source code of the functions that emitted expressions call and that the languages lack, or define differently for edge cases. It must
+/// precede the output of [`Captured`], and needs `uint`, `abs`, `as_type` and `precise::exp`, which MSL has.
 pub const EXPRESSION: &str = include_str!("../expression.inc");
