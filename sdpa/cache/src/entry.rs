@@ -8,17 +8,17 @@ use super::sync::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A cached value.
+/// A value that a cache can hold.
 pub trait CacheValue {
-    /// Returns the memory of the value.
+    /// Returns the memory that the value takes.
     fn weight(&self) -> Weight;
 
-    /// Returns the name of the engine or kernel that runs the value, for reports.
+    /// Returns the name of the engine or kernel that computes the value's result, for reports.
     fn engine(&self) -> String {
         String::new()
     }
 
-    /// Returns the parts of the build time.
+    /// Returns the time of each stage of the value's build.
     fn build_time(&self) -> BuildTime {
         BuildTime::default()
     }

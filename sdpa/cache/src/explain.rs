@@ -5,15 +5,15 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::hash::Hash;
 
-/// A lookup value: the key, or a borrowed form with the same hash and fields, so that a lookup needs no key.
+/// A lookup value: the key itself, or a borrowed form of it with the same hash and fields, so that a lookup need not create a key.
 pub trait Query<K> {
-    /// Returns the hash that the key would have.
+    /// Returns the hash of the key to which the query is equal.
     fn hash_in(&self, state: &ahash::RandomState) -> u64;
 
-    /// Returns whether this equals the key.
+    /// Returns whether the query equals the key.
     fn is(&self, key: &K) -> bool;
 
-    /// Creates the key.
+    /// Creates the key to which the query is equal.
     fn to_key(&self) -> K;
 }
 
@@ -31,7 +31,7 @@ impl<K: CacheKey> Query<K> for K {
     }
 }
 
-/// The fields of a key, by name.
+/// The fields of a key: the name and the value of each.
 pub type Fields = Vec<(&'static str, String)>;
 
 /// A cache key.
@@ -42,7 +42,7 @@ pub trait CacheKey: Clone + Eq + Hash {
     /// Returns every field that distinguishes the key from others, by name. Keys with equal fields are equal.
     fn fields(&self) -> Fields;
 
-    /// Returns advice for a miss whose key differs from an entry in these fields.
+    /// Returns advice about a cache miss whose key differs from that of an entry in these fields; `None` if there is none.
     fn advice(_differences: &[Difference]) -> Option<&'static str> {
         None
     }
@@ -53,9 +53,9 @@ pub trait CacheKey: Clone + Eq + Hash {
 pub struct Difference {
     /// The name of the field.
     pub field: String,
-    /// The value in the requested key.
+    /// The value of the field in the requested key.
     pub asked: String,
-    /// The value in the other key.
+    /// The value of the field in the other key.
     pub there: String,
 }
 
@@ -69,11 +69,11 @@ impl fmt::Display for Difference {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Nearest {
-    /// The facts of its entry.
+    /// The facts of the key's entry.
     pub entry: EntryFacts,
-    /// Why it was dropped; `None` if it is in the cache.
+    /// The reason why the entry was dropped; `None` if it is in the cache.
     pub gone: Option<Why>,
-    /// The fields that differ; none for the key itself.
+    /// The fields in which the keys differ; empty if the keys are equal.
     pub differences: Vec<Difference>,
 }
 
@@ -94,7 +94,7 @@ pub enum State {
         /// Milliseconds until the refusal is forgotten.
         remaining: u64,
     },
-    /// The key has no value and no remembered refusal.
+    /// The cache has no value for the key, and remembers no refusal.
     Absent,
 }
 
@@ -104,13 +104,13 @@ pub enum State {
 pub struct Explanation {
     /// A short description of the key.
     pub label: String,
-    /// Its state.
+    /// The state of the key.
     pub state: State,
     /// The nearest keys that are or were in the cache, nearest first.
     pub nearest: Vec<Nearest>,
     /// Advice to the user, in sentences.
     pub advice: Vec<String>,
-    /// Further notes of the cache's owner on the key, in sentences, for hits and misses.
+    /// Additional notes on the key from the owner of the cache, in sentences. They appear for hits and for misses.
     #[serde(default)]
     pub notes: Vec<String>,
 }

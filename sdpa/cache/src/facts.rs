@@ -25,42 +25,42 @@ pub struct CacheStats {
     pub entries: usize,
     /// Memory of the entries.
     pub weight: Weight,
-    /// Lookups that found an entry, or waited for one that another thread was building.
+    /// Number of lookups that found an entry, or waited for a value that another thread was building.
     pub hits: u64,
-    /// Lookups that built.
+    /// Number of lookups that built a value.
     pub misses: u64,
-    /// Builds that failed.
+    /// Number of builds that failed.
     pub failures: u64,
-    /// Lookups that returned a remembered *unsupported*.
+    /// Number of lookups that returned a remembered *unsupported* error.
     pub refusals: u64,
-    /// Entries dropped to stay within the bounds.
+    /// Number of entries that were dropped to stay within the bounds.
     pub evictions: u64,
-    /// Builds of values that had been evicted shortly before.
+    /// Number of builds of values that had been evicted shortly before.
     pub rebuilt: u64,
-    /// Values that were returned to the caller but not kept: too large, or every other entry was pinned.
+    /// Number of values that were returned to the caller but not kept, because they were too large or every other entry was pinned.
     pub not_kept: u64,
 }
 
-/// The time of each stage of a build. Files store whole microseconds. Exhaustive, so that values set the known stages and leave the rest to
-/// `Default`.
+/// The time of each stage of a build. Files store whole microseconds. The struct is exhaustive, so that values set the stages that they
+/// know and take the others from `Default`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BuildTime {
-    /// The whole build.
+    /// The time of the whole build.
     #[serde(with = "micros")]
     pub total: Duration,
-    /// Lowering the problem to a graph or source.
+    /// The time of lowering the problem to a graph or to source code.
     #[serde(with = "micros")]
     pub lower: Duration,
-    /// Asking cuDNN for its engines.
+    /// The time of querying cuDNN for its engines.
     #[serde(with = "micros")]
     pub heuristics: Duration,
-    /// Compiling graphs or sources to machine code.
+    /// The time of compiling graphs or sources to machine code.
     #[serde(with = "micros")]
     pub compile: Duration,
-    /// Running every configuration to find the fastest.
+    /// The time of running every configuration to find the fastest.
     #[serde(default, with = "micros")]
     pub tune: Duration,
-    /// Reading the value from a plan file.
+    /// The time of reading the value from a plan file.
     #[serde(with = "micros")]
     pub load: Duration,
 }
@@ -68,38 +68,38 @@ pub struct BuildTime {
 /// The facts of one entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryFacts {
-    /// The entry's number, counted from 1 in build order.
+    /// The number of the entry, counted from 1 in build order.
     pub id: u64,
-    /// A short description of the key.
+    /// A short description of the entry's key.
     pub label: String,
-    /// Time of creation, since the cache was created.
+    /// The time at which the entry was created, relative to the creation of the cache.
     #[serde(with = "micros")]
     pub made: Duration,
-    /// The duration of the build.
+    /// The time of each stage of the entry's build.
     pub built: BuildTime,
-    /// Lookups that found the entry.
+    /// Number of lookups that found the entry.
     pub hits: u64,
-    /// Memory of the value.
+    /// The memory that the value takes.
     pub weight: Weight,
-    /// The engine or kernel that runs the entry.
+    /// The engine or kernel that computes the value's result.
     pub engine: String,
-    /// Whether a [`Pin`](crate::Pin) holds it.
+    /// Whether a [`Pin`](crate::Pin) keeps the entry in the cache.
     pub pinned: bool,
 }
 
-/// Why an entry was dropped.
+/// The reason why an entry was dropped.
 ///
 /// Exhaustive: reports have a text for each reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// There were more entries than the bound.
+    /// The cache had more entries than its bound.
     Entries,
-    /// The entries had more bytes than the bound.
+    /// The values in the cache had more bytes than its bound.
     Bytes,
     /// The cache was cleared.
     Cleared,
-    /// The bounds were reduced.
+    /// The bounds of the cache were reduced.
     Resized,
 }
 
@@ -121,14 +121,14 @@ impl Why {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
-    /// A lookup missed and a build begins. Lists the fields that differ from the nearest entry.
+    /// A lookup found no entry, and a build begins. The event lists the fields that differ from the nearest entry.
     Missed {
         /// `field there ≠ asked`, for the nearest entry; empty for the first key of its kind.
         nearest: Vec<String>,
         /// Why it was dropped, if it was in the cache before.
         evicted: Option<Why>,
     },
-    /// A build ended.
+    /// A build succeeded.
     Built {
         /// The entry; 0 if it was not kept.
         id: u64,
@@ -139,12 +139,12 @@ pub enum What {
         /// Memory of the value.
         weight: Weight,
     },
-    /// A build failed; a later lookup tries again.
+    /// A build failed. A later lookup tries again.
     Failed {
         /// The error.
         error: String,
     },
-    /// A build was refused; the refusal is remembered for a while.
+    /// A build was refused as unsupported. The cache remembers the refusal for a while.
     Unsupported {
         /// Every reason.
         error: String,
@@ -158,7 +158,7 @@ pub enum What {
         /// Why it was dropped.
         why: Why,
     },
-    /// Too many builds are of evicted keys: the bounds are too small for the work.
+    /// Too many builds are for keys that were evicted, because the bounds are too small for the workload.
     Thrashing {
         /// Number of the last builds whose key had been evicted.
         rebuilt: u64,
@@ -175,12 +175,12 @@ pub enum What {
 /// An event with its key and time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheEvent {
-    /// Time since the cache was created.
+    /// The time of the event, relative to the creation of the cache.
     #[serde(with = "micros")]
     pub at: Duration,
     /// A short description of the key; empty for events of the whole cache.
     pub label: String,
-    /// Hits of the whole cache up to then, as far as threads have reported them.
+    /// Number of hits of the whole cache up to this event, as far as threads have reported them.
     pub hits_so_far: u64,
     /// The event.
     #[serde(flatten)]
@@ -194,34 +194,34 @@ pub struct CacheSnapshot {
     pub version: u32,
     /// The name of the cache.
     pub name: String,
-    /// Time since the cache was created.
+    /// The time of the record, relative to the creation of the cache.
     #[serde(with = "micros")]
     pub at: Duration,
     /// The bounds of the cache.
     pub limits: Limits,
-    /// Its counters.
+    /// The counters of the cache.
     pub stats: CacheStats,
-    /// Entries, most recently used first.
+    /// The entries, most recently used first.
     pub entries: Vec<EntryFacts>,
-    /// The latest events, in order; older ones are dropped.
+    /// The latest events, in order of time. Older events are dropped.
     pub events: Vec<CacheEvent>,
-    /// Number of dropped events.
+    /// Number of older events that were dropped.
     pub forgotten: u64,
 }
 
-/// The caches of one executor, for files; the input of `cargo sdpa cache report`.
+/// The state of all caches of one executor. As JSON it is the input of `cargo sdpa cache report`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheTrace {
-    /// The runtime that built the entries: the version of cuDNN.
+    /// The version of cuDNN for which the entries were built.
     pub cudnn: String,
-    /// The device that they were built for.
+    /// The name of the device for which the entries were built.
     pub device: String,
     /// A snapshot of each cache.
     pub caches: Vec<CacheSnapshot>,
 }
 
 impl CacheTrace {
-    /// Creates a record of one executor's caches, on this runtime and device.
+    /// Creates a record of the caches of one executor, on this version of cuDNN and this device.
     pub fn new(cudnn: impl Into<String>, device: impl Into<String>, caches: Vec<CacheSnapshot>) -> CacheTrace {
         CacheTrace { cudnn: cudnn.into(), device: device.into(), caches }
     }

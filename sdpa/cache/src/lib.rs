@@ -53,15 +53,15 @@ use std::time::{Duration, Instant};
 use store::{Dropped, Keyed, Slot, Store};
 use sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 
-/// An error of a build.
+/// An error of a build that a cache can distinguish from a refusal.
 pub trait BuildError: fmt::Display + Sized {
     /// The part of an *unsupported* error that the cache remembers.
     type Refusal: Clone + fmt::Display + Send + Sync;
 
-    /// Returns the refusal to remember, if the problem is unsupported; `None` if a later build may succeed.
+    /// Returns the refusal that the cache remembers, if the problem is unsupported. Returns `None` if a later build may succeed.
     fn refusal(&self) -> Option<Self::Refusal>;
 
-    /// Returns the error for a later caller, from a remembered refusal.
+    /// Returns the error for a later caller of the same key, from a remembered refusal.
     fn again(refusal: Self::Refusal) -> Self;
 }
 
@@ -83,7 +83,7 @@ struct Inner<K: CacheKey, V, U> {
     next: u64,
 }
 
-/// A bounded cache with one build per key, for any number of threads. `U` is the remembered refusal: [`BuildError::Refusal`].
+/// A bounded cache with one build per key, for any number of threads. `U` is the type of remembered refusals: [`BuildError::Refusal`].
 #[derive(Debug)]
 pub struct PlanCache<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static, U> {
     name: String,
@@ -95,7 +95,7 @@ pub struct PlanCache<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send +
     since: Instant,
 }
 
-/// Keeps an entry in its cache while this value lives: [`PlanCache::pin`].
+/// Keeps an entry in its cache as long as this guard lives; see [`PlanCache::pin`].
 #[derive(Debug)]
 pub struct Pin<K, V> {
     entry: Arc<Entry<K, V>>,
@@ -124,7 +124,7 @@ enum Found<K, V, U> {
 }
 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> PlanCache<K, V, U> {
-    /// Creates a cache with these bounds. The name appears in events and snapshots.
+    /// Creates a cache with these bounds. `name` appears in events and snapshots.
     pub fn new(name: &str, limits: Limits) -> PlanCache<K, V, U> {
         let inner =
             Inner { store: Store::new(limits), journal: Journal::default(), past: Past::default(), stats: CacheStats::default(), next: 1 };
@@ -138,11 +138,12 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// Returns the value for a key, from the cache or made by `build`. Only one thread at a time runs `build` for a key, without any lock held. The
-    /// flag is true on a hit.
+    /// Returns the value of a key. The flag is true if it was in the cache, and false if `build` built it now. Only one thread at a time
+    /// runs `build` for a key, and it holds no lock.
     ///
     /// # Errors
-    /// The error of `build`, or a remembered *unsupported*. Threads that waited for a build which failed otherwise call `build` themselves.
+    /// Returns the error of `build`, or a remembered *unsupported* error. If a build fails with any other error, threads that waited for
+    /// it call `build` themselves.
     pub fn get_or_build<E: BuildError<Refusal = U>>(
         &self,
         key: &dyn Query<K>,
@@ -151,10 +152,11 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         self.with(key, build, |value, there| (value.clone(), there))
     }
 
-    /// As [`PlanCache::get_or_build`], but calls `call` with the value and the flag. The value stays alive until `call` returns.
+    /// Finds or builds the value of a key like [`PlanCache::get_or_build`], and calls `call` with the value and the flag. The value stays
+    /// alive until `call` returns.
     ///
     /// # Errors
-    /// The errors of [`PlanCache::get_or_build`].
+    /// Fails as [`PlanCache::get_or_build`] does.
     pub fn with<R, E: BuildError<Refusal = U>>(
         &self,
         key: &dyn Query<K>,
@@ -290,7 +292,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         drop(dropped);
     }
 
-    /// Explains the state of a key, and names the nearest entries. Changes nothing.
+    /// Explains the state of a key, and names the nearest entries. It does not change the cache.
     pub fn explain(&self, key: &K) -> Explanation {
         self.fronts.hits();
         let keyed = self.keyed(key);
@@ -339,7 +341,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         stats
     }
 
-    /// Returns a full record of the cache.
+    /// Returns a full record of the cache: bounds, counters, entries and events.
     pub fn snapshot(&self) -> CacheSnapshot {
         let stats = self.stats();
         let mut inner = lock(&self.inner);
@@ -373,7 +375,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         news.tell(&self.name, limits.entries);
     }
 
-    /// Drops every entry that is not pinned, and every refusal. Running builds continue.
+    /// Drops every entry that is not pinned, and every remembered refusal. Running builds continue.
     pub fn clear(&self) {
         let mut news = News::default();
         let mut inner = lock(&self.inner);
@@ -385,7 +387,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         news.tell(&self.name, entries);
     }
 
-    /// Keeps an entry until the pin is dropped; `None` if there is no entry.
+    /// Keeps the entry of a key in the cache until the returned pin is dropped. Returns `None` if there is no entry.
     pub fn pin(&self, key: &K) -> Option<Pin<K, V>> {
         let keyed = self.keyed(key);
         let inner = lock(&self.inner);
@@ -398,7 +400,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// Returns every value, most recently used first.
+    /// Returns every key with its value, most recently used first.
     pub fn values(&self) -> Vec<(K, V)> {
         let entries = lock(&self.inner).store.list();
         entries.iter().map(|e| (e.key.clone(), e.value.clone())).collect()

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Memory of one value in bytes, as far as known. A plain value, written as a literal.
+/// The memory of one value in bytes, as far as it is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
     /// Bytes of host memory.
@@ -17,7 +17,7 @@ pub struct Weight {
 }
 
 impl Weight {
-    /// Returns the sum of all three.
+    /// Returns the sum of host memory, device memory and workspace, in bytes.
     pub fn bytes(self) -> u64 {
         self.host.saturating_add(self.device).saturating_add(self.workspace)
     }
@@ -43,37 +43,38 @@ impl AddAssign for Weight {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Number of entries.
+    /// The largest number of entries.
     pub entries: NonZeroUsize,
-    /// Sum of [`Weight::bytes`] over all entries.
+    /// The largest sum of [`Weight::bytes`] over all entries.
     pub bytes: u64,
-    /// How long *unsupported* is remembered, for as many keys as entries. Other failures are not remembered.
+    /// The time for which a refusal as *unsupported* is remembered, for at most as many keys as entries. Other failures are not
+    /// remembered.
     pub refusals: Duration,
 }
 
 impl Limits {
-    /// Sets the number of entries.
+    /// Sets the largest number of entries.
     #[must_use]
     pub fn with_entries(mut self, entries: NonZeroUsize) -> Self {
         self.entries = entries;
         self
     }
 
-    /// Sets the sum of [`Weight::bytes`] over all entries.
+    /// Sets the largest sum of [`Weight::bytes`] over all entries.
     #[must_use]
     pub fn with_bytes(mut self, bytes: u64) -> Self {
         self.bytes = bytes;
         self
     }
 
-    /// Sets how long *unsupported* is remembered.
+    /// Sets the time for which a refusal as *unsupported* is remembered.
     #[must_use]
     pub fn with_refusals(mut self, refusals: Duration) -> Self {
         self.refusals = refusals;
         self
     }
 
-    /// Returns bounds of this many entries, 16 GiB, and one minute for refusals.
+    /// Returns bounds of this many entries and of 16 GiB. Refusals are remembered for one minute.
     pub fn entries(entries: NonZeroUsize) -> Limits {
         Limits { entries, bytes: 16 << 30, refusals: Duration::from_secs(60) }
     }
