@@ -17,20 +17,20 @@ use sdpa_core::operand::Direction;
 use sdpa_core::problem::Problem;
 use std::sync::Arc;
 
-/// Attention on the CPU, on the threads of the rayon pool that calls it.
+/// The executor that computes attention on the CPU, on the threads of the rayon pool from which it is called.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuExecutor {
     isa: Isa,
 }
 
 impl CpuExecutor {
-    /// Detects the instruction set.
+    /// Creates an executor for the best instruction set of this CPU.
     pub fn new() -> CpuExecutor {
         CpuExecutor { isa: Isa::detect() }
     }
 
-    /// Returns the maximum bytes of scratch memory of a forward pass, which a call needs in addition to its operands. It depends on the number of threads in
-    /// the calling rayon pool.
+    /// Returns the largest size in bytes of the scratch memory of a forward pass, in addition to the operands. It depends on the number
+    /// of threads in the calling rayon pool.
     pub fn workspace_bytes(&self, problem: &Problem) -> u64 {
         if problem.is_empty() {
             return 0;
@@ -42,7 +42,7 @@ impl CpuExecutor {
         of(&schedule, self.isa, &rules) as u64 + fp8::bytes(problem, Direction::Forward, |operand| problem.in_memory(operand))
     }
 
-    /// Returns the maximum bytes of scratch memory of a backward pass.
+    /// Returns the largest size in bytes of the scratch memory of a backward pass, in addition to the operands.
     pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
         if problem.forward().is_empty() {
             return 0;

@@ -22,7 +22,7 @@ pub(super) enum Isa {
 }
 
 impl Isa {
-    /// Returns the best one.
+    /// Returns the best instruction set of this machine.
     pub(super) fn detect() -> Isa {
         #[cfg(target_arch = "x86_64")]
         {
@@ -40,7 +40,7 @@ impl Isa {
         Isa::Portable
     }
 
-    /// Returns every one that this machine supports.
+    /// Returns every instruction set that this machine supports.
     #[cfg(test)]
     pub(super) fn all() -> Vec<Isa> {
         let mut all = vec![Isa::Portable];
@@ -71,7 +71,7 @@ impl Isa {
         self.run(Facts).0
     }
 
-    /// Returns the number of registers per tile: with [`PANEL`] accumulators each, they fill the register file.
+    /// Returns the number of registers per tile. With [`PANEL`] accumulators for each of them, they fill the register file.
     pub(super) fn tile_vectors(self) -> usize {
         self.run(Facts).1
     }

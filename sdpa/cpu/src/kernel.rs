@@ -48,11 +48,11 @@ pub(super) struct Scores<'a> {
     pub(super) vectors: usize,
     pub(super) dim: usize,
     pub(super) n_keys: usize,
-    /// `[dim][row]`.
+    /// The queries, in the layout `[dim][row]`.
     pub(super) q: &'a [f32],
-    /// `[key][dim]`, with padding rows for the last panel.
+    /// The keys, in the layout `[key][dim]`, with padding rows for the last panel.
     pub(super) k: &'a [f32],
-    /// `[key][row]`: a multiple of a panel.
+    /// The scores, in the layout `[key][row]`; the number of keys is a multiple of a panel.
     pub(super) scores: &'a mut [f32],
 }
 
@@ -84,9 +84,9 @@ pub(super) struct DropOutside<'a> {
     pub(super) core: Range<usize>,
     /// First key of each row.
     pub(super) start: &'a [u32],
-    /// The key after the last one of each row.
+    /// The key after the last key of each row.
     pub(super) end: &'a [u32],
-    /// `[key][row]`.
+    /// The scores, in the layout `[key][row]`.
     pub(super) scores: &'a mut [f32],
 }
 
@@ -131,13 +131,13 @@ const PARTS: usize = 4;
 pub(super) struct Softmax<'a> {
     pub(super) vectors: usize,
     pub(super) n_keys: usize,
-    /// `[key][row]`.
+    /// The scores, in the layout `[key][row]`.
     pub(super) scores: &'a mut [f32],
     /// Running maximum of each row.
     pub(super) max: &'a mut [f32],
     /// Running sum of each row.
     pub(super) sum: &'a mut [f32],
-    /// Receives the factor of earlier outputs.
+    /// Receives the factor by which earlier outputs are multiplied.
     pub(super) scale: &'a mut [f32],
 }
 
@@ -190,13 +190,13 @@ pub(super) struct Values<'a> {
     pub(super) vectors: usize,
     pub(super) dim: usize,
     pub(super) n_keys: usize,
-    /// `[key][row]`.
+    /// The probabilities P, in the layout `[key][row]`.
     pub(super) p: &'a [f32],
-    /// `[key][dim]`.
+    /// The values, in the layout `[key][dim]`.
     pub(super) v: &'a [f32],
-    /// One factor per row.
+    /// The factor of the earlier output of each row.
     pub(super) scale: &'a [f32],
-    /// `[dim][row]`.
+    /// The output, in the layout `[dim][row]`.
     pub(super) o: &'a mut [f32],
 }
 

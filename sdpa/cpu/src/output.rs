@@ -29,19 +29,19 @@ impl<'a, T> Run<'a, T> {
     }
 }
 
-/// The rows of a strip in an output tensor.
+/// The rows of a strip in the memory of an output.
 #[derive(Debug)]
 pub(super) struct Rows<'a, T>(Vec<Run<'a, T>>);
 
 impl<'a, T> Rows<'a, T> {
-    /// Iterates over the rows with their index in the strip.
+    /// Iterates over the rows, each with its index in the strip.
     pub(super) fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
         self.0.into_iter().flat_map(Run::rows)
     }
 }
 
 impl<T: Element> Rows<'_, T> {
-    /// Writes zeros.
+    /// Writes zeros to every row.
     pub(super) fn clear(&mut self) {
         for Run { stride, width, elements, .. } in &mut self.0 {
             let zeros = vec![0.0; *width];

@@ -76,7 +76,7 @@ impl Extents {
         self
     }
 
-    /// Returns the number of (query, key) of each head, summed over batch entries.
+    /// Returns the number of (query, key) pairs of each head, summed over batch entries.
     pub(super) fn pairs(&self, lengths: &Lengths) -> f64 {
         (0..self.batch).map(|batch| self.within(lengths, batch)).map(|entry| entry.seq_q as f64 * entry.seq_kv as f64).sum()
     }
@@ -125,11 +125,11 @@ impl Extents {
 pub(super) struct Blocks {
     /// Whether the few-row kernel runs (decode), with lanes along a row.
     pub(super) few_rows: bool,
-    /// Rows of a tile.
+    /// Number of rows of a tile.
     pub(super) tile_rows: usize,
-    /// Rows of a strip: a multiple of a tile, or all rows.
+    /// Number of rows of a strip: a multiple of a tile, or all rows.
     pub(super) strip_rows: usize,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub(super) block_keys: usize,
 }
 
@@ -139,17 +139,17 @@ pub(super) struct Strip {
     pub(super) batch: usize,
     pub(super) head_kv: usize,
     pub(super) rows: Range<usize>,
-    /// Number of pieces of its keys.
+    /// Number of pieces into which the keys of the strip are divided.
     pub(super) n_pieces: usize,
 }
 
-/// A strip with a part of its keys.
+/// A strip of rows with some of its keys.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     /// Index of the strip.
     pub(super) strip: usize,
     pub(super) keys: Range<usize>,
-    /// Number of (row, key), by which large pieces come first.
+    /// Number of (row, key) pairs, by which larger pieces come first.
     pub(super) pairs: usize,
 }
 
@@ -160,13 +160,13 @@ pub(super) struct Schedule {
     lengths: Lengths,
     pub(super) blocks: Blocks,
     pub(super) strips: Vec<Strip>,
-    /// In the order of strips, and of keys within a strip.
+    /// The pieces, in the order of strips, and of keys within a strip.
     pub(super) pieces: Vec<Piece>,
     pub(super) threads: usize,
 }
 
 impl Schedule {
-    /// `rules` means that a score_mod, a mask or dropout applies.
+    /// Splits a problem into pieces for this number of threads. `rules` tells that a score_mod, a mask or dropout applies.
     pub(super) fn new(problem: &Problem, isa: Isa, threads: usize, lengths: Lengths, rules: bool) -> Schedule {
         let extents = Extents::of(problem);
         let heads_q = (extents.heads_kv * extents.group) as f64;

@@ -16,7 +16,8 @@ pub(crate) fn workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
     schedule.threads.min(schedule.pieces.len()) * of_worker(schedule, isa, rules, Long::bytes) + partials
 }
 
-/// Returns the maximum of these bytes for any lengths of packed sequences. The schedule is that of the longest ones.
+/// Returns the largest size in bytes of the scratch memory of a forward pass, for any lengths of packed sequences. `schedule` is that of
+/// the longest sequences.
 pub(crate) fn most_workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
     let partial = Partial::bytes(schedule.strip_rows_used(), schedule.extents.dim_v);
     schedule.threads * of_worker(schedule, isa, rules, Long::most_bytes) + schedule.most_parts() * partial

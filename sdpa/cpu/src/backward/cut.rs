@@ -56,14 +56,14 @@ pub(super) struct Cut {
     pub(super) extents: Extents,
     /// Number of KV heads in all batch entries.
     pub(super) heads: usize,
-    /// Rows of a tile, of a band (a multiple of a tile) and of a strip (a multiple of a tile).
+    /// Number of rows of a tile, of a band (a multiple of a tile) and of a strip (a multiple of a tile).
     pub(super) tile_rows: usize,
     pub(super) band_rows: usize,
     pub(super) strip_rows: usize,
-    /// Keys of a block and of a strip: multiples of a panel.
+    /// Number of keys of a block and of a strip: multiples of a panel.
     pub(super) block_keys: usize,
     pub(super) strip_keys: usize,
-    /// Columns of packed rows: multiples of a register.
+    /// Number of columns of packed rows: multiples of the lanes of a register.
     pub(super) columns_qk: usize,
     pub(super) columns_v: usize,
     /// One grid for all batch entries, or one per packed sequence, or per entry with a per-sequence aligned window.

@@ -18,14 +18,14 @@ use std::ops::Range;
 pub(crate) struct Slopes<'a> {
     pub(crate) vectors: usize,
     pub(crate) n_keys: usize,
-    /// Log-sum-exp of each row, and a correction that is added to it.
+    /// Log-sum-exp of each row, in two parts: an f32, and a correction that is added to it.
     pub(crate) lse: &'a [f32],
     pub(crate) lse_rest: &'a [f32],
     /// `Σ d_o · o` of each row.
     pub(crate) delta: &'a [f32],
-    /// `[key][row]`: scores, then P.
+    /// The scores, which become P, in the layout `[key][row]`.
     pub(crate) p: &'a mut [f32],
-    /// `[key][row]`: dP, then dS.
+    /// The dP, which becomes dS, in the layout `[key][row]`.
     pub(crate) ds: &'a mut [f32],
 }
 
@@ -62,17 +62,17 @@ impl TileStep for Slopes<'_> {
 pub(super) struct KeySums<'a> {
     pub(super) n_keys: usize,
     pub(super) n_rows: usize,
-    /// Rows of a tile; the last tile may have fewer registers.
+    /// Number of rows of a tile; the last tile may have fewer registers.
     pub(super) tile_rows: usize,
-    /// `[tile][key][row]`.
+    /// The weights, in the layout `[tile][key][row]`.
     pub(super) weights: &'a [f32],
-    /// Distance between tiles.
+    /// Distance between tiles in `weights`, in elements.
     pub(super) weights_of_tile: usize,
-    /// Columns: a multiple of a register.
+    /// Number of columns: a multiple of the lanes of a register.
     pub(super) columns: usize,
-    /// `[row][column]`.
+    /// The rows that are multiplied, in the layout `[row][column]`.
     pub(super) rows: &'a [f32],
-    /// `[key][column]`: a multiple of a panel.
+    /// The sums, in the layout `[key][column]`; the number of keys is a multiple of a panel.
     pub(super) sums: &'a mut [f32],
 }
 
@@ -136,11 +136,11 @@ pub(super) struct Delta<'a, T> {
     pub(super) o: &'a View<'a, T>,
     pub(super) head: Head,
     pub(super) rows: Range<usize>,
-    /// Columns: a multiple of a register.
+    /// Number of columns: a multiple of the lanes of a register.
     pub(super) columns: usize,
-    /// `[row][column]`.
+    /// The gradient of the output, in the layout `[row][column]`.
     pub(super) d_o: &'a [f32],
-    /// Memory for one row.
+    /// Scratch memory for one row.
     pub(super) buffer: &'a mut [f32],
     pub(super) delta: &'a mut [f32],
 }

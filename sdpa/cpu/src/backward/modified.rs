@@ -13,7 +13,7 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(super) struct Rulings<'w, 'a> {
     pub(super) worker: &'w mut Worker<'a>,
-    /// The elements that a mask keeps, `[tile][key][row]`; empty without a mask.
+    /// The mask, in the layout `[tile][key][row]`: nonzero where a row attends to a key; empty without a mask.
     pub(super) kept: &'w mut [u32],
     /// This cell's part of the gradients of parameters.
     pub(super) parts: &'w mut [Part],
@@ -26,11 +26,11 @@ pub(super) struct Modified<'s> {
     pub(super) tile: &'s Tile,
     pub(super) band: &'s Band<'s>,
     pub(super) block: &'s Range<usize>,
-    /// `[key][row]`: scores, then P.
+    /// The scores, which become P, in the layout `[key][row]`.
     pub(super) p: &'s mut [f32],
-    /// `[key][row]`: dP, then the gradients of the scaled scores.
+    /// The dP, which becomes the gradients of the scaled scores, in the layout `[key][row]`.
     pub(super) ds: &'s mut [f32],
-    /// `[key][row]`: nonzero where the mask keeps a key; empty without a mask.
+    /// The mask, in the layout `[key][row]`: nonzero where a row attends to a key; empty without a mask.
     pub(super) kept: &'s [u32],
 }
 

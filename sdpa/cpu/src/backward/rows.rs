@@ -44,29 +44,29 @@ impl<T: Element> Queries<'_, T> {
     }
 }
 
-/// A tile of a band.
+/// A tile of a band of rows.
 #[derive(Clone, Debug)]
 pub(super) struct Tile {
-    /// Its index among the tiles of the band.
+    /// The index of the tile among the tiles of the band.
     pub(super) index: usize,
-    /// Its rows, relative to the first of the band.
+    /// The rows of the tile, relative to the first row of the band.
     pub(super) rows: Range<usize>,
-    /// Its lanes, relative to the first of the band. Lanes past the last row repeat that row, so that they need no mask.
+    /// The lanes of the tile, relative to the first row of the band. Lanes past the last row repeat that row, so that they need no mask.
     pub(super) lanes: Range<usize>,
     /// Number of registers per tile.
     pub(super) vectors: usize,
-    /// The keys that all of its rows attend to.
+    /// The keys that all rows of the tile attend to.
     pub(super) core: Range<usize>,
 }
 
 /// Rows of an operand, packed in both orders.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
-    /// `[column][row]` of each tile.
+    /// The rows in the layout `[column][row]` of each tile.
     pub(super) lanes: &'a mut [f32],
-    /// `[row][column]`.
+    /// The rows in the layout `[row][column]`.
     pub(super) rows: &'a mut [f32],
-    /// Columns: a multiple of a register.
+    /// Number of columns: a multiple of the lanes of a register.
     pub(super) columns: usize,
     /// Rows that contain inf or NaN and do not attend to all keys. They are zeros in `rows`, because 0 times inf would be NaN in a key that such a row does not
     /// attend to. Their contribution to keys that they attend to is added separately.
@@ -100,7 +100,7 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// Packed rows.
+/// The packed operands of one band of rows, with per-row values.
 #[derive(Debug)]
 pub(super) struct Band<'a> {
     pub(super) rows: Range<usize>,
@@ -108,7 +108,7 @@ pub(super) struct Band<'a> {
     /// `lanes` is multiplied by the scale of the forward pass, `rows` is not.
     pub(super) q: Packed<'a>,
     pub(super) d_o: Packed<'a>,
-    /// Log-sum-exp of each row, and a correction that is added to it.
+    /// Log-sum-exp of each row, in two parts: an f32, and a correction that is added to it.
     pub(super) lse: &'a mut [f32],
     pub(super) lse_rest: &'a mut [f32],
     /// `Σ d_o · o` of each row.
@@ -116,7 +116,7 @@ pub(super) struct Band<'a> {
     /// First key of each row, and the key after its last one.
     pub(super) start: &'a mut [u32],
     pub(super) end: &'a mut [u32],
-    /// Memory for one row.
+    /// Scratch memory for one row.
     pub(super) buffer: &'a mut [f32],
 }
 

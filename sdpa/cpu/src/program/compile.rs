@@ -3,7 +3,7 @@
 use super::machine::CHUNK;
 use sdpa_core::expr::{Axis, Binary, Depends, Node, TanhSlope, Trace, Type, Unary, tanh_slope};
 
-/// How often a value is computed.
+/// The frequency with which a value is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
     /// Once per batch entry.
@@ -12,7 +12,7 @@ pub(super) enum Level {
     Rows,
     /// Once per key of a block.
     Keys,
-    /// Once per (row, key).
+    /// Once per pair of a row and a key.
     Pairs,
 }
 
@@ -28,17 +28,17 @@ impl Level {
     }
 }
 
-/// The operation of a step. Operands are registers.
+/// The operation of a step. Its operands are register numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
-    /// A value of another level, by its index in the trace.
+    /// Reads a value of another level, by its index in the trace.
     Import(usize),
     Score,
     Upstream,
     Index(Axis),
-    /// The element of a tensor, by its index among the parameters.
+    /// Reads the element of a tensor, by its index among the parameters.
     Load(usize),
-    /// The element of a table: its index among the parameters, and the register of the computed index.
+    /// Reads the element of a table. The fields are its index among the parameters, and the register of the computed index.
     Read(usize, usize),
     Unary(Unary, Type, usize),
     Binary(Binary, Type, usize, usize),
@@ -47,18 +47,18 @@ pub(super) enum Op {
     TanhSlope(usize, usize),
 }
 
-/// One step.
+/// One operation and the register of its result.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
     pub(super) op: Op,
-    /// A register that holds none of the operands.
+    /// The register of the result, which is none of the operands.
     pub(super) to: usize,
 }
 
 /// The steps of one level.
 #[derive(Clone, Debug)]
 pub(super) struct Code {
-    /// Steps that run once, before any number of runs of the others, which do not overwrite these registers.
+    /// Steps that run once, before any number of runs of the other steps. The other steps do not overwrite their registers.
     pub(super) lasting: Vec<Step>,
     pub(super) steps: Vec<Step>,
     /// Number of steps that the first root needs.

@@ -211,7 +211,7 @@ impl Lengths {
         Lengths { of: (0..problem.batch() as usize).map(entry).collect(), packed: documents.is_some() }
     }
 
-    /// Returns those of a batch entry.
+    /// Returns the numbers of queries and keys of a batch entry that are not padding; `None` without padding.
     pub(crate) fn get(&self, batch: usize) -> Option<[usize; 2]> {
         self.of.get(batch).copied()
     }
