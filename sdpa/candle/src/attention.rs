@@ -10,10 +10,10 @@ use candle_core::op::BackpropOp;
 use candle_core::{Result, Tensor};
 use sdpa::{AttentionSpec, BackwardSpec, Dropout, ExecutorName, Mask, ScoreMod, SpecError, TensorSpec};
 
-/// Attention over candle's tensors, `softmax(mask(score_mods(q·kᵀ · scale))) · v`, as a differentiable function.
+/// The configuration of a differentiable attention over candle's tensors, `softmax(mask(score_mods(q·kᵀ · scale))) · v`.
 ///
-/// It does not contain extents: one value serves every call, and cloning it is cheap. [`Attention::param`] and [`Attention::scalar`] bind the parameters that
-/// score_mods and masks declare, by name. A tensor that is a variable, or computed from one, gets a gradient.
+/// It contains no extents, so one value serves calls of every shape. Cloning it is cheap. [`Attention::param`] and [`Attention::scalar`]
+/// bind the parameters that score_mods and masks declare, by name. A tensor that is a variable, or computed from one, gets a gradient.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -40,7 +40,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Attention without score_mods or masks, with the scale `1 / √dim`.
+    /// Creates an attention without score_mods or masks, with the scale `1 / √dim`.
     pub fn new() -> Attention {
         Attention::default()
     }
@@ -52,7 +52,7 @@ impl Attention {
         self
     }
 
-    /// Adds a mask. A query attends to a key where every mask allows it.
+    /// Adds a mask. A query attends to a key only if all masks attend to it.
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Attention {
         self.masks.push(mask);
@@ -66,23 +66,24 @@ impl Attention {
         self
     }
 
-    /// Adds an attention sink per query head: f32 `[heads]`, as in gpt-oss. It may be tracked.
+    /// Adds an attention sink per query head: `sink` is f32 `[heads]`, as in gpt-oss. It gets a gradient if it is a variable or computed
+    /// from one.
     #[must_use]
     pub fn with_sink(mut self, sink: &Tensor) -> Attention {
         self.sink = true;
         self.param(sdpa::SINK, sink)
     }
 
-    /// Applies dropout to P with probability `p`, more than 0 and less than 1. `seed` and `offset`, one i64 each on the device of the operands, select the
-    /// dropout mask. Each call of a training run should pass other values.
+    /// Applies dropout to P with probability `p`, more than 0 and less than 1. `seed` and `offset`, one i64 each on the device of the
+    /// operands, select the elements that are dropped. Each training step should pass different values.
     #[must_use]
     pub fn with_dropout(mut self, p: f32, seed: &Tensor, offset: &Tensor) -> Attention {
         self.dropout = Some(Dropout::new(p));
         self.param(sdpa::DROPOUT_SEED, seed).param(sdpa::DROPOUT_OFFSET, offset)
     }
 
-    /// Binds a declared parameter to a tensor. Its shape has one extent per declared axis, or four with ones for the others. Integers may be u32, i32 or i64;
-    /// booleans are u8. A previous binding of the name is replaced.
+    /// Binds the declared parameter `name` to a tensor, in place of an earlier binding. The shape has one extent per declared axis, or
+    /// all four extents with ones for the other axes. Integers may be u32, i32 or i64; booleans are u8.
     #[must_use]
     pub fn param(self, name: &str, tensor: &Tensor) -> Attention {
         self.bound(name, Value::Tensor(tensor.clone()))
@@ -100,16 +101,16 @@ impl Attention {
         self
     }
 
-    /// Makes every run return identical bits, in the backward pass too.
+    /// Requests bitwise equal results on every run, also in the backward pass.
     #[must_use]
     pub fn deterministic(mut self) -> Attention {
         self.deterministic = true;
         self
     }
 
-    /// Selects the executor of both passes; what it does not support is an error. Without a selection, tensors on the CPU run on the CPU executor. On CUDA,
-    /// each pass runs on the faster of cuDNN and the native CUDA kernels ([`ExecutorName::CUDA`]) that supports it. The CPU executor also accepts tensors on a
-    /// GPU: it copies them to the host and back, and waits.
+    /// Selects the executor of both passes. A call that it does not support fails. Without a selection, tensors on the CPU run on the CPU
+    /// executor. On CUDA, each pass runs on the faster of cuDNN and the native CUDA kernels ([`ExecutorName::CUDA`]) that supports it.
+    /// The CPU executor also accepts tensors on a GPU: it copies them to the host and back, and waits.
     #[must_use]
     pub fn executor(mut self, name: ExecutorName) -> Attention {
         self.executor = Some(name);
@@ -121,16 +122,17 @@ impl Attention {
     /// (batch, seq, heads, dim), so is `o`, and the usual reshape after it copies nothing.
     ///
     /// # Errors
-    /// Every invalid argument with field, value and rule. Unsupported features with the executor's reasons, also those of the backward pass if a tensor is
-    /// tracked.
+    /// Returns every invalid argument with field, value and rule. If the executor does not support the call, returns its reasons. If a
+    /// tensor is a variable or computed from one, the backward pass must be supported too.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         Ok(self.run(Order::Bhsd, None, [q, k, v], false)?.0)
     }
 
-    /// Computes [`Attention::forward`] and `stats`: f32 (batch, heads, seq), the log-sum-exp of each row. They are detached: no gradient flows through them.
+    /// Computes [`Attention::forward`], and also returns `stats`: f32 (batch, heads, seq), the log-sum-exp of each row. They are
+    /// detached: no gradient flows through them.
     ///
     /// # Errors
-    /// See [`Attention::forward`].
+    /// Fails as [`Attention::forward`] does.
     pub fn forward_with_stats(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         self.told(Order::Bhsd, None, [q, k, v])
     }
@@ -139,15 +141,15 @@ impl Attention {
     /// outside of all sequences are 0.
     ///
     /// # Errors
-    /// See [`Attention::forward`].
+    /// Fails as [`Attention::forward`] does.
     pub fn forward_packed(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         Ok(self.run(Order::Packed, Some(documents), [q, k, v], false)?.0)
     }
 
-    /// Computes [`Attention::forward_packed`] and `stats`: f32 (tokens, heads), detached.
+    /// Computes [`Attention::forward_packed`], and also returns `stats`: f32 (tokens, heads), the log-sum-exp of each row, detached.
     ///
     /// # Errors
-    /// See [`Attention::forward`].
+    /// Fails as [`Attention::forward`] does.
     pub fn forward_packed_with_stats(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         self.told(Order::Packed, Some(documents), [q, k, v])
     }

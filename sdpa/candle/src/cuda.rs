@@ -29,9 +29,9 @@ fn failed(executor: ExecutorName, error: CudarcError) -> candle_core::Error {
     }
 }
 
-/// Returns the dispatcher for tensors of a device; there is one per device and process. Its executors ([`Dispatcher::cudnn`], [`Dispatcher::cuda`]) load and
-/// store files of plans and kernels (`attach`, `save`), so that the first calls of another process build nothing. They also report the contents of their
-/// caches. If neither executor is available, the next call tries again.
+/// Returns the dispatcher for tensors on a device. There is one dispatcher per device and process. Its executors ([`Dispatcher::cudnn`],
+/// [`Dispatcher::cuda`]) load and store files of plans and kernels (`attach`, `save`), so that the first calls of another process build
+/// nothing. They also report the contents of their caches. If neither executor is available, the next call tries again.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -7,8 +7,9 @@ use sdpa::{Packed, SpecError};
 
 /// The `cu_seqlens` offsets of a packed batch, and the length of the longest sequence.
 ///
-/// Offsets are u32, i32 or i64, in tokens, one more than there are sequences, and never decrease. Sequence `n` has the tokens from offset `n` to offset `n +
-/// 1`. On the CPU they are validated. On a GPU they are not, but for any offsets all reads and writes stay within the tensors.
+/// Offsets are u32, i32 or i64 numbers of tokens that never decrease. There is one more than there are sequences: sequence `n` has the
+/// tokens from offset `n` to offset `n + 1`. Offsets are validated on the CPU, but not on a GPU. With invalid offsets, all reads and
+/// writes still stay within the tensors.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -29,20 +30,20 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Sequences with equal offsets of queries and keys, none longer than `longest`.
+    /// Creates sequences whose queries and keys share the offsets `boundaries`. No sequence has more than `longest` tokens.
     pub fn new(boundaries: &Tensor, longest: usize) -> Documents {
         Documents { queries: (boundaries.clone(), longest), keys: None, most: None }
     }
 
-    /// Sets other offsets for keys.
+    /// Sets the offsets of the keys, if they differ from those of the queries. No sequence has more than `longest` keys.
     #[must_use]
     pub fn keys(mut self, boundaries: &Tensor, longest: usize) -> Documents {
         self.keys = Some((boundaries.clone(), longest));
         self
     }
 
-    /// Sets the maximum number of tokens of a call, on either side. The default is the number of sequences times the longest. Memory of backward passes on
-    /// cuDNN grows with it, and another number needs another plan.
+    /// Sets the largest number of tokens in a call, on either side. The default is the number of sequences times the longest length. The
+    /// memory of backward passes on cuDNN grows with this number, and each number needs a plan of its own.
     #[must_use]
     pub fn at_most(mut self, tokens: usize) -> Documents {
         self.most = Some(tokens);

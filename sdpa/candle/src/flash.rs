@@ -102,19 +102,19 @@ fn shift([q, k]: [&Tensor; 2]) -> Result<Tensor> {
     lengths(k)?.sub(&lengths(q)?)
 }
 
-/// Attention: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.
+/// Computes attention. Shapes: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.
 ///
 /// # Errors
-/// See [`Attention::forward`].
+/// Fails as [`Attention::forward`] does.
 pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
     let flash = Flash { scale: softmax_scale, slopes: None, window: up_to_itself(causal), softcap: None };
     flash.dense(q, k, v)
 }
 
-/// Attention within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.
+/// Computes attention within a window. Shapes: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.
 ///
 /// # Errors
-/// See [`Attention::forward`].
+/// Fails as [`Attention::forward`] does.
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -127,21 +127,21 @@ pub fn flash_attn_windowed(
     flash.dense(q, k, v)
 }
 
-/// Attention with ALiBi: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads), which may be
-/// tracked.
+/// Computes attention with ALiBi. Shapes: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`;
+/// `alibi_slopes` f32 (heads), which get a gradient if they are a variable.
 ///
 /// # Errors
-/// See [`Attention::forward`].
+/// Fails as [`Attention::forward`] does.
 pub fn flash_attn_alibi(q: &Tensor, k: &Tensor, v: &Tensor, alibi_slopes: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
     let flash = Flash { scale: softmax_scale, slopes: Some(alibi_slopes), window: up_to_itself(causal), softcap: None };
     flash.dense(q, k, v)
 }
 
-/// Attention with ALiBi within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads),
-/// which may be tracked.
+/// Computes attention with ALiBi within a window. Shapes: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o`
+/// as `q`; `alibi_slopes` f32 (heads), which get a gradient if they are a variable.
 ///
 /// # Errors
-/// See [`Attention::forward`].
+/// Fails as [`Attention::forward`] does.
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -155,11 +155,11 @@ pub fn flash_attn_alibi_windowed(
     flash.dense(q, k, v)
 }
 
-/// Attention with a softcap, and ALiBi if slopes are given, within a window: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as
-/// `q`; `alibi_slopes` f32 (heads), which may be tracked.
+/// Computes attention within a window, with a softcap, and with ALiBi if slopes are given. Shapes: `q` (batch, seq, heads, dim), `k` and
+/// `v` (batch, seq_kv, heads_kv, dim), `o` as `q`; `alibi_slopes` f32 (heads), which get a gradient if they are a variable.
 ///
 /// # Errors
-/// See [`Attention::forward`].
+/// Fails as [`Attention::forward`] does.
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
@@ -175,11 +175,11 @@ pub fn flash_attn_alibi_windowed_softcap(
     flash.dense(q, k, v)
 }
 
-/// Attention of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are offsets of u32,
-/// i32 or i64, one more than there are sequences.
+/// Computes attention within packed sequences. Shapes: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`;
+/// `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences.
 ///
 /// # Errors
-/// See [`Attention::forward_packed`].
+/// Fails as [`Attention::forward_packed`] does.
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -196,11 +196,11 @@ pub fn flash_attn_varlen(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention within a window of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are
-/// offsets of u32, i32 or i64, one more than there are sequences.
+/// Computes attention within a window, for packed sequences. Shapes: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o`
+/// as `q`; `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences.
 ///
 /// # Errors
-/// See [`Attention::forward_packed`].
+/// Fails as [`Attention::forward_packed`] does.
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_windowed(
     q: &Tensor,
@@ -218,11 +218,12 @@ pub fn flash_attn_varlen_windowed(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention with ALiBi of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are offsets
-/// of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which may be tracked.
+/// Computes attention with ALiBi, for packed sequences. Shapes: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as
+/// `q`; `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which
+/// get a gradient if they are a variable.
 ///
 /// # Errors
-/// See [`Attention::forward_packed`].
+/// Fails as [`Attention::forward_packed`] does.
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
@@ -240,11 +241,12 @@ pub fn flash_attn_varlen_alibi(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention with ALiBi within a window of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and
-/// `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which may be tracked.
+/// Computes attention with ALiBi within a window, for packed sequences. Shapes: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv,
+/// dim), `o` as `q`; `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32
+/// (heads), which get a gradient if they are a variable.
 ///
 /// # Errors
-/// See [`Attention::forward_packed`].
+/// Fails as [`Attention::forward_packed`] does.
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,
@@ -263,11 +265,12 @@ pub fn flash_attn_varlen_alibi_windowed(
     flash.packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention with a softcap, and ALiBi if slopes are given, within a window of packed sequences: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim),
-/// `o` as `q`; `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more than there are sequences; `alibi_slopes` f32 (heads), which may be tracked.
+/// Computes attention within a window, with a softcap, and with ALiBi if slopes are given, for packed sequences. Shapes: `q` (tokens,
+/// heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` as `q`; `seqlens_q` and `seqlens_k` are offsets of u32, i32 or i64, one more
+/// than there are sequences; `alibi_slopes` f32 (heads), which get a gradient if they are a variable.
 ///
 /// # Errors
-/// See [`Attention::forward_packed`].
+/// Fails as [`Attention::forward_packed`] does.
 #[allow(clippy::too_many_arguments, reason = "those of candle-flash-attn")]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
