@@ -20,7 +20,8 @@ use std::ops::Range;
 /// Number of queries that one thread computes together, for all query heads of a GQA group.
 const ROWS: usize = 64;
 
-/// Returns the bytes of memory that [`check_gradients`] needs for extents `shape`, when it differentiates parameters of the extents `along`.
+/// Returns the bytes of memory that [`check_gradients`] needs for extents `shape`, if the gradients of parameters with the extents
+/// `along` are checked too.
 #[must_use]
 pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
     let [_, heads_q, heads_kv, _, seq_kv, dim_qk, dim_v] = shape.map(|n| n as u128);
@@ -489,17 +490,17 @@ fn dense([_, heads, rows, dim]: [usize; 4], [b, h, s]: [usize; 3]) -> usize {
 /// The gradients with respect to `q`, `k`, `v` and parameters.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradients {
-    /// `dq`, extents (batch, heads_q, seq_q, dim_qk).
+    /// The gradient `dq`, (batch, heads_q, seq_q, dim_qk).
     pub dq: Gradient,
-    /// `dk`, extents (batch, heads_kv, seq_kv, dim_qk).
+    /// The gradient `dk`, (batch, heads_kv, seq_kv, dim_qk).
     pub dk: Gradient,
-    /// `dv`, extents (batch, heads_kv, seq_kv, dim_v).
+    /// The gradient `dv`, (batch, heads_kv, seq_kv, dim_v).
     pub dv: Gradient,
-    /// Gradients of the requested parameters; that of the sink comes last if the problem has one.
+    /// Gradients of the requested parameters. If the problem has a sink, its gradient comes last.
     pub along: Vec<Gradient>,
 }
 
-/// Computes the gradients of `Σ o∘d_o`.
+/// Computes the gradients of `Σ o∘d_o` with respect to the operands and the requested parameters.
 #[must_use]
 pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>) -> Gradients {
     gradients_with(p, d_o, given, Rates::new(p, &given))
@@ -515,24 +516,24 @@ fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rat
     Gradients { dq, dk, dv, along: along.into_iter().map(|along| along.sum).collect() }
 }
 
-/// Returns the largest `|dS|` times the scale of a backward pass that receives this `o` and these stats.
+/// Returns the largest `|dS|`, times the scale, of a backward pass that receives this `o` and these stats.
 #[must_use]
 pub fn largest_slope(p: &Problem<'_>, d_o: Tensor<'_>, (o, stats): (Tensor<'_>, &dyn crate::Numbers)) -> Largest {
     let given = Given::These { o, stats };
     compute(&worker(p, d_o, given, Rates::new(p, &given)), &|_| (), &mut |_, _, _, _| ()).1
 }
 
-/// Results of an executor's backward pass.
+/// The results of an executor's backward pass.
 #[derive(Clone, Copy)]
 pub struct Results<'a> {
-    /// `dq`, `dk` and `dv`.
+    /// The executor's `dq`, `dk` and `dv`.
     pub operands: [Tensor<'a>; 3],
-    /// Gradients of parameters, that of the sink last, each with the type that it was rounded to.
+    /// The executor's gradients of parameters, that of the sink last, each with the type to which it was rounded.
     pub along: &'a [(Tensor<'a>, Element)],
 }
 
-/// Computes the gradients on all threads and compares an executor's results with them. `done` receives the number of rows that each step completed. Needs less
-/// memory than [`gradients`].
+/// Computes the gradients on all threads and compares an executor's results with them. `done` receives the number of rows that each step
+/// completed. It needs less memory than [`gradients`].
 pub fn check_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,
@@ -545,7 +546,7 @@ pub fn check_gradients(
     all.pop().unwrap_or_default()
 }
 
-/// Computes the gradients once and compares several results with them.
+/// Computes the gradients once, and compares the results of several executors or runs with them.
 pub fn check_each_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,

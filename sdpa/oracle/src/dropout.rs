@@ -2,19 +2,19 @@
 
 use crate::Place;
 
-/// Dropout probability, and the numbers of a call that select the mask.
+/// Dropout of P: the probability, and the numbers of a call that select the elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     /// The probability that an element of P is dropped.
     pub p: f64,
     /// The seed of the random numbers.
     pub seed: i64,
-    /// The offset of a call in the random sequence.
+    /// The offset of the call in the sequence of random numbers.
     pub offset: i64,
 }
 
 impl Dropout {
-    /// Returns the factor of P at a position, for extents (batch, heads_q, seq_q, seq_kv).
+    /// Returns the factor of P at a position: 0 if the element is dropped. The extents are (batch, heads_q, seq_q, seq_kv).
     #[must_use]
     pub fn factor(&self, [b, h, q, k]: Place, [_, heads, seq_q, _]: Place) -> f64 {
         let n = i128::from(self.offset) + i128::from(4 * ((b * heads + h) * 8 + k % 8) + q % 8 / 2);

@@ -44,24 +44,24 @@ fn blocks<'p, T: Send>(p: &'p Problem<'_>, of: impl Fn(Block) -> T + Sync + Send
     (0..batch * heads_q * blocks).into_par_iter().map(at).collect()
 }
 
-/// Results, and the magnitudes that rounding errors are proportional to.
+/// The results of a forward pass, and the magnitudes to which rounding errors are proportional.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
-    /// (batch, heads_q, seq_q, dim_v), row-major.
+    /// The output, (batch, heads_q, seq_q, dim_v), row-major.
     pub o: Vec<f64>,
-    /// Σ p·|v|, for each element of `o`.
+    /// The sum Σ p·|v| for each element of `o`.
     pub o_magnitude: Vec<f64>,
-    /// (batch, heads_q, seq_q): log-sum-exp, natural logarithm. A row that attends to no key has −∞, or the sink.
+    /// The log-sum-exp of each row, natural logarithm: (batch, heads_q, seq_q). A row that attends to no key has −∞, or the sink.
     pub stats: Vec<f64>,
-    /// (batch, heads_q, seq_q): the largest unmasked score or the sink, whichever is larger; −∞ where there is neither.
+    /// The largest unmasked score of each row, or the sink if it is larger: (batch, heads_q, seq_q); −∞ if there is neither.
     pub row_max: Vec<f64>,
-    /// (batch, heads_q, seq_q): Σ exp(score − row_max) over the unmasked keys and the sink; 0 where there is neither.
+    /// The sum Σ exp(score − row_max) of each row over the unmasked keys and the sink: (batch, heads_q, seq_q); 0 if there is neither.
     pub sum_exp: Vec<f64>,
-    /// The largest Σ |q·k|·|scale| over the unmasked keys of a row; with a score_mod, the magnitude of the modified score is added.
+    /// The largest Σ |q·k|·|scale| over the unmasked keys of each row. With a score_mod, the magnitude of the modified score is added.
     pub score_magnitude: Vec<f64>,
 }
 
-/// Computes output and statistics of all rows.
+/// Computes the output and the statistics of all rows.
 #[must_use]
 pub fn attention(p: &Problem<'_>) -> Answer {
     let mut answer = Answer::default();
@@ -79,7 +79,7 @@ pub fn attention(p: &Problem<'_>) -> Answer {
 /// Row statistics of an executor, in row-major (batch, heads_q, seq_q).
 #[derive(Clone, Copy, Default)]
 pub struct Statistics<'a> {
-    /// Log-sum-exp of each row, natural logarithm.
+    /// The log-sum-exp of each row, natural logarithm.
     pub stats: Option<&'a dyn Numbers>,
     /// The largest score of each row.
     pub row_max: Option<&'a dyn Numbers>,
@@ -90,7 +90,7 @@ pub struct Statistics<'a> {
 }
 
 impl<'a> Statistics<'a> {
-    /// Statistics with stats alone, if given.
+    /// Creates statistics that have only `stats`, if given.
     #[must_use]
     pub fn of(stats: Option<&'a dyn Numbers>) -> Statistics<'a> {
         Statistics { stats, ..Statistics::default() }
@@ -102,7 +102,7 @@ pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &
     check_each(p, &[(o, statistics)], done).pop().unwrap_or_default()
 }
 
-/// Computes every row once and compares several results with it.
+/// Computes every row once, and compares the results of several executors or runs with it.
 pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], done: &(dyn Fn(u64) + Sync)) -> Vec<Distance> {
     let [_, heads_q, _, seq_q, seq_kv, _, dim_v] = p.shape;
     let distances = blocks(p, |at| {

@@ -25,15 +25,15 @@ pub use tolerance::gradients::{First, Gradient, GradientDistance, Tally};
 pub use tolerance::norm::{Norms, Verdict};
 pub use tolerance::{Distance, Element, F32_ROUNDOFF, Largest, Worst, of_difference, sum_of};
 
-/// (batch, query head, query, key).
+/// A position: (batch, query head, query, key).
 pub type Place = [i64; 4];
 
-/// Numbers in memory, widened to f64 when they are read.
+/// Numbers in memory, which are widened to f64 when they are read.
 pub trait Numbers: Sync {
-    /// Returns the number at an offset, exactly. A [`Tensor`] reads only offsets within its strides and extents.
+    /// Returns the number at an offset, exactly. A [`Tensor`] reads only offsets that its strides and extents allow.
     fn get(&self, at: usize) -> f64;
 
-    /// Reads `to.len()` consecutive numbers.
+    /// Reads `to.len()` consecutive numbers, from offset `at` on.
     fn row(&self, at: usize, to: &mut [f64]) {
         to.iter_mut().enumerate().for_each(|(n, to)| *to = self.get(at + n));
     }
@@ -60,7 +60,7 @@ pub struct Tensor<'a> {
 }
 
 impl<'a> Tensor<'a> {
-    /// A row-major tensor of extents (batch, head, sequence, dim).
+    /// Creates a row-major tensor of extents (batch, head, sequence, dim).
     #[must_use]
     pub fn dense(numbers: &'a dyn Numbers, [_, heads, rows, dim]: [usize; 4]) -> Tensor<'a> {
         Tensor { numbers, strides: [heads * rows * dim, rows * dim, dim, 1] }
@@ -83,7 +83,7 @@ impl<'a> Tensor<'a> {
 /// A problem and its operands.
 #[derive(Clone, Copy)]
 pub struct Problem<'a> {
-    /// batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
+    /// The extents: batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
     pub shape: [usize; 7],
     /// Queries.
     pub q: Tensor<'a>,
@@ -91,17 +91,17 @@ pub struct Problem<'a> {
     pub k: Tensor<'a>,
     /// Values.
     pub v: Tensor<'a>,
-    /// The type that P and `dS` are rounded to before the second GEMMs.
+    /// The type to which P and `dS` are rounded before the GEMMs that read them.
     pub element: Element,
-    /// The type that results are rounded to.
+    /// The type to which results are rounded.
     pub stored: Element,
     /// The factor of the scores.
     pub scale: f64,
-    /// Masks; a query attends to a key where all of them allow it.
+    /// The masks. A query attends to a key if all of them attend to it.
     pub masks: &'a [Mask<'a>],
     /// The score_mod, applied to scaled scores.
     pub modify: Option<&'a dyn Modify>,
-    /// The attention sink of each query head: a score without key and value, in the softmax denominator of each row.
+    /// The attention sink of each query head: a score without key and value that is added to the softmax denominator of each row.
     pub sink: Option<&'a dyn Numbers>,
     /// Dropout of P, after the softmax.
     pub dropout: Option<Dropout>,
@@ -109,14 +109,14 @@ pub struct Problem<'a> {
     pub narrow: Option<Narrow>,
 }
 
-/// The `o` and stats that an executor's backward pass received.
+/// The `o` and stats that an executor's backward pass receives.
 #[derive(Clone, Copy)]
 pub enum Given<'a> {
-    /// `o` and stats of an exact forward pass, rounded.
+    /// `o` and stats of an exact forward pass, rounded to the types in which executors store them.
     Rounded,
     /// `o` and stats of the executor's own forward pass.
     Own,
-    /// Given numbers: the gradient is that of a pass that receives them. Stats in row-major (batch, heads_q, seq_q).
+    /// These numbers: the oracle computes the gradient of a pass that receives them. Stats are in row-major (batch, heads_q, seq_q).
     These {
         /// The output.
         o: Tensor<'a>,

@@ -11,9 +11,10 @@ pub enum Align {
     BottomRight,
 }
 
-/// A mask: which keys each query attends to.
+/// A mask: it decides to which keys each query attends.
 pub enum Mask<'a> {
-    /// Attends to the key on the diagonal, fewer than `left` keys before it including itself, and at most `right` after it. `None` means no bound.
+    /// Attends to the key on the diagonal, to fewer than `left` keys up to and including it, and to at most `right` keys after it. `None`
+    /// means no bound.
     Window {
         /// Left bound, counted from the diagonal and including it.
         left: Option<i64>,
@@ -38,11 +39,11 @@ pub enum Mask<'a> {
     },
     /// Attends where a function returns true.
     Rule(Box<dyn Fn(Place) -> bool + Sync + 'a>),
-    /// Attends where all of them do.
+    /// Attends where all of these masks do.
     All(Vec<Mask<'a>>),
-    /// Attends where at least one of them does.
+    /// Attends where at least one of these masks does.
     Any(Vec<Mask<'a>>),
-    /// Attends where the other mask does not.
+    /// Attends where this mask does not.
     Not(Box<Mask<'a>>),
 }
 

@@ -11,32 +11,32 @@
 
 use crate::tolerance::Element;
 
-/// Scales and types of the tensors that an executor of 8-bit floats rounds.
+/// The scales and types of the tensors that an executor rounds to 8-bit floats.
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
-    /// Scale of P.
+    /// Scale of P before it is rounded.
     pub weights: f64,
-    /// Scale of the output, which has the problem's [`stored`](crate::Problem::stored) type.
+    /// Scale of the output before it is rounded. The output has the type [`stored`](crate::Problem::stored) of the problem.
     pub o: f64,
-    /// Scale of dS; dS already includes the attention scale.
+    /// Scale of dS before it is rounded; dS already includes the attention scale.
     pub slopes: f64,
-    /// Type of dS, which is that of the gradient of the output.
+    /// Type of dS, which is the type of the gradient of the output.
     pub slope: Element,
-    /// Scales of `dq`, `dk` and `dv`.
+    /// Scales of `dq`, `dk` and `dv` before they are rounded.
     pub gradients: [f64; 3],
     /// Type of `dq`, `dk` and `dv`.
     pub gradient: Element,
 }
 
 impl Narrow {
-    /// Scales of a forward pass.
+    /// Creates the scales of a forward pass: `weights` for P, and `o` for the output.
     #[must_use]
     pub fn forward(weights: f64, o: f64) -> Narrow {
         Narrow { weights, o, slopes: 1.0, slope: Element::E4M3, gradients: [1.0; 3], gradient: Element::E4M3 }
     }
 }
 
-/// Returns the error of a sum of `n` products of 8-bit floats on tensor cores, relative to the sum of magnitudes.
+/// Returns the error of a sum of `n` products of 8-bit floats on tensor cores, relative to the sum of their magnitudes.
 #[must_use]
 pub fn products_of(n: usize) -> f64 {
     n.div_ceil(32) as f64 / 8192.0

@@ -13,14 +13,15 @@ pub struct Rough {
 }
 
 impl Rough {
-    /// A number without error.
+    /// Creates a number without error.
     #[must_use]
     pub fn exact(value: f64) -> Rough {
         Rough { value, error: 0.0 }
     }
 
-    /// Rounds to the nearest f32 if the number is so large that its rounding may exceed 1, such as a score with −1e9 added. Every executor rounds there, so the
-    /// error is the distance between the nearest f32 of the number and of the number with its error. Returns `None` for smaller numbers.
+    /// Rounds to the nearest f32 if the number is so large that its rounding may exceed 1, such as a score with −1e9 added. Every
+    /// executor rounds there, so the error is the distance between two f32 numbers: the nearest to the number, and the nearest to the
+    /// number with its error. Returns `None` for smaller numbers.
     #[must_use]
     pub fn nearest(self) -> Option<Rough> {
         let nearest = |x: f64| f64::from(x as f32);
@@ -30,25 +31,28 @@ impl Rough {
     }
 }
 
-/// A score_mod.
+/// A score_mod as the oracle evaluates it.
 pub trait Modify: Sync {
-    /// Returns the modified score. Its error includes the error of `score` and the function's own roundings. `scratch` is reusable memory.
+    /// Returns the modified score at a position. Its error includes the effect of the error of `score`, and the function's own roundings.
+    /// `scratch` is reusable memory.
     fn value(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Rough;
 
-    /// Returns the derivatives with errors: with respect to the score, and to each parameter whose gradient is wanted.
+    /// Returns the derivatives with their errors: with respect to the score, and then to each parameter whose gradient is requested.
     fn slopes(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Vec<Rough>;
 
-    /// Returns those derivatives times `upstream`, for products that are not finite. A value that the function does not depend on gets 0, not NaN.
+    /// Returns the derivatives of [`Modify::slopes`] times `upstream`, for products that are not finite. The product is 0, not NaN, for a
+    /// parameter on which the function does not depend.
     fn passed_on(&self, score: f64, upstream: f64, at: Place) -> Vec<f64> {
         self.slopes(Rough::exact(score), at, &mut Vec::new()).iter().map(|slope| slope.value * upstream).collect()
     }
 
-    /// The extents (batch, heads_q, seq_q, seq_kv) of each parameter whose gradient is wanted, 1 along axes that it does not span.
+    /// Returns the extents (batch, heads_q, seq_q, seq_kv) of each parameter whose gradient is requested. They are 1 along axes that the
+    /// parameter does not span.
     fn along(&self) -> Vec<[usize; 4]> {
         Vec::new()
     }
 
-    /// Whether parameter `which` is a table: read at computed indices, with extents of its own.
+    /// Returns whether parameter `which` is a table, which has its own extents and is read at computed indices.
     fn is_table(&self, _which: usize) -> bool {
         false
     }
@@ -63,34 +67,35 @@ pub trait Modify: Sync {
 /// A function of a score and its position.
 pub type Real<'a> = &'a (dyn Fn(f64, Place) -> f64 + Sync);
 
-/// A caller's score_mod and mask as closures. An absent one has no effect.
+/// A caller's score_mod and mask as closures. `None` has no effect.
 #[derive(Clone, Copy, Default)]
 pub struct Closures<'a> {
-    /// The modified score.
+    /// Returns the modified score.
     pub modify: Option<Real<'a>>,
-    /// Its derivative with respect to the score.
+    /// Returns the derivative of the modified score with respect to the score.
     pub slope: Option<Real<'a>>,
-    /// A bound on the executor's own roundings of the modified score, besides those relative to its size, in units of the f32 roundoff.
+    /// Returns a bound on the executor's own roundings of the modified score, in units of the f32 roundoff. It excludes roundings that
+    /// are relative to the size of the modified score.
     pub rounding: Option<Real<'a>>,
-    /// Whether the query attends to the key; the masks of the problem apply too.
+    /// Returns whether the query attends to the key. The masks of the problem apply in addition.
     pub keep: Option<&'a (dyn Fn(Place) -> bool + Sync)>,
-    /// Parameters of the score_mod whose gradients are wanted.
+    /// The parameters of the score_mod whose gradients are requested.
     pub along: &'a [Along<'a>],
 }
 
 /// A parameter of a score_mod.
 #[derive(Clone, Copy)]
 pub struct Along<'a> {
-    /// The derivative of the modified score with respect to the element that the position reads.
+    /// Returns the derivative of the modified score with respect to the element that the position reads.
     pub slope: Real<'a>,
-    /// Its extents (batch, heads_q, seq_q, seq_kv), 1 along axes that it does not span; a table has extents of its own.
+    /// The extents (batch, heads_q, seq_q, seq_kv) of the parameter, 1 along axes that it does not span. A table has its own extents.
     pub dims: [usize; 4],
-    /// For a table, the offset of the element that a position reads.
+    /// For a table, returns the offset of the element that a position reads.
     pub read: Option<&'a (dyn Fn(Place) -> usize + Sync)>,
 }
 
 impl Closures<'_> {
-    /// Calls `call` with `problem`, extended by the score_mod and the mask of these closures.
+    /// Calls `call` with `problem`, to which the score_mod and the mask of these closures are added.
     pub fn with<T>(&self, problem: &Problem<'_>, call: impl FnOnce(&Problem<'_>) -> T) -> T {
         let modified = Modified { closures: self, relative: sum_of(problem.shape[5]) };
         let modify = self.modify.is_some().then_some(&modified as &dyn Modify).or(problem.modify);

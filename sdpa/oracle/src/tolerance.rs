@@ -52,7 +52,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// Returns the unit roundoff: half the distance from 1 to the next number.
+    /// Returns the unit roundoff of the type: half the distance from 1 to the next number.
     #[must_use]
     pub fn roundoff(self) -> f64 {
         match self {
@@ -64,8 +64,8 @@ impl Element {
         }
     }
 
-    /// Returns the absolute rounding error of numbers near 0. It is half the distance between the smallest numbers for f16 and 8-bit floats. For other types it
-    /// is the smallest normal number, because subnormal ones may be flushed to 0.
+    /// Returns the largest absolute rounding error of numbers near 0. It is half the distance between the smallest numbers for f16 and
+    /// 8-bit floats. For other types it is the smallest normal number, because subnormal ones may be flushed to 0.
     #[must_use]
     pub fn least(self) -> f64 {
         match self {
@@ -114,7 +114,7 @@ pub(crate) struct Wanted {
     pub(crate) stored: Element,
 }
 
-/// The element with the largest ratio of error and tolerance.
+/// The element of a result with the largest ratio of error and tolerance.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Worst {
     /// The executor's value.
@@ -159,18 +159,18 @@ impl Worst {
     }
 }
 
-/// The distance of results from the oracle's.
+/// The distance of an executor's results from the oracle's results.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Distance {
-    /// The worst element of the output.
+    /// The element of the output with the largest ratio of error and tolerance.
     pub o: Worst,
-    /// The worst element of stats, if they were compared.
+    /// The element of `stats` with the largest ratio, if `stats` was compared.
     pub stats: Option<Worst>,
-    /// The worst row maximum, if they were compared.
+    /// The row maximum with the largest ratio, if row maxima were compared.
     pub row_max: Option<Worst>,
-    /// The worst sum of exponentials, if they were compared.
+    /// The sum of exponentials with the largest ratio, if these sums were compared.
     pub sum_exp: Option<Worst>,
-    /// The largest P, if it was compared.
+    /// The comparison of the largest P, if the executor reported it.
     pub amax_s: Option<Worst>,
     /// The oracle's largest P.
     pub(crate) largest: Largest,
@@ -181,7 +181,7 @@ pub struct Distance {
 }
 
 impl Distance {
-    /// Returns true if everything is within its tolerance.
+    /// Returns whether every element and every norm is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         let elements = self.o.ratio <= 1.0 && self.statistics().iter().chain([&self.amax_s]).flatten().all(|s| s.ratio <= 1.0);
@@ -219,13 +219,13 @@ impl Distance {
         self.o.undecided + self.statistics().iter().flatten().map(|s| s.undecided).sum::<u64>()
     }
 
-    /// Returns ‖o − want‖ / ‖want‖ over finite elements.
+    /// Returns the relative error of the output's norm, ‖o − want‖ / ‖want‖, over finite elements.
     #[must_use]
     pub fn o_relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// Returns the distance of both results together.
+    /// Returns the distance of this result and another one together.
     #[must_use]
     pub fn and(self, other: Distance) -> Distance {
         let worse = |a: Option<Worst>, b: Option<Worst>| match (a, b) {
@@ -241,14 +241,14 @@ impl Distance {
     }
 }
 
-/// Returns the error of a sum of `n` terms in f32, relative to the sum of magnitudes.
+/// Returns the error of a sum of `n` terms in f32, relative to the sum of their magnitudes.
 #[must_use]
 pub fn sum_of(n: usize) -> f64 {
     4.0 * (n as f64).sqrt() * F32_ROUNDOFF
 }
 
-/// Returns the error that the size of a score excuses: `error`, or 0 above 1. A correct executor subtracts the row maximum first, and the difference of equal
-/// scores is 0 however large they are.
+/// Returns the part of `error` that the size of a score excuses: all of it up to 1, and 0 above 1. A correct executor subtracts the row
+/// maximum first, and the difference of equal scores is 0 however large they are.
 #[must_use]
 pub fn of_difference(error: f64) -> f64 {
     if error > 1.0 { 0.0 } else { error }

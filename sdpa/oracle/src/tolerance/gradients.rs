@@ -182,14 +182,14 @@ impl Term {
     }
 }
 
-/// A gradient of the oracle in row-major order. It is all 0 if no query attends to a key.
+/// A gradient of the oracle, in row-major order. It is 0 everywhere if no query attends to a key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradient {
-    /// The numbers.
+    /// The elements of the gradient.
     pub value: Vec<f64>,
-    /// Bounds on their rounding errors.
+    /// The bound on the rounding error of each element.
     pub error: Vec<f64>,
-    /// Sums of the magnitudes of their terms.
+    /// The sum of the magnitudes of the terms of each element.
     pub magnitude: Vec<f64>,
 }
 
@@ -264,10 +264,10 @@ impl Along {
     }
 }
 
-/// An element past its tolerance.
+/// An element whose error exceeds its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct First {
-    /// Its index in row-major order.
+    /// The index of the element in row-major order.
     pub at: usize,
     /// The executor's value.
     pub got: f64,
@@ -282,7 +282,7 @@ pub struct First {
 pub struct Tally {
     /// The worst element.
     pub worst: Worst,
-    /// The first one past its tolerance.
+    /// The first element past its tolerance, in row-major order; `None` if there is none.
     pub first: Option<First>,
     squares: f64,
     norm: f64,
@@ -357,50 +357,50 @@ impl Tally {
         self.norms.close();
     }
 
-    /// Returns ‖got − want‖ / ‖want‖ over finite elements.
+    /// Returns the relative error of the norm, ‖got − want‖ / ‖want‖, over finite elements.
     #[must_use]
     pub fn relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// Returns the largest ratio, over all tiles, of the norm of the error and its limit. Above 1 the gradient fails.
+    /// Returns the largest ratio, over all tiles, of the norm of the error and its limit. Above 1, the gradient fails.
     #[must_use]
     pub fn bound(&self) -> f64 {
         self.norms.bound()
     }
 
-    /// Returns true if everything is within its tolerance.
+    /// Returns whether every element and every norm is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.worst.ratio <= 1.0 && self.bound() <= 1.0
     }
 
-    /// Returns false if rounding may change a tile of an operand's gradient, or a parameter's complete gradient, by more than its norm. Then zeros would pass,
-    /// and so would twice the gradient.
+    /// Returns whether rounding can change each tile of an operand's gradient, or the whole gradient of a parameter, by less than its
+    /// norm. Otherwise the result is undecided: zeros, or twice the gradient, would pass.
     #[must_use]
     pub fn is_decided(&self) -> bool {
         self.norms.undecided() == 0
     }
 }
 
-/// The distances of all gradients from the oracle's.
+/// The distances of all gradients of a pass from the oracle's gradients.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GradientDistance {
-    /// Distances of `dq`, `dk` and `dv`.
+    /// The distances of `dq`, `dk` and `dv`.
     pub operands: Box<[Tally; 3]>,
-    /// Distances of the gradients of parameters, in the order of the request.
+    /// The distances of the gradients of parameters, in the order of the request.
     pub along: Vec<Tally>,
-    /// The largest `|dS|`, if it was compared.
+    /// The comparison of the largest `|dS|`, if the executor reported it.
     pub amax_dp: Option<Box<Worst>>,
 }
 
 impl GradientDistance {
-    /// Iterates over all gradients.
+    /// Iterates over the distances of all gradients.
     pub fn all(&self) -> impl Iterator<Item = &Tally> {
         self.operands.iter().chain(&self.along)
     }
 
-    /// Returns true if everything is within its tolerance.
+    /// Returns whether every element and every norm of every gradient is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.all().all(Tally::passes) && self.amax_dp.as_ref().is_none_or(|amax| amax.ratio <= 1.0)

@@ -2,7 +2,7 @@
 
 use super::{Element, Wanted, Worst};
 
-/// The largest magnitude, and the range in which rounding may move it.
+/// The largest magnitude of a tensor, and the range within which rounding may move it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Largest {
     value: f64,
@@ -25,7 +25,7 @@ impl Largest {
         Largest { value: self.value.max(other.value), least: self.least.max(other.least), most: self.most.max(other.most) }
     }
 
-    /// Compares the magnitude that an executor reports.
+    /// Compares this magnitude with the one that an executor reports.
     #[must_use]
     pub fn compare(&self, got: f64) -> Worst {
         let tolerance = (self.most - self.value).max(self.value - self.least);

@@ -153,7 +153,7 @@ pub(crate) struct NormRow<'a> {
     pub(crate) noise: Noise,
 }
 
-/// The norms of the errors of a result's tiles, relative to their limits.
+/// The norms of the errors in the tiles of a result, relative to their limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Norms {
     ratio: f64,
@@ -218,7 +218,7 @@ impl Norms {
         Norms { ratio: self.ratio.max(other.ratio), undecided: self.undecided + other.undecided, ..self }
     }
 
-    /// Returns the largest ratio, over all tiles, of the norm of the error and its limit. Above 1 the result fails.
+    /// Returns the largest ratio, over all tiles, of the norm of the error and its limit. Above 1, the result fails.
     #[must_use]
     pub fn bound(&self) -> f64 {
         let ratio = self.open.ratio();
@@ -226,7 +226,7 @@ impl Norms {
         if ratio.is_nan() { f64::INFINITY } else { self.ratio.max(ratio) }
     }
 
-    /// Returns the number of tiles whose limit is at least their norm.
+    /// Returns the number of undecided tiles: those whose limit is at least their norm.
     #[must_use]
     pub fn undecided(&self) -> u64 {
         self.whole.map_or_else(|| self.tiles(), |whole| u64::from(whole.is_undecided()))
@@ -240,7 +240,7 @@ impl Norms {
 /// The outcome of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Every element and every norm is within its tolerance, and no tolerance accepts any result.
+    /// Every element and every norm is within its tolerance, and no tolerance would accept any result.
     Passed,
     /// An element or a norm is past its tolerance.
     Failed,
