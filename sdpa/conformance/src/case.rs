@@ -17,26 +17,26 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skip(pub String);
 
-/// One problem, from whose name the seed of its inputs is derived.
+/// A test case: one problem. The seed of its random inputs is derived from its name.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Case {
-    /// A unique name that says what the case tests.
+    /// The unique name of the case, which says what the case tests.
     pub name: String,
-    /// Extents.
+    /// The extents of the problem.
     pub shape: Shape,
-    /// Element type.
+    /// Element type of the operands.
     pub dtype: DType,
-    /// Element type of the output; absent: that of the operands.
+    /// Element type of the output; by default that of the operands.
     #[serde(default)]
     pub o_dtype: Option<DType>,
-    /// Whether blocks of 32 elements have scales (MXFP8) in place of tensors.
+    /// Whether each block of 32 elements has a scale (MXFP8), instead of each tensor.
     #[serde(default)]
     pub block_scaled: bool,
     /// Memory order of the axes.
     #[serde(default = "bhsd")]
     pub layout: Layout,
-    /// Masks, in the syntax of the command line. Together with score_mods: by their names in the library.
+    /// The masks, in the syntax of the command line. With score_mods, they are names of the library.
     #[serde(default)]
     pub mask: Vec<String>,
     /// Score_mods, by their names in the library.
@@ -60,7 +60,7 @@ pub struct Case {
     /// Whether the forward pass returns the sum of exponentials of each row.
     #[serde(default)]
     pub sum_exp: bool,
-    /// The attention scale; absent: the default.
+    /// The attention scale; by default `1 / √dim_qk`.
     #[serde(default)]
     pub attn_scale: Option<f32>,
     /// Gap in elements between rows of `q`.
@@ -72,22 +72,23 @@ pub struct Case {
     /// Gap in elements between rows of `o`.
     #[serde(default)]
     pub o_gap: i64,
-    /// `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
+    /// Whether `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
     #[serde(default)]
     pub packed_qkv: bool,
-    /// Packed sequences (varlen) as batch entries. `layout` is that of `(total, heads, dim)`; `bhsd` means head-major.
+    /// The packed sequences (varlen), if batch entries are packed. `layout` is then that of `(total, heads, dim)`; `bhsd` means
+    /// head-major.
     #[serde(default)]
     pub packed: Option<Packing>,
-    /// Paged keys and values; `layout` is that of `q` and `o`.
+    /// The paging of keys and values, if they are paged. `layout` is then that of `q` and `o`.
     #[serde(default)]
     pub paged: Option<Paging>,
-    /// Standard deviation of the inputs.
+    /// Standard deviation of the random inputs.
     #[serde(default = "one")]
     pub spread: f64,
-    /// Executors on which the case does not run, each with the reason.
+    /// Executors on which the case does not run, by name, each with the reason.
     #[serde(default)]
     pub skip: BTreeMap<String, String>,
-    /// Options of the backward pass.
+    /// Options of the backward pass, if the case has any.
     #[serde(default)]
     pub backward: Option<Backward>,
 }
@@ -122,7 +123,7 @@ impl Case {
     /// Parses the cases of one file.
     ///
     /// # Errors
-    /// The file does not parse, a skip has no reason, or a name is used twice.
+    /// Fails if the file does not parse, if a skip has no reason, or if a name is used twice.
     pub fn parse(text: &str) -> Result<Vec<Case>, String> {
         let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
         for (n, case) in file.case.iter().enumerate() {
@@ -139,7 +140,7 @@ impl Case {
     /// Returns every forward case of the project.
     ///
     /// # Errors
-    /// See [`Case::parse`]; also a case with options of the backward pass.
+    /// Fails as [`Case::parse`] does, and if a case has options of the backward pass.
     pub fn all() -> Result<Vec<Case>, String> {
         let cases = Case::parse(include_str!("../cases/forward.toml"))?;
         match cases.iter().find(|case| case.backward.is_some()) {
@@ -151,79 +152,79 @@ impl Case {
     /// Returns every backward case of the project.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_backward() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/backward.toml"))
     }
 
-    /// Returns every case with sinks; each is for both passes.
+    /// Returns every case with sinks. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_sinks() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/sink.toml"))
     }
 
-    /// Returns every case with dropout; each is for both passes.
+    /// Returns every case with dropout. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_dropout() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/dropout.toml"))
     }
 
-    /// Returns every case with 8-bit floats; each is for both passes.
+    /// Returns every case with 8-bit floats. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_fp8() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/fp8.toml"))
     }
 
-    /// Returns every case with block-scaled 8-bit floats; each is for the forward pass only.
+    /// Returns every case with block-scaled 8-bit floats. Each runs as a forward pass only.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_block_scaled() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/block_scale.toml"))
     }
 
-    /// Returns every case with row statistics other than stats; each is for the forward pass only.
+    /// Returns every case with row statistics other than `stats`. Each runs as a forward pass only.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_statistics() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/statistics.toml"))
     }
 
-    /// Returns every case with packed sequences; each is for both passes.
+    /// Returns every case with packed sequences. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_packed() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/packed.toml"))
     }
 
-    /// Returns every case with windows that are bottom-right aligned per sequence; each is for both passes.
+    /// Returns every case with windows that are bottom-right aligned per sequence. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_ends() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/ends.toml"))
     }
 
-    /// Returns every case with a paged KV cache; each is for the forward pass only.
+    /// Returns every case with a paged KV cache. Each runs as a forward pass only.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_paged() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/paged.toml"))
     }
 
-    /// Returns every case with tables that are read at computed indices; each is for both passes.
+    /// Returns every case with tables that are read at computed indices. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_tables() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/table.toml"))
     }
@@ -231,7 +232,7 @@ impl Case {
     /// Returns every case of `few.toml`: few queries or few tiles with many keys.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_few() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/few.toml"))
     }
@@ -239,7 +240,7 @@ impl Case {
     /// Returns every case of `functions.toml`: functions of the expression language over their complete domains.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_functions() -> Result<Vec<Case>, String> {
         Case::parse(include_str!("../cases/functions.toml"))
     }
@@ -247,15 +248,16 @@ impl Case {
     /// Returns the cases of `score_mod.toml`: score_mods and masks of the library.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn combined() -> Result<Vec<Case>, String> {
         Case::parse(COMBINED)
     }
 
-    /// Returns every case with score_mods and masks of the library: those of the file, and one for each name. Each is for both passes.
+    /// Returns every case with score_mods and masks of the library: those of `score_mod.toml`, and one for each name of the library. Each
+    /// runs as a forward and as a backward pass.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn all_library() -> Result<Vec<Case>, String> {
         let mut text = COMBINED.to_owned();
         let score_mods = SCORE_MODS.iter().map(|named| ("score_mod", named.cases));
@@ -269,10 +271,11 @@ impl Case {
         Case::parse(&text)
     }
 
-    /// Returns the closures and parameters of its score_mods and masks; `None` if the oracle evaluates all its masks itself.
+    /// Returns the closures and parameters of the case's score_mods and masks. Returns `None` if there are no score_mods and the oracle
+    /// evaluates all masks itself.
     ///
     /// # Errors
-    /// The library does not have a name.
+    /// Fails if the library does not have one of the names.
     pub fn library(&self) -> Result<Option<Library>, String> {
         let Shape { batch, heads_q, seq_q, seq_kv, .. } = self.shape;
         if let (Some(packing), None) = (&self.packed, &self.paged) {
@@ -293,7 +296,7 @@ impl Case {
         Library::draw(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], &mut random).map(Some)
     }
 
-    /// The seed of its inputs.
+    /// Returns the seed of the case's random inputs.
     pub fn seed(&self) -> u64 {
         self.name.bytes().fold(7u64, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
     }
@@ -301,7 +304,7 @@ impl Case {
     /// Returns the specification of the forward pass.
     ///
     /// # Errors
-    /// A mask or score_mod does not parse.
+    /// Fails if a mask or score_mod does not parse.
     pub fn spec(&self) -> Result<AttentionSpec, String> {
         let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
         (spec.o_dtype, spec.block_scaled) = (self.o_dtype, self.block_scaled);
@@ -346,7 +349,7 @@ impl Case {
         Ok(spec)
     }
 
-    /// Returns a command line that runs this problem.
+    /// Returns a command line that runs this case on an executor.
     pub fn repro(&self, executor: ExecutorName) -> String {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = self.shape;
         let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {}", quoted(m))).collect();

@@ -5,19 +5,20 @@ use sdpa::DType;
 pub use sdpa_oracle::{Distance, GradientDistance, Verdict};
 use sdpa_oracle::{Norms, Numbers, Results, Statistics, Tally, Tensor, Worst};
 
-/// The properties of a distance that a tally uses.
+/// The distance of an executor's results from the oracle's, as a tally uses it.
 pub trait Measured {
     /// Returns the largest ratio of an error and its tolerance: above 1 fails.
     fn worst(&self) -> f64;
     /// Returns the verdict that `--check` reports: passed, failed or undecided.
     fn verdict(&self) -> Verdict;
-    /// Describes the distance in words.
+    /// Returns a description of the distance.
     fn told(&self) -> String;
 
     /// Returns the number of elements whose tolerance accepts any result.
     fn undecided(&self) -> u64;
 
-    /// Returns true if everything is within its tolerance and no element is undecided. Norms may be undecided: `cpu::replaced` lists the cases.
+    /// Returns whether everything is within its tolerance and no element is undecided. Norms may be undecided: the tests `cpu::replaced`
+    /// list these cases.
     fn holds(&self) -> bool {
         self.verdict() != Verdict::Failed && self.undecided() == 0
     }
@@ -125,12 +126,12 @@ impl Measured for GradientDistance {
     }
 }
 
-/// The gradient of a parameter.
+/// An executor's gradient of a parameter.
 #[derive(Clone, Debug)]
 pub struct GotAlong {
-    /// The requested type.
+    /// The element type that was requested.
     pub dtype: DType,
-    /// The executor's result.
+    /// The elements of the gradient.
     pub value: Vec<f64>,
 }
 
@@ -140,34 +141,34 @@ fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String
     if wrong == 0 { Ok(()) } else { Err(format!("{wrong} elements are no numbers")) }
 }
 
-/// An output and row statistics (in the order of `sdpa::Statistic::ALL`), in row-major order.
+/// An executor's output and row statistics, in row-major order.
 #[derive(Clone, Debug)]
 pub struct Outputs {
     /// The output.
     pub o: Vec<f64>,
-    /// The requested statistics.
+    /// The requested row statistics, in the order of `sdpa::Statistic::ALL`.
     pub of_rows: [Option<Vec<f64>>; 3],
-    /// The largest P, for a problem with 8-bit floats.
+    /// The largest P that the executor reported, for a problem with 8-bit floats.
     pub amax_s: Option<f64>,
 }
 
-/// Gradients in row-major order.
+/// An executor's gradients, in row-major order.
 #[derive(Clone, Debug)]
 pub struct GotGradients {
-    /// `dq`, `dk` and `dv`.
+    /// The gradients `dq`, `dk` and `dv`.
     pub operands: [Vec<f64>; 3],
-    /// Gradients of parameters; that of the sink comes last if there is one.
+    /// The gradients of parameters. If there is a sink, its gradient comes last.
     pub along: Vec<GotAlong>,
-    /// The largest gradient of a score, for a problem with 8-bit floats.
+    /// The largest gradient of a score that the executor reported, for a problem with 8-bit floats.
     pub slopes: Option<Slopes>,
 }
 
-/// The largest gradient of a score times the scale, as reported by a backward pass, and the inputs of that pass.
+/// The largest gradient of a score, times the scale, that a backward pass reported, and the inputs of that pass.
 #[derive(Clone, Debug)]
 pub struct Slopes {
-    /// The reported value.
+    /// The magnitude that the pass reported.
     pub amax_dp: f64,
-    /// Descaled `o`, and stats, in row-major order.
+    /// The inputs `o`, descaled, and `stats`, in row-major order.
     pub given: [Vec<f64>; 2],
 }
 
@@ -184,7 +185,7 @@ pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -
 /// Compares `o` and row statistics with the oracle's.
 ///
 /// # Errors
-/// A message that names the results that are NaN.
+/// Returns a message that names the results that are NaN.
 pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, got: &Outputs) -> Result<Distance, String> {
     let distance = compare_each(p, closures, std::slice::from_ref(got)).pop().unwrap_or_default();
     if distance.holds() {
@@ -196,7 +197,7 @@ pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, got: &Outputs) -> Resul
 /// Compares several sets of gradients with the oracle's, which is computed once.
 ///
 /// # Errors
-/// A message: a gradient of a parameter does not have the length of the oracle's.
+/// Returns a message if a gradient of a parameter does not have the length of the oracle's gradient.
 pub fn compare_each_gradients(
     p: &Problem<'_>,
     closures: &Closures<'_>,
@@ -238,7 +239,7 @@ pub fn compare_each_gradients(
 /// Compares gradients with the oracle's.
 ///
 /// # Errors
-/// A message: a result is NaN, or a gradient of a parameter does not have the length of the oracle's.
+/// Returns a message if a result is NaN, or if a gradient of a parameter does not have the length of the oracle's gradient.
 pub fn compare_gradients(
     p: &Problem<'_>,
     closures: &Closures<'_>,

@@ -17,43 +17,44 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// A feature of a problem.
 #[derive(Clone, Copy, Debug)]
 pub struct Factor {
-    /// Its name.
+    /// The name of the factor.
     pub name: &'static str,
-    /// Its possible values.
+    /// The values that the factor can have.
     pub values: &'static [&'static str],
 }
 
-/// Two sets of values that no problem combines.
+/// A rule that no row combines certain values of one factor with certain values of another.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
-    /// A factor, and values of it.
+    /// The name of a factor, and values of it.
     pub one: (&'static str, &'static [&'static str]),
-    /// Another factor, and values of it.
+    /// The name of another factor, and values of it.
     pub other: (&'static str, &'static [&'static str]),
-    /// The reason.
+    /// The reason for the rule.
     pub why: &'static str,
 }
 
-/// The index of the chosen value of each factor.
+/// A row of a covering array: the index of the chosen value of each factor.
 pub type Row = Vec<usize>;
 
 /// (factor, value), in the order of factors.
 type Combination = Vec<(usize, usize)>;
 
-/// The combinations to cover.
+/// The specification of a covering array.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// Every factor of a row.
     pub factors: &'a [Factor],
-    /// Values that no row combines.
+    /// The values that no row combines.
     pub rules: &'a [Rule],
-    /// Names of the factors whose combinations are covered.
+    /// The names of the factors whose combinations are covered.
     pub of: &'a [&'a str],
-    /// Number of factors in a combination.
+    /// The number of factors in a combination.
     pub strength: usize,
-    /// Number of rows that must contain each combination.
+    /// The number of rows that must contain each combination.
     pub times: usize,
-    /// A factor with values for which a problem computes nothing. Such a row covers only combinations that contain one of these values.
+    /// A factor, and those of its values for which a problem computes nothing. A row with such a value covers only combinations that
+    /// contain it.
     pub hollow: (&'a str, &'a [&'a str]),
 }
 
@@ -62,9 +63,10 @@ pub struct Wanted<'a> {
 pub struct Covering {
     /// The rows.
     pub rows: Vec<Row>,
-    /// Combinations that no rule forbids directly, but that are in too few rows. Either rules for other factors leave no row, or no supported row was found.
+    /// The combinations that no rule forbids directly, but that are in too few rows. Either rules for other factors exclude every row, or
+    /// no supported row was found.
     pub impossible: Vec<Combination>,
-    /// Number of combinations that are in enough rows.
+    /// The number of combinations that are in enough rows.
     pub covered: usize,
 }
 
@@ -279,7 +281,8 @@ impl Builder<'_> {
     }
 }
 
-/// Returns supported rows that contain each allowed combination as often as wanted. The other factors vary too. Repeated calls return identical rows.
+/// Returns supported rows that contain each allowed combination as often as requested. The other factors vary too. Equal calls return
+/// identical rows.
 pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
     let asked = &mut Asked::new(supports);
     let factors = wanted.factors;

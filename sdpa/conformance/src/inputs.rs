@@ -21,7 +21,7 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// Returns `len` elements, gaps included, that are all `value`.
+    /// Returns an operand of `len` elements, including gaps, that are all `value`.
     pub fn filled(dtype: DType, len: usize, value: f32) -> Operand {
         match dtype {
             DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
@@ -32,7 +32,7 @@ impl Operand {
         }
     }
 
-    /// Returns the elements for a call to read.
+    /// Returns the elements, for a call that reads them.
     pub fn elements(&self) -> Elements<'_> {
         match self {
             Operand::F32(x) => Elements::F32(x),
@@ -43,7 +43,7 @@ impl Operand {
         }
     }
 
-    /// Returns the elements for a call to write.
+    /// Returns the elements, for a call that writes them.
     pub fn elements_mut(&mut self) -> ElementsMut<'_> {
         match self {
             Operand::F32(x) => ElementsMut::F32(x),
@@ -54,7 +54,7 @@ impl Operand {
         }
     }
 
-    /// Returns the memory if it is f32.
+    /// Returns the elements if they are f32, and otherwise `None`.
     pub fn numbers_mut(&mut self) -> Option<&mut [f32]> {
         match self {
             Operand::F32(x) => Some(x),
@@ -62,7 +62,7 @@ impl Operand {
         }
     }
 
-    /// Returns the memory if it is f32, else an empty slice.
+    /// Returns the elements if they are f32, and otherwise an empty slice.
     pub fn numbers(&self) -> &[f32] {
         match self {
             Operand::F32(x) => x,
@@ -81,7 +81,7 @@ impl Operand {
         }
     }
 
-    /// Returns an element, exactly.
+    /// Returns the element at offset `at`, exactly.
     pub fn get(&self, at: usize) -> f64 {
         match self {
             Operand::F32(x) => f64::from(x[at]),
@@ -98,7 +98,7 @@ pub fn random(tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut R
     random_about(0.0, tensor, dtype, spread, random)
 }
 
-/// Returns random elements around a mean, with NaN in the gaps.
+/// Returns random elements around a mean, with NaN in the gaps between them.
 pub fn random_about(mean: f64, tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
     fill(&tensor.into(), dtype, || f64::from((mean + random.normal() * spread) as f32))
 }
@@ -114,7 +114,7 @@ pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     }
 }
 
-/// Replaces NaN elements of a tensor by numbers.
+/// Replaces NaN in the gaps of a tensor by numbers.
 pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
     for place in Laid::from(tensor).places().into_iter().flatten() {
         if operand.get(place).is_nan() {
@@ -123,7 +123,7 @@ pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
     }
 }
 
-/// Stores elements in row-major order, rounded to the type, with NaN in the gaps.
+/// Stores elements that are given in row-major order, rounded to the type `dtype`, with NaN in the gaps between them.
 pub fn scatter(tensor: impl Into<Laid>, dtype: DType, elements: &[f64]) -> Operand {
     let laid = tensor.into();
     let mut operand = Operand::filled(dtype, laid.elements(), f32::NAN);
@@ -144,7 +144,8 @@ fn fill(laid: &Laid, dtype: DType, mut next: impl FnMut() -> f64) -> Operand {
 /// Marks gaps in results, so that a write to a gap can be detected. Every type can represent it.
 const GAP: f32 = 384.0;
 
-/// Returns memory for a result. Its elements are NaN, so that an element that is not written or is accumulated to shows. Its gaps hold a marker.
+/// Returns memory for a result. Its elements are NaN, so that elements that are not written, or only added to, show. Its gaps hold a
+/// marker.
 pub fn poisoned(tensor: impl Into<Laid>, dtype: DType) -> Operand {
     let laid = tensor.into();
     let mut operand = Operand::filled(dtype, laid.elements(), GAP);
@@ -154,7 +155,7 @@ pub fn poisoned(tensor: impl Into<Laid>, dtype: DType) -> Operand {
     operand
 }
 
-/// Returns the offset of a gap of a [`poisoned`] result that was written.
+/// Returns the offset of a gap of a [`poisoned`] result in which something was written; `None` if there is none.
 pub fn written_gap(tensor: impl Into<Laid>, operand: &Operand) -> Option<usize> {
     let laid = tensor.into();
     let mut belongs = vec![false; laid.elements()];

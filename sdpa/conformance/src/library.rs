@@ -44,21 +44,21 @@ pub enum Values {
     Bool(Vec<bool>),
 }
 
-/// A parameter and its value.
+/// A declared parameter and its value.
 #[derive(Clone, Debug)]
 pub struct Bound {
-    /// Its name.
+    /// The name of the parameter.
     pub name: &'static str,
-    /// Extents of its tensor, 1 along axes that it does not span.
+    /// The extents of the parameter's tensor, 1 along axes that it does not span.
     pub dims: [i64; 4],
-    /// Its value.
+    /// The value of the parameter.
     pub values: Values,
-    /// Its value, widened to f64.
+    /// The value of the parameter, widened to f64.
     pub widened: Arc<[f64]>,
 }
 
 impl Bound {
-    /// Returns it as a parameter of a call.
+    /// Returns the value in the form in which a call receives it.
     pub fn param(&self) -> Param<'_> {
         let value = match &self.values {
             Values::Scalar(x) => ParamValue::Scalar(*x),
@@ -154,11 +154,11 @@ struct Stage {
     reads: Vec<(&'static str, Reading)>,
 }
 
-/// Score_mods and masks with drawn parameters.
+/// Score_mods and masks of the library as closures, with randomly drawn parameters.
 pub struct Library {
     stages: Vec<Stage>,
     keeps: Vec<Box<dyn Fn(Here) -> bool + Send + Sync>>,
-    /// Bound parameters; a scalar that is not in the list has its default.
+    /// The bound parameters. A scalar that is not in the list keeps its default.
     pub bound: Vec<Bound>,
     pads: bool,
     /// Whether the oracle evaluates windows, prefixes and their combinations itself.
@@ -171,15 +171,15 @@ impl Library {
     /// Draws the parameters of the named functions for a problem of extents (batch, heads_q, seq_q, seq_kv).
     ///
     /// # Errors
-    /// The library does not have a name.
+    /// Fails if the library does not have one of the names.
     pub fn draw(mods: &[String], masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
         Library::draw_packed(mods, masks, extents, None, random)
     }
 
-    /// Draws them for packed sequences.
+    /// Draws the parameters of the named functions for packed sequences.
     ///
     /// # Errors
-    /// The library does not have a name.
+    /// Fails if the library does not have one of the names.
     pub fn draw_packed(
         mods: &[String],
         masks: &[String],
@@ -192,10 +192,10 @@ impl Library {
         Ok(Library { packing: packing.cloned(), ..library })
     }
 
-    /// Draws them for a paged KV cache, with or without packed queries.
+    /// Draws the parameters of the named functions for a paged KV cache, with or without packed queries.
     ///
     /// # Errors
-    /// The library does not have a name.
+    /// Fails if the library does not have one of the names.
     pub fn draw_paged(
         mods: &[String],
         masks: &[String],
@@ -226,13 +226,14 @@ impl Library {
         Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: None, cache: None })
     }
 
-    /// Packed sequences without score_mods; the oracle evaluates the masks itself.
+    /// Creates a library for packed sequences without score_mods. The oracle evaluates the masks itself.
     pub fn of_documents(packing: Packing) -> Library {
         let bound = packing.bound(&Side::ALL);
         Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing), cache: None }
     }
 
-    /// A paged KV cache, with or without packed queries, for a problem of extents (batch, heads_q, seq_q, seq_kv). The oracle evaluates the masks itself.
+    /// Creates a library for a paged KV cache, with or without packed queries, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// The oracle evaluates the masks itself.
     pub fn of_cache(paging: &Paging, packing: Option<Packing>, extents: [i64; 4], random: &mut Random) -> Library {
         let paging = paging.beside(packing.as_ref());
         let mut bound = packing.as_ref().map_or_else(Vec::new, |packing| packing.bound(&[Side::Queries]));
@@ -248,13 +249,13 @@ impl Library {
     /// Draws per-sequence lengths for a problem of extents (batch, heads_q, seq_q, seq_kv). The oracle evaluates other masks itself.
     ///
     /// # Errors
-    /// None: the library has the mask `padding`.
+    /// Never fails, because the library has the mask `padding`.
     pub fn of_lengths(extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
         let library = Library::over(&[], &["padding".to_owned()], extents, Vec::new(), random)?;
         Ok(Library { beside_masks: true, ..library })
     }
 
-    /// Returns the masks that the oracle evaluates itself, which are those without a closure.
+    /// Returns the masks that the oracle evaluates itself: those without a closure.
     pub fn word_for_word(&self, masks: &[Mask]) -> Vec<Mask> {
         let read = |mask: &&Mask| match mask {
             Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::All(_) | Mask::Any(_) | Mask::Not(_) => self.beside_masks,
@@ -276,18 +277,18 @@ impl Library {
         self.cache.as_ref()
     }
 
-    /// Returns the parameters of a call.
+    /// Returns the bound parameters in the form in which a call receives them.
     pub fn params(&self) -> Vec<Param<'_>> {
         self.bound.iter().map(Bound::param).collect()
     }
 
-    /// Returns the number of keys of each batch entry, if keys past it are padding.
+    /// Returns the number of keys of each batch entry if later keys are padding; `None` without padding.
     pub fn key_lengths(&self) -> Option<&[f64]> {
         let pads = self.pads || self.packing.is_some();
         self.bound.iter().find(|b| b.name == "seq_len_kv" && pads).map(|b| &*b.widened)
     }
 
-    /// Returns the number of queries of each batch entry, if queries past it are padding.
+    /// Returns the number of queries of each batch entry if later queries are padding; `None` without padding.
     pub fn query_lengths(&self) -> Option<&[f64]> {
         let pads = self.pads && self.packing.is_none();
         self.bound.iter().find(|b| b.name == "seq_len_q" && pads).map(|b| &*b.widened)
@@ -318,12 +319,13 @@ impl Library {
         self.stages.iter().zip(&values).zip(&slopes).fold(0.0, |sum, ((stage, &x), &slope)| sum * through(slope) + of(stage, x))
     }
 
-    /// Calls `call` with closures of everything; `along` names the parameters whose derivatives are wanted.
+    /// Calls `call` with the closures of all score_mods and masks. `along` names the parameters whose derivatives are requested.
     pub fn with<T>(&self, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
         self.with_tanh_off(along, 0.0, call)
     }
 
-    /// Calls `call` with closures for an executor whose `tanh` has a relative error of `tanh` times the f32 roundoff.
+    /// Calls `call` with the closures of all score_mods and masks, for an executor whose `tanh` has a relative error of `tanh` times the
+    /// f32 roundoff.
     pub fn with_tanh_off<T>(&self, along: &[&str], tanh: f64, call: impl FnOnce(&Closures<'_>) -> T) -> T {
         let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);
         let slope = |score, here| self.slopes(&self.values(score, here), here).iter().product();

@@ -4,10 +4,10 @@ use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};
 pub use sdpa_oracle::{Along, Answer, Closures, Dropout, Given, Gradient, Gradients};
 
-/// A problem's numbers, in row-major (batch, head, seq, dim).
+/// The numbers of a problem, in row-major order (batch, head, seq, dim).
 #[derive(Clone, Debug)]
 pub struct Problem<'a> {
-    /// batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
+    /// The extents: batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
     pub shape: [usize; 7],
     /// Queries.
     pub q: &'a [f64],
@@ -19,22 +19,22 @@ pub struct Problem<'a> {
     pub dtype: DType,
     /// The attention scale.
     pub scale: f64,
-    /// Masks; a query attends to a key where all of them allow it. Traced ones are passed as closures instead.
+    /// The masks. A query attends to a key if all of them attend to it. Traced masks are passed as closures instead.
     pub masks: &'a [Mask],
-    /// Number of queries and keys of each batch entry; empty if all are complete.
+    /// The number of queries and keys of each batch entry; empty if all entries have all of them.
     pub lengths: &'a [[i64; 2]],
     /// The attention sink of each query head.
     pub sink: Option<&'a [f64]>,
     /// Dropout of P.
     pub dropout: Option<Dropout>,
-    /// Scales of a problem with 8-bit floats.
+    /// The scales of a problem with 8-bit floats; `None` for other types.
     pub narrow: Option<Narrow>,
 }
 
 /// Scales of 8-bit floats, and the type of the output.
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
-    /// The scales in the oracle's terms.
+    /// The scales in the form that the oracle receives.
     pub told: sdpa_oracle::Narrow,
     /// Element type of `o`.
     pub o: DType,
@@ -95,19 +95,19 @@ impl Problem<'_> {
         closures.with(&problem, call)
     }
 
-    /// The extents of `o` and its gradient: (batch, heads_q, seq_q, dim_v).
+    /// Returns the extents of `o` and its gradient: (batch, heads_q, seq_q, dim_v).
     pub fn o_dims(&self) -> [usize; 4] {
         let [batch, heads_q, _, seq_q, _, _, dim_v] = self.shape;
         [batch, heads_q, seq_q, dim_v]
     }
 }
 
-/// Computes attention.
+/// Computes attention with the oracle.
 pub fn attention(p: &Problem<'_>, closures: &Closures<'_>) -> Answer {
     p.with(closures, sdpa_oracle::attention)
 }
 
-/// Computes the gradients of `Σ o∘d_o`; `d_o` in row-major order.
+/// Computes the gradients of `Σ o∘d_o` with the oracle. `d_o` is in row-major order.
 pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64]) -> Gradients {
     p.with(closures, |told| sdpa_oracle::gradients(told, Tensor::dense(&d_o, p.o_dims()), Given::Rounded))
 }

@@ -23,16 +23,16 @@ pub struct Packing {
     /// Number of tokens after the last sequence.
     #[serde(default)]
     pub slack: i64,
-    /// Whether the problem leaves the maximum number of tokens open.
+    /// Whether the problem does not state the largest number of tokens.
     #[serde(default)]
     pub unbounded: bool,
-    /// Whether `cu_seqlens` is i64.
+    /// Whether `cu_seqlens` are i64, not i32.
     #[serde(default)]
     pub wide: bool,
 }
 
 impl Packing {
-    /// Draws sequences that fit a packed specification: empty ones, one of the maximum length, and others.
+    /// Draws sequences that fit a packed specification: empty ones, one of the largest length, and others.
     pub fn draw(spec: &AttentionSpec, packed: &Packed, random: &mut Random) -> Packing {
         let of = |tensor: &TensorSpec, total: Option<i64>, random: &mut Random| {
             let [batch, _, longest, _] = tensor.dims;
@@ -89,7 +89,7 @@ impl Packing {
         self.before + self.lengths(side).iter().sum::<i64>() + self.slack
     }
 
-    /// Returns the packing as a specification states it.
+    /// Returns the layout of the packed sequences for a specification.
     pub fn packed(&self) -> Packed {
         let total = |side| (!self.unbounded).then(|| self.before + self.lengths(side).iter().sum::<i64>());
         Packed::new().with_cross(self.lengths_kv.is_some()).with_wide(self.wide).with_totals(total(Side::Queries), total(Side::Keys))
@@ -109,7 +109,7 @@ impl Packing {
         sides.into_iter().map(bind).collect()
     }
 
-    /// Returns true if a position is within its sequence.
+    /// Returns whether a position (batch, head, query, key) is within its sequence.
     pub fn has(&self, [b, _, q, k]: [i64; 4]) -> bool {
         q < self.lengths(Side::Queries)[b as usize] && k < self.lengths(Side::Keys)[b as usize]
     }
@@ -124,11 +124,11 @@ pub struct Laid {
 
 #[derive(Clone, Debug)]
 enum Entries {
-    /// Batch entries at a constant stride.
+    /// Batch entries are at a constant stride.
     Apart,
-    /// Sequences as token ranges, and the total number of tokens.
+    /// Batch entries are packed sequences. The fields are the token range of each, and the total number of tokens.
     Packed(Vec<Range<i64>>, i64),
-    /// Pages of a KV cache.
+    /// Batch entries have pages of a KV cache.
     Paged(Cache),
 }
 

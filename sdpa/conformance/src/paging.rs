@@ -14,22 +14,22 @@ use std::sync::Arc;
 pub struct Paging {
     /// Number of tokens in a page.
     pub page_size: i64,
-    /// Memory order of (pages, heads, tokens of a page, dim): page-major, where `bhsd` has heads before tokens.
+    /// Memory order of the page pool. `bhsd` has the axes (pages, heads, tokens of a page, dim) in this order.
     #[serde(default = "page_major")]
     pub layout: Layout,
-    /// Number of queries of each batch entry, with the mask `padding`; absent: drawn.
+    /// Number of queries of each batch entry, with the mask `padding`; by default drawn at random.
     #[serde(default)]
     pub lengths_q: Option<Vec<i64>>,
-    /// Number of keys of each batch entry, with the mask `padding`; absent: drawn.
+    /// Number of keys of each batch entry, with the mask `padding`; by default drawn at random.
     #[serde(default)]
     pub lengths_kv: Option<Vec<i64>>,
     /// Whether pages are in the order of the keys.
     #[serde(default)]
     pub in_order: bool,
-    /// Number of leading pages that all entries share.
+    /// Number of leading pages that all batch entries share.
     #[serde(default)]
     pub shared: i64,
-    /// Number of pages that no entry uses, in addition to those past the lengths.
+    /// Number of pages that no batch entry uses, in addition to those past the lengths.
     #[serde(default)]
     pub spare: i64,
 }
@@ -49,7 +49,7 @@ pub struct Cache {
 }
 
 impl Paging {
-    /// Draws the cache of a paged specification. It draws lengths if the specification has a traced mask.
+    /// Draws the paging of a paged specification. It draws lengths if the specification has a traced mask.
     pub fn draw(spec: &AttentionSpec, paged: &Paged, random: &mut Random) -> Paging {
         let padded = spec.masks.iter().any(|mask| matches!(mask, Mask::Traced(_)));
         let mut lengths = |most: i64| {
@@ -64,7 +64,7 @@ impl Paging {
         Paging { page_size: paged.page_size, layout: page_major(), lengths_q, lengths_kv, in_order, shared, spare: spare - shared }
     }
 
-    /// Returns the specification of a cache for `batch` entries of up to `seq_kv` keys.
+    /// Returns the paging for a specification of `batch` entries with up to `seq_kv` keys.
     pub fn paged(&self, batch: i64, seq_kv: i64) -> Paged {
         Paged::new(self.page_size, batch * pages_of(seq_kv, self.page_size) + self.shared + self.spare)
     }
@@ -74,7 +74,7 @@ impl Paging {
         self.layout.strides([self.paged(batch, seq_kv).pages, heads, self.page_size, dim + gap])
     }
 
-    /// Returns the cache for packed queries, with the lengths of the keys.
+    /// Returns the paging for packed queries, with the lengths of the keys of `packing`.
     #[must_use]
     pub fn beside(&self, packing: Option<&Packing>) -> Paging {
         match packing {
@@ -83,7 +83,7 @@ impl Paging {
         }
     }
 
-    /// Returns the lengths that the case gives.
+    /// Returns the lengths of the case as parameters of a call.
     pub fn lengths(&self) -> Vec<Bound> {
         let given = [("seq_len_q", &self.lengths_q), ("seq_len_kv", &self.lengths_kv)];
         given.into_iter().filter_map(|(name, lengths)| Some(bound(name, lengths.as_ref()?.iter().map(|n| *n as i32), 1))).collect()
@@ -121,18 +121,18 @@ fn bound(name: &'static str, values: impl Iterator<Item = i32>, per_entry: i64) 
 }
 
 impl Cache {
-    /// Returns the page table as a parameter.
+    /// Returns the page table in the form in which a call receives it.
     pub fn bound(&self) -> Bound {
         bound(PAGE_TABLE, self.table.iter().flatten().copied(), self.table[0].len() as i64)
     }
 
-    /// Returns the page of a key and the key's index in it, if the entry has that key.
+    /// Returns the page of a key and the key's index in that page; `None` if the batch entry does not have the key.
     pub fn place(&self, batch: i64, key: i64) -> Option<[i64; 2]> {
         let page = |key: i64| i64::from(self.table[batch as usize][(key / self.page_size) as usize]);
         (key < self.keys[batch as usize]).then(|| [page(key), key % self.page_size])
     }
 
-    /// Returns true if the key of a position exists.
+    /// Returns whether the batch entry of a position has the key.
     pub fn has(&self, [b, _, _, k]: [i64; 4]) -> bool {
         k < self.keys[b as usize]
     }

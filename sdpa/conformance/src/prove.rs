@@ -18,38 +18,38 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 pub use workers::{Count, MOST_BAD, Workers, serve};
 
-/// The verdict on a problem.
+/// The verdict on an executor's results for a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Every result is within its tolerances.
+    /// Every result was within its tolerances.
     Right,
     /// The executor reported the problem as unsupported before it ran anything.
     Unsupported,
-    /// A result is past a tolerance, or the call failed.
+    /// A result was past its tolerance, or the call failed.
     Wrong,
-    /// The process ended, or did not answer in time.
+    /// The process crashed, or did not answer in time.
     Exit,
 }
 
 impl Verdict {
-    /// Returns true for verdicts against the executor.
+    /// Returns whether the verdict is against the executor: wrong, or no answer.
     pub fn is_bad(self) -> bool {
         matches!(self, Verdict::Wrong | Verdict::Exit)
     }
 }
 
-/// The result of a problem, as a line of JSON.
+/// The result of one problem, stored as a line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
-    /// The name of its case.
+    /// The name of the problem's case.
     pub name: String,
-    /// Its features, `factor: value`.
+    /// The features of the problem, each as `factor: value`.
     pub features: Vec<String>,
-    /// Its row, from which [`Answer::problem`] builds the problem again. Files of earlier versions have none.
+    /// The row from which [`Answer::problem`] builds the problem again. It is empty in files of earlier versions.
     #[serde(default)]
     pub row: Row,
-    /// Its verdict.
+    /// The verdict on the results.
     pub verdict: Verdict,
     /// The distance from the oracle, the reason why the problem is unsupported, or the error.
     pub told: String,
@@ -58,7 +58,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Runs a problem.
+    /// Runs a problem on an executor, and returns the answer.
     pub fn of(problem: &Problem, executor: &dyn Executor) -> Answer {
         let start = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| covered(problem, executor)));
@@ -74,16 +74,16 @@ impl Answer {
         Answer { seconds: start.elapsed().as_secs_f64(), ..Answer::without(problem, verdict, told) }
     }
 
-    /// An answer without a measurement.
+    /// Creates an answer without a measurement.
     pub fn without(problem: &Problem, verdict: Verdict, told: String) -> Answer {
         let Problem { case, features, row, .. } = problem;
         Answer { name: case.name.clone(), features: features.clone(), row: row.clone(), verdict, told, seconds: 0.0 }
     }
 
-    /// Builds the problem again.
+    /// Returns the problem of the answer, built from its row.
     ///
     /// # Errors
-    /// The answer has no row, or the row has other features in this version of [`FACTORS`](crate::covering::FACTORS).
+    /// Fails if the answer has no row, or if its row has other features in this version of [`FACTORS`](crate::covering::FACTORS).
     pub fn problem(&self) -> Result<Problem, String> {
         let problem = Problem::of(&self.name, &self.row)?;
         if problem.features != self.features {
@@ -93,12 +93,12 @@ impl Answer {
     }
 }
 
-/// The subject of answers. Answers about one executor, version or device do not hold for another.
+/// The subject of answers: an executor on a device. Answers do not hold for another executor, version or device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
-    /// The executor.
+    /// The name of the executor.
     pub executor: String,
-    /// The executor's version and the device, in words.
+    /// A description of the executor's version and of the device.
     pub runs_on: String,
 }
 

@@ -1,11 +1,11 @@
 //! Pseudorandom numbers that are identical on every platform.
 
-/// SplitMix64 (Steele, Lea and Flood, 2014).
+/// A random number generator: SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// Starts a stream that depends on the seed.
+    /// Creates a generator with this seed.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }
@@ -34,7 +34,7 @@ impl Random {
         low + (self.bits() % (high - low + 1).unsigned_abs()) as i64
     }
 
-    /// Returns an element of a list.
+    /// Returns a random element of a list.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[(self.bits() % of.len() as u64) as usize]
     }

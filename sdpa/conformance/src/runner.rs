@@ -52,15 +52,15 @@ use std::f64::consts::LN_2;
 /// The outcome of a case on an executor.
 #[derive(Clone, Debug)]
 pub enum Outcome<D = Distance> {
-    /// All results are within their tolerances; with the distance from the oracle.
+    /// All results are within their tolerances. The fields are the distance from the oracle and the report of the call.
     Pass(D, Report),
-    /// The case did not run; with the reason.
+    /// The case did not run, for this reason.
     Skip(String),
-    /// A result is wrong; with a description.
+    /// A result is wrong. The field describes it.
     Fail(String),
 }
 
-/// Counts of outcomes, for a summary that includes skips.
+/// Counts of outcomes for a summary, including skipped cases.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     /// Number of passed cases.
@@ -74,7 +74,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts one outcome.
+    /// Adds one outcome to the counts.
     pub fn count<D: Measured>(&mut self, outcome: &Outcome<D>) {
         match outcome {
             Outcome::Pass(distance, _) => {
@@ -86,7 +86,7 @@ impl Tally {
         }
     }
 
-    /// Counts and prints one outcome.
+    /// Adds one outcome to the counts, and prints it.
     pub fn add<D: Measured>(&mut self, executor: &str, name: &str, outcome: &Outcome<D>) {
         self.count(outcome);
         match outcome {
@@ -99,7 +99,7 @@ impl Tally {
         }
     }
 
-    /// Returns the counts as one line.
+    /// Returns the counts as one line of text.
     pub fn summary(&self, executor: &str) -> String {
         format!(
             "{executor}: {} passed, {} skipped, {} failed; worst error {:.2} of its tolerance",
@@ -126,7 +126,7 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
 }
 
 impl<D: Measured + 'static> Outcome<D> {
-    /// Boxes the distance, so that forward and backward outcomes have one type.
+    /// Boxes the distance, so that outcomes of forward and backward passes have one type.
     pub fn boxed(self) -> Outcome<Box<dyn Measured>> {
         match self {
             Outcome::Pass(distance, report) => Outcome::Pass(Box::new(distance), report),
@@ -137,7 +137,7 @@ impl<D: Measured + 'static> Outcome<D> {
 }
 
 impl<D> Outcome<D> {
-    /// Adds a line to a failure that reproduces it.
+    /// Adds a command line that reproduces the failure to a failed outcome.
     #[must_use]
     pub fn with_repro(self, line: impl FnOnce() -> String) -> Outcome<D> {
         match self {
@@ -146,7 +146,7 @@ impl<D> Outcome<D> {
         }
     }
 
-    /// Turns a skip into a failure unless `excused` returns true.
+    /// Turns a skipped outcome into a failure unless `excused` returns true. `line` returns a command line that reproduces it.
     #[must_use]
     pub fn skip_only_if(self, excused: impl FnOnce() -> bool, line: impl FnOnce() -> String) -> Outcome<D> {
         match self {
@@ -206,7 +206,7 @@ fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
     library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
 }
 
-/// An executor that runs what the automatic selection picks, including cuDNN.
+/// The name of the executor that uses the automatic selection, including cuDNN.
 pub const AUTO: ExecutorName = ExecutorName::new("auto");
 
 /// Sets padding rows to NaN, because no result may depend on them. cuDNN's engines multiply them by 0, so they stay finite there.
@@ -352,7 +352,8 @@ fn with<T>(library: Option<&Library>, along: &[&str], tanh: f64, call: impl FnOn
     }
 }
 
-/// Draws a specification: lengths off every tile, GQA, odd strides, every mask; a fifth are packed sequences. Small enough for the oracle.
+/// Draws a random specification, small enough for the oracle. Lengths are not multiples of a tile; GQA, unusual strides and every kind of
+/// mask occur; a fifth have packed sequences.
 pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     if random.between(0, 4) == 0 {
@@ -361,7 +362,7 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Changes the layout to what TMA needs: dense rows of a multiple of 16 bytes, pages of a multiple of 8 tokens.
+/// Returns the specification with a layout that TMA supports: dense rows of a multiple of 16 bytes, and pages of a multiple of 8 tokens.
 pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
     if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
         paged.page_size *= 8;
@@ -381,7 +382,7 @@ pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
     spec
 }
 
-/// Draws a specification of packed sequences.
+/// Draws a random specification of packed sequences.
 pub fn random_packed(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     pack(&mut spec, random);
@@ -417,7 +418,8 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     spec.packed = Some(Packed::new().with_cross(cross).with_wide(wide).with_totals(said.then_some(total_q), said.then_some(total_kv)));
 }
 
-/// Draws a specification with a paged KV cache for a forward pass: pages of any size and memory order, with or without lengths, or with packed queries.
+/// Draws a random specification of a forward pass with a paged KV cache. Pages have any size and memory order; there are lengths, packed
+/// queries or neither.
 pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     let [batch, _, seq_kv, _] = spec.k.dims;
@@ -449,7 +451,7 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Draws a specification with windows that are bottom-right aligned per sequence, with their lengths.
+/// Draws a random specification with windows that are bottom-right aligned per sequence, and with lengths.
 pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     let [seq_q, seq_kv] = [spec.q.dims[2], spec.k.dims[2]];
@@ -460,7 +462,7 @@ pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Draws a specification whose mask is a union of bands.
+/// Draws a random specification whose mask is a union of bands.
 pub fn random_pieces(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     // Choose strides that engines read without copies, and no statistic except stats: passes over other problems are not split into
@@ -490,7 +492,7 @@ fn place_packed(tensor: &mut TensorSpec, total: i64, random: &mut Random) {
     tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, total.max(2), row]);
 }
 
-/// Draws a specification without packed sequences.
+/// Draws a random specification without packed sequences.
 pub fn random_padded(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let heads_kv = random.pick(&[1, 1, 2, 3]);
     let lengths = |random: &mut Random| match random.between(0, 5) {

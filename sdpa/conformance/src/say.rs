@@ -8,15 +8,16 @@ pub fn say(line: &str) {
     let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Returns true if the comma-separated list `SDPA_REQUIRE` names `what`, which tests may otherwise skip.
+/// Returns whether the environment variable `SDPA_REQUIRE`, a comma-separated list, names `what`. Tests may skip anything that it does
+/// not name.
 pub fn required(what: &str) -> bool {
     std::env::var("SDPA_REQUIRE").is_ok_and(|list| list.split(',').any(|name| name.trim() == what))
 }
 
-/// Prints that something is skipped.
+/// Prints that the test of `what` is skipped, for the reason `why`.
 ///
 /// # Panics
-/// `SDPA_REQUIRE` names it.
+/// Panics if `SDPA_REQUIRE` names `what`.
 pub fn skip(what: &str, why: &str) {
     assert!(!required(what), "SDPA_REQUIRE asks for {what}: {why}");
     say(&format!("SKIP {what}: {why}"));

@@ -4,7 +4,7 @@ use super::Case;
 use sdpa::{BackwardSpec, DType, ExecutorName, Layout, Side, TensorSpec};
 use serde::Deserialize;
 
-/// The `backward` table of a case. Without it each gradient has the strides of its operand, and `d_o` those of `o`.
+/// The `backward` table of a case. Without it, each gradient has the strides of its operand, and `d_o` has those of `o`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backward {
@@ -16,25 +16,25 @@ pub struct Backward {
     pub dk: Option<Place>,
     /// Strides of the gradient of the values.
     pub dv: Option<Place>,
-    /// Parameters to differentiate by, each with the type of its gradient: `"bias:f32"`.
+    /// The parameters whose gradients are computed, each with the element type of its gradient: `"bias:f32"`.
     pub wrt: Vec<String>,
     /// Whether every run must return identical bits.
     pub deterministic: bool,
-    /// Element type of `d_o`; absent: that of `q`.
+    /// Element type of `d_o`; by default that of `q`.
     pub d_o_dtype: Option<DType>,
-    /// Element type of `dq`, `dk` and `dv`; absent: that of the operands.
+    /// Element type of `dq`, `dk` and `dv`; by default that of the operands.
     pub gradient_dtype: Option<DType>,
-    /// All KV heads read the memory of one KV head; the gradient of each head has memory of its own.
+    /// Whether all KV heads read the memory of one KV head. The gradient of each head has its own memory.
     pub repeated_heads: bool,
-    /// Mean of the queries; the keys have minus this mean. The scores have a mean of about `−scale·dim_qk·shift²`.
+    /// The mean of the queries; the mean of the keys is its negative. Scores then have a mean of about `−scale·dim_qk·shift²`.
     pub shift: f64,
 }
 
-/// The strides of a tensor.
+/// The memory layout of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Place {
-    /// Memory order of the axes; absent: that of the case.
+    /// Memory order of the axes; by default that of the case.
     #[serde(default)]
     pub layout: Option<Layout>,
     /// Gap in elements between rows.
@@ -63,7 +63,7 @@ impl Case {
     /// Returns the specification of the backward pass.
     ///
     /// # Errors
-    /// A mask or score_mod does not parse, an axis does not exist, or a parameter has no type.
+    /// Fails if a mask or score_mod does not parse, if an axis does not exist, or if a parameter has no type.
     pub fn backward_spec(&self) -> Result<BackwardSpec, String> {
         let mut forward = self.spec()?;
         let options = self.backward.clone().unwrap_or_default();
@@ -91,7 +91,7 @@ impl Case {
         Ok(spec)
     }
 
-    /// Returns a command line that computes the gradients of this problem.
+    /// Returns a command line that computes the gradients of this case on an executor.
     pub fn backward_repro(&self, executor: ExecutorName) -> String {
         let options = self.backward.clone().unwrap_or_default();
         let types = [("d-o", options.d_o_dtype), ("gradient", options.gradient_dtype)];

@@ -20,7 +20,7 @@ impl Case {
     /// Returns bands, prefixes and lengths that end at every position of a block of `block` keys or queries. Some leave rows that attend to no key.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn edges(block: i64) -> Result<Vec<Case>, String> {
         let mut all = String::new();
         let mut add = |name: String, seq_q, seq_kv, mask: String| {
@@ -40,10 +40,10 @@ impl Case {
         Case::parse(&all)
     }
 
-    /// Returns cases with the gradient of a tensor over every set of axes.
+    /// Returns cases for the gradient of a declared tensor, one for every set of axes that the tensor can span.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn axes() -> Result<Vec<Case>, String> {
         let one = |set: usize| {
             let axes: String = "bhqk".chars().enumerate().filter(|(n, _)| set >> n & 1 == 1).map(|(_, axis)| axis).collect();
@@ -62,7 +62,7 @@ impl Case {
     /// are dense and packed, f16 and bf16, with several tiles of queries and keys.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn wide_parameters() -> Result<Vec<Case>, String> {
         const KINDS: [(&str, &str); 8] = [
             ("bias:hqk", "bias"),
@@ -96,7 +96,7 @@ impl Case {
     /// Returns cases with scales other than the default, for every number of queries that kernels treat differently.
     ///
     /// # Errors
-    /// See [`Case::parse`].
+    /// Fails as [`Case::parse`] does.
     pub fn scales() -> Result<Vec<Case>, String> {
         let mut all = String::new();
         for seq_q in [1, 4, 9, 40] {

@@ -8,7 +8,8 @@ use sdpa::Executor;
 /// Sets of axes of a declared parameter.
 const AXES: &[&str] = &["", "b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
 
-/// Every feature. In addition, each problem has NaN in memory that no query attends to: past lengths, sequences and pages.
+/// Every factor of the covered problems. In addition, each problem has NaN in memory that no query attends to: past lengths, sequences
+/// and pages.
 pub const FACTORS: [Factor; 19] = [
     Factor { name: "pass", values: &["forward", "backward", "backward of its own forward"] },
     Factor { name: "dtype", values: &["f32", "f16", "bf16", "f8e4m3", "f8e5m2"] },
@@ -70,7 +71,8 @@ pub const FACTORS: [Factor; 19] = [
     Factor { name: "scale", values: &["default", "0", "-0.1", "0.15"] },
 ];
 
-/// Factors of which any three values occur together. They are those of the faults that no test of two features would have found.
+/// The factors whose values occur together in every combination of three. They are the factors of faults that tests of two features would
+/// not have found.
 pub const THREE_WAY: [&str; 8] = ["pass", "dtype", "dims", "parameter", "axes", "use", "gradient of the parameter", "container"];
 
 const TENSORS_AXES: &[&str] = &["b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
@@ -78,7 +80,7 @@ const BACKWARD: &[&str] = &["backward", "backward of its own forward"];
 const FP8: &[&str] = &["f8e4m3", "f8e5m2"];
 const PAGED: &[&str] = &["paged", "paged, packed queries", "paged by 64"];
 
-/// Values that no problem combines.
+/// The pairs of values that no problem combines.
 pub const RULES: [Rule; 22] = [
     Rule {
         one: ("dtype", FP8),
@@ -195,32 +197,32 @@ fn documents(longest: i64) -> String {
     format!("[{longest}, 0, {}]", (longest + 1) / 2)
 }
 
-/// Names the values of a combination, `factor: value`.
+/// Returns the values of a combination as texts of the form `factor: value`.
 pub fn features(combination: &[(usize, usize)]) -> Vec<String> {
     combination.iter().map(|&(factor, value)| format!("{}: {}", FACTORS[factor].name, FACTORS[factor].values[value])).collect()
 }
 
-/// A problem of a covering.
+/// One problem of a covering.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// Its extents, options and inputs.
+    /// The extents, options and inputs of the problem.
     pub case: Case,
-    /// Source of `o` and `stats` for a backward pass; `None` for a forward pass.
+    /// The source of `o` and `stats` for a backward pass; `None` for a forward pass.
     pub source: Option<Source>,
-    /// Its features, `factor: value`.
+    /// The features of the problem, each as `factor: value`.
     pub features: Vec<String>,
-    /// Its row in the covering.
+    /// The row of the covering that the problem was made from.
     pub row: Row,
 }
 
-/// How many features occur together, and how often.
+/// The number of features that occur together, and the number of problems in which they do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strength {
-    /// Any two, in at least one problem.
+    /// Any two features occur together in at least one problem.
     Two,
-    /// Any three of [`THREE_WAY`], in at least one problem.
+    /// Any three features of [`THREE_WAY`] occur together in at least one problem.
     Three,
-    /// Any two, in three problems: as many as the ledger requires.
+    /// Any two features occur together in three problems, as many as the ledger requires.
     Ledger,
 }
 
@@ -228,12 +230,12 @@ impl Strength {
     /// Every strength.
     pub const ALL: [Strength; 3] = [Strength::Two, Strength::Three, Strength::Ledger];
 
-    /// Parses `two`, `three` or `ledger`.
+    /// Parses the name of a strength: `two`, `three` or `ledger`.
     pub fn named(name: &str) -> Option<Strength> {
         Strength::ALL.into_iter().find(|strength| strength.name() == name)
     }
 
-    /// Its name.
+    /// Returns the name of the strength.
     pub fn name(self) -> &'static str {
         match self {
             Strength::Two => "two",
@@ -242,7 +244,7 @@ impl Strength {
         }
     }
 
-    /// Returns supported rows that cover the combinations.
+    /// Returns supported rows that cover the combinations of this strength.
     pub fn rows(self, supports: &Supports<'_>) -> Covering {
         let every: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
         let (of, strength, times) = match self {
@@ -257,12 +259,12 @@ impl Strength {
     /// Returns the problems of every row, whether an executor supports them or not.
     ///
     /// # Errors
-    /// A case does not parse, which is a bug in this file.
+    /// Fails if a case does not parse, which is a bug of this crate.
     pub fn problems(self) -> Result<Vec<Problem>, String> {
         self.problems_of(&self.rows(&|_| true).rows)
     }
 
-    /// Returns rows that cover the combinations and that an executor supports.
+    /// Returns rows that cover the combinations of this strength and that an executor supports.
     pub fn rows_for(self, executor: &dyn Executor) -> Covering {
         self.rows(&|row| Problem::of("", row).is_ok_and(|problem| problem.is_supported(executor)))
     }
@@ -270,7 +272,7 @@ impl Strength {
     /// Returns the problems of the rows that an executor supports.
     ///
     /// # Errors
-    /// See [`Strength::problems`].
+    /// Fails as [`Strength::problems`] does.
     pub fn problems_for(self, executor: &dyn Executor) -> Result<Vec<Problem>, String> {
         self.problems_of(&self.rows_for(executor).rows)
     }
@@ -278,12 +280,12 @@ impl Strength {
     /// Returns the problems of `rows`.
     ///
     /// # Errors
-    /// See [`Strength::problems`].
+    /// Fails as [`Strength::problems`] does.
     pub fn problems_of(self, rows: &[Row]) -> Result<Vec<Problem>, String> {
         rows.iter().enumerate().map(|(n, row)| Problem::of(&format!("{} {n}", self.label()), row)).collect()
     }
 
-    /// Returns the strength that a problem's name belongs to: `two-way 5` belongs to [`Strength::Two`].
+    /// Returns the strength to which the name of a problem belongs: `two-way 5` belongs to [`Strength::Two`].
     pub fn of(problem: &str) -> Option<Strength> {
         let (label, number) = problem.rsplit_once(' ')?;
         number.parse::<usize>().ok()?;
@@ -303,7 +305,7 @@ impl Problem {
     /// Returns the problem of a row.
     ///
     /// # Errors
-    /// The row does not fit [`FACTORS`]; see also [`Strength::problems`].
+    /// Fails if the row does not fit [`FACTORS`], and as [`Strength::problems`] does.
     pub fn of(name: &str, row: &[usize]) -> Result<Problem, String> {
         if row.len() != FACTORS.len() || FACTORS.iter().zip(row).any(|(factor, value)| *value >= factor.values.len()) {
             return Err(format!("{name}: {row:?} is no row of {} factors", FACTORS.len()));
@@ -320,7 +322,7 @@ impl Problem {
     /// Returns whether an executor supports the problem, before it prepares anything.
     ///
     /// # Panics
-    /// The case is not a valid problem, which is a bug in this file.
+    /// Panics if the case is not a valid problem, which is a bug of this crate.
     pub fn is_supported(&self, executor: &dyn Executor) -> bool {
         if self.case.skip.contains_key(executor.name().name()) {
             return false;

@@ -86,7 +86,7 @@ const OWN: [(&str, &str); 14] = [
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
-/// Returns the text of a score_mod or mask of the harness, and any other text unchanged.
+/// Returns the expression text for a score_mod or mask that only this crate names, and any other text unchanged.
 pub fn own(text: &str) -> Cow<'_, str> {
     match (text.strip_prefix("parameter:"), OWN.iter().find(|(name, _)| *name == text)) {
         (Some(rest), _) => parameter::text(rest).map_or(Cow::Borrowed(text), Cow::Owned),

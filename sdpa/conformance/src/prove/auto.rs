@@ -6,12 +6,13 @@ use sdpa::{
 };
 use std::sync::Arc;
 
-/// Proves the executors that the automatic selection picks, each pass separately. It supports every problem, so a problem that no executor computes is wrong.
+/// The automatic executor selection as an executor, for a proof of the executors that it picks for each pass. It claims to support every
+/// problem, so a problem that no executor computes counts as wrong.
 #[derive(Debug)]
 pub struct Auto(Dispatcher);
 
 impl Auto {
-    /// Uses the executor selection of a dispatcher.
+    /// Wraps the executor selection of a dispatcher.
     pub fn new(dispatcher: Dispatcher) -> Auto {
         Auto(dispatcher)
     }

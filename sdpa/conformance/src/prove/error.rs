@@ -4,7 +4,7 @@ use super::About;
 use std::fmt::{Display, Formatter, Result};
 use std::path::PathBuf;
 
-/// A proof that cannot begin or continue. A wrong result is an answer, not an error.
+/// The error of a proof that cannot begin or continue. A wrong result is an answer, not an error.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ProveError {
@@ -33,7 +33,7 @@ pub enum ProveError {
         /// The subject of this proof.
         here: About,
     },
-    /// Another process adds answers to the state.
+    /// Another process is adding answers to the state file.
     Busy {
         /// The file.
         path: PathBuf,

@@ -9,9 +9,9 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
-/// A file of answers. Its first line is an [`About`], each other line is an [`Answer`] or a covering. Answers are appended, so a later run continues where an
-/// interrupted one ended. The last answer of a name counts. One file may hold the problems of every [`Strength`](crate::covering::Strength): their names
-/// differ.
+/// A file of answers. Its first line is an [`About`], each other line is an [`Answer`] or a covering. Answers are appended, so a later
+/// run continues where an interrupted one ended. Of several answers with one name, the last one counts. One file may hold the problems of
+/// every [`Strength`](crate::covering::Strength): their names differ.
 #[derive(Debug)]
 pub struct State {
     path: PathBuf,
@@ -52,7 +52,8 @@ impl State {
     /// Opens a file or creates it. Until it is dropped, no other process can add answers.
     ///
     /// # Errors
-    /// [`ProveError`]: the file cannot be read or written, is not a state file, has answers about another subject, or is open in another process.
+    /// Fails if the file cannot be read or written, is not a state file, has answers about another subject, or is open in another
+    /// process.
     pub fn open(path: &Path, about: &About) -> Result<State, ProveError> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(ProveError::io(path, "opening"))?;
         // Ignore other errors of the lock: a file system without locks must not prevent a proof.
@@ -86,10 +87,10 @@ impl State {
         Ok(State { path: path.to_owned(), file, answers, coverings })
     }
 
-    /// Returns the rows of a strength that the executor supports. Reads them from the file, or computes and appends them.
+    /// Returns the rows of a strength that the executor supports. They are read from the file, or computed and appended to it.
     ///
     /// # Errors
-    /// [`ProveError::Io`]: the file cannot be written.
+    /// Returns [`ProveError::Io`] if the file cannot be written.
     pub fn covering(&mut self, strength: Strength, executor: &dyn Executor) -> Result<Covering, ProveError> {
         let mut here = Chosen::new(strength, Covering { rows: Vec::new(), impossible: Vec::new(), covered: 0 });
         let there = self.coverings.get(strength.name());
@@ -103,42 +104,43 @@ impl State {
         Ok(covering)
     }
 
-    /// The path of the file.
+    /// Returns the path of the state file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns true if the file has an answer of this problem that is not bad. A case whose features changed is another problem.
+    /// Returns whether the file has an answer to this problem that is not bad. A case whose features have changed counts as another
+    /// problem.
     pub fn has(&self, problem: &Problem) -> bool {
         self.of(problem).is_some_and(|answer| !answer.verdict.is_bad())
     }
 
-    /// Returns the answer of a problem, if the file has it.
+    /// Returns the answer to a problem; `None` if the file has none.
     pub fn of(&self, problem: &Problem) -> Option<&Answer> {
         self.answers.get(&problem.case.name).filter(|answer| answer.features == problem.features)
     }
 
-    /// Returns the answer of this name, whatever its features are.
+    /// Returns the answer with this name, regardless of the problem's features; `None` if the file has none.
     pub fn named(&self, name: &str) -> Option<&Answer> {
         self.answers.get(name)
     }
 
-    /// Iterates over all answers, of problems of every strength.
+    /// Iterates over all answers, for problems of every strength.
     pub fn answers(&self) -> impl Iterator<Item = &Answer> {
         self.answers.values()
     }
 
-    /// Adds an answer.
+    /// Adds an answer to the file.
     ///
     /// # Errors
-    /// [`ProveError::Io`]: the file cannot be written.
+    /// Returns [`ProveError::Io`] if the file cannot be written.
     pub fn add(&mut self, answer: Answer) -> Result<(), ProveError> {
         write_line(&mut self.file, &self.path, &answer)?;
         self.answers.insert(answer.name.clone(), answer);
         Ok(())
     }
 
-    /// Counts the answers of these problems.
+    /// Counts the answers to these problems.
     pub fn summary(&self, problems: &[Problem]) -> Summary {
         let mut summary = Summary { answers: BTreeMap::new(), reasons: BTreeMap::new(), bad: Vec::new() };
         for answer in problems.iter().filter_map(|problem| self.of(problem)) {
@@ -165,7 +167,7 @@ fn write_line(file: &mut File, path: &Path, value: &impl Serialize) -> Result<()
 pub struct Summary {
     /// Number of answers of each verdict.
     pub answers: BTreeMap<Verdict, usize>,
-    /// Reasons why problems are unsupported, and their number of problems.
+    /// The reasons why problems are unsupported, each with its number of problems.
     pub reasons: BTreeMap<String, usize>,
     /// The bad answers.
     pub bad: Vec<Answer>,
@@ -182,7 +184,7 @@ impl Summary {
         self.answers.values().sum()
     }
 
-    /// Returns the counts as one line.
+    /// Returns the counts as one line of text.
     pub fn told(&self) -> String {
         format!(
             "{} right, {} unsupported, {} wrong, {} exits",

@@ -20,11 +20,11 @@ const ANSWER: &str = "answer: ";
 /// A request to a worker: the name of a problem, and its row.
 type Question = (String, Row);
 
-/// Answers the requests of [`Workers::prove`] on stdin with one line each on stdout. It returns when there are no more, or after a wrong result: after a fault,
-/// a device's next results mean nothing. The main function of a worker process calls it.
+/// Answers the requests of [`Workers::prove`] on stdin with one line each on stdout. It returns when there are no more requests, and
+/// after a wrong result, because results of a device after a fault are meaningless. The main function of a worker process calls it.
 ///
 /// # Errors
-/// A pipe broke, or a line is not a request.
+/// Fails if a pipe is broken, or if a line is not a request.
 pub fn serve(executor: &dyn Executor) -> std::io::Result<()> {
     say(READY, executor.name().name())?;
     for line in std::io::stdin().lines() {
@@ -56,21 +56,21 @@ pub struct Count {
     pub bad: usize,
 }
 
-/// Worker processes, and the limits that end a run.
+/// The configuration of worker processes, and the limits that end a run.
 pub struct Workers<'a> {
     /// Returns the command that starts a worker, which calls [`serve`]. Its stdin and stdout become pipes. `RAYON_NUM_THREADS` becomes 1, because the processes
     /// share the processors.
     pub command: &'a (dyn Fn() -> Command + Sync),
-    /// Number of concurrent processes.
+    /// Number of worker processes that run concurrently.
     pub processes: usize,
-    /// Number of bad answers that ends a run.
+    /// Number of bad answers that end a run.
     pub most_bad: usize,
-    /// Time limit per problem. A problem without an answer by then is [`Verdict::Exit`], and its process is killed.
+    /// Time limit per problem. A process that exceeds it is killed, and the verdict is [`Verdict::Exit`].
     pub time_limit: Duration,
 }
 
 impl<'a> Workers<'a> {
-    /// One process per processor, [`MOST_BAD`] bad answers, two minutes per problem.
+    /// Creates workers with the default limits: one process per processor, [`MOST_BAD`] bad answers, and two minutes per problem.
     pub fn new(command: &'a (dyn Fn() -> Command + Sync)) -> Workers<'a> {
         let processes = std::thread::available_parallelism().map_or(1, usize::from);
         Workers { command, processes, most_bad: MOST_BAD, time_limit: Duration::from_secs(120) }
@@ -79,7 +79,7 @@ impl<'a> Workers<'a> {
     /// Runs each problem without a good answer in the state, and adds the answers. Calls `progress` after each answer.
     ///
     /// # Errors
-    /// [`ProveError`]: a worker does not start, or the state cannot be written. The state keeps all answers before the error.
+    /// Fails if a worker does not start, or if the state cannot be written. The state keeps all answers before the error.
     pub fn prove(&self, problems: &[Problem], state: &mut State, progress: &(dyn Fn(Count, &Answer) + Sync)) -> Result<Count, ProveError> {
         let open: Vec<&Problem> = problems.iter().filter(|problem| !state.has(problem)).collect();
         self.ask(&open, state, progress)
@@ -88,7 +88,7 @@ impl<'a> Workers<'a> {
     /// Runs problems, including those with answers, and adds the answers. Calls `progress` after each answer.
     ///
     /// # Errors
-    /// See [`Workers::prove`].
+    /// Fails as [`Workers::prove`] does.
     pub fn ask(&self, problems: &[&Problem], state: &mut State, progress: &(dyn Fn(Count, &Answer) + Sync)) -> Result<Count, ProveError> {
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let shared = Mutex::new((state, Count { total: problems.len(), ..Count::default() }));

@@ -17,20 +17,20 @@ use sdpa::{
     Operand as Name, Param, PreparedBackward, Report, SINK, Side, TensorSpec,
 };
 
-/// The forward pass that provides `o` and `stats`.
+/// The forward pass that provides `o` and `stats` for a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The oracle's, rounded: tests the backward pass alone.
+    /// The oracle's forward pass, rounded. This tests the backward pass alone.
     Oracle,
-    /// The executor's own, as in training.
+    /// The executor's own forward pass, as in training.
     Executor,
 }
 
 impl Source {
-    /// Both.
+    /// Both sources.
     pub const ALL: [Source; 2] = [Source::Oracle, Source::Executor];
 
-    /// The suffix for the name of a case.
+    /// Returns the suffix that names of cases have for this source.
     pub fn suffix(self) -> &'static str {
         match self {
             Source::Oracle => "",
@@ -42,11 +42,11 @@ impl Source {
 /// Parameters of the random inputs of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Draw {
-    /// The attention scale; absent: the default.
+    /// The attention scale; `None` for `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Standard deviation of `q`, `k` and `v`; that of `d_o` is 1.
+    /// Standard deviation of `q`, `k` and `v`. That of `d_o` is 1.
     pub spread: f64,
-    /// Mean of `q`; `k` has minus this mean.
+    /// The mean of `q`; the mean of `k` is its negative.
     pub shift: f64,
     /// Seed of all random numbers.
     pub seed: u64,
@@ -284,19 +284,20 @@ fn tensor(spec: &BackwardSpec, operand: Name) -> &TensorSpec {
     }
 }
 
-/// Draws a backward specification: the forward one of [`random_spec`], other strides for gradients, and stride 0 in `d_o`. Small enough for the oracle.
+/// Draws a random backward specification, small enough for the oracle: a forward specification of [`random_spec`], other strides for
+/// gradients, and strides of 0 in `d_o`.
 pub fn random_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
     let forward = random_spec(random, dtypes);
     gradients_elsewhere(forward, random)
 }
 
-/// Draws a backward specification without packed sequences.
+/// Draws a random backward specification without packed sequences.
 pub fn random_padded_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
     let forward = random_padded(random, dtypes);
     gradients_elsewhere(forward, random)
 }
 
-/// Returns the gradient of an attention, with other strides for some of its tensors.
+/// Returns the backward specification of an attention, with other strides for some of its tensors.
 pub fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let packed = forward.packed;
     if random.between(0, 9) == 0 {

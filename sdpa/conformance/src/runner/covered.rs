@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 /// Runs a problem. A problem that the executor supports but does not run is a failure.
 ///
 /// # Panics
-/// The case is not a valid problem, which is a bug in the harness.
+/// Panics if the case is not a valid problem, which is a bug of this crate.
 pub fn covered(problem: &Problem, executor: &dyn Executor) -> Outcome<Box<dyn Measured>> {
     let Problem { case, source, .. } = problem;
     let unsupported = || !problem.is_supported(executor);
@@ -25,7 +25,7 @@ pub fn covered(problem: &Problem, executor: &dyn Executor) -> Outcome<Box<dyn Me
 /// Runs a problem with [`covered`] and counts the outcome.
 ///
 /// # Panics
-/// See [`covered`].
+/// Panics as [`covered`] does.
 pub fn run_covered(problem: &Problem, label: &str, executor: &dyn Executor, tally: &Mutex<Tally>) {
     let outcome = covered(problem, executor);
     let name = format!("{} ({})", problem.case.name, problem.features.join("; "));

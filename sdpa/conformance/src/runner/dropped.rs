@@ -38,23 +38,24 @@ impl Rows {
     }
 }
 
-/// The way in which a pair is masked out.
+/// The way in which a test masks out a pair of a query and a key.
 #[derive(Clone, Copy, Debug)]
 pub enum Drops {
-    /// A mask: even queries attend to even keys, odd ones to odd ones.
+    /// A mask by which even queries attend to even keys, and odd queries to odd keys.
     Mask,
-    /// A mask of blocks: every element of a kernel's block is odd, or none is.
+    /// A mask that keeps or removes each block of 32 queries by 32 keys as a whole.
     Blocks,
-    /// A mask of one row: one simdgroup, not the last, copies its elements, and all simdgroups must respect it.
+    /// A mask by which query 8 attends to key 8 only, and no other query attends to key 8. In a kernel one simdgroup, not the last,
+    /// copies this row, and all simdgroups must respect it.
     One,
-    /// Like `Mask`, with head dims so wide that their slices extend past the end.
+    /// The mask of [`Drops::Mask`], with head dims so large that the last slice of columns is partial.
     Wide,
-    /// A score_mod that returns −∞; not on the CPU, where such a pair has P = 0 but takes part in the products.
+    /// A score_mod that returns −∞. The CPU is not tested, because there such a pair has P = 0 but takes part in the products.
     ScoreMod,
 }
 
 impl Drops {
-    /// All ways.
+    /// Every way in which a test masks out pairs.
     pub const ALL: [Drops; 5] = [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide, Drops::ScoreMod];
 
     /// Off every tile, or exact multiples of a tile, so that a block holds nothing except rows.
@@ -136,10 +137,10 @@ fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spo
     Ok([o, dq, dk, dv])
 }
 
-/// Tests that masked-out pairs have no effect.
+/// Tests that masked-out pairs have no effect on an executor's results.
 ///
 /// # Errors
-/// The first element that depends on a masked-out pair.
+/// Returns a message about the first element that depends on a masked-out pair.
 pub fn dropped(drops: Drops, executor: &dyn Executor) -> Result<(), String> {
     let problem = problem(drops);
     let clean = results(executor, drops, &problem, Spoil { with: 0.0, operands: [false; 4] })?;

@@ -52,18 +52,19 @@ fn rule(kind: u64, random: &mut Random) -> String {
     }
 }
 
-/// A rule with floats, or with integer quotients and remainders, as a mask or as a choice between two scores.
+/// A rule with floats, or with integer quotients and remainders. It is used as a mask, or as a choice between two scores.
 #[derive(Clone, Debug)]
 pub struct Edges {
-    /// The rule.
+    /// The text of the rule.
     pub text: String,
-    /// Whether it is a mask.
+    /// Whether the rule is used as a mask.
     pub is_mask: bool,
-    /// The type of operands.
+    /// The element type of operands.
     pub dtype: DType,
 }
 
-/// The number of compared elements of P, or the first wrong one; `None` if the executor does not support the rule.
+/// The result of a comparison: the number of compared elements of P, or a message about the first wrong one. `None` if the executor does
+/// not support the rule.
 pub type Looked = Result<Option<usize>, String>;
 
 fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Option<T>, String> {
@@ -78,7 +79,7 @@ fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Opti
 /// Tests the rules of these seeds on an executor that supports all of them, and prints the number of compared elements of P.
 ///
 /// # Panics
-/// An element of P is wrong, or a rule is unsupported.
+/// Panics if an element of P is wrong, or if a rule is unsupported.
 pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
     let looked = AtomicUsize::new(0);
     side_by_side(seeds, |&seed| {
@@ -145,10 +146,10 @@ impl Edges {
         Ok((weights, stats))
     }
 
-    /// Compares every element of P in both passes.
+    /// Compares every element of P in the forward and in the backward pass.
     ///
     /// # Errors
-    /// The first wrong element.
+    /// Returns a message about the first wrong element.
     pub fn look(&self, executor: &dyn Executor) -> Looked {
         let (weights, stats) = self.weights()?;
         // Allow for two roundings to the element type: of P and of the result.

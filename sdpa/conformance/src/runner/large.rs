@@ -21,7 +21,7 @@ pub enum Where {
 }
 
 impl Where {
-    /// Both.
+    /// Both choices of scores.
     pub const ALL: [Where; 2] = [Where::Rows, Where::Keys];
 
     fn holds(self, [_, _, q, k]: Place, from: i64) -> bool {
@@ -61,11 +61,11 @@ impl Modify for Added {
 /// The element types that have large scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Float {
-    /// `DType::F32`.
+    /// The element type f32.
     F32,
-    /// `DType::F16`.
+    /// The element type f16.
     F16,
-    /// `DType::BF16`.
+    /// The element type bf16.
     BF16,
 }
 
@@ -150,10 +150,10 @@ fn near(what: &str, got: &[f64], want: &[f64], bound: f64) -> Result<(), String>
     if off <= bound * size + 1e-30 { Ok(()) } else { Err(format!("{what}: off by {off:.2e}, of {size:.2e}")) }
 }
 
-/// Runs one problem with large scores: forward with every row statistic, then backward from the executor's own results.
+/// Runs one problem with large scores: a forward pass with every row statistic, and then a backward pass from its results.
 ///
 /// # Errors
-/// The message of the first mismatch.
+/// Returns a message about the first mismatch.
 #[allow(clippy::too_many_lines)]
 pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: Where, added: f32, sink: bool) -> Result<(), String> {
     let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
@@ -266,23 +266,23 @@ const SHAPES: [Shape; 6] = [
     Shape { batch: 1, heads_q: 4, heads_kv: 1, seq_q: 3, seq_kv: 1500, dim_qk: 128, dim_v: 64 },
 ];
 
-/// A problem of [`large_scores`].
+/// One problem of [`large_scores`].
 #[derive(Clone, Copy, Debug)]
 pub struct LargeScores {
-    /// Its extents.
+    /// The extents of the problem.
     pub shape: Shape,
-    /// Its element type.
+    /// The element type of the problem.
     pub dtype: DType,
-    /// The scores that are large.
+    /// The scores to which the bias is added.
     pub place: Where,
-    /// The bias that makes them large.
+    /// The bias that makes scores large.
     pub added: f32,
-    /// True if the problem has sinks.
+    /// Whether the problem has sinks.
     pub sink: bool,
 }
 
 impl LargeScores {
-    /// Returns every shape with every bias. The types alternate, and a third of the problems have sinks.
+    /// Returns problems with every shape and every bias. Their element types alternate, and a third of them have sinks.
     pub fn all(dtypes: &[DType]) -> Vec<LargeScores> {
         let mut all = Vec::new();
         for (n, shape) in SHAPES.into_iter().enumerate() {
@@ -296,10 +296,10 @@ impl LargeScores {
         all
     }
 
-    /// Runs the problem.
+    /// Runs the problem on an executor.
     ///
     /// # Errors
-    /// See [`large_scores`].
+    /// Fails as [`large_scores`] does.
     pub fn run(&self, executor: &dyn Executor) -> Result<(), String> {
         large_scores(executor, self.dtype, self.shape, self.place, self.added, self.sink)
     }

@@ -11,7 +11,7 @@ use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, ScoreMod, Shape};
 /// Runs every case with score_mods and masks of the library, and every case with packed sequences: forward, and backward alone and chained.
 ///
 /// # Errors
-/// A case does not parse.
+/// Fails if a case does not parse.
 pub fn library_suite(label: &str, executor: &dyn Executor) -> Result<[Tally; 2], String> {
     let (mut forward, mut backward) = (Tally::default(), Tally::default());
     for case in Case::all_library()?.into_iter().chain(Case::all_packed()?) {
@@ -26,7 +26,7 @@ pub fn library_suite(label: &str, executor: &dyn Executor) -> Result<[Tally; 2],
 /// The outcome of one random score_mod.
 #[derive(Debug)]
 pub struct Tree {
-    /// Its text, masks and extents.
+    /// The text of the score_mod, its masks, and the extents of the problem.
     pub text: String,
     /// Outcome of the forward pass.
     pub forward: Outcome,
@@ -37,7 +37,7 @@ pub struct Tree {
 /// Runs the `seed`th random score_mod of up to 20 functions with random masks, forward and backward.
 ///
 /// # Errors
-/// A text or a mask does not parse, which is a bug in the harness.
+/// Fails if a text or a mask does not parse, which is a bug of this crate.
 pub fn run_tree(seed: u64, dtypes: &[DType], executor: &dyn Executor) -> Result<Tree, String> {
     let random = &mut Random::new(seed * 6151 + 17);
     let heads_kv = random.pick(&[1, 2]);

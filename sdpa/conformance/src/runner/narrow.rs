@@ -185,7 +185,8 @@ impl Narrowed {
     }
 }
 
-/// Draws a problem with 8-bit floats, often one that a cuDNN engine supports: lengths off every tile, bands, per-sequence lengths.
+/// Draws a random problem with 8-bit floats, often one that a cuDNN engine supports. Its lengths are not multiples of a tile, and it may
+/// have bands and per-sequence lengths.
 pub fn random_fp8(random: &mut Random) -> AttentionSpec {
     let heads_kv = random.between(1, 4);
     let dims = random.pick(&[[128, 128], [128, 128], [64, 64], [192, 128], [256, 256], [96, 96]]);
@@ -215,7 +216,7 @@ pub fn random_fp8(random: &mut Random) -> AttentionSpec {
     spec
 }
 
-/// Returns the backward problem of one; half of them use the other 8-bit format for gradients.
+/// Returns a backward problem of a forward problem with 8-bit floats. Half of them use the other 8-bit format for gradients.
 pub fn random_fp8_gradients(spec: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let other = random.pick(&[None, Some(DType::F8E5M2)]);
     let mut backward = spec.backward();

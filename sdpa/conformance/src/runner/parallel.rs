@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Calls `run` for each element of a list, with one thread per core.
+/// Calls `run` for each element of a list, in parallel with one thread per core.
 pub fn side_by_side<T: Sync>(list: &[T], run: impl Fn(&T) + Sync) {
     let next = AtomicUsize::new(0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);

@@ -15,31 +15,31 @@ const TILE: usize = 64;
 /// A replacement whose error is at most this many times that of the right result differs from it only by rounding.
 const ROUNDING: f64 = 16.0;
 
-/// A wrong result in place of a right one.
+/// A wrong result that replaces the right one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Replacement {
-    /// Zeros.
+    /// The result is all zeros.
     Zeros,
-    /// Twice the result.
+    /// The result is doubled.
     Twice,
-    /// Minus the result.
+    /// The result has the opposite sign.
     Negative,
-    /// NaN in one element.
+    /// One element is NaN.
     Nan,
-    /// Infinity in one element.
+    /// One element is infinite.
     Infinite,
     /// One head has the result of the next head.
     Head,
     /// One batch entry has the result of the next entry.
     Batch,
-    /// The tile of 64 rows with the largest norm is zeros.
+    /// The tile of 64 rows with the largest norm is all zeros.
     LargeTile,
-    /// The tile of 64 rows with the smallest norm above zero is zeros.
+    /// The tile of 64 rows with the smallest norm above zero is all zeros.
     SmallTile,
 }
 
 impl Replacement {
-    /// All replacements.
+    /// Every replacement, in declaration order.
     pub const ALL: [Replacement; 9] = [
         Replacement::Zeros,
         Replacement::Twice,
@@ -128,13 +128,13 @@ impl Replacement {
 /// The verdict on one replacement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Said {
-    /// The replacement equals the right result except for rounding, or does not exist.
+    /// The replacement equals the right result except for rounding, or it does not exist.
     Same,
-    /// The check fails it.
+    /// The check reports the replacement as failed.
     Failed,
-    /// The check leaves it undecided.
+    /// The check reports the replacement as undecided.
     Undecided,
-    /// The check accepts it, which is a bug.
+    /// The check accepts the replacement, which is a bug.
     Passed,
 }
 
@@ -143,7 +143,7 @@ enum Said {
 pub struct Replaced {
     /// Number of verdicts, by tensor and replacement.
     counts: BTreeMap<(&'static str, Replacement), BTreeMap<Said, usize>>,
-    /// Replacements that pass, and right results that fail.
+    /// Descriptions of replacements that pass the check, and of right results that fail it.
     pub wrong: Vec<String>,
     /// The reason why the right result is undecided.
     pub undecided: Option<String>,
@@ -346,7 +346,7 @@ fn gradients(
 /// Checks the replacements of a forward pass of a specification.
 ///
 /// # Errors
-/// The outcome of the pass, if the executor does not compute it.
+/// Returns the outcome of the pass if the executor does not compute it.
 pub fn replaced(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, executor: &dyn Executor) -> Result<Replaced, String> {
     computed(spec, draw, library, executor, outputs).map(|(replaced, _)| replaced).map_err(|outcome| format!("{outcome:?}"))
 }
@@ -354,7 +354,7 @@ pub fn replaced(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
 /// Checks the replacements of a backward pass of a specification.
 ///
 /// # Errors
-/// See [`replaced`].
+/// Fails as [`replaced`] does.
 pub fn replaced_backward(
     spec: &BackwardSpec,
     draw: &Draw,
@@ -369,7 +369,7 @@ pub fn replaced_backward(
 /// Checks the replacements of the forward pass of a case.
 ///
 /// # Errors
-/// See [`replaced`]; also a case that does not parse.
+/// Fails as [`replaced`] does, and if the case does not parse.
 pub fn replaced_case(case: &Case, executor: &dyn Executor) -> Result<Replaced, String> {
     let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift: 0.0, seed: case.seed() };
     replaced(&case.spec()?, &draw, case.library()?.as_ref(), executor)
@@ -378,7 +378,7 @@ pub fn replaced_case(case: &Case, executor: &dyn Executor) -> Result<Replaced, S
 /// Checks the replacements of the backward pass of a case.
 ///
 /// # Errors
-/// See [`replaced_case`].
+/// Fails as [`replaced_case`] does.
 pub fn replaced_backward_case(case: &Case, source: Source, executor: &dyn Executor) -> Result<Replaced, String> {
     let shift = case.backward.as_ref().map_or(0.0, |backward| backward.shift);
     let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift, seed: case.seed() };

@@ -119,7 +119,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
 /// Tests rounding to nearest for one query of four heads, and for four queries of one head.
 ///
 /// # Errors
-/// The first result that is not the nearest number.
+/// Returns a message about the first result that is not the nearest number.
 pub fn rounding(executor: &dyn Executor) -> Result<(), String> {
     for seq_q in [1, 4] {
         for dim in [32, 40] {

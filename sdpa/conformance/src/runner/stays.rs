@@ -8,12 +8,12 @@ use crate::runner::Outcome;
 use half::f16;
 use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Executor, HostBackward, HostForward, Layout, Param, Shape};
 
-/// Number of compared bits.
+/// The number of dropout mask bits that were compared.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stays {
-    /// Bits of the forward pass.
+    /// Number of bits that were compared in the forward pass.
     pub forward: usize,
-    /// Bits of the backward pass.
+    /// Number of bits that were compared in the backward pass.
     pub backward: usize,
 }
 
@@ -39,10 +39,10 @@ fn ones(n: i64, at: impl Fn(i64) -> bool) -> Operand {
     Operand::F16((0..n).map(|n| f16::from_f32(f32::from(u8::from(at(n))))).collect())
 }
 
-/// Compares every bit.
+/// Compares every bit of an executor's dropout mask.
 ///
 /// # Errors
-/// The first wrong bit, and its position.
+/// Returns a message about the first wrong bit, with its position.
 pub fn stays(executor: &dyn Executor) -> Result<Stays, String> {
     let mut all = Stays::default();
     for (name, shape, p, [seed, offset]) in CASES {
