@@ -62,7 +62,7 @@ pub enum Error {
         /// The compiler's log.
         log: String,
     },
-    /// Device memory ran out, or a size exceeds its limit, such as a copy past the end of a buffer or a workspace that is too small.
+    /// A request does not fit: a copy past the end of a buffer, a workspace that is too small, or memory or a kernel of another device.
     #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
         /// The purpose of the memory, or the item that does not fit.
