@@ -33,14 +33,14 @@ pub struct Along {
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient is dense; none for a scalar.
+    /// The axes of the parameter, over which its gradient is dense. A scalar has none.
     pub axes: Axes,
 }
 
-/// A backward problem in the kernels' terms: the gradient of a forward problem, from its operands, `o`, `stats` and `d_o`.
+/// A backward problem in the form that the kernels use: the gradient of a forward problem, from its operands, `o`, `stats` and `d_o`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Backward {
-    /// The attention. Its choice of stats has no effect here.
+    /// The forward attention. Its choice of row statistics has no effect here.
     pub forward: Forward,
     /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0.
     pub d_o: TensorSpec,
@@ -50,8 +50,8 @@ pub struct Backward {
     pub dk: TensorSpec,
     /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
-    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient. Its second root is the gradient of the score; the
-    /// others belong to [`Backward::along`]. Present exactly if the attention has a score_mod.
+    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient. Its second root is the gradient of the
+    /// score; the roots after it belong to [`Backward::along`]. It is `None` if the attention has no score_mod.
     pub gradient: Option<Arc<Trace>>,
     /// Parameters whose gradients are computed, in the order of the roots.
     pub along: Vec<Along>,
@@ -60,10 +60,10 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// Checks whether the kernels support the problem.
+    /// Checks that the kernels support the problem.
     ///
     /// # Errors
-    /// Every limit that it breaks.
+    /// Returns every limit that the problem breaks.
     pub fn supports(&self) -> Result<(), Vec<Reason>> {
         let mut check = Check(self.forward.supports().err().unwrap_or_default());
         let Forward { q, k, v, o, .. } = &self.forward;
@@ -125,20 +125,20 @@ impl Backward {
         }
     }
 
-    /// Chooses kernels that suit the lengths of the problem, and writes their sources.
+    /// Returns the pass with kernels that suit the lengths of the problem, including their sources.
     ///
     /// # Errors
-    /// As for [`Backward::supports`].
+    /// Fails as [`Backward::supports`] does.
     pub fn plan(&self) -> Result<Pass, Vec<Reason>> {
         let forward = &self.forward;
         let chosen = Kernels::backward(forward.q.dims[2], forward.k.dims[2]);
         self.plan_with(if forward.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// Plans the pass with these kernels instead of the planner's choice. Gradients of parameters always use tiles.
+    /// Returns the pass with these kernels instead of those that [`Backward::plan`] chooses. Gradients of parameters always use tiles.
     ///
     /// # Errors
-    /// As [`Backward::supports`], and limits of these kernels.
+    /// Fails as [`Backward::supports`] does, and with every limit of these kernels that the problem breaks.
     pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Reason>> {
         self.supports()?;
         self.forward.takes(kernels)?;

@@ -6,18 +6,18 @@ use sdpa_core::Reason;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The kernels do not support the problem; another executor may. Returned only before anything ran.
+    /// The kernels do not support the problem; another executor may. This error occurs only before anything runs.
     #[error("{}", .0.iter().map(Reason::to_string).collect::<Vec<_>>().join("; "))]
     Unsupported(Vec<Reason>),
-    /// The compiler refused a kernel: a bug of the kernels.
-    #[error("the kernel {entry} does not compile, please report it: {text}")]
+    /// The Metal compiler cannot compile a kernel: a bug of the kernels.
+    #[error("{entry} does not compile: {text}")]
     Compile {
         /// The kernel.
         entry: &'static str,
         /// The compiler's own text.
         text: String,
     },
-    /// A call has no memory for an operand, or read-only memory for one that a kernel writes.
+    /// A call passes no memory for an operand, or read-only memory for an operand that a kernel writes.
     #[error("{operand} of {entry}: got {given}, expected {rule}")]
     Operand {
         /// The kernel that uses it.
@@ -29,8 +29,8 @@ pub enum Error {
         /// The rule that it breaks.
         rule: String,
     },
-    /// The system has no memory or no command object.
-    #[error("Metal could not create {what}; memory may be exhausted")]
+    /// The system cannot allocate memory or create a command object.
+    #[error("{what}: Metal returned none")]
     Exhausted {
         /// The missing resource.
         what: String,

@@ -28,7 +28,7 @@ const ENDS_LIMIT: i64 = 1 << 29;
 /// The most queries of a GQA group in vector kernels. The number of threadgroups depends on it and on the split-KV parts.
 const ROWS_LIMIT: u64 = 1 << 20;
 
-/// A forward problem in the kernels' terms: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
+/// A forward problem in the form that the kernels use: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Forward {
     /// Element type of `q`, `k`, `v` and `o`: f32, f16 or bf16.
@@ -43,30 +43,33 @@ pub struct Forward {
     pub o: TensorSpec,
     /// The mask's band.
     pub band: Region,
-    /// A second, bottom-right aligned band.
+    /// A second band, which is bottom-right aligned.
     pub ends: Ends,
-    /// Whether queries at and past a length of their batch entry attend to no key.
+    /// Whether each batch entry has a query length. Queries from this index on attend to no key.
     pub seq_len_q: bool,
-    /// Whether keys at and past a length of their batch entry are masked out.
+    /// Whether each batch entry has a key length. Keys from this index on are masked out.
     pub seq_len_kv: bool,
-    /// Batch entries are packed sequences: extents are those of the longest, and the stride of the batch axis has no effect.
+    /// The layout of packed sequences, if batch entries are packed. Extents are then those of the longest sequence, and the stride of the
+    /// batch axis has no effect.
     pub packed: Option<Packed>,
-    /// Keys and values are paged: strides of `k` and `v` are those of page pools, and [`PAGE_TABLE`] lists the pages of each batch entry.
+    /// The paging of keys and values, if they are paged. The strides of `k` and `v` are then those of page pools, and [`PAGE_TABLE`]
+    /// lists the pages of each batch entry.
     pub paged: Option<Paged>,
-    /// A function of the scaled score. If it returns −∞ the key is masked out as by [`Forward::keep`].
+    /// The function that modifies the scaled score. If it returns −∞, the key is masked out as by [`Forward::keep`].
     pub score_mod: Option<Arc<Trace>>,
     /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
-    /// Whether each query head has an attention sink: [`SINK`](sdpa_core::SINK).
+    /// Whether each query head has an attention sink: the parameter [`SINK`](sdpa_core::SINK).
     pub sink: bool,
-    /// Dropout of P, by [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`].
+    /// Dropout of P; the parameters [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`] select the elements.
     pub dropout: Option<Dropout>,
-    /// Whether to write `stats`: f32, (batch, heads_q, seq_q), dense, the log-sum-exp of each row; −∞ if a row has no key.
+    /// Whether to compute `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense; −∞ if a row has no key.
     pub stats: bool,
-    /// Whether to write the largest score of each row, with the layout of `stats`: in natural units, with the sink as a score; −∞ if a row has no
-    /// key.
+    /// Whether to compute the largest score of each row, in the layout of `stats`: in natural units, with the sink as a score; −∞ if a
+    /// row has no key.
     pub row_max: bool,
-    /// Whether to write the sum of exponentials of each row, with the layout of `stats`, relative to the row's largest score; 0 if a row has no key.
+    /// Whether to compute the sum of exponentials of each row relative to its largest score, in the layout of `stats`; 0 if a row has no
+    /// key.
     pub sum_exp: bool,
 }
 
@@ -83,10 +86,10 @@ impl Forward {
         captured.with_numbers(numbers.into_iter().flatten())
     }
 
-    /// Checks whether the kernels support the problem.
+    /// Checks that the kernels support the problem.
     ///
     /// # Errors
-    /// Every limit that it breaks.
+    /// Returns every limit that the problem breaks.
     pub fn supports(&self) -> Result<(), Vec<Reason>> {
         let mut check = Check::default();
         check.that(matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16), "dtype", self.dtype, "one of f32, f16, bf16");
@@ -208,19 +211,19 @@ impl Forward {
         }
     }
 
-    /// Chooses kernels that suit the lengths of the problem, and writes their sources.
+    /// Returns the pass with kernels that suit the lengths of the problem, including their sources.
     ///
     /// # Errors
-    /// As for [`Forward::supports`].
+    /// Fails as [`Forward::supports`] does.
     pub fn plan(&self) -> Result<Pass, Vec<Reason>> {
         let chosen = Kernels::forward(self.q.dims[2], self.k.dims[2]);
         self.plan_with(if self.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// Plans the pass with these kernels instead of the planner's choice.
+    /// Returns the pass with these kernels instead of those that [`Forward::plan`] chooses.
     ///
     /// # Errors
-    /// As [`Forward::supports`], and limits of these kernels.
+    /// Fails as [`Forward::supports`] does, and with every limit of these kernels that the problem breaks.
     pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Reason>> {
         self.supports()?;
         self.takes(kernels)?;

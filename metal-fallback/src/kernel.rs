@@ -11,14 +11,15 @@ use std::sync::Arc;
 /// Floating-point transformations that the compiler may apply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Math {
-    /// IEEE 754, with NaN and infinities. The kernels are written for it.
+    /// None: IEEE 754 arithmetic with NaN and infinities. The kernels are written for it.
     #[default]
     Safe,
-    /// Apple's fast math. Results for NaN, infinities and large scores are undefined; only for measuring its effect.
+    /// Those of Apple's fast math. Results for NaN, infinities and large scores are then undefined. It is only for measuring the effect
+    /// of fast math.
     Fast,
 }
 
-/// Everything on which a built kernel depends, compared in full: the key of the kernel cache.
+/// The key of the kernel cache: everything on which a built kernel depends. Keys are compared in full.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
     /// The MSL source.
@@ -54,7 +55,7 @@ impl CacheKey for KernelKey {
     }
 }
 
-/// A built kernel, in the representation of its runner.
+/// A built kernel, in the form that its runner uses.
 #[derive(Debug)]
 pub struct Kernel<T> {
     built: T,
@@ -89,14 +90,14 @@ impl BuildError for Error {
     }
 }
 
-/// Kernels by [`KernelKey`]. An evicted kernel lives as long as it has an owner.
+/// A cache of built kernels by [`KernelKey`]. An evicted kernel lives as long as it has an owner.
 pub type KernelCache<T> = PlanCache<KernelKey, Arc<Kernel<T>>, Infallible>;
 
 impl<T> Kernel<T> {
-    /// Returns the kernel of a key, from the cache or built by `build`.
+    /// Returns the kernel of a key. It comes from the cache, or `build` builds it.
     ///
     /// # Errors
-    /// The errors of `build`.
+    /// Returns the error of `build`.
     pub fn of(cache: &KernelCache<T>, key: &KernelKey, build: impl FnOnce() -> Result<T, Error>) -> Result<Arc<Kernel<T>>, Error>
     where
         T: Send + Sync + 'static,

@@ -1,14 +1,14 @@
 //! Chooses the kernels of a problem.
 
-/// The kernels of a pass. All of them support every problem; they differ in speed.
+/// The kind of kernels of a pass. Every kind supports every problem; they differ in speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kernels {
-    /// Tiles in threadgroup memory, multiplied as 8 × 8 matrices: for many queries.
+    /// Kernels with tiles in threadgroup memory, multiplied as 8 × 8 matrices. They are for many queries.
     Tiled,
-    /// Rows in registers, one key at a time: for few queries, which would leave most of a tile empty.
+    /// Kernels with rows in registers, which process one key at a time. They are for few queries, which would leave most of a tile empty.
     Vector,
-    /// Split-KV: [`Kernels::Vector`] with the keys divided among threadgroups, and a kernel that merges their outputs. A backward pass has no such
-    /// kernels and uses [`Kernels::Vector`].
+    /// Split-KV: kernels as in [`Kernels::Vector`], but with the keys divided among threadgroups, and a kernel that merges their outputs.
+    /// Backward passes have no such kernels, and use [`Kernels::Vector`].
     Parts,
 }
 
@@ -26,7 +26,7 @@ const PART_KEYS: i64 = 512;
 const PARTS_LIMIT: i64 = 64;
 
 impl Kernels {
-    /// Every set of kernels.
+    /// Every kind of kernels.
     pub const ALL: [Kernels; 3] = [Kernels::Tiled, Kernels::Vector, Kernels::Parts];
 
     fn choose(table: &[Choice], seq_q: i64, seq_kv: i64) -> Kernels {
@@ -34,12 +34,12 @@ impl Kernels {
         table.iter().find(fits).map_or(Kernels::Tiled, |&(_, _, kernels)| kernels)
     }
 
-    /// Returns the default kernels for a forward pass with these numbers of queries and keys.
+    /// Returns the default kind of kernels for a forward pass with these numbers of queries and keys.
     pub fn forward(seq_q: i64, seq_kv: i64) -> Kernels {
         Kernels::choose(&FORWARD, seq_q, seq_kv)
     }
 
-    /// Returns the default kernels for a backward pass with these numbers of queries and keys.
+    /// Returns the default kind of kernels for a backward pass with these numbers of queries and keys.
     pub fn backward(seq_q: i64, seq_kv: i64) -> Kernels {
         Kernels::choose(&BACKWARD, seq_q, seq_kv)
     }

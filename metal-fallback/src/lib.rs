@@ -68,7 +68,7 @@ use std::sync::Arc;
 /// Returns this machine's Apple GPU as a runner.
 ///
 /// # Errors
-/// There is no GPU, or the kernels do not run on it.
+/// Fails if there is no GPU, or if the kernels do not run on it.
 pub fn system() -> Result<Arc<dyn Runner>, Unavailable> {
     #[cfg(target_vendor = "apple")]
     let found = apple::Gpu::system().map(|gpu| Arc::new(gpu) as Arc<dyn Runner>);

@@ -5,12 +5,12 @@ use crate::tile_config::SIMD;
 use crate::unsupported::Check;
 use sdpa_core::Reason;
 
-/// Limits of a compiled kernel. They may be lower than those of the device, depending on registers.
+/// The limits of a compiled kernel. They may be lower than those of the device, because they depend on the kernel's registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The most threads of a threadgroup.
+    /// The largest number of threads per threadgroup.
     pub threads: u64,
-    /// Lanes of a simdgroup.
+    /// The number of lanes per simdgroup.
     pub simd: u64,
     /// Threadgroup memory that the source declares, in bytes.
     pub static_bytes: u64,
@@ -19,10 +19,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Checks whether a plan can be dispatched.
+    /// Checks that a plan can be dispatched.
     ///
     /// # Errors
-    /// Every limit that it breaks.
+    /// Returns every limit that the plan breaks.
     pub fn check(&self, plan: &Plan) -> Result<(), Vec<Reason>> {
         let mut check = Check::default();
         let field = |what: &str| format!("{what} of {}", plan.entry);

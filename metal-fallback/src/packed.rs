@@ -8,17 +8,17 @@ use sdpa_core::packed::{self, Documents};
 use sdpa_core::{DType, Packed, Side, TensorSpec};
 use sdpa_emit::Dialect;
 
-/// The number of tokens of a packed call. Kernels access none after these, whatever the offsets contain.
+/// The numbers of query and key tokens of a packed call. Kernels access no token after these, whatever the offsets contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// Tokens of queries, outputs and their gradients.
+    /// Number of tokens of queries, outputs and their gradients.
     pub queries: i64,
-    /// Tokens of keys, values and their gradients.
+    /// Number of tokens of keys, values and their gradients.
     pub keys: i64,
 }
 
 impl Tokens {
-    /// Returns the tokens of one side.
+    /// Returns the number of tokens of one side.
     pub fn of(&self, side: Side) -> i64 {
         match side {
             Side::Queries => self.queries,

@@ -171,7 +171,7 @@ params! {
     }
 }
 
-/// Parameters of one kernel in a call, in the structure that it reads.
+/// The parameters of one kernel in a call, in the structure that the kernel reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Params(pub(crate) Numbers);
 
@@ -187,7 +187,7 @@ pub(crate) enum Numbers {
 }
 
 impl Params {
-    /// Returns the structure's name in MSL, its size, and the offsets of its members.
+    /// Returns the structure's name in MSL, its size in bytes, and the name and offset of each member.
     pub fn layout(&self) -> (&'static str, usize, &'static [(&'static str, usize)]) {
         match &self.0 {
             Numbers::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
@@ -196,7 +196,7 @@ impl Params {
         }
     }
 
-    /// Returns the bytes in the kernel's layout.
+    /// Returns the structure as bytes, in the layout that the kernel reads.
     pub fn bytes(&self) -> Vec<u8> {
         match &self.0 {
             Numbers::Forward(params) => params.bytes(),

@@ -5,10 +5,10 @@ use crate::params::{BackwardParams, ForwardParams, Numbers, Params};
 use crate::source::PARAMS_SLOT;
 use sdpa_core::DType;
 
-/// Scratch memory of a pass, f32: only its kernels access it.
+/// An f32 scratch buffer of a pass, which only kernels of the pass access.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Scratch {
-    /// Its purpose; unique within the pass.
+    /// The purpose of the buffer, a name that is unique within the pass.
     pub name: String,
     /// Number of elements.
     pub elements: i64,
@@ -20,7 +20,7 @@ impl Scratch {
     }
 }
 
-/// The contents of a buffer.
+/// The tensor or the parameters in a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operand {
     /// Queries, (batch, heads_q, seq_q, dim_qk).
@@ -29,19 +29,19 @@ pub enum Operand {
     K,
     /// Values, (batch, heads_kv, seq_kv, dim_v).
     V,
-    /// Output; written by a forward pass, read by a backward pass.
+    /// Output, (batch, heads_q, seq_q, dim_v). A forward pass writes it, and a backward pass reads it.
     O,
-    /// Gradient of the output.
+    /// Gradient of the output, (batch, heads_q, seq_q, dim_v).
     DO,
-    /// Gradient of the queries; written.
+    /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk), which a backward pass writes.
     DQ,
-    /// Gradient of the keys; written.
+    /// Gradient of the keys, (batch, heads_kv, seq_kv, dim_qk), which a backward pass writes.
     DK,
-    /// Gradient of the values; written.
+    /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v), which a backward pass writes.
     DV,
-    /// Results that one kernel of a pass passes to another.
+    /// A scratch buffer, in which one kernel of a pass passes results to another.
     Scratch(Scratch),
-    /// Gradient of a declared parameter, dense; written.
+    /// The dense gradient of a declared parameter, which a backward pass writes.
     Gradient {
         /// The name of the parameter.
         name: String,
@@ -50,19 +50,19 @@ pub enum Operand {
         /// Number of elements; one for a scalar.
         elements: i64,
     },
-    /// The parameters of a call: [`Plan::params`].
+    /// The parameters of a kernel in a call, from [`Plan::params`].
     Params,
-    /// The log-sum-exp of each row, f32; written by a forward pass, read by a backward pass.
+    /// The log-sum-exp of each row, f32. A forward pass writes it, and a backward pass reads it.
     Stats,
-    /// The largest score of each row, f32; written.
+    /// The largest score of each row, f32, which a forward pass writes.
     RowMax,
-    /// The sum of exponentials of each row, f32; written.
+    /// The sum of exponentials of each row, f32, which a forward pass writes.
     SumExp,
     /// The number of queries of each batch entry, i32.
     SeqLenQ,
     /// The number of keys of each batch entry, i32.
     SeqLenKv,
-    /// The declared scalars of these names in this order, f32.
+    /// The values of the declared scalars of these names, in this order, f32.
     Scalars(Vec<String>),
     /// A declared tensor, dense.
     Declared {
@@ -75,16 +75,16 @@ pub enum Operand {
     },
 }
 
-/// A buffer of a kernel.
+/// The binding of a buffer to a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binding {
-    /// The index to which it is bound.
+    /// The index to which the buffer is bound.
     pub slot: u32,
-    /// The MSL type of the argument.
+    /// The MSL type of the kernel's argument.
     pub ty: String,
-    /// Its contents.
+    /// The contents of the buffer.
     pub operand: Operand,
-    /// Whether the kernel writes it.
+    /// Whether the kernel writes the buffer.
     pub written: bool,
 }
 
@@ -110,22 +110,23 @@ impl Binding {
     }
 }
 
-/// A kernel and its dispatch: everything except the buffers.
+/// A kernel and its dispatch, without the buffers themselves.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The MSL source.
+    /// The MSL source of the kernel.
     pub source: String,
-    /// The kernel's name in the source.
+    /// The name of the kernel in the source.
     pub entry: &'static str,
-    /// Threadgroups along each axis of the grid.
+    /// Number of threadgroups along each axis of the grid.
     pub grid: [u32; 3],
-    /// The most 32-bit registers per lane that the kernel's arrays take at a time; estimated, not from a compiler.
+    /// The largest number of 32-bit registers per lane that the kernel's arrays take at a time. It is an estimate, not the number of a
+    /// compiler.
     pub registers: u32,
-    /// Threads of a threadgroup.
+    /// Number of threads per threadgroup.
     pub threads: u32,
-    /// Buffers, by slot.
+    /// The buffers that the kernel accesses, by slot.
     pub buffers: Vec<Binding>,
-    /// Threadgroup memory, by slot: the MSL type of elements, and bytes.
+    /// The threadgroup memory of the kernel, by slot: the MSL type of its elements, and its size in bytes.
     pub threadgroup: Vec<(&'static str, usize)>,
     pub(crate) params: Numbers,
 }
@@ -149,7 +150,8 @@ impl Cut {
 }
 
 impl Plan {
-    /// Returns the parameters of a call with this scale. For packed sequences, with this many tokens, or the problem's maximum.
+    /// Returns the parameters of a call with this scale. For packed sequences, `said` is the number of tokens; `None` means the problem's
+    /// maximum.
     pub fn params(&self, attn_scale: f32, said: Option<Tokens>) -> Params {
         let scale = attn_scale.clamp(f32::MIN, f32::MAX);
         Params(match self.params {
@@ -166,7 +168,7 @@ impl Plan {
     }
 }
 
-/// The kernels of a pass. Each runs after the one before has ended.
+/// The kernels of a pass. Each kernel runs after the one before it has ended.
 #[derive(Clone, Debug)]
 pub struct Pass {
     /// The kernels, in order.
@@ -174,7 +176,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// Returns the scratch memory of the pass. It needs no initialisation.
+    /// Returns the scratch buffers of the pass. They need no initialisation.
     pub fn scratch(&self) -> Vec<&Scratch> {
         let mut all: Vec<&Scratch> = Vec::new();
         for binding in self.plans.iter().flat_map(|plan| &plan.buffers) {

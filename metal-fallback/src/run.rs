@@ -12,14 +12,14 @@ use std::time::Duration;
 /// The memory of an operand in one call.
 #[derive(Debug)]
 pub enum Contents<'a> {
-    /// Bytes for reading.
+    /// Bytes that kernels read.
     Read(Cow<'a, [u8]>),
-    /// Bytes for writing. Bytes that no kernel writes are unchanged.
+    /// Bytes that kernels write. Bytes that no kernel writes stay unchanged.
     Written(&'a mut [u8]),
 }
 
 impl Contents<'_> {
-    /// Returns the bytes for reading.
+    /// Returns the bytes of the operand, for reading.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Contents::Read(bytes) => bytes,
@@ -28,19 +28,19 @@ impl Contents<'_> {
     }
 }
 
-/// One call: the scale, and the memory of each operand.
+/// One call of a pass: the scale, and the memory of each operand.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// Factor of the scores; finite.
+    /// Factor of the scores; must be finite.
     pub attn_scale: f32,
-    /// For packed sequences, the number of tokens that kernels access. `None`: the problem's maximum.
+    /// For packed sequences, the numbers of tokens that kernels access. `None` means the problem's maximum.
     pub tokens: Option<Tokens>,
-    /// Operands of the caller, without scratch.
+    /// The memory of each operand that the caller passes. Scratch is not among them.
     pub operands: Vec<(Operand, Contents<'a>)>,
 }
 
 impl Call<'_> {
-    /// Returns the memory of an operand.
+    /// Returns the memory of an operand; `None` if the call has none.
     pub fn get(&self, operand: &Operand) -> Option<&Contents<'_>> {
         self.operands.iter().find(|(o, _)| o == operand).map(|(_, contents)| contents)
     }
@@ -48,7 +48,7 @@ impl Call<'_> {
     /// Checks that the call has memory for everything that the kernels of a pass access.
     ///
     /// # Errors
-    /// The first operand that is missing, too short, or read-only although a kernel writes it.
+    /// Returns the first operand that is missing, too short, or read-only although a kernel writes it.
     pub fn check(&self, task: &Task) -> Result<(), Error> {
         for (operand, _) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
             let need = task.reach(operand, self.tokens);
@@ -70,19 +70,19 @@ impl Call<'_> {
 /// Properties of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// The system's name of the GPU.
+    /// The name that the system gives the GPU.
     pub name: String,
-    /// The newest Apple GPU family that it supports: 7 is M1.
+    /// The newest Apple GPU family that the GPU supports: 7 is M1.
     pub family: Option<u32>,
-    /// The operating system's own description.
+    /// A description of the operating system and its version.
     pub system: String,
-    /// The most threads of a threadgroup.
+    /// The largest number of threads per threadgroup.
     pub threads: u64,
-    /// The most bytes of threadgroup memory.
+    /// The largest size of threadgroup memory, in bytes.
     pub threadgroup_bytes: u64,
-    /// Bytes that it can use without loss of speed.
+    /// The size of the memory that the GPU can use without loss of speed, in bytes.
     pub working_set_bytes: u64,
-    /// Whether it shares its memory with the CPU.
+    /// Whether the GPU shares its memory with the CPU.
     pub unified_memory: bool,
 }
 
@@ -91,31 +91,32 @@ pub struct Facts {
 pub struct Ran {
     /// Time in the kernels, by the GPU's own clock.
     pub kernels: Duration,
-    /// Operands that were copied because they are not whole pages.
+    /// Operands that were copied, because they are not whole memory pages.
     pub copied: Vec<Operand>,
 }
 
-/// Runs passes.
+/// A device or an emulation that runs passes.
 pub trait Runner: Debug + Send + Sync {
     /// Returns the properties of the GPU or emulation.
     fn facts(&self) -> &Facts;
 
-    /// Builds the kernels of a pass, or takes them from the cache.
+    /// Returns a pass with its kernels, which come from the cache or are built.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if they exceed the device's limits; [`Error::Compile`] if the compiler refuses one.
+    /// Returns [`Error::Unsupported`] if the kernels exceed the limits of the device, and [`Error::Compile`] if one of them cannot be
+    /// compiled.
     fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error>;
 }
 
-/// A pass with built kernels.
+/// A pass whose kernels are built, ready to run.
 pub trait Ready: Debug + Send + Sync {
-    /// Returns the pass.
+    /// Returns the pass that is run.
     fn task(&self) -> &Task;
 
     /// Runs the pass and waits for its end.
     ///
     /// # Errors
-    /// The errors of [`Call::check`] before anything runs; then a failure of the environment.
+    /// Returns the errors of [`Call::check`] before anything runs. Any other error is a failure of the environment.
     fn run(&self, call: Call<'_>) -> Result<Ran, Error>;
 }
 

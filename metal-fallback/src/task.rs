@@ -25,7 +25,7 @@ struct Packed {
 }
 
 impl Operand {
-    /// Returns the name of the operand, for errors.
+    /// Returns the name of the operand in errors.
     pub fn name(&self) -> &'static str {
         match self {
             Operand::Q => "q",
@@ -49,7 +49,7 @@ impl Operand {
         }
     }
 
-    /// Returns whether only kernels of the pass access the operand. The runner allocates it then, and the caller binds nothing.
+    /// Returns whether only kernels of the pass access the operand. The runner then allocates it, and the caller passes no memory for it.
     pub fn is_scratch(&self) -> bool {
         match self {
             Operand::Scratch(_) => true,
@@ -164,18 +164,18 @@ impl Task {
         if check.0.is_empty() { Ok(Task { plans, reach, packed }) } else { Err(check.0) }
     }
 
-    /// Returns the plans, in order.
+    /// Returns the plans of the pass, in the order in which they run.
     pub fn plans(&self) -> &[Plan] {
         &self.plans
     }
 
-    /// Returns every operand except [`Operand::Params`] once, with the bytes that kernels may access. For packed sequences these are those of the
-    /// most tokens.
+    /// Returns every operand except [`Operand::Params`] once, with the number of bytes that kernels may access. For packed sequences,
+    /// this number is that of the largest number of tokens.
     pub fn operands(&self) -> &[(Operand, u64)] {
         &self.reach
     }
 
-    /// Returns the bytes of an operand that kernels may access in a packed call with this many tokens.
+    /// Returns the number of bytes of an operand that kernels may access in a packed call with this many tokens.
     pub fn reach(&self, operand: &Operand, tokens: Option<Tokens>) -> u64 {
         let most = self.reach.iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
         let Some(packed) = &self.packed else { return most };
@@ -184,7 +184,7 @@ impl Task {
         if there == 0 { 0 } else { most - (all - there).unsigned_abs() * step }
     }
 
-    /// Returns the bytes of all scratch operands.
+    /// Returns the size of all scratch buffers, in bytes.
     pub fn scratch_bytes(&self) -> u64 {
         self.reach.iter().filter(|(operand, _)| operand.is_scratch()).map(|(_, bytes)| bytes).sum()
     }
@@ -196,7 +196,7 @@ impl Task {
         (entry, self.plans.iter().flat_map(|plan| &plan.buffers).any(|b| b.operand == *operand && b.written))
     }
 
-    /// Changes each plan, for tests that inject faults.
+    /// Returns the task with `change` applied to each plan, for tests that inject faults.
     #[must_use]
     pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Task {
         Task { plans: self.plans.into_iter().map(change).collect(), ..self }
@@ -204,10 +204,10 @@ impl Task {
 }
 
 impl Forward {
-    /// Plans the pass with these kernels or with the planner's choice, and computes the bytes that it accesses of each operand.
+    /// Returns the pass with these kernels (with `None`, those that the planner chooses), and the bytes that it accesses of each operand.
     ///
     /// # Errors
-    /// As [`Forward::supports`], and limits of these kernels.
+    /// Fails as [`Forward::supports`] does, and with every limit of these kernels that the problem breaks.
     pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Reason>> {
         let pass = kernels.map_or_else(|| self.plan(), |kernels| self.plan_with(kernels))?;
         Task::new(pass, Tensors { forward: self, backward: None })
@@ -215,10 +215,10 @@ impl Forward {
 }
 
 impl Backward {
-    /// Plans the pass with these kernels or with the planner's choice, and computes the bytes that it accesses of each operand.
+    /// Returns the pass with these kernels (with `None`, those that the planner chooses), and the bytes that it accesses of each operand.
     ///
     /// # Errors
-    /// As [`Backward::supports`], and limits of these kernels.
+    /// Fails as [`Backward::supports`] does, and with every limit of these kernels that the problem breaks.
     pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Reason>> {
         let pass = kernels.map_or_else(|| self.plan(), |kernels| self.plan_with(kernels))?;
         Task::new(pass, Tensors { forward: &self.forward, backward: Some(self) })

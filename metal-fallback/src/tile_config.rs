@@ -1,37 +1,39 @@
 //! Tile configurations, limited by threadgroup memory.
 
-/// Bytes of threadgroup memory that every Apple GPU has.
+/// Size of the threadgroup memory that every Apple GPU has, in bytes.
 pub const THREADGROUP_BYTES: usize = 32 * 1024;
 
-/// Lanes of a simdgroup.
+/// Number of lanes per simdgroup.
 pub const SIMD: u32 = 32;
 
-/// Rows of a fragment, an 8 × 8 matrix that a simdgroup multiplies: the rows of a simdgroup.
+/// Number of rows of a fragment, an 8 × 8 matrix that a simdgroup multiplies. A simdgroup computes this many rows.
 pub const FRAGMENT: u32 = 8;
 
-/// The most 32-bit registers of a lane for the arrays of a kernel. Addresses, parameters and a pair of operands need more on top. Chosen, not
-/// measured.
+/// The largest number of 32-bit registers per lane for the arrays of a kernel. Addresses, parameters and a pair of operands need further
+/// registers. The number was chosen, not measured.
 pub const REGISTER_LIMIT: u32 = 80;
 
 /// Columns of two accumulators that fit into the registers of a simdgroup.
 const SLICE_LIMIT: u32 = 128;
 
-/// A tile configuration.
+/// The tile configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
-    /// Rows that a threadgroup computes, eight per simdgroup: queries, or keys in the kernel for their gradient.
+    /// Number of rows that a threadgroup computes, eight per simdgroup. They are queries, or keys in the kernel for the gradients of keys
+    /// and values.
     pub own: u32,
-    /// Rows of a block over which a threadgroup iterates: keys, or queries in the kernel for the gradient of keys.
+    /// Number of rows in each block over which a threadgroup iterates. They are keys, or queries in the kernel for the gradients of keys
+    /// and values.
     pub passing: u32,
-    /// Elements of a query and of a key, padded to whole fragments.
+    /// Number of elements of a query and of a key, padded to whole fragments.
     pub padded_qk: u32,
-    /// Elements of a value, padded to whole fragments.
+    /// Number of elements of a value, padded to whole fragments.
     pub padded_v: u32,
-    /// Elements between rows of queries and keys in threadgroup memory.
+    /// Distance between rows of queries and of keys in threadgroup memory, in elements.
     pub pitch_qk: u32,
-    /// Elements between rows of values in threadgroup memory.
+    /// Distance between rows of values in threadgroup memory, in elements.
     pub pitch_v: u32,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub element: u32,
 }
 
@@ -47,12 +49,12 @@ impl Tiles {
         all.into_iter().find(|tiles| bytes(tiles).into_iter().chain(tiles.odd_bytes()).sum::<usize>() <= THREADGROUP_BYTES)
     }
 
-    /// Returns the tiles of a forward kernel.
+    /// Returns the tile configuration of a forward kernel, or `None` if no tile fits.
     pub fn forward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
         Tiles::choose([dim_qk, dim_v], element, Tiles::forward_bytes)
     }
 
-    /// Returns the tiles of a kernel of the backward pass.
+    /// Returns the tile configuration of a kernel of the backward pass, or `None` if no tile fits.
     pub fn backward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
         Tiles::choose([dim_qk, dim_v], element, |tiles| tiles.backward_bytes(true))
     }
@@ -67,29 +69,32 @@ impl Tiles {
         (rows * pitch * self.element).next_multiple_of(16) as usize
     }
 
-    /// Returns the bytes with which simdgroups share whether they saw infinities or NaN; `None` if a threadgroup has one simdgroup.
+    /// Returns the size in bytes of the memory with which simdgroups share whether they saw infinities or NaN. Returns `None` if a
+    /// threadgroup has only one simdgroup.
     pub fn odd_bytes(&self) -> Option<usize> {
         let simdgroups = self.threads() / SIMD;
         (simdgroups > 1).then(|| ((simdgroups * 4) as usize).next_multiple_of(16))
     }
 
-    /// Returns the bytes of the queries, and of the keys, which the values overwrite.
+    /// Returns the sizes in bytes of two buffers in threadgroup memory: one for queries, and one for keys, which values overwrite.
     pub fn forward_bytes(&self) -> Vec<usize> {
         vec![self.bytes(self.own, self.pitch_qk), self.bytes(self.passing, self.pitch_qk.max(self.pitch_v))]
     }
 
-    /// Returns the bytes of `q`, `d_o`, `k` and `v`, where the own rows are queries or keys.
+    /// Returns the sizes in bytes of the buffers for `q`, `d_o`, `k` and `v` in threadgroup memory. `own_queries` tells whether the own
+    /// rows are queries or keys.
     pub fn backward_bytes(&self, own_queries: bool) -> Vec<usize> {
         let (q, k) = if own_queries { (self.own, self.passing) } else { (self.passing, self.own) };
         vec![self.bytes(q, self.pitch_qk), self.bytes(q, self.pitch_v), self.bytes(k, self.pitch_qk), self.bytes(k, self.pitch_v)]
     }
 
-    /// Returns the number of threadgroups that share the own rows of a kernel with two accumulators, each with some of the columns.
+    /// Returns the number of threadgroups that share the own rows of a kernel with two accumulators. Each of them computes some of the
+    /// columns.
     pub fn splits(&self) -> u32 {
         self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
     }
 
-    /// Returns the columns of one of the [`Tiles::splits`] parts of `padded` columns.
+    /// Returns the number of columns of one of the [`Tiles::splits`] parts of `padded` columns.
     pub fn slice(&self, padded: u32) -> u32 {
         padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
     }
@@ -100,22 +105,22 @@ impl Tiles {
         2 * (accumulated / FRAGMENT + scores * self.passing / FRAGMENT)
     }
 
-    /// Returns the 32-bit registers of a lane for the arrays of the forward kernel.
+    /// Returns the number of 32-bit registers per lane for the arrays of the forward kernel.
     pub fn forward_registers(&self) -> u32 {
         self.fragments(self.padded_v, 1)
     }
 
-    /// Returns the 32-bit registers of a lane for the arrays of the `dq` kernel.
+    /// Returns the number of 32-bit registers per lane for the arrays of the `dq` kernel.
     pub fn dq_registers(&self) -> u32 {
         self.fragments(self.padded_qk, 2)
     }
 
-    /// Returns the 32-bit registers of a lane for the arrays of the kernel for a parameter's gradient.
+    /// Returns the number of 32-bit registers per lane for the arrays of the kernel for a parameter's gradient.
     pub fn parameter_registers(&self) -> u32 {
         self.fragments(0, 3)
     }
 
-    /// Returns the 32-bit registers of a lane for the arrays of the kernel for `dk` and `dv`.
+    /// Returns the number of 32-bit registers per lane for the arrays of the kernel for `dk` and `dv`.
     pub fn dkv_registers(&self) -> u32 {
         self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
     }
@@ -138,7 +143,7 @@ impl Tiles {
         ]
     }
 
-    /// Returns the threads of a threadgroup.
+    /// Returns the number of threads per threadgroup.
     pub fn threads(&self) -> u32 {
         self.own / FRAGMENT * SIMD
     }

@@ -3,7 +3,7 @@
 use sdpa_core::Reason;
 use serde::{Deserialize, Serialize};
 
-/// The capability that the machine lacks.
+/// The reason why the Metal kernels cannot run on this machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -14,18 +14,18 @@ pub enum Unavailable {
         /// The operating system of the compilation target.
         target_os: String,
     },
-    /// This Apple machine shows no GPU to this process.
+    /// This Apple machine does not offer a GPU to this process.
     #[error("Metal has no default device for this process")]
     NoGpu,
-    /// The system lacks the MSL version of the kernels.
-    #[error("the system is {system}, expected {needs} or newer: the kernels need MSL 3.1")]
+    /// The system does not support the MSL version of the kernels.
+    #[error("the system is {system}: kernels are MSL 3.1, which begins with {needs}")]
     System {
         /// The system's own version text.
         system: String,
         /// The first system that has it.
         needs: String,
     },
-    /// The GPU lacks a capability that every kernel uses.
+    /// The GPU does not have a capability that every kernel uses.
     #[error("{field} of {gpu}: got {value}, expected {limit}")]
     Gpu {
         /// The GPU's name.

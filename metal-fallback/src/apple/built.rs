@@ -15,7 +15,7 @@ use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTL
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A pass with built kernels.
+/// A pass whose kernels are built, ready to run.
 #[derive(Debug)]
 pub struct Built {
     device: Retained<ProtocolObject<dyn MTLDevice>>,

@@ -25,18 +25,19 @@ const ALIGNMENT: usize = 4;
 /// The memory of an operand on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub enum Argument<'a> {
-    /// A part of a buffer.
+    /// A range of a buffer.
     Buffer {
         /// The buffer.
         buffer: &'a ProtocolObject<dyn MTLBuffer>,
         /// Byte offset of the operand; a multiple of 4.
         offset: usize,
     },
-    /// Bytes, copied while encoding: for scalars.
+    /// Bytes that are copied while encoding. This is for scalars.
     Bytes(&'a [u8]),
 }
 
-/// Kernels and scratch memory that a command buffer needs while it runs. Some command buffers keep nothing alive.
+/// The kernels and the scratch memory that a command buffer needs until it has completed. Command buffers without retained references do
+/// not keep them alive.
 #[derive(Debug)]
 #[must_use = "hold this until the command buffer has completed"]
 pub struct Kept {
@@ -57,12 +58,12 @@ fn size([width, height, depth]: [u32; 3]) -> MTLSize {
 }
 
 impl Built {
-    /// Adds the dispatches of the pass to a command buffer, in a new encoder. `argument` returns the memory of each operand of the call; scratch and
-    /// parameters are added here. With packed sequences, kernels access at most `tokens` tokens of an operand, or the problem's maximum, whatever the
-    /// offsets contain. Neither commits nor waits.
+    /// Adds the dispatches of the pass to a command buffer, in a new encoder. `argument` returns the memory of each operand of the call;
+    /// this function adds scratch memory and parameters. With packed sequences, kernels access at most `tokens` tokens of an operand
+    /// (with `None`, the problem's maximum), whatever the offsets contain. It neither commits nor waits.
     ///
     /// # Errors
-    /// An operand is missing, too short or misaligned, before anything is encoded; or there is no memory for scratch.
+    /// Fails if an operand is missing, too short or misaligned, before anything is encoded, or if there is not enough memory for scratch.
     ///
     /// # Safety
     /// The command buffer belongs to this GPU and has no open encoder. Until it has completed:

@@ -16,7 +16,7 @@ use sdpa_cache::{CacheSnapshot, CacheStats, Limits};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// The default bound on kernels that a GPU keeps.
+/// The default limit for the number of kernels that a GPU keeps.
 pub const PIPELINES: NonZeroUsize = NonZeroUsize::new(256).unwrap();
 
 /// Apple GPU families by number, newest first.
@@ -39,7 +39,7 @@ const FIRST_FAMILY: u32 = 7;
 /// The first systems with MSL 3.1, which has bfloat.
 const SYSTEMS: [(&str, isize); 4] = [("macos", 14), ("ios", 17), ("tvos", 17), ("visionos", 1)];
 
-/// An Apple GPU.
+/// An Apple GPU: a Metal device, a command queue and the cache of built kernels.
 #[derive(Debug)]
 pub struct Gpu {
     pub(super) device: Retained<ProtocolObject<dyn MTLDevice>>,
@@ -89,18 +89,18 @@ fn suits(facts: &Facts) -> Result<(), Unavailable> {
 }
 
 impl Gpu {
-    /// Uses the system's preferred GPU.
+    /// Returns the system's preferred GPU.
     ///
     /// # Errors
-    /// There is no GPU, or the kernels do not run on it.
+    /// Fails if there is no GPU, or if the kernels do not run on it.
     pub fn system() -> Result<Gpu, Unavailable> {
         autoreleasepool(|_| Gpu::new(MTLCreateSystemDefaultDevice().ok_or(Unavailable::NoGpu)?, PIPELINES, Math::Safe))
     }
 
-    /// Uses the caller's device, with a bound on the kernels that are kept.
+    /// Creates a GPU from the caller's Metal device. It keeps at most `pipelines` kernels.
     ///
     /// # Errors
-    /// The kernels do not run on it.
+    /// Fails if the kernels do not run on the device.
     pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, pipelines: NonZeroUsize, math: Math) -> Result<Gpu, Unavailable> {
         let info = NSProcessInfo::processInfo();
         system(&info)?;
@@ -120,15 +120,15 @@ impl Gpu {
         self.pipelines.stats()
     }
 
-    /// Returns the record of the kernel cache, for `cargo sdpa cache`.
+    /// Returns a full record of the kernel cache, for `cargo sdpa cache`.
     pub fn cache_snapshot(&self) -> CacheSnapshot {
         self.pipelines.snapshot()
     }
 
-    /// Builds the kernels of a pass, or takes them from the cache.
+    /// Returns a pass with its kernels, which come from the cache or are built.
     ///
     /// # Errors
-    /// As [`Runner::prepare`].
+    /// Fails as [`Runner::prepare`] does.
     pub fn build(&self, task: Task) -> Result<Built, Error> {
         let mut pipelines = Vec::with_capacity(task.plans().len());
         for plan in task.plans() {

@@ -1,4 +1,4 @@
-//! Apple GPUs.
+//! The executor on Apple GPUs.
 //!
 //! This code runs on every platform: a problem becomes a pass, a call becomes bytes, and a [`Runner`] runs the pass over the bytes. On Apple machines
 //! the runner is the GPU. The tests of the workspace use an emulation, so they cover this code without a Mac.
@@ -18,7 +18,7 @@ use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
 use std::sync::Arc;
 
-/// Attention on an Apple GPU.
+/// The executor that computes attention on an Apple GPU.
 #[derive(Clone, Debug)]
 pub struct MetalExecutor {
     runner: Result<Arc<dyn Runner>, Unavailable>,
@@ -32,17 +32,17 @@ impl Default for MetalExecutor {
 }
 
 impl MetalExecutor {
-    /// Creates an executor on this machine's GPU. Without a suitable GPU it refuses every problem with the reason.
+    /// Creates an executor on this machine's GPU. Without a suitable GPU, it refuses every problem and gives the reason.
     pub fn new() -> MetalExecutor {
         MetalExecutor { runner: crate::system(), kernels: None }
     }
 
-    /// Creates an executor on another runner: the caller's device, or an emulation.
+    /// Creates an executor on another runner, such as the caller's device or an emulation.
     pub fn over(runner: Arc<dyn Runner>) -> MetalExecutor {
         MetalExecutor { runner: Ok(runner), kernels: None }
     }
 
-    /// Uses these kernels for every problem, instead of the planner's choice.
+    /// Sets the kernels for every problem, instead of those that the planner chooses.
     #[must_use]
     pub fn with_kernels(self, kernels: Kernels) -> MetalExecutor {
         MetalExecutor { kernels: Some(kernels), ..self }
@@ -51,7 +51,7 @@ impl MetalExecutor {
     /// Returns the properties of the GPU.
     ///
     /// # Errors
-    /// Why there is no GPU.
+    /// Returns the reason why there is no GPU.
     pub fn facts(&self) -> Result<&Facts, &Unavailable> {
         self.runner.as_deref().map(Runner::facts)
     }
