@@ -10,7 +10,7 @@ use sdpa::{BlockScale, F8E8M0, Operand};
 #[derive(Debug, Default)]
 pub(crate) struct Blocks([Option<Vec<F8E8M0>>; 3]);
 
-/// Returns the scale of this name.
+/// Returns the block scale whose parameter has this name.
 pub(crate) fn named(name: &str) -> Option<BlockScale> {
     BlockScale::ALL.into_iter().find(|scale| scale.name() == name)
 }
@@ -41,7 +41,7 @@ impl Blocks {
     /// Reads the scales of the input.
     ///
     /// # Errors
-    /// A scale cannot be read.
+    /// Fails if a scale cannot be read.
     pub(crate) fn read(request: &Request, seed: u64) -> Result<Blocks, Failure> {
         let mut given = Blocks::default();
         for planned in request.params.iter().filter(|planned| planned.is_read()) {

@@ -17,7 +17,7 @@ pub(crate) enum FileType {
 }
 
 impl FileType {
-    /// Returns `None` for an unsupported type.
+    /// Returns the element type of files for a type; `None` if it is not supported.
     pub(crate) fn of(dtype: Dtype) -> Option<FileType> {
         let known = [
             (Dtype::F16, FileType::F16),
@@ -50,7 +50,7 @@ impl FileType {
         }
     }
 
-    /// Returns the 8-bit element type, if it is one.
+    /// Returns the 8-bit element type; `None` for a wider type.
     pub(crate) fn narrow(self) -> Option<Element> {
         match self {
             FileType::F16 | FileType::BF16 | FileType::F32 | FileType::F64 => None,

@@ -17,7 +17,7 @@ pub(crate) enum Element {
 impl Element {
     pub(crate) const ALL: [Element; 5] = [Element::F32, Element::F16, Element::BF16, Element::F8E4M3, Element::F8E5M2];
 
-    /// Returns `None` for types that attention does not use.
+    /// Returns the element type of attention for a type; `None` for a type that attention does not use.
     pub(crate) fn of(dtype: DType) -> Option<Element> {
         Element::ALL.into_iter().find(|e| e.dtype() == dtype)
     }
@@ -65,9 +65,9 @@ pub(crate) enum Data {
     F32(Vec<f32>),
     F16(Vec<f16>),
     BF16(Vec<bf16>),
-    /// 8-bit floats, and their descale.
+    /// 8-bit floats with 4 exponent bits, and their descale.
     F8E4M3(Vec<F8E4M3>, Descale),
-    /// 8-bit floats, and their descale.
+    /// 8-bit floats with 5 exponent bits, and their descale.
     F8E5M2(Vec<F8E5M2>, Descale),
 }
 
@@ -79,7 +79,7 @@ fn zeros<T: Clone + Default>(len: usize) -> Result<Vec<T>, String> {
 }
 
 impl Data {
-    /// Allocates zeros, or returns a message if memory does not suffice.
+    /// Returns memory filled with zeros, or a message if there is not enough memory.
     pub(crate) fn zeros(element: Element, len: usize) -> Result<Data, String> {
         Ok(match element {
             Element::F32 => Data::F32(zeros(len)?),
@@ -132,7 +132,7 @@ impl Data {
         }
     }
 
-    /// Rounds a number to the element type, without its descale.
+    /// Stores a number at index `at`, rounded to the element type. The descale is not applied.
     pub(crate) fn set(&mut self, at: usize, value: f32) {
         match self {
             Data::F32(x) => x[at] = value,
@@ -165,7 +165,7 @@ impl Data {
         }
     }
 
-    /// Returns the elements for a call to read.
+    /// Returns the elements, for a call that reads them.
     pub(crate) fn elements(&self) -> Elements<'_> {
         match self {
             Data::F32(x) => Elements::F32(x),
@@ -176,7 +176,7 @@ impl Data {
         }
     }
 
-    /// Returns the elements for a call to write.
+    /// Returns the elements, for a call that writes them.
     pub(crate) fn elements_mut(&mut self) -> ElementsMut<'_> {
         match self {
             Data::F32(x) => ElementsMut::F32(x),

@@ -10,9 +10,9 @@ use std::io::Write;
 pub(crate) enum Outcome {
     /// The command succeeded.
     Good,
-    /// Computed, but past the tolerance; for a proof also a process that ended.
+    /// The results are past a tolerance. In a proof, a process may also have crashed.
     PastTolerance,
-    /// Computed, but the tolerance accepts any result.
+    /// The results are within the tolerances, but a tolerance accepts any result.
     Undecided,
     /// No executor works.
     NoExecutor,
@@ -48,12 +48,12 @@ impl Answer {
     }
 }
 
-/// One problem, on one line.
+/// One message about a problem, on one line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Line {
-    /// An option, a file, or an executor.
+    /// The option, file or executor that the message is about.
     pub(crate) about: String,
-    /// The problem.
+    /// The message.
     pub(crate) message: String,
 }
 
@@ -64,14 +64,14 @@ impl Line {
     }
 }
 
-/// The reason why there is no answer, by what must change.
+/// The reason why there is no answer, named after what the user must change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// Arguments or the input file.
+    /// The arguments or the input file have mistakes.
     Mistakes(Vec<Line>),
     /// The requested executor is not available or does not support the problem.
     Executor(Vec<Line>),
-    /// The device, the disk, or memory.
+    /// The device, the disk or the memory failed.
     Environment(Vec<Line>),
 }
 

@@ -189,7 +189,7 @@ fn arrays(text: &str) -> Vec<usize> {
 /// The mask that has the axes of the input's tensor.
 const ARRAY: &str = "array";
 
-/// Returns true if a mask is or contains `array`.
+/// Returns whether a mask is or contains `array`.
 pub(crate) fn uses_array(text: &str) -> bool {
     !arrays(text).is_empty()
 }
@@ -228,7 +228,7 @@ pub(crate) fn masks(texts: &[String], axes: Option<Axes>, mistakes: &mut Mistake
     (read.into_iter().flatten().collect(), right)
 }
 
-/// Returns the addition of the tensor `bias`.
+/// Returns the score_mod that adds the tensor `bias`.
 pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
     match dtype {
         DType::F32 => Some(library::bias(axes, F32)),

@@ -198,7 +198,7 @@ impl Header {
         names.iter().filter_map(|&name| FileType::of(self.metadata.info(name)?.dtype).map(|ty| (name, ty))).collect()
     }
 
-    /// Returns the message that a tensor is missing.
+    /// Returns the message that says that a tensor is missing.
     pub(crate) fn lacks(&self, name: &str, why: &str) -> String {
         format!("has no tensor {name}{why}; it has {}", self.names())
     }

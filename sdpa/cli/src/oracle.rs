@@ -69,23 +69,23 @@ pub(crate) struct BackwardCall<'a> {
     pub(crate) problem: &'a BackwardProblem,
     pub(crate) spec: &'a BackwardSpec,
     pub(crate) d_o: &'a Data,
-    /// `dq`, `dk`, `dv`.
+    /// The executor's `dq`, `dk` and `dv`.
     pub(crate) got: [&'a Data; 3],
     pub(crate) wrt: &'a [(String, Data)],
     /// The largest gradient of a score times the scale, if the pass reports it.
     pub(crate) amax_dp: Option<f64>,
-    /// The executor computed `o` and stats in this run.
+    /// Whether the executor computed `o` and stats in this run.
     pub(crate) chained: bool,
 }
 
 /// The memory layout of batch entries.
 #[derive(Clone, Copy)]
 enum Entries<'a> {
-    /// Batch entries at a constant stride.
+    /// Batch entries are at a constant stride.
     Apart,
-    /// Packed sequences.
+    /// Batch entries are packed sequences. The field has their token ranges.
     Documents(&'a [Range<usize>]),
-    /// Paged keys, and the number of pages.
+    /// Keys are paged. The fields are the pages and the number of pages.
     Pages(Pages<'a>, usize),
 }
 

@@ -33,13 +33,13 @@ pub(crate) enum Values {
 #[derive(Debug)]
 pub(crate) struct Bound {
     pub(crate) name: String,
-    /// Extents along (batch, head, q, k), 1 where it does not span an axis.
+    /// Extents along (batch, head, q, k), 1 along axes that the parameter does not span.
     pub(crate) dims: [i64; 4],
     pub(crate) values: Values,
 }
 
 impl Bound {
-    /// Returns it as a parameter of a call.
+    /// Returns the value in the form in which a call receives it.
     pub(crate) fn param(&self) -> Param<'_> {
         let value = match &self.values {
             Values::Scalar(x) => ParamValue::Scalar(*x),
@@ -56,7 +56,7 @@ impl Bound {
         Param::new(&self.name, value)
     }
 
-    /// Returns its number if this is its name.
+    /// Returns the i64 value if the parameter has this name; `None` otherwise.
     pub(crate) fn number(&self, name: &str) -> Option<i64> {
         match &self.values {
             Values::I64([number]) if self.name == name => Some(*number),
@@ -105,15 +105,15 @@ enum From {
     File(Reading, u64),
     Number(i64),
     Random,
-    /// Given `cu_seqlens`.
+    /// The `cu_seqlens` offsets that the user passed.
     Given(Vec<i32>),
-    /// Given rows of a page table, as far as they are known.
+    /// The rows of a page table that the user passed, as far as they are known.
     Rows(Vec<Vec<i32>>),
-    /// This number of pages, in pseudorandom order.
+    /// A page table with this number of pages in pseudorandom order.
     Pages(i64),
     /// A scale of 8-bit floats, or their block scales, computed from the operands.
     Scale,
-    /// A table of relative positions; random without a file.
+    /// A table of relative positions, from the file or random.
     T5(T5, Option<(FileType, u64)>),
 }
 
@@ -121,7 +121,7 @@ enum From {
 #[derive(Clone, Debug)]
 pub(crate) struct Planned {
     pub(crate) declared: Declared,
-    /// In the file's order of axes.
+    /// The extents, in the file's order of axes.
     pub(crate) shape: Vec<i64>,
     dims: [i64; 4],
     /// Maximum lengths of queries and of keys.
@@ -189,18 +189,18 @@ impl Planned {
         }
     }
 
-    /// Returns true if it is a scale of 8-bit floats.
+    /// Returns whether the parameter is a scale of 8-bit floats.
     pub(crate) fn is_scale(&self) -> bool {
         scales::named(&self.declared.name).is_some() && self.declared.kind == ParamKind::Tensor { axes: Axes::NONE, dtype: DType::F32 }
     }
 
-    /// Returns true if it holds the block scales of an operand.
+    /// Returns whether the parameter holds the block scales of an operand.
     pub(crate) fn is_block_scale(&self) -> bool {
         let of_blocks = matches!(self.declared.kind, ParamKind::Tensor { axes: _, dtype: DType::F8E8M0 });
         of_blocks && blocks::named(&self.declared.name).is_some()
     }
 
-    /// Returns true if the input has its value.
+    /// Returns whether the input file has the parameter's value.
     pub(crate) fn is_read(&self) -> bool {
         matches!(self.from, From::File(..))
     }
@@ -214,7 +214,7 @@ impl Planned {
         self.dims.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul).saturating_add(ends)
     }
 
-    /// Returns the bytes of its value.
+    /// Returns the size of the parameter's value in bytes.
     pub(crate) fn bytes(&self) -> u128 {
         let each = match self.declared.kind {
             ParamKind::Scalar => 4,
@@ -362,19 +362,19 @@ pub(crate) struct Sources<'a> {
     /// Extents (batch, heads_q, seq_q, seq_kv); `None` if another mistake prevents knowing them.
     pub(crate) extents: Option<[i64; 4]>,
     pub(crate) header: Option<&'a Header>,
-    /// Whether an input was named, even if it could not be read.
+    /// Whether the user named an input file, even if it could not be read.
     pub(crate) input: bool,
-    /// Given scalars.
+    /// The scalars that the user passed, by name.
     pub(crate) given: &'a [(String, f32)],
     /// Whether all declarations are known.
     pub(crate) complete: bool,
     /// The buckets of the parameter that is computed from a table.
     pub(crate) t5: Option<T5>,
-    /// Packed sequences, if batch entries are such.
+    /// The packed sequences; `None` if batch entries are not packed.
     pub(crate) packing: Option<&'a Packing>,
-    /// Pages, if keys are paged.
+    /// The paged KV cache; `None` if keys are not paged.
     pub(crate) paging: Option<&'a Paging>,
-    /// Dropout.
+    /// The options of dropout.
     pub(crate) dropping: Dropping,
 }
 

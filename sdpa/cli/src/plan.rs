@@ -56,7 +56,7 @@ fn failure(error: &Error) -> Failure {
     Failure::Executor(vec![Line::new("cudnn", error)])
 }
 
-/// Makes the plan of a pass.
+/// Builds the plan of a pass.
 pub(crate) fn make(
     job: &Job,
     form: Option<Form>,

@@ -11,7 +11,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Shows progress on a terminal only, and never with JSON output.
+    /// Creates a progress display. It is shown on a terminal only, and never with JSON output.
     pub(crate) fn new(json: bool) -> Progress {
         Progress { shown: !json && std::io::stderr().is_terminal() }
     }
@@ -41,7 +41,7 @@ impl Progress {
 pub(crate) struct Step(ProgressBar);
 
 impl Step {
-    /// A step without a display.
+    /// Returns a step without a display.
     pub(crate) fn hidden() -> Step {
         Step(ProgressBar::hidden())
     }

@@ -38,9 +38,9 @@ pub(crate) struct Request {
     pub(crate) scale: Option<f32>,
     pub(crate) spec: AttentionSpec,
     pub(crate) problem: Problem,
-    /// Packed sequences, if batch entries are such.
+    /// The packed sequences; `None` if batch entries are not packed.
     pub(crate) packing: Option<Packing>,
-    /// Pages, if keys are paged.
+    /// The paged KV cache; `None` if keys are not paged.
     pub(crate) paging: Option<Paging>,
     /// Values of declared parameters: those of the problem, then those that only gradients declare.
     pub(crate) params: Vec<Planned>,
@@ -61,7 +61,7 @@ pub(crate) struct Backward {
 pub(crate) enum Source {
     /// A file, its q, k and v, and its tensors for a backward pass.
     File(Box<Header>, Box<[Entry; 3]>, Option<Box<BackwardEntries>>),
-    /// Random numbers.
+    /// Random numbers from a seed.
     Random,
 }
 
@@ -69,7 +69,7 @@ pub(crate) enum Source {
 #[derive(Debug)]
 pub(crate) struct BackwardEntries {
     pub(crate) d_o: Entry,
-    /// `o`, and the type and offset of stats.
+    /// The tensor `o`, and the type and offset of stats.
     pub(crate) forward: Option<(Entry, FileType, u64)>,
 }
 

@@ -108,7 +108,7 @@ impl Saved<'_> {
 #[derive(Debug)]
 pub(crate) struct Tensor<'a> {
     pub(crate) name: String,
-    /// In the file's order of axes.
+    /// The extents, in the file's order of axes.
     pub(crate) shape: Vec<i64>,
     pub(crate) elements: Saved<'a>,
 }

@@ -57,7 +57,7 @@ impl Scales {
     /// Reads the scales of the input.
     ///
     /// # Errors
-    /// Lists the scales that cannot be read, or are not finite and above 0.
+    /// Returns the scales that cannot be read, or that are not finite and above 0.
     pub(crate) fn read(request: &Request, seed: u64) -> Result<Scales, Failure> {
         let mut given = BTreeMap::new();
         let mut mistakes = Mistakes::default();
@@ -168,7 +168,7 @@ impl Scales {
         self.told.iter().find(|(of, _)| *of == which).map(|(_, number)| f64::from(*number))
     }
 
-    /// Returns every number by its name in files.
+    /// Returns every scale and amax, with its name in files.
     pub(crate) fn numbers(&self) -> Vec<(String, f32)> {
         let scales = self.made.keys().chain(self.given.keys()).copied().collect::<std::collections::BTreeSet<_>>();
         let scales = scales.into_iter().map(|scale| (scale.name().to_owned(), self.get(scale)));

@@ -56,7 +56,7 @@ impl Table {
     }
 }
 
-/// `a, b`, or `none`.
+/// Returns the items as a list `a, b`, or `none` without items.
 pub(crate) fn list<S: AsRef<str>>(items: &[S]) -> String {
     if items.is_empty() { "none".to_owned() } else { items.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(", ") }
 }

@@ -16,15 +16,15 @@ use serde::Serialize;
 /// Microseconds of compilation above which a plan file is worthwhile.
 const LONG: u64 = 1_000_000;
 
-/// The subject of an advice.
+/// The subject of a piece of advice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Kind {
     /// Fields of keys that change from call to call.
     Keys,
-    /// The bound on entries.
+    /// The cache's bound on entries.
     Entries,
-    /// The bound on bytes.
+    /// The cache's bound on bytes.
     Bytes,
     /// Entries were built again after the cache was cleared.
     Cleared,
@@ -38,16 +38,16 @@ pub(super) enum Kind {
     Unsupported,
     /// Builds that failed.
     Failures,
-    /// Compilation.
+    /// The time that builds spend on compilation.
     Compile,
-    /// There is no problem.
+    /// Nothing: there is no problem.
     Calm,
 }
 
-/// The severity of an advice.
+/// The severity of a piece of advice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
-    /// It costs time.
+    /// The finding costs time.
     Problem,
     /// An improvement is possible.
     Tip,
@@ -82,13 +82,13 @@ impl Kind {
     }
 }
 
-/// An advice and its reason.
+/// A piece of advice, and its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Advice {
     pub(super) kind: Kind,
     /// The recommended change.
     pub(super) text: String,
-    /// The numbers that support it.
+    /// The numbers that support the recommendation.
     pub(super) because: String,
 }
 

@@ -5,7 +5,7 @@ use serde::Serialize;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
-/// The time of builds by phase, in microseconds.
+/// The time of a build by phase, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Took {
     pub(super) total: u64,
@@ -24,7 +24,7 @@ impl From<&BuildTime> for Took {
     }
 }
 
-/// Returns microseconds, rounded down.
+/// Returns a duration in microseconds, rounded down.
 pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
@@ -41,7 +41,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// In chronological order.
+    /// All phases, in chronological order.
     pub(super) const ALL: [Phase; 6] = [Phase::Lower, Phase::Heuristics, Phase::Compile, Phase::Tune, Phase::Load, Phase::Other];
 
     pub(super) fn name(self) -> &'static str {
@@ -104,12 +104,12 @@ pub(super) enum Ended<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attempt<'a> {
     pub(super) label: &'a str,
-    /// Microseconds since the cache was created.
+    /// The begin of the build, in microseconds since the cache was created.
     pub(super) begin: u64,
-    /// For a failed build, only the total.
+    /// The time of each phase; for a failed build, only the total.
     pub(super) time: Took,
     pub(super) ended: Ended<'a>,
-    /// `None` if the trace no longer has the event.
+    /// The reason for the build; `None` if the trace no longer has the event.
     pub(super) miss: Option<Miss<'a>>,
 }
 

@@ -38,7 +38,7 @@ fn rectangle(path: &mut String, [x, y, w, h]: [f64; 4]) {
     path.push_str(&format!("M{} {}h{}v{}h-{}z", number(x), number(y), number(w), number(h), number(w)));
 }
 
-/// The chart.
+/// Draws the chart.
 pub(super) fn timeline(html: &mut Html, cache: &CacheFindings) {
     let t = &cache.timeline;
     let seconds = [t.span.from_us, t.span.to_us].map(|us| us as f64 / 1e6);

@@ -28,21 +28,21 @@ pub(super) struct Figures {
     pub(super) weight: Weight,
     pub(super) hits: u64,
     pub(super) misses: u64,
-    /// `None` if there were no lookups.
+    /// The fraction of lookups that found an entry; `None` if there were no lookups.
     pub(super) hit_rate: Option<f64>,
     pub(super) refusals: u64,
     pub(super) failures: u64,
     pub(super) rebuilt: u64,
     pub(super) not_kept: u64,
-    /// Entries that were evicted to stay within the bounds.
+    /// Number of entries that were evicted to stay within the bounds.
     pub(super) evicted: u64,
-    /// From events: builds, complete or not.
+    /// Number of builds in the events, including incomplete ones.
     pub(super) builds: u64,
-    /// From events: time of the builds.
+    /// Time of the builds in the events.
     pub(super) building_us: Took,
-    /// From events.
+    /// Number of evictions in the events, for each reason.
     pub(super) evictions: Vec<Count>,
-    /// From events: number of labels.
+    /// Number of different labels in the events.
     pub(super) keys: usize,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct CacheFindings {
     /// Number of events that the trace no longer has.
     pub(super) forgotten: u64,
     pub(super) verdict: String,
-    /// True if no change is recommended.
+    /// Whether no change is recommended.
     pub(super) healthy: bool,
     pub(super) figures: Figures,
     pub(super) advice: Vec<Advice>,

@@ -12,7 +12,7 @@ pub(super) struct Count {
     pub(super) count: u64,
 }
 
-/// Counts a reason.
+/// Adds one to the count of a reason.
 pub(super) fn tally(counts: &mut Vec<Count>, why: Why) {
     match counts.iter_mut().find(|count| count.why == why) {
         Some(count) => count.count += 1,
@@ -26,7 +26,7 @@ pub(super) struct Key {
     pub(super) label: String,
     /// Number of builds that returned a value.
     pub(super) builds: u64,
-    /// Number of builds that did not.
+    /// Number of builds that returned no value.
     pub(super) failed: u64,
     /// Total time of all builds.
     pub(super) total_us: u64,
@@ -34,7 +34,7 @@ pub(super) struct Key {
     /// Number of lookups that found one of the built entries.
     pub(super) hits: u64,
     pub(super) evictions: Vec<Count>,
-    /// Engine and bytes of the last build.
+    /// The engine and the memory of the last build.
     pub(super) engine: String,
     pub(super) bytes: u64,
 }

@@ -23,7 +23,7 @@ pub(super) struct Reason {
     pub(super) misses: u64,
     /// Total time of their builds.
     pub(super) total_us: u64,
-    /// Number of lookups that found the entries they built.
+    /// Number of lookups that found the entries of these builds.
     pub(super) hits: u64,
     /// The miss with the longest build.
     pub(super) example: Example,
@@ -32,7 +32,7 @@ pub(super) struct Reason {
 }
 
 impl Reason {
-    /// Describes the reason in words.
+    /// Returns a description of the reason.
     pub(super) fn text(&self) -> String {
         let differs = || format!("differs in {}", self.fields.join(", "));
         match (self.evicted, self.fields.is_empty()) {

@@ -31,10 +31,10 @@ impl Span {
 /// The events in a bin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Bin {
-    /// Hits, with an even distribution between two events.
+    /// Number of hits. Hits between two events are distributed evenly.
     pub(super) hits: f64,
     pub(super) misses: u64,
-    /// `None` if there were no lookups.
+    /// The fraction of lookups that found an entry; `None` if there were no lookups.
     pub(super) hit_rate: Option<f64>,
     /// Time that threads spent on builds.
     pub(super) building_us: Took,
@@ -82,9 +82,9 @@ pub(super) struct Bar {
     pub(super) time: Took,
     /// Whether the build returned a value.
     pub(super) good: bool,
-    /// Bars of one lane do not overlap.
+    /// The lane in which the bar is drawn. Bars of one lane do not overlap.
     pub(super) lane: usize,
-    /// Index of the attempt.
+    /// The index of the build among all builds of the trace.
     pub(super) attempt: usize,
 }
 
@@ -93,7 +93,7 @@ pub(super) struct Bar {
 pub(super) struct Timeline {
     pub(super) span: Span,
     pub(super) bins: Vec<Bin>,
-    /// Maximum number of concurrent builds.
+    /// The largest number of concurrent builds.
     pub(super) at_once: usize,
     #[serde(skip)]
     pub(super) bars: Vec<Bar>,

@@ -13,7 +13,7 @@ use sdpa::cudnn::planfile::{self, Header, PlanFile, PlanFileError, Record};
 use sdpa::cudnn::{plan, portable};
 use std::path::{Path, PathBuf};
 
-/// The requested cuDNN: a path, or a version that the one found must have.
+/// The requested cuDNN: a path, or a version that the library must have.
 pub(crate) struct Wanted {
     pub(crate) library: Option<PathBuf>,
     pub(crate) version: Option<String>,

@@ -82,7 +82,7 @@ impl Packing {
         Some(Packing { packed, boundaries: [queries, keys], options, paged })
     }
 
-    /// Returns true if the tokens of a side are packed.
+    /// Returns whether the tokens of a side are packed.
     pub(super) fn packs(&self, side: Side) -> bool {
         side == Side::Queries || !self.paged
     }
@@ -128,7 +128,7 @@ impl Packing {
         right
     }
 
-    /// Makes a specification packed. `tokens` are those in memory.
+    /// Makes a specification packed. `tokens` are the numbers of tokens in memory.
     pub(super) fn place(&self, spec: &mut AttentionSpec, layout: Layout, tokens: [Option<i64>; 2]) {
         let [queries, keys] = Side::ALL.map(|side| {
             let longest = if side == Side::Queries { spec.q.dims[2] } else { spec.k.dims[2] };

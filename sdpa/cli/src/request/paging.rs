@@ -22,11 +22,11 @@ pub(crate) struct Paging {
 /// The source of the page table.
 #[derive(Clone, Debug)]
 enum Table {
-    /// Pages in pseudorandom order.
+    /// The pages are in pseudorandom order.
     Random,
-    /// The input's tensor, with this number of pages per batch entry.
+    /// The page table is the input's tensor, which has this number of pages per batch entry.
     Input(Option<i64>),
-    /// A file: the pages of each batch entry, if they could be read.
+    /// The page table is in a file. The field has the pages of each batch entry, if they could be read.
     File(Option<Vec<Vec<i32>>>),
 }
 
@@ -34,9 +34,9 @@ enum Table {
 pub(crate) enum Source {
     /// This number of pages, in pseudorandom order.
     Random(i64),
-    /// The input's tensor.
+    /// The tensor in the input file.
     Input,
-    /// The given pages of each entry; `None` if they could not be read.
+    /// The pages of each batch entry, from the user's file; `None` if they could not be read.
     Given(Option<Vec<Vec<i32>>>),
 }
 
@@ -163,7 +163,7 @@ impl Paging {
         Paged::new(self.page_size.unwrap_or(1), pages)
     }
 
-    /// A cache without errors, to validate options that do not depend on its extents.
+    /// Returns a paged cache without errors, to validate options that do not depend on its extents.
     pub(super) fn any(&self) -> Paged {
         Paged::new(self.paged(1).page_size.clamp(1, i64::from(i32::MAX)), 1)
     }

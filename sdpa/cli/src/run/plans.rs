@@ -12,7 +12,7 @@ use sdpa::{Error, ExecutorName};
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// The named files. A file that cannot be used here ends the run.
+/// The plan and kernel files that the user named. A file that cannot be used on this machine ends the run.
 #[derive(Debug)]
 pub(super) struct Plans {
     files: Vec<PathBuf>,
@@ -63,7 +63,7 @@ impl Plans {
     /// Checks the options of plan files.
     ///
     /// # Errors
-    /// Files for an executor that cannot use them.
+    /// Fails if files are named for an executor that cannot use them.
     pub(super) fn read(files: &[PathBuf], save: Option<&PathBuf>, preference: Option<Preference>) -> Result<Plans, String> {
         match preference {
             Some(Preference::Named(name)) if !MAKERS.contains(&name) && (!files.is_empty() || save.is_some()) => {

@@ -1,6 +1,6 @@
 //! Colours that remain distinguishable with colour blindness.
 
-/// Red, green, blue.
+/// A colour: red, green and blue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Color(pub(super) u8, pub(super) u8, pub(super) u8);
 
@@ -41,7 +41,7 @@ impl Color {
         Color(mix(self.0, other.0), mix(self.1, other.1), mix(self.2, other.2))
     }
 
-    /// `#rrggbb`.
+    /// Returns the colour in the form `#rrggbb`.
     pub(super) fn hex(self) -> String {
         format!("#{:02x}{:02x}{:02x}", self.0, self.1, self.2)
     }

@@ -12,7 +12,7 @@ use sdpa_oracle::Mask;
 pub(super) const CELLS: usize = 128;
 /// Maximum number of examined positions per side of a cell.
 const SAMPLES: usize = 8;
-/// The curve covers scores from −REACH to REACH.
+/// The curve covers scores from −`REACH` to `REACH`.
 pub(super) const REACH: f64 = 60.0;
 const STEPS: usize = 240;
 
@@ -51,7 +51,7 @@ pub(super) enum Odd {
 }
 
 impl Odd {
-    /// All variants.
+    /// Every kind of infinity or NaN.
     pub(super) const ALL: [Odd; 3] = [Odd::NotANumber, Odd::Infinite, Odd::MinusInfinite];
 
     fn of(x: f64) -> Option<Odd> {
@@ -64,7 +64,7 @@ impl Odd {
         }
     }
 
-    /// Describes it in words.
+    /// Returns a description of the kind.
     pub(super) fn said(self) -> &'static str {
         match self {
             Odd::NotANumber => "not a number",
@@ -77,11 +77,11 @@ impl Odd {
 /// The score_mod as a function of the score, at one position.
 #[derive(Debug)]
 pub(super) struct Curve {
-    /// Query and key.
+    /// The query and the key of the position.
     pub(super) place: [i64; 2],
-    /// (score, modified score).
+    /// Pairs of a score and the modified score.
     pub(super) values: Vec<[f64; 2]>,
-    /// (score, derivative); empty if there is no derivative.
+    /// Pairs of a score and the derivative; empty if there is no derivative.
     pub(super) slopes: Vec<[f64; 2]>,
 }
 

@@ -48,11 +48,11 @@ fn ticks([low, high]: [f64; 2], whole: bool) -> Vec<f64> {
 pub(super) struct Titles {
     pub(super) score_mods: Vec<String>,
     pub(super) masks: Vec<String>,
-    /// Queries and keys.
+    /// The numbers of queries and keys.
     pub(super) extents: [i64; 2],
     /// A description of the other settings.
     pub(super) view: String,
-    /// The input scores.
+    /// A description of the input scores.
     pub(super) score: String,
 }
 
@@ -237,7 +237,7 @@ fn line(scene: &mut Scene, curve: &Curve) {
     scene.text([x + w, y - 8.0], Anchor::End, VERMILION, derivative);
 }
 
-/// Draws everything.
+/// Draws the complete picture.
 pub(super) fn draw(titles: &Titles, field: &Field, curve: &Curve) -> Scene {
     let mut scene = Scene { width: WIDTH, height: HEIGHT, items: Vec::new() };
     let or_none = |names: &[String]| if names.is_empty() { "none".to_owned() } else { names.join("  then  ") };
