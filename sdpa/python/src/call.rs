@@ -11,7 +11,7 @@ use sdpa::{
 };
 use std::ffi::c_void;
 
-/// The value of a parameter.
+/// The value of a declared parameter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Value {
     Scalar(f32),
@@ -21,11 +21,11 @@ pub(crate) enum Value {
 /// The arguments from Python. The caller keeps the tensors at these addresses alive, with the layout of the pass, and has exclusive access to results.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call<'a> {
-    /// In the order of the pass: `q k v o`, and `d_o dq dk dv`.
+    /// Addresses of the operands in the order of the pass: `q k v o`, and then `d_o dq dk dv`.
     pub(crate) operands: &'a [u64],
     pub(crate) stats: Option<u64>,
     pub(crate) values: &'a [(&'a str, Value)],
-    /// In the order of the requested gradients.
+    /// Addresses of the gradients, in the order in which they were requested.
     pub(crate) gradients: &'a [u64],
     pub(crate) scale: Option<f32>,
 }

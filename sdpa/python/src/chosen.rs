@@ -37,7 +37,7 @@ impl Chosen {
         self.unproven.as_ref().map(ToString::to_string)
     }
 
-    /// Returns the executors that do not run it, with their reasons. An executor that was not tried has a reason for that.
+    /// Returns the executors that do not run the pass, with their reasons. An executor that was not tried has a reason for that.
     pub(crate) fn others(&self, asked: &Asked) -> Vec<Told> {
         let others = BOTH.into_iter().filter(|other| *other != self.executor);
         let why = |other: ExecutorName| match self.unsupported.iter().find(|unsupported| unsupported.executor == other) {

@@ -12,14 +12,14 @@ fn exception(name: &str, arguments: impl for<'py> PyCallArgs<'py>) -> PyErr {
     })
 }
 
-/// All invalid arguments, each with field, value and rule.
+/// Returns an exception for all invalid arguments, each with field, value and rule.
 pub(crate) fn spec(errors: SpecErrors) -> PyErr {
     let told: Vec<(String, String, String)> =
         errors.0.into_iter().map(|SpecError { field, value, rule, .. }| (field, value, rule)).collect();
     exception("SpecError", (told,))
 }
 
-/// One invalid argument.
+/// Returns an exception for one invalid argument.
 pub(crate) fn one(field: &str, value: impl std::fmt::Display, rule: impl Into<String>) -> PyErr {
     spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
 }
@@ -32,7 +32,8 @@ pub(crate) fn told(refusal: &Unsupported) -> Told {
     (refusal.executor.name(), refusal.reasons.iter().map(ToString::to_string).collect())
 }
 
-/// An exception for a pass that no executor supports, with the reasons of each. If no executor is available, it is an error of the environment.
+/// Returns an exception for a pass that no executor supports, with the reasons of each. If no executor is available, it is an error of
+/// the environment.
 pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
     if refusal.is_absence() {
         return environment(refusal.to_string());
@@ -41,7 +42,7 @@ pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
     exception("UnsupportedError", (executor, reasons, before))
 }
 
-/// A failure of the environment: a library, a driver or a device.
+/// Returns an exception for a failure of the environment: a library, a driver or a device.
 pub(crate) fn environment(text: String) -> PyErr {
     exception("EnvironmentError", (text,))
 }

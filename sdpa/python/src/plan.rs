@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Number of multiply-adds that a processor completes in the time of waking another thread.
 const SMALL: i64 = 1 << 16;
 
-/// A forward or backward pass.
+/// The requested pass: forward or backward.
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Forward(Box<Problem>),
@@ -97,7 +97,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Prepares a pass on the named executor, or on one that supports it.
+    /// Prepares a pass on the named executor, or on the first one that supports it.
     pub(crate) fn new(
         py: Python<'_>,
         asked: Asked,

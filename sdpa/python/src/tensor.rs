@@ -78,7 +78,7 @@ impl Seen {
     }
 }
 
-/// Reads tensors of the types that it was created with, and no others.
+/// A reader of PyTorch tensors. It reads tensors of the types with which it was created, and no others.
 #[pyclass(frozen, module = "sdpa._native")]
 #[derive(Debug)]
 pub struct Exchange {
