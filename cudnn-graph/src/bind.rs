@@ -146,7 +146,7 @@ pub struct DevicePort {
     pub bytes: u64,
     /// Alignment that the address must have, in bytes.
     pub alignment: u32,
-    /// Whether the tensor's contents determine the addresses that the plan accesses (lengths, offsets, pages).
+    /// True if the tensor's contents determine the addresses that the plan accesses (lengths, offsets, pages).
     pub addressing: bool,
 }
 

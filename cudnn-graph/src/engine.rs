@@ -44,7 +44,7 @@ pub struct Policy {
     pub pin: Option<Pin>,
     /// The largest workspace that a plan may use, in bytes; `None` for no limit.
     pub max_workspace: Option<u64>,
-    /// Whether to use only deterministic engines.
+    /// If true, only deterministic engines are used.
     pub deterministic: bool,
     /// Tags of offers to skip: `eng2` skips all configurations of engine 2, `eng2_k24=7` one configuration.
     pub avoid: Vec<String>,
@@ -69,7 +69,7 @@ pub struct Candidate {
     pub numerical_notes: Vec<NumericalNote>,
     /// cuDNN's notes on the engine's other behaviour.
     pub behavior_notes: Vec<BehaviorNote>,
-    /// Whether the plan uses the offer, and if not, why.
+    /// The outcome of the offer: the plan uses it, or the reason why not.
     pub outcome: Outcome,
 }
 

@@ -45,9 +45,9 @@ pub struct Forward {
     pub band: Region,
     /// A second band, which is bottom-right aligned.
     pub ends: Ends,
-    /// Whether each batch entry has a query length. Queries from this index on attend to no key.
+    /// True if each batch entry has a query length. Queries at and past this length attend to no key.
     pub seq_len_q: bool,
-    /// Whether each batch entry has a key length. Keys from this index on are masked out.
+    /// True if each batch entry has a key length. Keys at and past this length are masked out.
     pub seq_len_kv: bool,
     /// The layout of packed sequences, if batch entries are packed. Extents are then those of the longest sequence, and the stride of the
     /// batch axis has no effect.
@@ -59,17 +59,17 @@ pub struct Forward {
     pub score_mod: Option<Arc<Trace>>,
     /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
-    /// Whether each query head has an attention sink: the parameter [`SINK`](sdpa_core::SINK).
+    /// True if each query head has an attention sink: the parameter [`SINK`](sdpa_core::SINK).
     pub sink: bool,
     /// Dropout of P; the parameters [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`] select the elements.
     pub dropout: Option<Dropout>,
-    /// Whether to compute `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense; −∞ if a row has no key.
+    /// If true, the pass computes `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense; −∞ if a row has no key.
     pub stats: bool,
-    /// Whether to compute the largest score of each row, in the layout of `stats`: in natural units, with the sink as a score; −∞ if a
-    /// row has no key.
+    /// If true, the pass computes the largest score of each row, in the layout of `stats`: in natural units, with the sink as a score; −∞
+    /// if a row has no key.
     pub row_max: bool,
-    /// Whether to compute the sum of exponentials of each row relative to its largest score, in the layout of `stats`; 0 if a row has no
-    /// key.
+    /// If true, the pass computes the sum of exponentials of each row relative to its largest score, in the layout of `stats`; 0 if a row
+    /// has no key.
     pub sum_exp: bool,
 }
 

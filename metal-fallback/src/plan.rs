@@ -84,7 +84,7 @@ pub struct Binding {
     pub ty: String,
     /// The contents of the buffer.
     pub operand: Operand,
-    /// Whether the kernel writes the buffer.
+    /// True if the kernel writes the buffer.
     pub written: bool,
 }
 

@@ -82,7 +82,7 @@ pub struct Facts {
     pub threadgroup_bytes: u64,
     /// The size of the memory that the GPU can use without loss of speed, in bytes.
     pub working_set_bytes: u64,
-    /// Whether the GPU shares its memory with the CPU.
+    /// True if the GPU shares its memory with the CPU.
     pub unified_memory: bool,
 }
 

@@ -173,7 +173,7 @@ pub struct Reduction {
     pub y: TensorId,
     /// Element type of the accumulation.
     pub compute: DType,
-    /// Whether to require deterministic results (from cuDNN 9.11 on).
+    /// If true, results must be deterministic (from cuDNN 9.11 on).
     pub deterministic: bool,
 }
 
@@ -274,7 +274,7 @@ pub struct Softmax {
     pub sum_exp: Option<TensorId>,
     /// An extra score per head that takes probability and has no value, f32 (1, h, 1, 1).
     pub sink: Option<TensorId>,
-    /// Whether `stats` is in base 2 (from cuDNN 9.27 on).
+    /// True if `stats` is in base 2 (from cuDNN 9.27 on).
     pub stats_log2: bool,
 }
 

@@ -83,7 +83,7 @@ pub struct EntryFacts {
     pub weight: Weight,
     /// The engine or kernel that computes the value's result.
     pub engine: String,
-    /// Whether a [`Pin`](crate::Pin) keeps the entry in the cache.
+    /// True if a [`Pin`](crate::Pin) keeps the entry in the cache.
     pub pinned: bool,
 }
 

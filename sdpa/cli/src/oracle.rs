@@ -74,7 +74,7 @@ pub(crate) struct BackwardCall<'a> {
     pub(crate) wrt: &'a [(String, Data)],
     /// The largest gradient of a score times the scale, if the pass reports it.
     pub(crate) amax_dp: Option<f64>,
-    /// Whether the executor computed `o` and stats in this run.
+    /// True if the executor computed `o` and stats in this run.
     pub(crate) chained: bool,
 }
 

@@ -362,7 +362,7 @@ pub(crate) struct Sources<'a> {
     /// Extents (batch, heads_q, seq_q, seq_kv); `None` if another mistake prevents knowing them.
     pub(crate) extents: Option<[i64; 4]>,
     pub(crate) header: Option<&'a Header>,
-    /// Whether the user named an input file, even if it could not be read.
+    /// True if the user named an input file, even if it could not be read.
     pub(crate) input: bool,
     /// The scalars that the user passed, by name.
     pub(crate) given: &'a [(String, f32)],

@@ -30,7 +30,7 @@ pub struct Case {
     /// Element type of the output; by default that of the operands.
     #[serde(default)]
     pub o_dtype: Option<DType>,
-    /// Whether each block of 32 elements has a scale (MXFP8), instead of each tensor.
+    /// True if each block of 32 elements has a scale (MXFP8), instead of each tensor.
     #[serde(default)]
     pub block_scaled: bool,
     /// Memory order of the axes.
@@ -72,7 +72,7 @@ pub struct Case {
     /// Gap in elements between rows of `o`.
     #[serde(default)]
     pub o_gap: i64,
-    /// Whether `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
+    /// True if `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
     #[serde(default)]
     pub packed_qkv: bool,
     /// The packed sequences (varlen), if batch entries are packed. `layout` is then that of `(total, heads, dim)`; `bhsd` means

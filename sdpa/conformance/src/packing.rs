@@ -23,10 +23,10 @@ pub struct Packing {
     /// Number of tokens after the last sequence.
     #[serde(default)]
     pub slack: i64,
-    /// Whether the problem does not state the largest number of tokens.
+    /// True if the problem does not state the largest number of tokens.
     #[serde(default)]
     pub unbounded: bool,
-    /// Whether `cu_seqlens` are i64, not i32.
+    /// True if `cu_seqlens` are i64, not i32.
     #[serde(default)]
     pub wide: bool,
 }

@@ -43,7 +43,7 @@ pub struct BackwardSpec {
     /// Declared parameters of score_mods, and the sink, whose gradients are computed too.
     #[serde(default)]
     pub wrt: Vec<GradientSpec>,
-    /// Whether results must be bitwise equal on every run.
+    /// True if results must be bitwise equal on every run.
     pub deterministic: bool,
     /// Element type of `d_o` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float. dS is rounded to this
     /// type.

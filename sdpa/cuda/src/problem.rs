@@ -22,9 +22,9 @@ pub struct Forward {
     pub region: Region,
     /// The mask's bottom-right aligned band.
     pub ends: Ends,
-    /// Whether the problem has a query length for each batch entry.
+    /// True if the problem has a query length for each batch entry.
     pub seq_len_q: bool,
-    /// Whether the problem has a key length for each batch entry.
+    /// True if the problem has a key length for each batch entry.
     pub seq_len_kv: bool,
     /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
@@ -36,7 +36,7 @@ pub struct Forward {
     pub sink: bool,
     /// Dropout of P, if any.
     pub dropout: Option<Dropout>,
-    /// Whether each row statistic is computed, in the order of [`Statistic::ALL`]. Each is an f32 tensor (batch, heads_q, seq_q).
+    /// True for each row statistic that is computed, in the order of [`Statistic::ALL`]. Each is an f32 tensor (batch, heads_q, seq_q).
     pub statistics: [bool; 3],
     /// The base of the logarithms in `stats`.
     pub stats_base: StatsBase,
@@ -53,7 +53,7 @@ pub struct Forward {
 /// The layout of packed sequences, without `cu_seqlens`, which belong to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packs {
-    /// Whether keys are packed too, not only queries.
+    /// True if keys are packed too, not only queries.
     pub keys: bool,
     /// Whether `cu_seqlens` are i64, not i32.
     pub wide: bool,

@@ -15,7 +15,7 @@ pub struct Tile {
     pub stages: u32,
     /// Whether warpgroups use ping-pong scheduling: the softmax of one overlaps with the GEMMs of another.
     pub turns: bool,
-    /// Whether the output has its own shared memory, so that the next queries can be loaded while the output is stored.
+    /// True if the output has its own shared memory, so that the next queries can be loaded while the output is stored.
     pub output_apart: bool,
     /// Columns of queries that a consumer warpgroup keeps in registers for all keys of a tile, in units of 16 columns. WGMMA reads these
     /// columns from shared memory only once.
@@ -26,7 +26,7 @@ pub struct Tile {
     pub bring_registers: u32,
     /// The packed GQA tile, for few queries; `None` for tiles of one head.
     pub few: Option<Few>,
-    /// Whether split-KV is possible: several thread blocks may process the keys of a tile, and a combine kernel merges their results.
+    /// True if split-KV is possible: several thread blocks may process the keys of a tile, and a combine kernel merges their results.
     pub split: bool,
 }
 
@@ -177,7 +177,7 @@ pub struct BackwardTile {
     pub queries: u32,
     /// Number of parts into which the columns of the gradients are divided, each for another thread block: 1 or 2.
     pub parts: u32,
-    /// Whether two CTAs form a cluster. Each then computes the scores of half the keys, and only dQ is divided into column parts.
+    /// True if two CTAs form a cluster. Each then computes the scores of half the keys, and only dQ is divided into column parts.
     pub two_cta: bool,
     /// Number of thread blocks that share the query heads of a KV head: 1, or more if there are too few KV blocks.
     pub shares: u32,

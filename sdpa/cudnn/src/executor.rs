@@ -45,19 +45,18 @@ pub struct CudnnOptions {
     pub forward: Limits,
     /// Limits of the plan cache of backward passes.
     pub backward: Limits,
-    /// Whether to time every engine configuration that cuDNN offers when a plan is built on a device, and to keep the fastest. Build time
-    /// grows with the number of configurations. A dispatcher also times the kernels of `sdpa::cuda` against the fastest configuration.
-    /// Plans from files are used unchanged; saved plans are the fastest ones. The environment variable `SDPA_AUTOTUNE=off` turns timing
-    /// off.
+    /// If true, building a plan on a device times every engine configuration that cuDNN offers, and keeps the fastest. Build time grows
+    /// with the number of configurations. A dispatcher also times the kernels of `sdpa::cuda` against the fastest configuration. Plans
+    /// from files are used unchanged; saved plans are the fastest ones. The environment variable `SDPA_AUTOTUNE=off` turns timing off.
     pub tune: bool,
     /// Ledgers of the caller, which `cargo sdpa prove cudnn` writes. The executor uses the last one that matches its cuDNN version and
     /// compute capability, or else the ledger of this release.
     pub ledgers: Vec<Ledger>,
-    /// Whether to use a ledger, which lists the features that cuDNN is proven to compute correctly. Without one, every problem is
-    /// unproven, and the dispatcher tries executors in the order for versions without a ledger.
+    /// If true, the executor uses a ledger, which lists the features that cuDNN is proven to compute correctly. Without one, every
+    /// problem is unproven, and the dispatcher tries executors in the order for versions without a ledger.
     pub use_ledger: bool,
-    /// Whether to rebuild the graph of a pass on every cache hit, and to refuse a plan of another graph. This makes hits slow; it is a
-    /// test of cache keys.
+    /// If true, every cache hit rebuilds the graph of the pass, and refuses a plan of another graph. This makes hits slow; it is a test
+    /// of cache keys.
     pub recheck: bool,
 }
 

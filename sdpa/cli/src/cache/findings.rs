@@ -54,7 +54,7 @@ pub(super) struct CacheFindings {
     /// Number of events that the trace no longer has.
     pub(super) forgotten: u64,
     pub(super) verdict: String,
-    /// Whether no change is recommended.
+    /// True if no change is recommended.
     pub(super) healthy: bool,
     pub(super) figures: Figures,
     pub(super) advice: Vec<Advice>,

@@ -28,7 +28,7 @@ fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i6
 pub(super) struct Rules {
     pub(super) score_mods: Vec<ScoreMod>,
     pub(super) masks: Vec<Mask>,
-    /// Whether all of them could be parsed. One that could not may declare further parameters.
+    /// True if all score_mods and masks could be parsed. One that could not may declare further parameters.
     pub(super) complete: bool,
 }
 
@@ -74,7 +74,7 @@ pub(super) fn valid<T>(result: Result<T, SpecErrors>, told: impl FnOnce(SpecErro
 pub(super) struct Judged {
     pub(super) params: Vec<Declared>,
     pub(super) wrt: Vec<GradientSpec>,
-    /// Whether the gradients have no mistakes.
+    /// True if the gradients have no mistakes.
     pub(super) right: bool,
 }
 

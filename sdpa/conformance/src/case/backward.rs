@@ -24,7 +24,7 @@ pub struct Backward {
     pub d_o_dtype: Option<DType>,
     /// Element type of `dq`, `dk` and `dv`; by default that of the operands.
     pub gradient_dtype: Option<DType>,
-    /// Whether all KV heads read the memory of one KV head. The gradient of each head has its own memory.
+    /// True if all KV heads read the memory of one KV head. The gradient of each head has its own memory.
     pub repeated_heads: bool,
     /// The mean of the queries; the mean of the keys is its negative. Scores then have a mean of about `−scale·dim_qk·shift²`.
     pub shift: f64,

@@ -57,7 +57,7 @@ fn rule(kind: u64, random: &mut Random) -> String {
 pub struct Edges {
     /// The text of the rule.
     pub text: String,
-    /// Whether the rule is used as a mask.
+    /// True if the rule is used as a mask.
     pub is_mask: bool,
     /// The element type of operands.
     pub dtype: DType,

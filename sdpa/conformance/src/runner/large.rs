@@ -277,7 +277,7 @@ pub struct LargeScores {
     pub place: Where,
     /// The bias that makes scores large.
     pub added: f32,
-    /// Whether the problem has sinks.
+    /// True if the problem has sinks.
     pub sink: bool,
 }
 

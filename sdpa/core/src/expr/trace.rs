@@ -98,13 +98,13 @@ pub struct Trace {
 /// The inputs on which a value of a trace depends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Depends {
-    /// Whether the value depends on the score or the upstream gradient.
+    /// True if the value depends on the score or the upstream gradient.
     pub score: bool,
     /// The axes whose indices the value depends on, directly or as the position in a tensor.
     pub axes: Axes,
-    /// Whether the value depends on a declared scalar.
+    /// True if the value depends on a declared scalar.
     pub scalar: bool,
-    /// Whether the value depends on a declared tensor.
+    /// True if the value depends on a declared tensor.
     pub tensor: bool,
 }
 

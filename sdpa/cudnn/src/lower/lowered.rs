@@ -63,7 +63,7 @@ pub struct Guarded {
     pub of: Side,
     /// The extent of the side: lengths are clamped to the range from 0 to this value.
     pub most: i64,
-    /// Whether the engines compute wrong results for sequences without keys. Such a sequence then gets one key and no queries.
+    /// True if the engines compute wrong results for sequences without keys. Such a sequence then gets one key and no queries.
     pub keyless: bool,
 }
 
