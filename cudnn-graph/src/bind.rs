@@ -61,19 +61,19 @@ pub enum BindingError {
     /// No value is bound to the tensor.
     #[error("{name}: got no buffer, expected one")]
     Missing {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
     },
     /// Two values are bound to the tensor.
     #[error("{name}: bound more than once")]
     Doubled {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
     },
     /// A value is bound to a tensor that the caller cannot bind, or that needs the other kind of value (device memory or a scalar).
     #[error("{id}: not a tensor that this plan takes {what}")]
     Unknown {
-        /// The tensor.
+        /// The id of the tensor.
         id: TensorId,
         /// The kind of the given value: `device memory for` or `a number for`.
         what: &'static str,
@@ -81,41 +81,41 @@ pub enum BindingError {
     /// The number of addresses or scalars differs from the number of ports.
     #[error("got {given} {what}, expected {need}")]
     Count {
-        /// The kind: `addresses` or `numbers`.
+        /// The kind of the given values: `addresses` or `numbers`.
         what: &'static str,
-        /// Number of given values.
+        /// The number of values that were given.
         given: usize,
-        /// Number of ports.
+        /// The number of values that the plan needs.
         need: usize,
     },
     /// The memory is smaller than the tensor.
     #[error("{name}: got {bytes} bytes, expected at least {need}")]
     Short {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
-        /// Size of the bound memory in bytes.
+        /// Size of the bound memory, in bytes.
         bytes: u64,
-        /// Required size in bytes.
+        /// Size that the tensor needs, in bytes.
         need: u64,
     },
     /// The address is not aligned as the plan requires. Kernels do not check the alignment and would compute garbage.
     #[error("{name}: address {address:#x} is not a multiple of {alignment} bytes")]
     Misaligned {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
         /// The bound address.
         address: u64,
-        /// Required alignment in bytes.
+        /// Alignment that the plan requires, in bytes.
         alignment: u32,
     },
     /// The scalar has another element type than the tensor.
     #[error("{name}: a {given} is bound, the tensor is {wanted}")]
     WrongType {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
-        /// Type of the scalar.
+        /// Element type of the scalar.
         given: DType,
-        /// Type of the tensor.
+        /// Element type of the tensor.
         wanted: DType,
     },
 }

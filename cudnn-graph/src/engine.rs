@@ -85,16 +85,16 @@ pub enum Outcome {
     PassedOver(String),
     /// cuDNN offered the engine, and then reported that it does not support the graph.
     Refused {
-        /// The returned status.
+        /// The status that cuDNN returned.
         status: Status,
-        /// cuDNN's own last-error text.
+        /// cuDNN's last-error message.
         text: String,
     },
     /// Building a plan from the offer failed, for example in compilation. The graph may still be supported.
     Failed {
-        /// The returned status.
+        /// The status that cuDNN returned.
         status: Status,
-        /// cuDNN's own last-error text.
+        /// cuDNN's last-error message.
         text: String,
     },
 }

@@ -19,29 +19,29 @@ pub enum Error {
     /// The library is older than [`Version::OLDEST`].
     #[error("{} is cuDNN {version}; {} or newer is needed", path.display(), Version::OLDEST)]
     TooOld {
-        /// The file of the library.
+        /// The path of the library file.
         path: PathBuf,
-        /// Its version.
+        /// The version of the library.
         version: Version,
     },
     /// This process already uses another cuDNN file than the requested one.
     #[error("this process already uses {} and cannot load {} as well", loaded.display(), asked.display())]
     OtherLibrary {
-        /// The file in use.
+        /// The path of the library file that is in use.
         loaded: PathBuf,
-        /// The requested file.
+        /// The path of the library file that was requested.
         asked: PathBuf,
     },
     /// A call into cuDNN failed.
     #[error("{call} on {subject} failed: {status}{}", Detail(text))]
     Cudnn {
-        /// The function.
+        /// The function that was called.
         call: &'static str,
-        /// The object of the call.
+        /// The object that the call was about.
         subject: String,
-        /// The returned status.
+        /// The status that cuDNN returned.
         status: Status,
-        /// cuDNN's own last-error text.
+        /// cuDNN's last-error message.
         text: String,
     },
     /// The graph breaks rules: a bug of the code that built it.
@@ -65,9 +65,9 @@ pub enum Error {
     /// A device profile is invalid.
     #[error("device profile {field}: {rule}")]
     Profile {
-        /// The key of the JSON.
+        /// The key of the profile's JSON that is invalid.
         field: String,
-        /// The rule that it breaks.
+        /// The rule that the value breaks.
         rule: String,
     },
     /// A plan or a graph was used on another device than the one for which it was made.

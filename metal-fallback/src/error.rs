@@ -12,35 +12,35 @@ pub enum Error {
     /// The Metal compiler cannot compile a kernel: a bug of the kernels.
     #[error("{entry} does not compile: {text}")]
     Compile {
-        /// The kernel.
+        /// The name of the kernel.
         entry: &'static str,
-        /// The compiler's own text.
+        /// The compiler's message.
         text: String,
     },
     /// A call passes no memory for an operand, or read-only memory for an operand that a kernel writes.
     #[error("{operand} of {entry}: got {given}, expected {rule}")]
     Operand {
-        /// The kernel that uses it.
+        /// The name of the kernel that uses the operand.
         entry: &'static str,
-        /// The operand.
+        /// The name of the operand.
         operand: String,
-        /// The memory in the call.
+        /// A description of the memory that the call passes.
         given: String,
-        /// The rule that it breaks.
+        /// The rule that the memory breaks.
         rule: String,
     },
     /// The system cannot allocate memory or create a command object.
     #[error("{what}: Metal returned none")]
     Exhausted {
-        /// The missing resource.
+        /// The resource that could not be created.
         what: String,
     },
     /// The kernels did not finish.
     #[error("{entry} failed: {text}")]
     Execution {
-        /// The kernel, or all kernels of one submission.
+        /// The name of the kernel, or all kernels of one submission.
         entry: String,
-        /// The runner's own text.
+        /// The runner's message.
         text: String,
     },
 }

@@ -47,7 +47,7 @@ pub enum Operand {
         name: String,
         /// Element type of the gradient.
         dtype: DType,
-        /// Number of elements; one for a scalar.
+        /// Number of elements; 1 for a scalar.
         elements: i64,
     },
     /// The parameters of a kernel in a call, from [`Plan::params`].
@@ -66,7 +66,7 @@ pub enum Operand {
     Scalars(Vec<String>),
     /// A declared tensor, dense.
     Declared {
-        /// Its name.
+        /// The name of the declared tensor.
         name: String,
         /// Element type; booleans are bytes.
         dtype: DType,

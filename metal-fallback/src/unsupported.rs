@@ -20,21 +20,21 @@ pub enum Unavailable {
     /// The system does not support the MSL version of the kernels.
     #[error("the system is {system}: kernels are MSL 3.1, which begins with {needs}")]
     System {
-        /// The system's own version text.
+        /// The version of the system.
         system: String,
-        /// The first system that has it.
+        /// The first version of the system that supports the kernels.
         needs: String,
     },
     /// The GPU does not have a capability that every kernel uses.
     #[error("{field} of {gpu}: got {value}, expected {limit}")]
     Gpu {
-        /// The GPU's name.
+        /// The name of the GPU.
         gpu: String,
-        /// The property.
+        /// The property that does not suffice.
         field: String,
-        /// Its value on the GPU.
+        /// The value of the property on this GPU.
         value: String,
-        /// The required value.
+        /// The value that the kernels require.
         limit: String,
     },
 }

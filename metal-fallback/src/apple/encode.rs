@@ -29,7 +29,7 @@ pub enum Argument<'a> {
     Buffer {
         /// The buffer.
         buffer: &'a ProtocolObject<dyn MTLBuffer>,
-        /// Byte offset of the operand; a multiple of 4.
+        /// Byte offset of the operand in the buffer; a multiple of 4.
         offset: usize,
     },
     /// Bytes that are copied while encoding. This is for scalars.

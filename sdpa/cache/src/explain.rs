@@ -89,9 +89,9 @@ pub enum State {
     Building,
     /// A build was refused, and the refusal is still remembered.
     Unsupported {
-        /// Every reason.
+        /// The error of the refused build, with every reason.
         error: String,
-        /// Milliseconds until the refusal is forgotten.
+        /// The time until the refusal is forgotten, in milliseconds.
         remaining: u64,
     },
     /// The cache has no value for the key, and remembers no refusal.

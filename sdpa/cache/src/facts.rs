@@ -123,46 +123,46 @@ impl Why {
 pub enum What {
     /// A lookup found no entry, and a build begins. The event lists the fields that differ from the nearest entry.
     Missed {
-        /// `field there ≠ asked`, for the nearest entry; empty for the first key of its kind.
+        /// The fields that differ from the nearest entry, each as `field asked ≠ there`. Empty for the first key of its kind.
         nearest: Vec<String>,
-        /// Why it was dropped, if it was in the cache before.
+        /// The reason why the key's entry was dropped, if it was in the cache before.
         evicted: Option<Why>,
     },
     /// A build succeeded.
     Built {
-        /// The entry; 0 if it was not kept.
+        /// The number of the entry; 0 if the value was not kept.
         id: u64,
-        /// The engine or kernel that runs the value.
+        /// The engine or kernel that computes the value's result.
         engine: String,
-        /// The parts of the build time.
+        /// The time of each stage of the build.
         time: BuildTime,
-        /// Memory of the value.
+        /// The memory that the value takes.
         weight: Weight,
     },
     /// A build failed. A later lookup tries again.
     Failed {
-        /// The error.
+        /// The error of the build.
         error: String,
     },
     /// A build was refused as unsupported. The cache remembers the refusal for a while.
     Unsupported {
-        /// Every reason.
+        /// The error of the build, with every reason.
         error: String,
     },
     /// An entry was dropped.
     Evicted {
-        /// The entry.
+        /// The number of the entry.
         id: u64,
-        /// Lookups that had found it.
+        /// The number of lookups that had found the entry.
         hits: u64,
-        /// Why it was dropped.
+        /// The reason why the entry was dropped.
         why: Why,
     },
     /// Too many builds are for keys that were evicted, because the bounds are too small for the workload.
     Thrashing {
-        /// Number of the last builds whose key had been evicted.
+        /// The number of recent builds whose key had been evicted.
         rebuilt: u64,
-        /// Number of builds considered.
+        /// The number of recent builds that were considered.
         of: u64,
     },
     /// The cache has new bounds.

@@ -81,9 +81,9 @@ pub enum Reason {
     /// A limit of the executor on a field of the problem.
     #[error("{field}: got {value}, expected {limit}")]
     Limit {
-        /// The field.
+        /// The field of the problem.
         field: String,
-        /// Its value.
+        /// The value of the field.
         value: String,
         /// The limit, with the version or architecture to which it applies.
         limit: String,
@@ -91,19 +91,19 @@ pub enum Reason {
     /// The library, in this version, is known to compute this problem wrongly.
     #[error("{runtime} is known to be wrong here: {what} ({source_note})")]
     KnownBad {
-        /// Library and version.
+        /// The library and its version.
         runtime: String,
-        /// The error, in a sentence.
+        /// A description of the error, in a sentence.
         what: String,
-        /// The source that describes the error.
+        /// The source that documents the error.
         source_note: String,
     },
     /// The executor's library refused the problem.
     #[error("{form} form: {text}")]
     Refused {
-        /// The graph pattern: `composite`, attention in primitive ops, or `unified`, attention as one op.
+        /// The graph pattern that was refused: `composite` (attention in primitive ops) or `unified` (attention as one op).
         form: String,
-        /// The library's own text for every refusal, in order.
+        /// The library's message for every refusal, in order.
         text: String,
     },
     /// The executor is not available.

@@ -66,9 +66,9 @@ pub enum Supplied {
     Scalar(f32),
     /// A dense tensor, or memory for it.
     Tensor {
-        /// Its element type.
+        /// The element type of the tensor.
         dtype: DType,
-        /// Number of elements.
+        /// The number of elements of the tensor.
         elements: u64,
     },
 }

@@ -32,15 +32,15 @@ pub enum PayloadError {
     /// Another release of this crate wrote the bytes.
     #[error("version {found}, this reads {known}")]
     Version {
-        /// The version that the bytes name.
+        /// The format version of the bytes.
         found: u32,
-        /// The version that this release reads.
+        /// The format version that this release reads.
         known: u32,
     },
     /// A plan in the bytes is for another graph than the one that the lowering returns now.
     #[error("{name} is the plan of another graph: of another release, or of another pass")]
     Graph {
-        /// The role of that plan.
+        /// The role of the plan in its pass.
         name: String,
     },
     /// The number of plans or their lengths differ from the header line.

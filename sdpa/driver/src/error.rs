@@ -21,43 +21,43 @@ pub enum Error {
     Library {
         /// The name of the library.
         library: &'static str,
-        /// Every place searched, in order.
+        /// Every path that was searched, in order.
         searched: Vec<Searched>,
     },
     /// The library lacks a function.
     #[error("{} has no function {symbol}; a newer version may have it", path.display())]
     MissingSymbol {
-        /// The file of the library.
+        /// The path of the library file.
         path: PathBuf,
-        /// The function.
+        /// The name of the missing function.
         symbol: &'static str,
     },
     /// There is a driver, but not this device.
     #[error("the CUDA driver has no device {ordinal}: it sees {count}; check nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoDevice {
-        /// The requested ordinal.
+        /// The ordinal that was requested.
         ordinal: u32,
-        /// Number of devices.
+        /// The number of devices.
         count: u32,
     },
     /// A call into the CUDA driver failed.
     #[error("{call} failed: {name} ({code}), {text}")]
     Driver {
-        /// The function.
+        /// The driver function that was called.
         call: &'static str,
-        /// The driver's `CUresult`.
+        /// The `CUresult` that the driver returned.
         code: i32,
         /// The driver's name of the code, such as `CUDA_ERROR_OUT_OF_MEMORY`.
         name: String,
-        /// The driver's own text.
+        /// The driver's message.
         text: String,
     },
     /// NVRTC cannot compile a source.
     #[error("{call} returned {code}{}", Log(log))]
     Compile {
-        /// The function.
+        /// The NVRTC function that was called.
         call: &'static str,
-        /// NVRTC's `nvrtcResult`.
+        /// The `nvrtcResult` that NVRTC returned.
         code: i32,
         /// The compiler's log.
         log: String,
@@ -65,9 +65,9 @@ pub enum Error {
     /// A request does not fit: a copy past the end of a buffer, a workspace that is too small, or memory or a kernel of another device.
     #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
-        /// The purpose of the memory, or the item that does not fit.
+        /// The purpose of the memory, or a description of the object that does not fit.
         what: String,
-        /// Requested size in bytes.
+        /// The requested size in bytes.
         bytes: u64,
         /// The limit that was exceeded, as text.
         limit: String,

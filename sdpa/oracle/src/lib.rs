@@ -118,9 +118,9 @@ pub enum Given<'a> {
     Own,
     /// These numbers: the oracle computes the gradient of a pass that receives them. Stats are in row-major (batch, heads_q, seq_q).
     These {
-        /// The output.
+        /// The output that the pass receives.
         o: Tensor<'a>,
-        /// Stats, natural logarithm.
+        /// The stats that the pass receives, in natural logarithms.
         stats: &'a dyn Numbers,
     },
 }

@@ -16,18 +16,18 @@ pub enum Mask<'a> {
     /// Attends to the key on the diagonal, to fewer than `left` keys up to and including it, and to at most `right` keys after it. `None`
     /// means no bound.
     Window {
-        /// Left bound, counted from the diagonal and including it.
+        /// The number of keys up to and including the diagonal; `None` means no bound.
         left: Option<i64>,
-        /// Right bound, counted from the diagonal.
+        /// The number of keys past the diagonal; `None` means no bound.
         right: Option<i64>,
-        /// Alignment of the diagonal.
+        /// The corner at which the diagonal starts.
         align: Align,
     },
     /// A window around the diagonal through the last query and the last key of each batch entry (bottom-right aligned per sequence).
     Ends {
-        /// Left bound, counted from the diagonal and including it.
+        /// The number of keys up to and including the diagonal; `None` means no bound.
         left: Option<i64>,
-        /// Right bound, counted from the diagonal.
+        /// The number of keys past the diagonal; `None` means no bound.
         right: Option<i64>,
         /// Returns the number of queries and keys of a batch entry.
         lengths: Box<dyn Fn(i64) -> [i64; 2] + Sync + 'a>,

@@ -12,21 +12,21 @@ pub enum InterpError {
     /// A view maps an element of the result to an offset at which its input has no element.
     #[error("{at}: the view puts an element at memory offset {offset}, where its input has none")]
     View {
-        /// The op.
+        /// The op, as printed.
         at: String,
-        /// Offset in elements from the base address.
+        /// The offset without an element, in elements from the base address.
         offset: i64,
     },
     /// A page table refers to a page outside the pool.
     #[error("{at}: page {page} of batch entry {batch}: got block {block}, expected a block below {blocks}")]
     Page {
-        /// The op.
+        /// The op, as printed.
         at: String,
-        /// Batch entry.
+        /// The batch entry whose page is outside the pool.
         batch: i64,
-        /// Column of the page table.
+        /// The column of the page table.
         page: i64,
-        /// The page number in the table.
+        /// The page number in the page table.
         block: i64,
         /// Number of pages in the pool.
         blocks: i64,
@@ -34,17 +34,17 @@ pub enum InterpError {
     /// The interpreter does not define this op or option.
     #[error("{at}: {what} is not defined here")]
     NotDefined {
-        /// The op.
+        /// The op, as printed.
         at: String,
-        /// The operand without a definition.
+        /// The operand or option that is not defined.
         what: &'static str,
     },
     /// An op reads a tensor that has no value. This cannot happen for verified graphs with complete inputs.
     #[error("{at}: {tensor} is read but has no value; pass it as an input")]
     NoValue {
-        /// The op.
+        /// The op, as printed.
         at: String,
-        /// The tensor.
+        /// The tensor without a value.
         tensor: TensorId,
     },
 }
@@ -58,7 +58,7 @@ pub enum BindingError {
     Missing {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
     },
     /// The result of a random number generator has no value. Random bits depend on the library, so the caller must pass them.
@@ -66,15 +66,15 @@ pub enum BindingError {
     RandomBits {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// The op.
+        /// The op that generates the random numbers, as printed.
         at: String,
     },
     /// The dropout op does not output its random numbers, so the caller cannot pass them.
     #[error("dropout needs an rng_dump, by which the caller gives its random numbers: {at}")]
     HiddenRandomBits {
-        /// The op.
+        /// The op, as printed.
         at: String,
     },
     /// A value was passed for a tensor that needs none: a result, or a scalar that the graph supplies.
@@ -82,7 +82,7 @@ pub enum BindingError {
     NotAnInput {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
     },
     /// A value was passed for a tensor that is not in this graph.
@@ -96,7 +96,7 @@ pub enum BindingError {
     Extents {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
         /// Extents of the tensor.
         want: Vec<i64>,
@@ -108,11 +108,11 @@ pub enum BindingError {
     Elements {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// Elements of the tensor.
+        /// The number of elements of the tensor.
         want: i64,
-        /// Elements of the value.
+        /// The number of elements of the value.
         got: usize,
     },
     /// An element of the value is not a valid integer or boolean.
@@ -120,11 +120,11 @@ pub enum BindingError {
     Element {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// Position of the first such element.
+        /// The row-major index of the first invalid element.
         index: usize,
-        /// The element.
+        /// The value of that element.
         value: f64,
     },
     /// A result has more elements than the interpreter computes.
@@ -132,17 +132,17 @@ pub enum BindingError {
     TooLarge {
         /// The tensor.
         tensor: TensorId,
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// The largest number of elements that is computed here.
+        /// The largest number of elements that the interpreter computes.
         limit: i64,
     },
     /// An attention op has more scores than the interpreter computes.
     #[error("more than {limit} scores: {at}")]
     HiddenTooLarge {
-        /// The op.
+        /// The op, as printed.
         at: String,
-        /// The largest number of scores that is computed here.
+        /// The largest number of scores that the interpreter computes.
         limit: i64,
     },
 }

@@ -10,37 +10,37 @@ use std::path::PathBuf;
 pub enum ProveError {
     /// The state file cannot be opened, read or written.
     Io {
-        /// The file or its folder.
+        /// The path of the file or of its folder.
         path: PathBuf,
         /// The operation that failed.
         action: &'static str,
-        /// The reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// The file does not hold the state of a proof.
     NotAState {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The reason.
+        /// The reason why it is not the state of a proof.
         why: String,
     },
     /// The state has answers about another executor, device or version.
     Other {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The subject of its answers.
+        /// The subject of the answers in the file.
         there: About,
         /// The subject of this proof.
         here: About,
     },
     /// Another process is adding answers to the state file.
     Busy {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
     },
     /// A worker process did not start, or its executor is not available.
     Worker {
-        /// The reason, with the lines that the process printed.
+        /// The reason, with the output lines of the process.
         why: String,
     },
 }

@@ -149,10 +149,10 @@ pub enum ParamKind {
     Scalar,
     /// A dense tensor over some of the axes.
     Tensor {
-        /// The axes that it spans.
+        /// The axes that the tensor spans.
         axes: Axes,
-        /// f32, f16, bf16, i32 or bool for tensors that expressions read. Others may be i64 (`cu_seqlens`, the seed and offset of dropout) or f8e8m0
-        /// (block scales).
+        /// The element type. Tensors that expressions read are f32, f16, bf16, i32 or bool. Others may be i64 (`cu_seqlens`, the seed and
+        /// offset of dropout) or f8e8m0 (block scales).
         dtype: DType,
     },
 }

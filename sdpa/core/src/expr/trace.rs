@@ -19,49 +19,49 @@ pub enum ExprError {
     /// A name is not 1 to 64 letters, digits and `_`, begins with a digit, or is a word of the language.
     #[error("parameter {name:?}: expected 1 to 64 letters, digits and _ that do not begin with a digit and are not a word of the language")]
     Name {
-        /// The given text.
+        /// The invalid name.
         name: String,
     },
     /// The default of a scalar is missing or NaN.
     #[error("parameter {name}: the default of a scalar is a number")]
     Default {
-        /// The parameter.
+        /// The name of the parameter.
         name: String,
     },
     /// Extents of a table are invalid.
     #[error("table {name}: {rule}")]
     Extents {
-        /// The table.
+        /// The name of the table.
         name: String,
-        /// The rule that they break.
+        /// The rule that the extents break.
         rule: String,
     },
     /// A table is read at more or fewer indices than it has extents.
     #[error("table {name}: got {given} indices, expected one (a position in memory) or {extents} (one per extent)")]
     Indices {
-        /// The table.
+        /// The name of the table.
         name: String,
-        /// Number of indices.
+        /// The number of indices of the read.
         given: usize,
-        /// Number of extents.
+        /// The number of extents of the table.
         extents: usize,
     },
     /// A text cannot be parsed.
     #[error("at {line}:{column}: {rule}")]
     Syntax {
-        /// The line, counted from 1.
+        /// The line of the mistake, counted from 1.
         line: usize,
-        /// The column, counted from 1.
+        /// The column of the mistake, counted from 1.
         column: usize,
-        /// The expected token, and the token found.
+        /// The token that was expected, and the token that was found.
         rule: String,
     },
     /// A value has no derivative along the score or a parameter.
     #[error("{function} has no derivative: {rule}")]
     NoDerivative {
-        /// The function.
+        /// The function that has no derivative.
         function: String,
-        /// The reason.
+        /// The reason why it has none.
         rule: String,
     },
 }

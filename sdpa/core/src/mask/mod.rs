@@ -100,11 +100,11 @@ impl std::hash::Hash for Rule {
 pub enum Mask {
     /// A window: a query attends to keys with `q − left < k ≤ q + right`.
     Window {
-        /// Keys attended to up to and including the diagonal; at least 1. `None`: all of them.
+        /// The number of keys up to and including the diagonal that a query attends to; at least 1. `None` means all of them.
         left: Option<i64>,
-        /// Keys attended to past the diagonal; at least 0. `None`: all of them.
+        /// The number of keys past the diagonal that a query attends to; at least 0. `None` means all of them.
         right: Option<i64>,
-        /// The corner where the diagonal starts.
+        /// The corner of the score matrix at which the diagonal starts.
         align: Align,
     },
     /// A causal mask with a prefix: a query attends to keys with `k ≤ q` or `k < len`.

@@ -73,9 +73,9 @@ pub enum Documents {
     /// A document is not contiguous, or a token belongs to different documents as a query and as a key. The fields describe the first
     /// such token.
     Apart {
-        /// The batch entry.
+        /// The batch entry of the token.
         row: i64,
-        /// The token within it.
+        /// The index of the token within the batch entry.
         token: i64,
     },
 }

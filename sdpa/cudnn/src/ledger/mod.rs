@@ -84,7 +84,7 @@ pub enum LedgerError {
     Io {
         /// The path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// The user's folder of ledgers cannot be determined.
@@ -95,7 +95,7 @@ pub enum LedgerError {
     Text {
         /// The path of the file.
         path: PathBuf,
-        /// The rule that it breaks.
+        /// The rule that the text breaks.
         what: String,
     },
 }

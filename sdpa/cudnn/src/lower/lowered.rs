@@ -86,11 +86,11 @@ pub enum Supply {
     Param(String),
     /// The declared tensor of this name, converted for engines: booleans become numbers, and the tensor is broadcast over more axes.
     Spread {
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// Its element type in the caller's memory; a boolean is a byte.
+        /// The element type in the caller's memory; a boolean is a byte.
         dtype: DType,
-        /// Its extents there.
+        /// The extents in the caller's memory.
         dims: [i64; 4],
     },
     /// Per-sequence lengths, clamped: see [`Guarded`].
@@ -112,7 +112,7 @@ pub enum Supply {
     Terms {
         /// The name of the parameter.
         name: String,
-        /// The extents of its gradient.
+        /// The extents of the parameter's gradient.
         dims: [i64; 4],
     },
 }

@@ -24,9 +24,9 @@ pub enum Mismatch {
     /// The file was written with another version of cuDNN.
     #[error("cudnn: the file has {file}, here is {here}")]
     Cudnn {
-        /// The version in the file.
+        /// The version of cuDNN in the file.
         file: String,
-        /// The version here.
+        /// The version of cuDNN in this process.
         here: String,
     },
     /// The plans of the file are for another kind of device.
@@ -34,17 +34,17 @@ pub enum Mismatch {
     Profile {
         /// The property that differs, or `JSON` if a profile cannot be parsed.
         property: String,
-        /// Its value in the file, with the device name.
+        /// The value of the property in the file, with the device name.
         file: String,
-        /// Its value here, with the device name.
+        /// The value of the property of this device, with the device name.
         here: String,
     },
     /// The file was written with another version of the lowering.
     #[error("lowering: the file has {file}, here is {here}")]
     Lowering {
-        /// The version in the file.
+        /// The version of the lowering in the file.
         file: u32,
-        /// The version here.
+        /// The version of the lowering in this release.
         here: u32,
     },
 }

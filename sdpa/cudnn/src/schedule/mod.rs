@@ -59,9 +59,9 @@ pub enum Source {
     Scratch(u64),
     /// Workspace memory with clamped lengths, or the parameter's own tensor if the caller promises that its lengths need no clamping.
     Lengths {
-        /// The workspace offset, as in [`Source::Scratch`].
+        /// The offset in the workspace, as in [`Source::Scratch`].
         offset: u64,
-        /// The declared parameter, as in [`Source::Param`]; `None` if engines need more than clamped lengths.
+        /// The declared parameter of the lengths, as in [`Source::Param`]; `None` if engines need more than clamped lengths.
         param: Option<usize>,
     },
 }

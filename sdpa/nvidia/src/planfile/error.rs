@@ -10,23 +10,23 @@ pub enum PlanFileError {
     /// The operating system refused an operation.
     #[error("{action} {}: {source}", path.display())]
     Io {
-        /// The file or folder.
+        /// The path of the file or folder.
         path: PathBuf,
-        /// The failed action.
+        /// The action that failed.
         action: &'static str,
-        /// The operating system's error.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// The file does not begin with the magic number of plan files.
     #[error("{} is not a file of plans", path.display())]
     NotAPlanFile {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
     },
     /// The file was written by a later version of this library.
     #[error("{} has format version {found}, this release reads {known} and older", path.display())]
     Newer {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The format version of the file.
         found: u32,
@@ -36,19 +36,19 @@ pub enum PlanFileError {
     /// The file is truncated: it ends before the last of its fields and records.
     #[error("{} has {has} bytes, and needs {needs} for its {what}", path.display())]
     Truncated {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The truncated part.
+        /// The part of the file that is truncated.
         what: String,
-        /// The least size of the complete file in bytes.
+        /// The smallest possible size of the complete file, in bytes.
         needs: u64,
-        /// The actual size in bytes.
+        /// The actual size of the file, in bytes.
         has: u64,
     },
     /// A checksum in the file does not match its contents.
     #[error("{} is damaged: the checksum of its {what} does not hold", path.display())]
     Damaged {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The part that the checksum covers.
         what: String,
@@ -56,37 +56,37 @@ pub enum PlanFileError {
     /// A field of the file breaks a rule of the format.
     #[error("{} is corrupt: its {what} is {value}, expected {rule}", path.display())]
     Corrupt {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The field.
+        /// The field that breaks the rule.
         what: String,
-        /// Its value.
+        /// The value of the field.
         value: String,
-        /// The rule.
+        /// The rule of the format.
         rule: String,
     },
     /// Every user may change or replace the file.
     #[error("{} has mode {mode:04o}: everybody may write it, and plans are machine code", path.display())]
     Permissions {
-        /// The file, or its folder.
+        /// The path of the file or of its folder.
         path: PathBuf,
-        /// Permission bits.
+        /// The permission bits of the path.
         mode: u32,
     },
     /// Other users may change a folder of records or a file in it.
     #[error("{} has mode {mode:04o}: other users may write to it, and kernels are machine code; `chmod go-w` it, or name another folder", path.display())]
     OthersWrite {
-        /// The folder, or a file in it.
+        /// The path of the folder, or of a file in it.
         path: PathBuf,
-        /// Permission bits.
+        /// The permission bits of the path.
         mode: u32,
     },
     /// Another user may change or replace the file.
     #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
     Owner {
-        /// The file, or a folder on the way to it.
+        /// The path of the file, or of a folder on the way to it.
         path: PathBuf,
-        /// The user id of its owner.
+        /// The user id of the path's owner.
         owner: u32,
         /// The user id of the process that reads or writes.
         user: u32,
@@ -106,13 +106,13 @@ pub enum PlanFileError {
     /// The plan to write breaks a rule of the format.
     #[error("{} was not written: the {what} is {value}, expected {rule}", path.display())]
     Refused {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The field.
+        /// The field that breaks the rule.
         what: String,
-        /// Its value.
+        /// The value of the field.
         value: String,
-        /// The rule.
+        /// The rule of the format.
         rule: String,
     },
 }
