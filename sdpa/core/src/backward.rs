@@ -40,7 +40,7 @@ pub struct BackwardSpec {
     pub dk: TensorSpec,
     /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
-    /// Declared parameters of score_mods, and the sink, whose gradients are computed too.
+    /// The declared parameters whose gradients are computed in addition. They may be parameters of score_mods, and the sink.
     #[serde(default)]
     pub wrt: Vec<GradientSpec>,
     /// True if results must be bitwise equal on every run.

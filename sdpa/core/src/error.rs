@@ -56,7 +56,7 @@ impl ExecutorName {
     /// SIMD on all CPU cores of this machine.
     pub const CPU: ExecutorName = ExecutorName("cpu");
 
-    /// Names another executor, in lower case.
+    /// Creates the name of another executor. It must be in lower case.
     pub const fn new(name: &'static str) -> ExecutorName {
         ExecutorName(name)
     }

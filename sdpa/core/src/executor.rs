@@ -1,4 +1,4 @@
-//! Executors compute attention over host memory. Each is a crate of its own and depends on none of the others.
+//! Executors compute attention over host memory. Each executor is a separate crate, and does not depend on other executors.
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Unsupported};

@@ -69,13 +69,13 @@ pub enum Fact<'a> {
     DimQk(i64),
     /// Elements of a value and of an output row.
     DimV(i64),
-    /// Strides of an operand, in elements. Extents are facts of their own.
+    /// Strides of an operand, in elements. The extents of the operand are separate facts.
     Strides(Operand, [i64; 4]),
     /// Alignment of the base address of an operand, in bytes.
     Alignment(Operand, u32),
     /// Whether batch entries are packed sequences. Queries then always are, keys unless they are paged.
     Packed(bool),
-    /// Whether keys have `cu_seqlens` of their own.
+    /// True if keys have different `cu_seqlens` than queries.
     CrossPacked(bool),
     /// Whether `cu_seqlens` are i64, not i32.
     WideBoundaries(bool),

@@ -35,10 +35,10 @@ pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Packed {
-    /// Keys have `cu_seqlens` of their own.
+    /// True if keys have different `cu_seqlens` than queries.
     #[serde(default)]
     pub cross: bool,
-    /// `cu_seqlens` are i64, not i32. Expressions can only read i32 ones.
+    /// True if `cu_seqlens` are i64 instead of i32. Expressions can read only i32 ones.
     #[serde(default)]
     pub wide: bool,
     /// The largest number of query tokens in a call, including those before the first sequence. `None` means `batch · seq_q`. Memory of
@@ -61,7 +61,7 @@ impl Packed {
         Packed::new().with_totals(Some(total), Some(total))
     }
 
-    /// Sets whether keys have `cu_seqlens` of their own.
+    /// Sets whether keys have different `cu_seqlens` than queries.
     #[must_use]
     pub const fn with_cross(mut self, cross: bool) -> Self {
         self.cross = cross;

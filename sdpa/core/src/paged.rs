@@ -59,7 +59,7 @@ impl Paged {
         [("page_size", self.page_size), ("pages", self.pages)]
     }
 
-    /// Returns the mistakes in its fields.
+    /// Returns every mistake in the fields.
     pub(crate) fn mistakes(&self) -> Vec<SpecError> {
         let most = i64::from(i32::MAX);
         let wrong = self.fields().into_iter().filter(|(_, n)| !(1..=most).contains(n));

@@ -209,7 +209,7 @@ impl FromStr for ScoreMod {
 /// Composes the score_mods of a problem into one function of the scaled score.
 ///
 /// # Errors
-/// Score_mods declare a parameter of the same name differently.
+/// Fails if two score_mods declare a parameter of the same name differently.
 pub(crate) fn compose(mods: &[ScoreMod], extents: [i64; 4]) -> Result<Trace, ExprErrors> {
     let mut b = Builder::new();
     let values = forward(&mut b, mods, extents);

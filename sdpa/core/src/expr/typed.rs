@@ -175,7 +175,7 @@ impl<T> fmt::Debug for Expr<'_, T> {
     note = "`.to_i32()` rounds an `Expr<F32>` toward zero; numbers are written `1.0` beside `F32` and `1` beside `I32`"
 )]
 pub trait Operand<'t, T> {
-    /// Returns the value in the trace of `like`.
+    /// Returns the operand as a traced value, in the trace to which `like` belongs.
     fn expr<U>(self, like: Expr<'t, U>) -> Expr<'t, T>;
 }
 

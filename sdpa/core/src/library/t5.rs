@@ -7,7 +7,7 @@ pub struct T5 {
     pub buckets: usize,
     /// The distance from which on all keys share the last bucket.
     pub max_distance: usize,
-    /// Whether keys after the query, `k > q`, have buckets of their own (encoders); otherwise all of them have the first bucket.
+    /// True if keys after the query, `k > q`, have separate buckets (encoders). Otherwise all of them are in the first bucket.
     pub bidirectional: bool,
 }
 

@@ -50,7 +50,8 @@ impl Ends {
     }
 }
 
-/// The rule for keys with `cu_seqlens` of their own.
+/// The rule that bottom-right aligned windows break if they are not terms of the conjunction, and keys have different `cu_seqlens` than
+/// queries.
 pub(crate) const UNMIXED: &str =
     "joined by & only: a window that is aligned to the end of each sequence cannot be inside | or !, as no expression reads the lengths";
 
