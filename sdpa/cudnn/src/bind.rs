@@ -102,7 +102,7 @@ impl Planned {
     /// Fills `bound`, which is empty, in place: it is too large to be returned by value.
     ///
     /// # Errors
-    /// Every mistake in the call.
+    /// Returns every mistake in the call.
     pub(super) fn bind(&self, call: &DeviceCall<'_>, workspace: DeviceSlice, bound: &mut Bound) -> Result<(), Error> {
         self.bind_right(call, workspace, bound).ok_or_else(|| self.mistakes(call, workspace))
     }

@@ -53,7 +53,7 @@ impl Planned {
     /// Builds plans for every graph of a schedule other than the attention's.
     ///
     /// # Errors
-    /// The errors of `make`, which builds each plan.
+    /// Returns the first error of `make`, which builds each plan.
     pub(super) fn around<E>(
         job: Job,
         made: Made,
@@ -188,7 +188,7 @@ impl Made {
 /// Returns the schedule of a pass in pieces.
 ///
 /// # Errors
-/// The pass does not have this many pieces: a bug.
+/// Fails if the pass does not have this many pieces, which is a bug.
 pub(super) fn in_pieces(dense: &Job, lowered: &[&Lowered]) -> Result<Schedule<()>, Error> {
     let parts = pieces::parts(dense).unwrap_or_default();
     if parts.len() != lowered.len() {
@@ -525,7 +525,7 @@ pub type Attention = (Arc<Lowered>, Arc<Plan>);
 /// Returns every configuration that cuDNN offers and compiles for a pass, in every form and pattern that the options allow.
 ///
 /// # Errors
-/// A failure of the environment.
+/// Returns a failure of the environment.
 pub(super) fn offered(
     library: &'static Library,
     target: &Target<'_>,

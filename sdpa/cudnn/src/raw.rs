@@ -48,10 +48,10 @@ impl Planned {
     /// Submits one forward pass to the handle's stream, without waiting.
     ///
     /// # Safety
-    /// As for [`Planned::submit`].
+    /// The caller fulfils the contract of [`Planned::submit`].
     ///
     /// # Errors
-    /// As for [`Planned::submit`].
+    /// Fails as [`Planned::submit`] does.
     pub unsafe fn forward(&self, handle: &Handle<'_>, call: &DeviceForward<'_>) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(handle, &call.into()) }
@@ -60,10 +60,10 @@ impl Planned {
     /// Submits one backward pass to the handle's stream, without waiting.
     ///
     /// # Safety
-    /// As for [`Planned::submit`].
+    /// The caller fulfils the contract of [`Planned::submit`].
     ///
     /// # Errors
-    /// As for [`Planned::submit`].
+    /// Fails as [`Planned::submit`] does.
     pub unsafe fn backward(&self, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract of `submit`.
         unsafe { self.submit(handle, &call.into()) }

@@ -48,13 +48,13 @@ const ROWS: [Row; 2] = [
     },
 ];
 
-/// A requested engine for a problem.
+/// An engine that is requested by number for a problem.
 pub(super) struct Named {
-    /// The configuration.
+    /// The engine's number and its knobs.
     pub(super) pin: Pin,
-    /// The graph pattern that it matches.
+    /// The graph pattern that the engine matches.
     pub(super) query_gradient: QueryGradient,
-    /// Whether it is tried before offered engines.
+    /// True if the engine is tried before the offered ones.
     pub(super) first: bool,
 }
 

@@ -28,12 +28,12 @@ impl Model {
         }
     }
 
-    /// Returns the picoseconds of one attention with this many pairs and queries per head, summed over the batch.
+    /// Returns the time of one attention in picoseconds, with this many pairs and queries per head, summed over the batch.
     pub(crate) fn attention(&self, problem: &Problem, pairs: f64, rows: f64) -> f64 {
         heads(problem) * (self.pair * pairs + self.row * rows) + self.launch
     }
 
-    /// Returns the picoseconds of merging rows of two results.
+    /// Returns the time of merging rows of two results, in picoseconds.
     pub(crate) fn merge(&self, problem: &Problem, rows: f64) -> f64 {
         heads(problem) * self.merged * rows + self.launch
     }

@@ -28,7 +28,7 @@ fn name(planned: &Planned) -> String {
 /// Returns the plans with the fastest configuration; `None` if `built` has it already.
 ///
 /// # Errors
-/// A failure of the environment, typically out of memory for the operands.
+/// Returns a failure of the environment, typically because there is not enough memory for the operands.
 pub(super) fn fastest(
     library: &'static Library,
     device: &'static Device,

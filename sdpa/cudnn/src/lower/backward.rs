@@ -242,7 +242,7 @@ fn turn(g: &mut Graph, p: &Problem, scores: TensorId) -> TensorId {
     turned(g, p, scores, dtype(p.dtype()))
 }
 
-/// Transposes scores, in element type `dtype`.
+/// Emits the transposition of scores, in element type `dtype`.
 pub(super) fn turned(g: &mut Graph, p: &Problem, scores: TensorId, dtype: DType) -> TensorId {
     let [batch, heads, seq_q, seq_kv] = p.extents();
     let strides = [heads * seq_q * seq_kv, seq_q * seq_kv, 1, seq_kv];

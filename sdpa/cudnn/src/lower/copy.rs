@@ -10,7 +10,7 @@ use sdpa_core::spec::{Layout, TensorSpec};
 use sdpa_core::{Operand, packed};
 use sdpa_nvidia::Job;
 
-/// A copy graph, the tensors that a caller binds, and how often it runs.
+/// A graph that copies a tensor, the tensors to which memory is bound, and the number of its runs.
 #[derive(Clone, Debug)]
 pub struct CopyGraph {
     /// The graph that copies.

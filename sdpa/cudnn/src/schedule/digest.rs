@@ -11,7 +11,7 @@ impl<P> Schedule<P> {
     /// Returns every graph that runs with its digest, over the program sent to cuDNN and its bindings.
     ///
     /// # Errors
-    /// The runtime is too old for a graph.
+    /// Fails if the version of cuDNN is too old for a graph.
     pub(in super::super) fn digests(&self, runtime: Version) -> Result<Vec<(&Run<P>, Digest)>, Error> {
         self.runs().map(|run| Ok((run, self.digest(run, runtime)?))).collect()
     }
@@ -67,7 +67,7 @@ impl<P> Schedule<P> {
 /// Returns the digest of a whole schedule.
 ///
 /// # Errors
-/// As for [`Schedule::digests`].
+/// Fails as [`Schedule::digests`] does.
 pub(in super::super) fn outline<P>(schedule: &Schedule<P>, runtime: Version) -> Result<Digest, Error> {
     let mut parts = Digest::parts();
     for step in schedule.steps() {

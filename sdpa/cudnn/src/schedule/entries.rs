@@ -13,12 +13,12 @@ const THREADS: u32 = 128;
 /// Unchecked lengths and page table of the caller, with the slots for the clamped copies.
 #[derive(Default)]
 pub(super) struct Told {
-    /// Lengths of queries and of keys.
+    /// The lengths of queries and of keys, each with the slot for the clamped copy.
     pub(super) lengths: [Option<(Guarded, SlotId)>; 2],
     pub(super) pages: Option<(Pages, SlotId)>,
 }
 
-/// Adds the launch that clamps them.
+/// Adds the launch that clamps the lengths and the page table.
 pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> Result<(), Error> {
     let Told { lengths, pages } = told;
     if lengths.iter().all(Option::is_none) && pages.is_none() {
