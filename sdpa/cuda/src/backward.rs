@@ -51,7 +51,8 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// As [`Forward::weight`], for a pass that recomputes scores and computes their derivatives.
+    /// Returns the cost of the traces for one score, like [`Forward::weight`], for a pass that recomputes scores and computes their
+    /// derivatives.
     pub(crate) fn weight(&self) -> u32 {
         let slopes = self.gradient.as_deref().map_or(0, |trace| self.forward.weight_of(trace));
         slopes.max(self.forward.weight())

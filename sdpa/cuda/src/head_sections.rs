@@ -15,22 +15,22 @@ const EVEN: f64 = 2.5;
 /// The assumed ratio of the longest to the mean loop over query tiles, for a mask that reads tensors.
 const UNKNOWN: f64 = 4.0;
 
-/// The L2 head sections of a backward pass.
+/// The L2 head sections of a backward pass: groups of KV heads that are processed together, so that their operands fit L2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeadSections {
-    /// KV heads per section; the last one may have fewer.
+    /// Number of KV heads per section; the last section may have fewer.
     pub heads: i64,
     /// Number of sections.
     pub count: i64,
-    /// Number of sections whose dQ accumulators are in memory at once; 0 if every query tile has its own.
+    /// Number of sections whose dQ accumulators are in memory at once; 0 if every query tile has its own accumulator.
     pub ring: i64,
-    /// Number of sections after which the dQ accumulators of a section are converted.
+    /// Number of later sections that are processed before the dQ accumulators of a section are converted.
     pub behind: i64,
-    /// Number of query tiles that have accumulator memory.
+    /// Number of query tiles that have a dQ accumulator in memory.
     pub places: i64,
-    /// Work items for KV blocks, over all KV heads and column parts.
+    /// Number of work items for KV blocks, over all KV heads and column parts.
     pub blocks: i64,
-    /// Work items after these that convert the accumulators of each of the last sections.
+    /// Number of work items after the KV blocks that convert the accumulators of each of the last sections.
     pub tail: i64,
 }
 

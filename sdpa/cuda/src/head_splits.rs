@@ -19,7 +19,7 @@ const CLOSE: f64 = 1.03;
 /// The most KV blocks whose loops are sampled.
 const LOOKED_AT: i64 = 32;
 
-/// Steps of the loops of KV blocks over the query tiles of one head.
+/// Lengths of the loops over the query tiles of one head, one loop per KV block: the longest and the mean.
 pub(crate) struct StepCounts {
     longest: f64,
     mean: f64,
@@ -91,14 +91,14 @@ fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocess
 }
 
 impl Backward {
-    /// Returns the queries or keys of a batch entry; for packed sequences the average.
+    /// Returns the number of queries or keys of a batch entry; for packed sequences, the average.
     pub(crate) fn length(&self, side: Side) -> i64 {
         let [batch, _, seq_q, seq_kv] = self.forward.extents;
         let extent = if side == Side::Queries { seq_q } else { seq_kv };
         self.forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1))
     }
 
-    /// Returns its loop lengths over that many queries.
+    /// Returns the lengths of the pass's loops over query tiles.
     pub(crate) fn walks(&self, tile: &BackwardTile) -> StepCounts {
         StepCounts::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
     }

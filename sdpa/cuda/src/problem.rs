@@ -126,12 +126,12 @@ impl Forward {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
 
-    /// Returns the cost of the traces for one score in machine code, in units of an addition.
+    /// Returns the cost of the mask and the score_mod for one score in machine code, in units of an addition.
     pub(crate) fn weight(&self) -> u32 {
         [&self.score_mod, &self.keep].into_iter().map(|trace| trace.as_deref().map_or(0, |trace| self.weight_of(trace))).sum()
     }
 
-    /// Returns the cost of one trace. Values that all scores of a head share count once.
+    /// Returns the cost of one trace for one score. It leaves out values that all scores of a head share.
     pub(crate) fn weight_of(&self, trace: &Trace) -> u32 {
         let nodes = trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| of.varies());
         nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()

@@ -30,16 +30,16 @@ const VARLEN_TMA: (&str, &str) = piece!("varlen_tma.cuh");
 pub(crate) const KV_BLOCKS: (&str, &str) = piece!("kv_blocks.cuh");
 pub(crate) const BLOCK_SPARSITY: (&str, &str) = piece!("block_sparsity.cuh");
 const DROPOUT: (&str, &str) = piece!("dropout.cuh");
-/// Row statistics of a forward pass.
+/// The piece of kernel source for the row statistics of a forward pass.
 pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
-/// Online softmax, of every forward kernel.
+/// The piece of kernel source for the online softmax of every forward kernel.
 pub(crate) const SOFTMAX: (&str, &str) = piece!("softmax.cuh");
 pub(crate) const TILE_ORDER: (&str, &str) = piece!("tile_order.cuh");
 const TILE_SCHEDULER: (&str, &str) = piece!("tile_scheduler.cuh");
 const TILE_LIST: (&str, &str) = piece!("tile_list.cuh");
 const COMBINE: (&str, &str) = piece!("combine.cuh");
 const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
-/// Query tiles of a KV block.
+/// The piece of kernel source for the query tiles of a KV block.
 pub(crate) const Q_BLOCKS: (&str, &str) = piece!("q_blocks.cuh");
 const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
 /// dP and dS, of every backward kernel.
@@ -57,7 +57,7 @@ const BACKWARD_EPILOGUE: (&str, &str) = piece!("backward_epilogue.cuh");
 const BACKWARD_KERNEL: (&str, &str) = piece!("backward.cu");
 /// PTX for 2-CTA clusters, and the kernel that runs on them.
 const CLUSTER: (&str, &str) = piece!("cluster.cuh");
-/// Log-sum-exps as two f32.
+/// The piece of kernel source for log-sum-exps that are stored as two f32.
 pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");
 const PADDING: (&str, &str) = piece!("padding.cuh");
 const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
@@ -69,8 +69,8 @@ pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-sp
 /// Shared memory of [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists) in bytes: 4 bytes for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
-/// Traces above this weight are compiled once, for full and partial blocks: compiling them for 64 scores takes long, and the mask costs little in
-/// comparison.
+/// The largest weight of traces that are compiled separately for full and partial blocks. Heavier traces are compiled once for both,
+/// because compiling them for 64 scores takes long and the mask costs little in comparison.
 pub(crate) const HEAVY: u32 = 24;
 
 /// Returns for how many scores of a thread a trace of this weight is unrolled; 0 for all. Very long traces are compiled once and process scores

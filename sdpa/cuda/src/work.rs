@@ -110,17 +110,18 @@ impl Forward {
         self.most_tiles(tile) < each * i64::from(multiprocessors) && enough()
     }
 
-    /// Returns the fewest KV blocks of a split.
+    /// Returns the smallest number of KV blocks in a split.
     pub(crate) fn least_blocks(&self, tile: &Tile) -> u32 {
         LEAST_BLOCKS[usize::from(tile.few.is_none())]
     }
 
-    /// Returns the requested number of splits; some tiles have one more.
+    /// Returns the requested number of splits over all tiles; some tiles have one more.
     pub(crate) fn most_parts(&self, tile: &Tile, multiprocessors: u32) -> i64 {
         PARTS_EACH[usize::from(tile.few.is_none())] * i64::from(multiprocessors)
     }
 
-    /// Returns the keys of one TMA load of a KV block: with pages, the greatest common divisor of page size and block size.
+    /// Returns the number of keys that one TMA load of a KV block has. With pages, it is the greatest common divisor of page size and
+    /// block size.
     pub(crate) fn piece(&self, tile: &Tile) -> u32 {
         let common = |mut a: i64, mut b: i64| {
             while b != 0 {
@@ -131,12 +132,12 @@ impl Forward {
         self.paged.map_or(tile.keys, |paged| common(paged.page_size, tile.keys.into()) as u32)
     }
 
-    /// Returns the tiles of the heads of a GQA group.
+    /// Returns the number of tiles that cover the query heads of a GQA group.
     pub(crate) fn head_tiles(&self, tile: &Tile) -> i64 {
         steps(self.group, tile.heads())
     }
 
-    /// Returns the heads of a batch entry, or its packed GQA groups of heads.
+    /// Returns the number of tiles that cover the query heads of a batch entry.
     pub(crate) fn head_groups(&self, tile: &Tile) -> i64 {
         self.extents[1] / self.group * self.head_tiles(tile)
     }
@@ -146,8 +147,8 @@ impl Forward {
         self.packed.is_some() || tile.split
     }
 
-    /// Returns the most query tiles of a head, over all batch entries. Packed sequences that do not overlap have at most those that their tokens
-    /// fill, plus one partial tile per sequence.
+    /// Returns the largest number of query tiles of a head, over all batch entries. Packed sequences that do not overlap have at most
+    /// those that their tokens fill, plus one partial tile per sequence.
     pub(crate) fn most_rows(&self, tile: &Tile) -> i64 {
         let [batch, _, seq_q, _] = self.extents;
         let each = batch * steps(seq_q, tile.queries());
@@ -156,7 +157,7 @@ impl Forward {
         packs.map_or(each, |packs| each.min(packs.totals[Operand::Q.side() as usize] / i64::from(tile.queries()) + batch))
     }
 
-    /// Returns the most query tiles over all heads.
+    /// Returns the largest number of query tiles over all heads.
     pub(crate) fn most_tiles(&self, tile: &Tile) -> i64 {
         self.head_groups(tile) * self.most_rows(tile)
     }

@@ -10,13 +10,13 @@ pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 /// The partial sums of one gradient: (batch, heads_q, slots, inner) numbers, f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WarpPartials {
-    /// Batch entries and query heads.
+    /// Number of batch entries and of query heads with partial sums.
     pub(crate) rows: [i64; 2],
-    /// Which of these axes the gradient spans.
+    /// True for each of these two axes that the gradient spans.
     pub(crate) spans: [bool; 2],
-    /// Warps with keys, 16 keys each; 1 if the parameter spans keys, because one warp owns each key.
+    /// Number of warps with keys, 16 keys each. It is 1 if the parameter spans keys, because one warp then owns each key.
     pub(crate) slots: i64,
-    /// Elements of the gradient of one head of one batch entry.
+    /// Number of elements of the gradient for one head of one batch entry.
     pub(crate) inner: i64,
     /// Whether the lanes of a warp contribute to the same element; otherwise one thread owns it.
     pub(crate) shared: bool,

@@ -3,46 +3,46 @@
 use super::{GradientId, ParamId, SlotId};
 use sdpa_core::{Operand, Side, Statistic};
 
-/// An address in device memory, by the object at it.
+/// An address in device memory, named by the object at this address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
     /// Null: the kernels of this problem do not read it.
     Null,
     /// The first element of an operand.
     Operand(Operand),
-    /// A row statistic.
+    /// The first element of a row statistic.
     Statistic(Statistic),
-    /// The tensor of a declared parameter.
+    /// The first element of the tensor of a declared parameter.
     Param(ParamId),
-    /// The gradient of a declared parameter.
+    /// The first element of the gradient of a declared parameter.
     Gradient(GradientId),
-    /// This byte offset in a slot.
+    /// The address in a slot at this byte offset.
     Slot(SlotId, u64),
 }
 
 /// A 4-byte number that a call fills in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
-    /// Whether scores are multiplied by the scale first: 1 or 0.
+    /// The number 1 if scores are multiplied by the scale first, and otherwise 0.
     Natural,
-    /// `attn_scale`.
+    /// The scale of the call, `attn_scale`.
     Scale,
     /// The factor from a score to the exponent of 2.
     Unit,
-    /// Packed tokens of a side for which the call has memory; 0 if the side is not packed.
+    /// The number of packed tokens of a side for which the call has memory; 0 if the side is not packed.
     Tokens(Side),
 }
 
-/// A value that a call fills in.
+/// A value that a call fills in: a number, an address or a declared scalar.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Value {
     Address(Address),
     Number(Number),
-    /// A declared scalar, f32.
+    /// The value of a declared scalar, f32.
     Scalar(ParamId),
 }
 
-/// A value, and its byte offset.
+/// A value that a call fills in, and its byte offset in the arguments.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fill {
     pub(crate) at: usize,
@@ -53,7 +53,7 @@ pub(crate) struct Fill {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockId(pub(crate) usize);
 
-/// Kernel arguments, each aligned to 8 bytes. Values of a call are 0 here.
+/// The arguments of all kernels, each aligned to 8 bytes. Values that a call fills in are 0 here.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Arguments {
     words: Vec<u64>,

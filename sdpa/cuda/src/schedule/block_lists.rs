@@ -14,9 +14,9 @@ const THREADS: u32 = 1024;
 /// The query tiles and KV blocks that a kernel iterates over.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocking {
-    /// Queries of a tile.
+    /// Number of queries of a tile.
     pub(crate) queries: u32,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub(crate) keys: u32,
     /// Whether each KV block has a list of query tiles; otherwise each query tile has one of KV blocks.
     pub(crate) by_keys: bool,
@@ -33,7 +33,7 @@ impl Blocking {
 /// Addresses of the lists of a kernel, and the number that a launch makes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockLists {
-    /// The start and end of each list in `blocks`.
+    /// The start and the end of each list in `blocks`.
     pub(crate) begin: Address,
     pub(crate) end: Address,
     /// The items of all lists.

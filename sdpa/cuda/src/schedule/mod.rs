@@ -35,7 +35,7 @@ pub(crate) use tokens::PackedTokens;
 /// Alignment of workspace slots, in bytes.
 const SLOT_ALIGNMENT: u64 = 256;
 
-/// A GPU, as far as a schedule depends on it.
+/// The properties of a GPU on which a schedule depends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gpu {
     /// The compute capability: 90 for 9.0.
@@ -63,7 +63,7 @@ pub(crate) struct ParamId(pub(crate) usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GradientId(pub(crate) usize);
 
-/// Device memory of a pass that the caller does not pass as an operand.
+/// A range of device memory that a pass uses in addition to its operands.
 #[derive(Clone, Debug)]
 pub(crate) struct Slot {
     pub(crate) name: Cow<'static, str>,
@@ -71,7 +71,7 @@ pub(crate) struct Slot {
     pub(crate) source: Source,
 }
 
-/// The memory of a slot.
+/// The source of a slot's memory.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     /// The workspace of a call.
@@ -115,7 +115,7 @@ pub(crate) struct Launch {
 /// Work that a call submits.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
-    /// Sets memory to 0.
+    /// Sets a range of memory to 0.
     Zero(Memory),
     Launch(Launch),
 }
@@ -131,9 +131,9 @@ pub(crate) struct Schedule {
     pub(crate) steps: Vec<Step>,
     pub(crate) maps: Vec<OperandMap>,
     pub(crate) arguments: Arguments,
-    /// Names of declared parameters that kernels read.
+    /// Names of the declared parameters that kernels read.
     pub(crate) params: Vec<String>,
-    /// Names of declared parameters whose gradients kernels write.
+    /// Names of the declared parameters whose gradients kernels write.
     pub(crate) gradients: Vec<String>,
     pub(crate) tokens: Option<PackedTokens>,
     /// The scale of a call that sets none.
