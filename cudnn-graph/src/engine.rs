@@ -231,7 +231,7 @@ pub(crate) struct Offers {
 /// Queries every heuristic in turn. An offer of two heuristics is kept once.
 ///
 /// # Errors
-/// Out of memory, and other failures that every heuristic would repeat.
+/// Fails if memory runs out, and for other failures that every heuristic would repeat.
 pub(crate) fn offers(
     library: &'static Library,
     graph: &Descriptor,

@@ -226,7 +226,7 @@ impl Plan {
     /// bound address.
     ///
     /// # Errors
-    /// [`Error::PlanJson`] if the text is for another runtime; a cuDNN error if it refuses the text.
+    /// Returns [`Error::PlanJson`] if the text is for another version of cuDNN, or a cuDNN error if cuDNN refuses the text.
     #[allow(unsafe_code, reason = "machine code from text: where it comes from is the caller's to know")]
     pub unsafe fn from_json(library: &'static Library, json: &str, graph: &Verified, target: &Target<'_>) -> Result<Plan, Error> {
         let head: PlanHead = serde_json::from_str(json).map_err(|e| Error::PlanJson(e.to_string()))?;
@@ -251,7 +251,7 @@ impl Plan {
     /// Returns the plan as JSON: the operation graph, the device, the engine with its knobs, and the compiled kernels.
     ///
     /// # Errors
-    /// A cuDNN error: engines that were not compiled at run time have no JSON.
+    /// Returns a cuDNN error. Plans of engines that were not compiled at run time have no JSON.
     pub fn to_json(&self) -> Result<String, Error> {
         self.descriptor.get_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION)
     }

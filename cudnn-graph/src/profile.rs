@@ -30,7 +30,7 @@ impl DeviceProfile {
     /// Parses a profile from JSON.
     ///
     /// # Errors
-    /// [`Error::Profile`] if it is not an object, or lacks the name, the architecture or the number of SMs.
+    /// Returns [`Error::Profile`] if the JSON is not an object, or if it lacks the name, the architecture or the number of SMs.
     pub fn from_json(text: &str) -> Result<DeviceProfile, Error> {
         let fail = |field: &str, rule: String| Error::Profile { field: field.to_owned(), rule };
         let json: Map<String, Value> = serde_json::from_str(text).map_err(|e| fail("JSON", format!("must be an object: {e}")))?;

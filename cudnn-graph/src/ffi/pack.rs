@@ -19,7 +19,7 @@ impl Pack {
     /// Creates a pack over device addresses, with one slot for the scalar of each by-value tensor.
     ///
     /// # Errors
-    /// A cuDNN error.
+    /// Returns cuDNN's error.
     pub fn new(
         library: &'static Library,
         device_uids: &[i64],

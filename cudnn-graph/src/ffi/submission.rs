@@ -15,7 +15,7 @@ impl Handle<'_> {
     /// Begins a call on the handle's stream. The handle's lane marks its end.
     ///
     /// # Errors
-    /// A driver error.
+    /// Returns a driver error.
     pub fn begin(&self) -> Result<Submission<'_>, Error> {
         Ok(Submission { handle: self, stay: self.stream().begin_on(self.lane())? })
     }
