@@ -47,7 +47,7 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
 /// Checks whether the kernels support every fact.
 ///
 /// # Errors
-/// A reason for each fact that they do not support.
+/// Returns a reason for each fact that the kernels do not support.
 pub(super) fn supported<'a>(facts: impl Iterator<Item = Fact<'a>>) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     facts.for_each(|fact| supports_fact(&mut check, &fact));
