@@ -62,9 +62,9 @@ impl Values {
 pub struct Setting {
     /// The attribute that is set.
     pub attribute: Attribute,
-    /// The type of its elements.
+    /// The type of the elements.
     pub ty: AttributeType,
-    /// The elements that it is set to.
+    /// The elements to which the attribute is set.
     pub values: Values,
 }
 

@@ -74,7 +74,7 @@ pub struct Facts {
     pub name: String,
     /// The newest Apple GPU family that the GPU supports: 7 is M1.
     pub family: Option<u32>,
-    /// A description of the operating system and its version.
+    /// The name and the version of the operating system.
     pub system: String,
     /// The largest number of threads per threadgroup.
     pub threads: u64,

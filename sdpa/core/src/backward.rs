@@ -368,7 +368,7 @@ impl BackwardProblem {
     pub fn gradient(&self) -> Option<&Arc<Gradient>> {
         self.gradient.as_ref()
     }
-    /// Returns the parameters whose gradients are computed; the sink, if it is one of them, is the last.
+    /// Returns the parameters whose gradients are computed. If the gradient of the sink is computed, it is the last one.
     #[inline]
     pub fn wrt(&self) -> &[GradientSpec] {
         &self.wrt

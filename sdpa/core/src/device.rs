@@ -34,9 +34,9 @@ pub enum DeviceValue<M> {
     Scalar(f32),
     /// The memory of a tensor: dense, of this element type, 16-byte aligned. A boolean is a byte, 0 or 1.
     Tensor(DType, M),
-    /// As [`DeviceValue::Tensor`], for lengths (`seq_len_q`, `seq_len_kv`). The caller promises that each is between 0 and the extent of its axis, so
-    /// executors need not clamp them (cuDNN from 9.26 on). **If a length breaks the promise, results are written past the end of `stats` and of
-    /// gradients.**
+    /// The memory of a tensor of lengths (`seq_len_q`, `seq_len_kv`), like [`DeviceValue::Tensor`]. The caller promises that each length
+    /// is between 0 and the extent of its axis, so executors need not clamp them (cuDNN from 9.26 on). **If a length breaks the promise,
+    /// results are written past the end of `stats` and of gradients.**
     WithinExtent(DType, M),
 }
 

@@ -332,7 +332,8 @@ impl Problem {
         let all = || self.batch.saturating_mul(self.seq(side));
         self.packed.and_then(|packed| packed.total(side)).unwrap_or_else(all)
     }
-    /// Returns all score_mods as one trace with the modified score, f32, as its root. Extents are constants in it. `None` without score_mods.
+    /// Returns all score_mods as one trace, or `None` without score_mods. The root of the trace is the modified score, f32; extents are
+    /// constants in it.
     #[inline]
     pub fn score_mod(&self) -> Option<&Arc<Trace>> {
         self.score_mod.as_ref()

@@ -124,9 +124,9 @@ impl Buckets {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SeqPolicy {
-    /// Buckets of `seq_q`; `None` does not round it.
+    /// Buckets of `seq_q`; with `None`, `seq_q` is not rounded.
     pub q: Option<Buckets>,
-    /// Buckets of `seq_kv`; `None` does not round it.
+    /// Buckets of `seq_kv`; with `None`, `seq_kv` is not rounded.
     pub kv: Option<Buckets>,
 }
 

@@ -180,10 +180,10 @@ pub struct AttentionSpec {
     /// Functions of the scaled scores, applied in order before the masks.
     #[serde(default)]
     pub score_mods: Vec<ScoreMod>,
-    /// Batch entries are packed sequences: contiguous, without padding.
+    /// The packing, if batch entries are packed sequences: contiguous, without padding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
-    /// Keys and values are paged: strides of `k` and `v` are those of the page pools.
+    /// The paging, if keys and values are paged. The strides of `k` and `v` are then those of the page pools.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paged: Option<Paged>,
     /// The masks. A query attends to a key if all of them attend to it; without masks it attends to every key.
@@ -197,7 +197,7 @@ pub struct AttentionSpec {
     /// Whether to compute `stats`, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) for a packed batch. A row
     /// without keys has −inf, or the sink if there is one.
     pub stats: bool,
-    /// The base of `stats`. Backward passes read natural ones.
+    /// The base of the logarithms in `stats`. Backward passes read natural logarithms.
     #[serde(default, skip_serializing_if = "StatsBase::is_natural")]
     pub stats_base: StatsBase,
     /// Whether to compute `row_max`, with the layout of stats: the largest unmasked score of each row, scaled and modified, in natural units; −inf if

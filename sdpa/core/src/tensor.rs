@@ -33,7 +33,7 @@ pub enum Elements<'a> {
 
 /// Writable elements of an operand in host memory. Strides come from the problem.
 ///
-/// Mutable slices, vectors and arrays of each element type convert into it. Exhaustive like [`Elements`].
+/// Mutable slices, vectors and arrays of each element type convert into it. It is exhaustive, like [`Elements`].
 ///
 /// ```
 /// use sdpa_core::{DType, ElementsMut};
@@ -166,9 +166,9 @@ pub enum ParamValue<'a> {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Param<'a> {
-    /// The name in its declaration.
+    /// The name under which the parameter was declared.
     pub name: &'a str,
-    /// Its value in this call.
+    /// The value of the parameter in this call.
     pub value: ParamValue<'a>,
 }
 

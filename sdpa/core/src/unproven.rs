@@ -31,7 +31,7 @@ pub struct Unproven {
 pub enum Untested {
     /// There is no ledger for this library and device.
     Everything,
-    /// The ledger has too few right results with these features, or with these pairs of features.
+    /// The ledger has too few right results for these features, or for these pairs of features.
     Features(Vec<String>),
 }
 

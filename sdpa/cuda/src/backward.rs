@@ -23,7 +23,7 @@ pub struct Along {
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter. The gradient is dense over them; there are none for a scalar. For a table, its extents.
+    /// The axes of the parameter, over which its gradient is dense. A scalar has no axes; for a table, these are its extents.
     pub axes: Axes,
     /// For each read of a table, two root indices of [`Backward::gradient`]: the gradient of the read, and the position of the element to
     /// which it is added.

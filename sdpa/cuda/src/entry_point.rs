@@ -6,7 +6,7 @@ use std::fmt::{self, Display};
 /// A `__global__` function of a kernel source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryPoint {
-    /// Computes the forward pass; both families have it.
+    /// Computes the forward pass, in both families.
     Forward,
     /// Lists the query tiles for the forward kernel, for packed sequences and split-KV. It runs before that kernel.
     TileList,

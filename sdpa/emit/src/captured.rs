@@ -6,7 +6,7 @@ use sdpa_core::DType;
 use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
-/// The declared parameters that the traces of score_mods and masks read, each name once. It emits these traces as functions.
+/// The declared parameters that the traces of score_mods and masks read, each name once. Its methods emit these traces as functions.
 #[derive(Clone, Debug, Default)]
 pub struct Captured {
     params: Vec<Declared>,

@@ -302,7 +302,7 @@ impl Builder {
 }
 
 impl Declared {
-    /// Declares a scalar with its default.
+    /// Creates the declaration of a scalar with its default value.
     pub fn scalar(name: &str, default: f32) -> Declared {
         Declared { name: name.to_owned(), kind: ParamKind::Scalar, default: Some(default) }
     }

@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 pub enum Precision {
     /// In f64: floats are never rounded to a narrower type.
     F64,
-    /// Rounds the result of every function to its type.
+    /// In the types of the trace: the result of every function is rounded to its type.
     F32,
 }
 

@@ -115,17 +115,17 @@ macro_rules! functions {
             /// Every function, in declaration order.
             pub const ALL: &'static [$name] = &[$($name::$variant,)*];
 
-            /// Returns a description of its result.
+            /// Returns a description of the function's result.
             pub fn about(self) -> &'static str {
                 match self { $($name::$variant => $doc.trim_ascii(),)* }
             }
 
-            /// Returns its notation in texts.
+            /// Returns the notation of the function in the text form of expressions.
             pub fn spelling(self) -> Spelling {
                 match self { $($name::$variant => $spelling,)* }
             }
 
-            /// Returns its argument and result types.
+            /// Returns the argument and result types of the function.
             pub fn kind(self) -> Kind {
                 match self { $($name::$variant => $kind,)* }
             }
