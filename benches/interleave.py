@@ -1,7 +1,8 @@
 """interleave.py OLD NEW OUT [SECONDS]: times of the native CUDA kernels of two builds of `device`, call by call in turn.
 
-Each build is a process of its own, on the same GPU. OUT gets a JSON line for each problem, with the median of both times in ms, their ratio NEW ÷ OLD, and
-the median and quartiles of the ratios of neighbouring measurements. No problem begins after SECONDS (default 120).
+Four processes run on the same GPU, started in the order OLD, NEW, NEW, OLD, because times also depend on where a process has its memory: two processes of
+one build differ by up to 4 %. OUT gets a JSON line for each problem: the median of both builds in ms, their ratio NEW ÷ OLD, `null`, the ratio of the two
+processes of OLD, and the median and quartiles of the ratios of neighbouring measurements. No problem begins after SECONDS (default 120).
 """
 import json
 import statistics
@@ -64,23 +65,26 @@ class Build:
 
 
 def main(old, new, out, seconds="120"):
-    builds, began = (Build(old), Build(new)), time.time()
+    builds, began = [Build(binary) for binary in (old, new, new, old)], time.time()
     with open(out, "w") as file:
         for question in PROBLEMS:
             if time.time() - began > float(seconds):
                 print("no time is left for the other problems")
                 break
             first = [build.ms(question, 3) for build in builds]
-            calls, times = max(3, int(MEASURED_MS / first[0])), ([], [])
+            calls, times = max(3, int(MEASURED_MS / first[0])), [[] for _ in builds]
             for turn in range(ROUNDS):
-                for which in (0, 1) if turn % 2 == 0 else (1, 0):
+                for which in range(4) if turn % 2 == 0 else reversed(range(4)):
                     times[which].append(builds[which].ms(question, calls))
-            before, after = map(statistics.median, times)
-            low, middle, high = statistics.quantiles((y / x for x, y in zip(*times)), n=4)
-            row = question | dict(calls=calls, before_ms=before, after_ms=after, ratio=after / before, paired=middle, low=low, high=high)
+            before, after = times[0] + times[3], times[1] + times[2]
+            ratio = statistics.median(after) / statistics.median(before)
+            null = statistics.median(times[3]) / statistics.median(times[0])
+            low, middle, high = statistics.quantiles((y / x for x, y in zip(before, after)), n=4)
+            medians = dict(before_ms=statistics.median(before), after_ms=statistics.median(after))
+            row = question | medians | dict(calls=calls, ratio=ratio, null=null, paired=middle, low=low, high=high)
             file.write(json.dumps(row) + "\n")
             file.flush()
-            print(f"{after / before:.4f}, paired {middle:.4f} [{low:.4f} {high:.4f}], {before:.4f} ms", question, flush=True)
+            print(f"{ratio:.4f}, null {null:.4f}, paired {middle:.4f} [{low:.4f} {high:.4f}], {before[0]:.4f} ms", question, flush=True)
 
 
 if __name__ == "__main__":
