@@ -71,7 +71,7 @@ pub enum BindingError {
         name: String,
     },
     /// A value is bound to a tensor that the caller cannot bind, or that needs the other kind of value (device memory or a scalar).
-    #[error("{id}: not a tensor that this plan takes {what}")]
+    #[error("{id}: got {what} a tensor for which this plan expects none")]
     Unknown {
         /// The id of the tensor.
         id: TensorId,
@@ -109,7 +109,7 @@ pub enum BindingError {
         alignment: u32,
     },
     /// The scalar has another element type than the tensor.
-    #[error("{name}: a {given} is bound, the tensor is {wanted}")]
+    #[error("{name}: got a scalar of type {given}, expected {wanted}")]
     WrongType {
         /// The name of the tensor.
         name: String,

@@ -71,7 +71,7 @@ pub enum Error {
         rule: String,
     },
     /// A plan or a graph was used on another device than the one for which it was made.
-    #[error("the plan is of {}, the handle of device {handle}", Of(*.plan))]
+    #[error("the plan was made for {}, the handle is of device {handle}", Of(*.plan))]
     OtherDevice {
         /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,

@@ -10,7 +10,7 @@ pub enum Error {
     #[error("{}", .0.iter().map(Reason::to_string).collect::<Vec<_>>().join("; "))]
     Unsupported(Vec<Reason>),
     /// The Metal compiler cannot compile a kernel: a bug of the kernels.
-    #[error("{entry} does not compile: {text}")]
+    #[error("the kernel {entry} does not compile, please report it: {text}")]
     Compile {
         /// The name of the kernel.
         entry: &'static str,
@@ -30,7 +30,7 @@ pub enum Error {
         rule: String,
     },
     /// The system cannot allocate memory or create a command object.
-    #[error("{what}: Metal returned none")]
+    #[error("Metal could not create {what}; memory may be exhausted")]
     Exhausted {
         /// The resource that could not be created.
         what: String,

@@ -18,7 +18,7 @@ pub enum Unavailable {
     #[error("Metal has no default device for this process")]
     NoGpu,
     /// The system does not support the MSL version of the kernels.
-    #[error("the system is {system}: kernels are MSL 3.1, which begins with {needs}")]
+    #[error("the system is {system}, expected {needs} or newer: the kernels need MSL 3.1")]
     System {
         /// The version of the system.
         system: String,

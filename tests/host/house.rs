@@ -337,7 +337,7 @@ fn rows<T>(names: &[Named<T>]) -> String {
 #[test]
 fn the_library_has_its_page() {
     let page = std::fs::read_to_string(repository("docs/expressions.md")).unwrap();
-    let (score_mods, masks) = ("| score_mod | a score becomes |\n|---|---|\n", "| mask | keeps |\n|---|---|\n");
+    let (score_mods, masks) = ("| score_mod | modified score |\n|---|---|\n", "| mask | keys that query q attends to |\n|---|---|\n");
     let (before, rest) = page.split_once(score_mods).unwrap();
     let (_, after) = rest.split_once("\nOn the command line and in problems").unwrap();
     let (score_mods, masks) = (format!("{score_mods}{}", rows(SCORE_MODS)), format!("{masks}{}", rows(MASKS)));

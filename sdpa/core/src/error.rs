@@ -111,7 +111,7 @@ pub enum Reason {
     Absent(String),
     /// The check could not be completed, because memory ran out, or the driver or a compilation failed. A later attempt may succeed. The
     /// problem is not known to be unsupported; preparing it returns the error itself.
-    #[error("it could not be asked: {0}")]
+    #[error("could not check whether the problem is supported: {0}")]
     Failed(String),
 }
 

@@ -30,7 +30,7 @@ pub enum PayloadError {
     #[error("the header line cannot be parsed ({0}); expected bytes from `Planned::to_bytes`")]
     Head(String),
     /// Another release of this crate wrote the bytes.
-    #[error("version {found}, this reads {known}")]
+    #[error("got format version {found}, expected {known}; build the plans again with this release")]
     Version {
         /// The format version of the bytes.
         found: u32,
@@ -38,7 +38,7 @@ pub enum PayloadError {
         known: u32,
     },
     /// A plan in the bytes is for another graph than the one that the lowering returns now.
-    #[error("{name} is the plan of another graph: of another release, or of another pass")]
+    #[error("{name}: the plan was built for another graph, by another release or for another pass; build it again")]
     Graph {
         /// The role of the plan in its pass.
         name: String,

@@ -32,7 +32,7 @@ pub enum InterpError {
         blocks: i64,
     },
     /// The interpreter does not define this op or option.
-    #[error("{at}: {what} is not defined here")]
+    #[error("{at}: the interpreter does not support {what}")]
     NotDefined {
         /// The op, as printed.
         at: String,
@@ -62,7 +62,7 @@ pub enum BindingError {
         name: String,
     },
     /// The result of a random number generator has no value. Random bits depend on the library, so the caller must pass them.
-    #[error("{tensor} {name:?} holds random numbers, which the caller gives: {at}")]
+    #[error("{at}: {tensor} {name:?} holds random numbers, which the interpreter cannot generate; pass its value as an input")]
     RandomBits {
         /// The tensor.
         tensor: TensorId,
@@ -72,7 +72,9 @@ pub enum BindingError {
         at: String,
     },
     /// The dropout op does not output its random numbers, so the caller cannot pass them.
-    #[error("dropout needs an rng_dump, by which the caller gives its random numbers: {at}")]
+    #[error(
+        "{at}: dropout has no rng_dump, and the interpreter cannot generate its random numbers; add an rng_dump and pass its value as an input"
+    )]
     HiddenRandomBits {
         /// The op, as printed.
         at: String,
@@ -92,7 +94,7 @@ pub enum BindingError {
         tensor: TensorId,
     },
     /// The extents of the value differ from those of the tensor.
-    #[error("{tensor} {name:?} is {want:?}, its value {got:?}")]
+    #[error("{tensor} {name:?}: got a value with extents {got:?}, expected {want:?}")]
     Extents {
         /// The tensor.
         tensor: TensorId,
@@ -104,7 +106,7 @@ pub enum BindingError {
         got: Vec<i64>,
     },
     /// The number of elements of the value differs from the product of its extents.
-    #[error("{tensor} {name:?} has {want} elements, its value {got}")]
+    #[error("{tensor} {name:?}: got a value of {got} elements, expected {want}")]
     Elements {
         /// The tensor.
         tensor: TensorId,
@@ -116,7 +118,7 @@ pub enum BindingError {
         got: usize,
     },
     /// An element of the value is not a valid integer or boolean.
-    #[error("element {index} of {tensor} {name:?} is {value}")]
+    #[error("element {index} of {tensor} {name:?}: got {value}, expected an element of the tensor's type")]
     Element {
         /// The tensor.
         tensor: TensorId,
@@ -128,7 +130,7 @@ pub enum BindingError {
         value: f64,
     },
     /// A result has more elements than the interpreter computes.
-    #[error("{tensor} {name:?} has more than {limit} elements")]
+    #[error("{tensor} {name:?} has more than {limit} elements, the limit of the interpreter")]
     TooLarge {
         /// The tensor.
         tensor: TensorId,
@@ -138,7 +140,7 @@ pub enum BindingError {
         limit: i64,
     },
     /// An attention op has more scores than the interpreter computes.
-    #[error("more than {limit} scores: {at}")]
+    #[error("{at}: more than {limit} scores, the limit of the interpreter")]
     HiddenTooLarge {
         /// The op, as printed.
         at: String,

@@ -23,7 +23,7 @@ pub enum ExprError {
         name: String,
     },
     /// The default of a scalar is missing or NaN.
-    #[error("parameter {name}: the default of a scalar is a number")]
+    #[error("parameter {name}: expected a default that is a number")]
     Default {
         /// The name of the parameter.
         name: String,

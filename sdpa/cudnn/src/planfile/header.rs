@@ -22,7 +22,7 @@ pub struct Header {
 #[non_exhaustive]
 pub enum Mismatch {
     /// The file was written with another version of cuDNN.
-    #[error("cudnn: the file has {file}, here is {here}")]
+    #[error("cudnn: the plan file was made for {file}, expected {here}")]
     Cudnn {
         /// The version of cuDNN in the file.
         file: String,
@@ -30,7 +30,7 @@ pub enum Mismatch {
         here: String,
     },
     /// The plans of the file are for another kind of device.
-    #[error("profile, {property}: the file has {file}, here is {here}")]
+    #[error("device profile, {property}: the plan file was made for {file}, expected {here}")]
     Profile {
         /// The property that differs, or `JSON` if a profile cannot be parsed.
         property: String,
@@ -40,7 +40,7 @@ pub enum Mismatch {
         here: String,
     },
     /// The file was written with another version of the lowering.
-    #[error("lowering: the file has {file}, here is {here}")]
+    #[error("lowering: the plan file has version {file}, expected {here}")]
     Lowering {
         /// The version of the lowering in the file.
         file: u32,

@@ -18,7 +18,7 @@ pub enum PlanFileError {
         source: io::Error,
     },
     /// The file does not begin with the magic number of plan files.
-    #[error("{} is not a file of plans", path.display())]
+    #[error("{} is not a plan file", path.display())]
     NotAPlanFile {
         /// The path of the file.
         path: PathBuf,
@@ -34,7 +34,7 @@ pub enum PlanFileError {
         known: u32,
     },
     /// The file is truncated: it ends before the last of its fields and records.
-    #[error("{} has {has} bytes, and needs {needs} for its {what}", path.display())]
+    #[error("{} is cut off: it has {has} bytes, and its {what} needs {needs}", path.display())]
     Truncated {
         /// The path of the file.
         path: PathBuf,
@@ -46,7 +46,7 @@ pub enum PlanFileError {
         has: u64,
     },
     /// A checksum in the file does not match its contents.
-    #[error("{} is damaged: the checksum of its {what} does not hold", path.display())]
+    #[error("{} is damaged: the checksum of its {what} does not match", path.display())]
     Damaged {
         /// The path of the file.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum PlanFileError {
         rule: String,
     },
     /// Every user may change or replace the file.
-    #[error("{} has mode {mode:04o}: everybody may write it, and plans are machine code", path.display())]
+    #[error("{} has mode {mode:04o}: every user may write to it, and plans are machine code; `chmod o-w` it", path.display())]
     Permissions {
         /// The path of the file or of its folder.
         path: PathBuf,
@@ -82,7 +82,7 @@ pub enum PlanFileError {
         mode: u32,
     },
     /// Another user may change or replace the file.
-    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
+    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code; use a file that you own", path.display())]
     Owner {
         /// The path of the file, or of a folder on the way to it.
         path: PathBuf,
