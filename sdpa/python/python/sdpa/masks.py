@@ -50,10 +50,18 @@ def _functions(mask_mods: tuple) -> None:
 
 
 class BlockMask:
-    """A mask for given numbers of batch entries, heads, queries and keys, as `create_block_mask` returns it. It does not store blocks."""
+    """A mask for given numbers of batch entries, heads, queries and keys, as `create_block_mask` returns it. It does not store blocks: `to_dense`,
+    `sparsity` and `to_string` compute them."""
+
+    # As many axes as a mask that is a tensor.
+    ndim = 4
 
     def __init__(self, mask: MaskMod, shape: tuple[int, int, int, int], block_size: tuple[int, int] = (_BLOCK, _BLOCK)):
-        self.mask, self._shape, self.BLOCK_SIZE = mask, tuple(shape), block_size
+        self._shape, self.BLOCK_SIZE = tuple(shape), block_size
+        self._set(mask)
+
+    def _set(self, mask: MaskMod) -> None:
+        self.mask = mask
         # The key of calls with it, without its tensors.
         self.known = mask.known, self._shape
 
@@ -64,17 +72,33 @@ class BlockMask:
 
     @property
     def mask_mod(self) -> Callable:
-        """The function that it was created from."""
+        """The function that it was created from. Assign another one to change the mask."""
         return self.mask.fn if self.mask.fn is not None else self.mask
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: Callable) -> None:
+        if type(self) is Slice:
+            self.__class__ = BlockMask
+        self._set(mask_mod if isinstance(mask_mod, MaskMod) else MaskMod(mask_mod))
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """Number of queries and keys."""
+        """Number of queries and keys. Assign others to change the mask's extents."""
         return self._shape[2], self._shape[3]
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: tuple[int, int]) -> None:
+        self._shape = (*self._shape[:2], *lengths)
+        if type(self) is not Slice:
+            self._set(self.mask)
 
     def contiguous(self) -> BlockMask:
         """Returns itself: transformers treats masks as tensors before it generates."""
         return self
+
+    def dim(self) -> int:
+        """Returns the number of axes, 4."""
+        return self.ndim
 
     def numel(self) -> int:
         """Number of (query, key), over all heads."""
@@ -87,20 +111,95 @@ class BlockMask:
 
     def to(self, device: Any) -> BlockMask:
         """Returns the mask with its tensors on another device."""
-        if all(str(t.source.device) == str(device) for t in self.mask.tensors):
+        import torch
+
+        device = torch.device(device)
+        if all(torch.as_tensor(t.source).device == device for t in self.mask.tensors):
             return self
-        raise one("block_mask.to", str(device), "a mask_mod whose tensors are on that device: move them and create the mask again")
+        moved = self.mask.over(tuple([torch.as_tensor(t.source).to(device) for t in self.mask.tensors]))
+        moved.fn = self.mask.fn
+        return BlockMask(moved, self._shape, self.BLOCK_SIZE)
 
     def __getitem__(self, index: Any) -> BlockMask:
-        raise one(
-            "block_mask",
-            f"a mask sliced by {index!r}",
-            "a whole mask: a slice of blocks does not say at which positions it begins. Create another with create_block_mask and a mask_mod shifted by "
-            "the start (`lambda b, h, q, k: mask_mod(b, h, q + offset, k)`), or use _adjust(q_len, kv_len)",
-        )
+        """Returns the extents of a part: an index or slice of batch entries, heads and query blocks. As in FlexAttention, a part has no function, because
+        positions in it begin at 0: assign `mask_mod` before use."""
+        import torch
+
+        index = index if isinstance(index, tuple) else (index,)
+        blocks = -(-self._shape[2] // self.BLOCK_SIZE[0])
+        if len(index) > 3 or any(at is None or at is Ellipsis for at in index):
+            raise one("block_mask[...]", repr(index), "at most three indices: batch entries, heads, query blocks")
+        counts = []
+        for at, n in zip((*index, *[slice(None)] * (3 - len(index))), (*self._shape[:2], blocks)):
+            at = slice(at, at + 1 or None) if isinstance(at, int) else at
+            counts.append(torch.arange(n)[at].numel())
+        queries = self._shape[2] if counts[2] == blocks else counts[2] * self.BLOCK_SIZE[0]
+        return Slice((*counts[:2], queries, self._shape[3]), self.BLOCK_SIZE)
+
+    def _states(self) -> Any:
+        from . import blocks
+
+        import torch
+
+        if self.mask.fn is None:
+            raise one("block_mask", "a mask made of text", "a mask made of a function: only a function can be evaluated here")
+        device = next((t.source.device for t in self.mask.tensors if isinstance(t.source, torch.Tensor)), torch.device("cpu"))
+        return blocks.computed(self.mask.fn, self._shape, self.BLOCK_SIZE, device)
+
+    def to_dense(self) -> Any:
+        """Returns 1 for every block with an attended pair: (batch, heads, query blocks, KV blocks), int32. It evaluates every pair."""
+        import torch
+
+        return (self._states() != 0).to(torch.int32)
+
+    def sparsity(self) -> float:
+        """Returns the percentage of blocks without an attended pair. It evaluates every pair."""
+        computed = self.to_dense().sum().item() * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1]
+        return 100.0 * (1.0 - computed / max(1, self.numel()))
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """Returns a picture in characters, per batch entry and head: `█` for computed blocks, a space for empty ones, `░` where a cell has both."""
+        dense = self.to_dense()
+        rows, columns = dense.shape[2:]
+        most = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        down, right = (max(1, -(-n // m)) for n, m in zip((rows, columns), most))
+        pictures = []
+        for n, (b, h) in enumerate([(b, h) for b in range(dense.shape[0]) for h in range(dense.shape[1])]):
+            if n == limit:
+                pictures.append("...\nmore with to_string(limit=N)")
+                break
+            lines = [f"({b}, {h})"]
+            for row in range(0, rows, down):
+                shares = [dense[b, h, row : row + down, column : column + right].float().mean().item() for column in range(0, columns, right)]
+                lines.append("".join(("█" if share == 1 else " " if share == 0 else "░") * 2 for share in shares))
+            pictures.append("\n".join(lines))
+        return "\n".join(pictures)
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, mask={str(self.mask)!r})"
+
+
+class Slice(BlockMask):
+    """A part of a block mask, until a function is assigned to its `mask_mod`."""
+
+    def __init__(self, shape: tuple[int, int, int, int], block_size: tuple[int, int]):
+        self._shape, self.BLOCK_SIZE = shape, block_size
+
+    @property
+    def mask(self) -> MaskMod:
+        """Raises: a part has no function yet."""
+        raise one(
+            "block_mask",
+            "a part of a mask",
+            "a mask_mod for its positions, which begin at 0: `part.mask_mod = lambda b, h, q, k: mask_mod(b, h, q + offset, k)`",
+        )
+
+    @mask.setter
+    def mask(self, mask: MaskMod) -> None:
+        raise AttributeError("assign mask_mod")
+
+    def __repr__(self) -> str:
+        return f"BlockMask(shape={self.shape}, no mask_mod yet)"
 
 
 def create_block_mask(
@@ -134,6 +233,8 @@ def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | No
         return block_mask
     if not isinstance(block_mask, BlockMask):
         block_mask = read(block_mask)
+        if block_mask is None:
+            return None
     b, h, q, k = block_mask.shape
     rule = "call create_block_mask for these lengths, or block_mask._adjust(q_len, kv_len), which keeps the upper left corner"
     wrong = []
@@ -147,31 +248,30 @@ def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | No
     return block_mask.mask
 
 
-def read(block_mask: Any) -> BlockMask:
-    """Reads a block mask of PyTorch through its function, if it was created from one."""
+def read(block_mask: Any) -> BlockMask | None:
+    """Reads a block mask of PyTorch. Its `mask_mod` is trusted if its blocks agree with it in a sample. Otherwise its blocks become a table. Returns None for
+    the mask of a single block that FlexAttention uses where a call has none."""
     there = getattr(block_mask, "_sdpa", None)
-    if there is not None and there.shape == tuple(block_mask.shape):
-        return there
+    if there is not None and there[0] is block_mask.mask_mod and there[1].shape[2:] == tuple(block_mask.seq_lengths):
+        return there[1]
     from torch.nn.attention import flex_attention as theirs
+
+    from . import blocks
 
     if not isinstance(block_mask, theirs.BlockMask):
         raise one("block_mask", type(block_mask).__name__, "a BlockMask from create_block_mask")
-    if block_mask.mask_mod is getattr(theirs, "_sliced_mask_mod_error", None):
-        raise one("block_mask", "a part of a BlockMask", "a whole mask: create another with create_block_mask")
-    shape = (1,) * (4 - len(block_mask.shape)) + tuple(block_mask.shape)
-    like = theirs.create_block_mask(
-        block_mask.mask_mod, *shape, device=block_mask.kv_num_blocks.device, BLOCK_SIZE=block_mask.BLOCK_SIZE
-    )
-    for name in ("kv_num_blocks", "full_kv_num_blocks"):
-        ours, own = getattr(like, name), getattr(block_mask, name)
-        none = lambda t: t is None or not bool(t.any())  # noqa: E731
-        if none(ours) != none(own) or (ours is not None and own is not None and not bool((ours == own).all())):
-            raise one(
-                "block_mask",
-                "blocks that differ from its mask_mod (BlockMask.from_kv_blocks)",
-                "a mask that its function defines: create_block_mask(mask_mod, ...), whose mask_mod reads the blocks as a tensor that was expanded over "
-                "queries and keys",
-            )
-    made = BlockMask(MaskMod(block_mask.mask_mod), shape, block_mask.BLOCK_SIZE)
-    block_mask._sdpa = made
+    mask_mod, lengths, size = block_mask.mask_mod, tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+    if lengths == (1, 1) and min(size) >= 2**30 and mask_mod is theirs.noop_mask:
+        return None
+    state = blocks.states(block_mask)
+    state = state.reshape(*(1,) * (4 - state.dim()), *state.shape)
+    if mask_mod is getattr(theirs, "_sliced_mask_mod_error", None):
+        if bool((state == blocks.PARTIAL).any()):
+            rule = "a mask_mod for its positions, which begin at 0: `part.mask_mod = lambda b, h, q, k: mask_mod(b, h, q + offset, k)`"
+            raise one("block_mask", "a part of a BlockMask with partial blocks", rule)
+        mask_mod = None
+    if mask_mod is None or not blocks.agree(state, mask_mod, lengths, size):
+        mask_mod = blocks.with_blocks(state, mask_mod, size)
+    made = BlockMask(MaskMod(mask_mod), (*state.shape[:2], *lengths), size)
+    block_mask._sdpa = block_mask.mask_mod, made
     return made
