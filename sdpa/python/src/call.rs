@@ -23,6 +23,7 @@ pub(crate) enum Value {
 pub(crate) struct Call<'a> {
     /// Addresses of the operands in the order of the pass: `q k v o`, and then `d_o dq dk dv`.
     pub(crate) operands: &'a [u64],
+    /// The address of stats. The maxima of rows, if the pass has them, come after the stats in the same memory.
     pub(crate) stats: Option<u64>,
     pub(crate) values: &'a [(&'a str, Value)],
     /// Addresses of the gradients, in the order in which they were requested.
@@ -103,6 +104,12 @@ impl Call<'_> {
         self.operands.get(n).copied().ok_or_else(|| wrong("operands", self.operands.len(), "those of the pass"))
     }
 
+    /// Returns the address of the maxima of rows, if the pass has them.
+    fn row_max(&self, problem: &Problem) -> Option<u64> {
+        let rows = u64::try_from(problem.stats_elements()).unwrap_or(0);
+        self.stats.filter(|_| problem.row_max()).map(|address| address + DType::F32.bytes(rows))
+    }
+
     fn with_params<R>(&self, run: impl FnOnce(&[Param<'_>]) -> Result<R, Error>) -> Result<R, Error> {
         let mut kept: Vec<Vec<bool>> = vec![Vec::new(); self.values.len()];
         let mut params: Vec<Param<'_>> = Vec::with_capacity(self.values.len());
@@ -137,7 +144,11 @@ impl Call<'_> {
                     at(2, problem.v())?,
                     elements_mut(dtype, self.operand(3)?, length(problem.o()))?,
                 )
-                .statistics([self.stats.map(|address| write(address, rows)).transpose()?, None, None])
+                .statistics([
+                    self.stats.map(|address| write(address, rows)).transpose()?,
+                    self.row_max(problem).map(|address| write(address, rows)).transpose()?,
+                    None,
+                ])
                 .attn_scale(self.scale)
                 .params(params),
             )
@@ -203,7 +214,10 @@ impl Call<'_> {
         let call = DeviceCall {
             operands,
             stats: self.stats.map(|address| DeviceSlice { address, bytes: bytes(DType::F32, rows) }),
-            row_max: None,
+            row_max: self
+                .row_max(problem)
+                .filter(|_| backward.is_none())
+                .map(|address| DeviceSlice { address, bytes: bytes(DType::F32, rows) }),
             sum_exp: None,
             amax: &[],
             attn_scale: self.scale,

@@ -4,7 +4,7 @@ use crate::error::{of, one};
 use crate::plan::{Asked, Plan};
 use pyo3::prelude::*;
 use sdpa::expr::{Axes, Declared, ParamKind};
-use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, TensorSpec};
+use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, Shape, TensorSpec};
 use serde::Deserialize;
 
 /// The JSON text of a program.
@@ -32,6 +32,12 @@ struct Written {
     /// The name of the executor; absent: automatic selection.
     #[serde(default)]
     executor: Option<String>,
+    /// The probability of dropout, whose seed and offset are the last two tensors.
+    #[serde(default)]
+    dropout: Option<f32>,
+    /// Whether a forward pass also writes each row's maximum, after its stats.
+    #[serde(default)]
+    max_scores: bool,
 }
 
 /// Extents, strides and alignment of a tensor, as Python passes them.
@@ -83,7 +89,7 @@ impl Program {
         let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 1, seq_kv: 1, dim_qk: 8, dim_v: 8 };
         let of_any = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
         let mut spec = of_any.with_score_mods(self.score_mods.clone()).with_masks(self.masks.clone());
-        spec.sink = self.written.sink;
+        (spec.sink, spec.dropout) = (self.written.sink, self.dropout());
         let problem = spec.backward().validate().map_err(|e| of(e.into()))?;
         Ok(problem.params().iter().map(parameter).collect())
     }
@@ -106,7 +112,8 @@ impl Program {
         };
         let mut spec =
             AttentionSpec::strided(named(dtype)?, [q, k, v], o).with_score_mods(self.score_mods.clone()).with_masks(self.masks.clone());
-        (spec.sink, spec.stats) = (self.written.sink, stats);
+        (spec.sink, spec.stats, spec.dropout) = (self.written.sink, stats, self.dropout());
+        spec.row_max = self.written.max_scores && rest.is_empty();
         let asked = match *rest {
             [] => Asked::Forward(Box::new(spec.validate().map_err(|e| of(e.into()))?)),
             [d_o, dq, dk, dv] => {
@@ -120,6 +127,12 @@ impl Program {
             _ => return Err(one("tensors", tensors.len(), "4 in a forward pass, 8 in a backward pass")),
         };
         Plan::new(py, asked, device, self.executor, (self.written.tensors.clone(), self.written.scalars.clone()))
+    }
+}
+
+impl Program {
+    fn dropout(&self) -> Option<Dropout> {
+        self.written.dropout.map(Dropout::new)
     }
 }
 

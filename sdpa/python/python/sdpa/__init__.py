@@ -21,17 +21,17 @@ __version__ = _native.__version__
 
 __all__ = [
     "BlockMask", "EnvironmentError", "MaskMod", "Scalar", "ScoreMod", "SpecError", "TracingError", "UnsupportedError",
-    "and_masks", "array", "attach_plans", "cache_report", "clear_kernel_cache", "create_block_mask", "explain", "flex_attention", "kernel_cache", "noop_mask", "or_masks", "save_plans", "scalar", "set_kernel_cache", "show",
+    "and_masks", "array", "attach_plans", "cache_report", "clear_kernel_cache", "create_block_mask", "explain", "flex_attention", "kernel_cache", "noop_mask", "or_masks", "save_plans", "scalar", "set_kernel_cache", "show", "use",
 ]  # fmt: skip
 
-_LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture", "attach_plans": "plans", "save_plans": "plans"}
+_LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture", "attach_plans": "plans", "save_plans": "plans", "use": "provider"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the names that need PyTorch on first access."""
     import importlib
 
-    if name in ("numpy", "transformers", "flex", "op", "report", "picture", "plans", "speed"):
+    if name in ("numpy", "transformers", "flex", "op", "report", "picture", "plans", "provider", "speed"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

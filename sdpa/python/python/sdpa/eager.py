@@ -27,6 +27,7 @@ _look, _run = EXCHANGE.look, EXCHANGE.run
 try:
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
     from torch._C import _is_any_autocast_enabled as autocast
+    from torch._C._autograd import _profiler_enabled
     from torch._C._functorch import maybe_current_level
 except ImportError:  # of a PyTorch that has none of these: the operator serves it
 
@@ -40,9 +41,9 @@ except ImportError:  # of a PyTorch that has none of these: the operator serves 
 else:
 
     def alone() -> bool:
-        """Returns true if no compiler, mode or transform is active."""
+        """Returns true if no compiler, mode, transform or profiler is active. A profiler sees the operator by its name."""
         modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
-        return not modes and maybe_current_level() is None and forward_ad._current_level < 0 and _get_tracing_state() is None
+        return not modes and maybe_current_level() is None and forward_ad._current_level < 0 and _get_tracing_state() is None and not _profiler_enabled()
 
 
 def _like(tensor: torch.Tensor) -> tuple:
@@ -73,8 +74,10 @@ class Forward(Way):
         super().__init__(plan, o.device)
         self.program, self.mode, self.with_stats, self.wrt, self.reads, self.extents, self.scale = program, mode, stats, wrt, reads, extents, scale
         self.dtype, (self.o, self.of) = o.dtype, _like(o)
-        # Extents and strides of stats.
-        self.rows = extents[:3], (extents[1] * extents[2], extents[2], 1)
+        # Extents and strides of the row statistics.
+        self.maxima = '"max_scores":' in program
+        b, h, q = extents[:3]
+        self.rows = ((2, b, h, q), (b * h * q, h * q, q, 1)) if self.maxima else ((b, h, q), (h * q, q, 1))
         self.backward: dict[Any, Any] = {}
 
     def read(self, score: Kept | None, mask: Kept | None, sources: tuple) -> tuple:
@@ -114,14 +117,16 @@ class Backward(Way):
 _WAYS: dict[tuple, Any] = {}
 # Marks calls that the operator handles: operands that need copies, or one parameter of both a score_mod and a mask.
 _OPERATOR = object()
+# Marks calls whose keys and values have batch 1 and are expanded first.
+_EXPAND = object()
 
 
 def attend(
     query: Any, key: Any, value: Any, score: Kept | None, sources: tuple, block_mask: Any, scale: float | None, gqa: bool | None, stats: bool, sink: Any,
-    executor: str | None,
+    executor: str | None, dropout: tuple = (), maxima: bool = False,
 ) -> tuple | None:
     """Returns the output, and stats if requested, or None if the operator must handle the call. `sources` are the tensors that `score` reads. `gqa` is None if
-    the caller has checked the heads."""
+    the caller has checked the heads. `dropout` has its probability, seed and offset. With `maxima`, the statistics include the maxima of the scores."""
     if not alone():
         return None
     mask = block_mask.mask if isinstance(block_mask, BlockMask) else block_mask
@@ -129,18 +134,20 @@ def attend(
         sources = (*sources, *[t.source for t in mask.tensors])
     if sink is not None:
         sources = (*sources, sink)
+    if dropout:
+        sources = (*sources, *dropout[1:])
     layouts = _look((query, key, value, *sources) if sources else (query, key, value))
     if layouts is None:
         return None
     kind = (
         layouts, None if score is None else score.known, None if mask is None else block_mask.known, sink is not None, gqa, stats, is_grad_enabled(),
-        are_deterministic_algorithms_enabled(), executor,
+        are_deterministic_algorithms_enabled(), executor, dropout[:1], maxima,
     )  # fmt: skip
     way = _WAYS.get(kind)
     if way is None:
         if score is not None and score.tensors:
             score = score.over(sources)
-        way = _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor)
+        way = _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor, dropout, maxima)
         while len(_WAYS) >= _MOST:
             try:
                 _WAYS.pop(next(iter(_WAYS)), None)
@@ -149,6 +156,10 @@ def attend(
         _WAYS[kind] = way
     if way is _OPERATOR:
         return None
+    if way is _EXPAND:
+        key, value = op.expanded(query, key, value)
+        sources = sources[: 0 if score is None else len(score.tensors)]
+        return attend(query, key, value, score, sources, block_mask, scale, gqa, stats, sink, executor, dropout, maxima)
     if score is not None and score.ranges is not None:
         score.check(way.extents, sources[: len(score.tensors)], span)
     if mask is not None and mask.ranges is not None:
@@ -172,23 +183,27 @@ def _how(source: torch.Tensor, read: torch.Tensor) -> int:
     return _AS_IT_IS if read is source else _BOUND
 
 
-def _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor) -> Any:
+def _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor, dropout, maxima) -> Any:
     """Validates a call of a new kind and returns its prepared work."""
     from .flex import _no_gradient, _shapes
 
     op.mistakes(query, key, value)
+    if query.shape[0] != 1 and 1 in (key.shape[0], value.shape[0]):
+        return _EXPAND
     if gqa is not None:
         _shapes(query, key, value, gqa)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     mask_of(block_mask, extents)
-    program, tensors, scalars = joined(score, mask, sink is not None, are_deterministic_algorithms_enabled(), executor)
+    deterministic = are_deterministic_algorithms_enabled()
+    program, tensors, scalars = joined(score, mask, sink is not None, deterministic, executor, *(dropout[:1] or (0.0,)), maxima)
     apart = [kept for kept in (score, mask) if kept is not None]
     if len(tensors) != sum(len(kept.tensors) for kept in apart) or len(scalars) != sum(len(kept.scalars) for kept in apart):
         return _OPERATOR
     if query.device.type == "meta" or not (op.is_dense(query) and op.is_dense(key) and op.is_dense(value)):
         return _OPERATOR
-    sources = [t.source for t in tensors] + ([sink] if sink is not None else [])
-    params = [bound(t, extents, query.device) for t in tensors] + ([sink.contiguous()] if sink is not None else [])
+    after = ([sink] if sink is not None else []) + list(dropout[1:])
+    sources = [t.source for t in tensors] + after
+    params = [bound(t, extents, query.device) for t in tensors] + [x.contiguous() for x in after]
     wrt = [n for n, t in enumerate(params) if is_grad_enabled() and t.requires_grad]
     if wrt and mask is not None:
         _no_gradient(mask, params, tensors)
@@ -234,7 +249,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple, q: Any, k: Any, v: Any, *params: Any) -> Any:
         way, scale, scalars = ctx.call = call
         o, stats = way.run(q, k, v, params, scalars, scale)
-        ctx.save_for_backward(q, k, v, o, stats, *params)
+        ctx.save_for_backward(q, k, v, o, stats[0] if way.maxima else stats, *params)
         if not way.with_stats:
             return o
         ctx.set_materialize_grads(False)
@@ -246,6 +261,9 @@ class Attention(torch.autograd.Function):
         q, k, v, o, stats, *params = ctx.saved_tensors
         if d_o is None and d_stats is None:
             return (None,) * (4 + len(params))
+        if way.maxima and d_stats is not None:
+            # The maxima have no gradient.
+            d_stats = d_stats[0]
         made = None
         if d_stats is None and not is_grad_enabled():
             made = _gradients(way, d_o, q, k, v, o, stats, tuple(params), scalars, scale)

@@ -18,7 +18,7 @@ from .follow import followed
 from .guards import kept
 from .masks import BlockMask, mask_of, read
 from .mods import Kept, MaskMod, ScoreMod, joined, named
-from .op import PLAIN, STATS, TRAIN, factor, mistakes, usual
+from .op import PLAIN, STATS, TRAIN, expanded, factor, mistakes, usual
 
 try:
     from torch.nn.attention.flex_attention import AuxOutput
@@ -70,8 +70,7 @@ def flex_attention(
         _SAID.add("kernel_options")
         warnings.warn("kernel_options are of Triton's kernels and are ignored; said once", stacklevel=2)
     return_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
-    if return_aux is not None and getattr(return_aux, "max_scores", None):
-        raise one("return_aux.max_scores", "True", "False: row maxima are not returned")
+    maxima = return_aux is not None and bool(getattr(return_aux, "max_scores", None))
     if is_compiling():
         query, key, value = _autocast(query, key, value)
     else:
@@ -82,12 +81,14 @@ def flex_attention(
             score_mod, sources = kept(ScoreMod, score_mod)
         if block_mask is not None and not isinstance(block_mask, _MASKS):
             block_mask = read(block_mask)
-        made = eager.attend(query, key, value, score_mod, sources, block_mask, scale, enable_gqa, return_lse, None, executor)
+        rows = return_lse or maxima
+        made = eager.attend(query, key, value, score_mod, sources, block_mask, scale, enable_gqa, rows, None, executor, (), maxima)
         if made is not None:
-            return made[0] if return_aux is None and not return_lse else _told(*made, return_lse, return_aux)
+            return made[0] if return_aux is None and not return_lse else _results(*made, return_lse, return_aux)
         if score_mod is not None and score_mod.tensors:
             score_mod = score_mod.over(sources)
     mistakes(query, key, value)
+    key, value = expanded(query, key, value)
     _shapes(query, key, value, enable_gqa)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
@@ -96,14 +97,16 @@ def flex_attention(
         mask = mask_of(block_mask, extents)
     else:
         mask = _mask_outside(block_mask, extents)
-    o, lse = _by_operator(query, key, value, score_mod, mask, scale, return_lse, None, executor)
-    return _told(o, lse, return_lse, return_aux)
+    o, rows = _by_operator(query, key, value, score_mod, mask, scale, return_lse or maxima, None, executor, (), maxima)
+    return _results(o, rows, return_lse, return_aux)
 
 
-def _told(o: torch.Tensor, lse: torch.Tensor | None, return_lse: bool, return_aux: Any) -> Any:
-    if return_aux is not None:
-        return o, AuxOutput(lse=lse if return_lse else None, max_scores=None)
-    return (o, lse) if return_lse else o
+def _results(o: torch.Tensor, rows: torch.Tensor | None, return_lse: bool, return_aux: Any) -> Any:
+    if return_aux is None:
+        return (o, rows) if return_lse else o
+    maxima = rows[1].detach() if return_aux.max_scores else None
+    lse = None if not return_lse else rows if maxima is None else rows[0]
+    return o, AuxOutput(lse=lse, max_scores=maxima)
 
 
 def attend(
@@ -117,21 +120,33 @@ def attend(
     stats: bool = False,
     sink: torch.Tensor | None = None,
     executor: str | None = None,
+    dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs attention with traced score_mods and masks. Returns the output, and stats if requested."""
+    """Runs attention with traced score_mods and masks. Returns the output, and stats if requested. `dropout` is the probability that a weight becomes 0; the
+    seed comes from PyTorch's generator of the device."""
     if executor is not None:
         named(executor)
     if scale is not None and type(scale) is not float:
         scale = factor(scale)
     sources = () if score_mod is None else score_mod.sources
-    made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink, executor)
-    return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink, executor)
+    drop = () if not dropout else (float(dropout), *_seed(query.device))
+    made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink, executor, drop)
+    return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink, executor, drop)
 
 
-def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any, executor: str | None) -> tuple:
+def _seed(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws the seed of a call's dropout; the offset is 0."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _by_operator(
+    query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any, executor: str | None,
+    dropout: tuple = (), maxima: bool = False,
+) -> tuple:
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    program, tensors, scalars = joined(score_mod, mask, sink is not None, torch.are_deterministic_algorithms_enabled(), executor)
-    params = [bound(t, extents, query.device, later=True) for t in tensors] + ([sink] if sink is not None else [])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    program, tensors, scalars = joined(score_mod, mask, sink is not None, deterministic, executor, *(dropout[:1] or (0.0,)), maxima)
+    params = [bound(t, extents, query.device, later=True) for t in tensors] + ([sink] if sink is not None else []) + list(dropout[1:])
     for traced in (score_mod, mask):
         if traced is not None and traced.ranges is not None:
             traced.check(extents, traced.sources, span)
@@ -180,7 +195,7 @@ def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_
     errors = []
     if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
         sizes = (query.shape[0], key.shape[0], value.shape[0])
-        errors.append(("batch of query, key, value", sizes, "equal batches: expand keys and values of batch 1"))
+        errors.append(("batch of query, key, value", sizes, "equal batches, or keys and values of batch 1"))
     if key.shape[1] != value.shape[1]:
         errors.append(("heads of value", value.shape[1], f"{key.shape[1]}, as the key"))
     if key.shape[2] != value.shape[2]:

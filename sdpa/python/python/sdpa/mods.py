@@ -156,18 +156,29 @@ def named(executor: Any) -> None:
         raise one("executor", repr(executor), f"one of {', '.join(EXECUTORS)}, or None for the first that supports the call")
 
 
+# Tensors that come after those of the functions, in this order.
+SINK, DROPOUT = "sink", ("dropout_seed", "dropout_offset")
+
+
 def joined(
-    score_mod: Kept | None, mask: Kept | None, sink: bool = False, deterministic: bool = False, executor: str | None = None
+    score_mod: Kept | None,
+    mask: Kept | None,
+    sink: bool = False,
+    deterministic: bool = False,
+    executor: str | None = None,
+    dropout: float = 0.0,
+    max_scores: bool = False,
 ) -> tuple[str, tuple, tuple]:
     """Returns the text of a program, and the tensors and scalars of each of its calls. The caller has checked the executor's name."""
     tensors = _once(score_mod.tensors if score_mod else (), mask.tensors if mask else ())
     scalars = _once(score_mod.scalars if score_mod else (), mask.scalars if mask else ())
-    names = [t.name for t in tensors] + (["sink"] if sink else [])
+    names = [t.name for t in tensors] + ([SINK] if sink else []) + (list(DROPOUT) if dropout else [])
     text = (
         '{"score_mods":[' + (score_mod.quoted if score_mod else "") + '],"masks":[' + (mask.quoted if mask else "")
         + '],"tensors":[' + ",".join(['"' + name + '"' for name in names]) + '],"scalars":[' + ",".join(['"' + s.name + '"' for s in scalars]) + "]"
         + (',"sink":true' if sink else "") + (',"deterministic":true' if deterministic else "")
-        + ("" if executor is None else ',"executor":"' + executor + '"') + "}"
+        + ("" if executor is None else ',"executor":"' + executor + '"')
+        + (f',"dropout":{dropout!r}' if dropout else "") + (',"max_scores":true' if max_scores else "") + "}"
     )
     return text, tensors, scalars
 

@@ -10,11 +10,13 @@ import warnings
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from . import _native
 from .bind import narrowed
 from .errors import SpecError, UnsupportedError, one
 from .exchange import DTYPES
+from .mods import DROPOUT
 from .mods import program as read
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,10 +68,21 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, shape: tuple) -> torch.Tensor:
-    """Allocates a dense result whose axes have the order of the tensor's: (batch, seq, head, dim) or (batch, head, seq, dim)."""
-    if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
-    return tensor.new_empty(shape)
+    """Allocates a result whose last axis is dense and whose other axes have the order of the tensor's, an expanded axis outermost."""
+    order = sorted(range(3), key=lambda n: (tensor.stride(n) != 0, -tensor.stride(n)))
+    if order == [0, 1, 2]:
+        return tensor.new_empty(shape)
+    made = tensor.new_empty([shape[n] for n in order] + [shape[3]])
+    return made.permute([order.index(n) for n in range(3)] + [3])
+
+
+def _output(query: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Allocates an output in the query's memory order, if the last axis is not dense there."""
+    if is_dense(query):
+        return None
+    order = sorted(range(4), key=lambda n: (query.stride(n) != 0, -query.stride(n)))
+    shape = (*query.shape[:3], dim)
+    return query.new_empty([shape[n] for n in order]).permute([order.index(n) for n in range(4)])
 
 
 def _strides(tensor: torch.Tensor) -> tuple:
@@ -111,6 +124,13 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             errors.append((f"{name} layout", x.layout, "strided"))
     if errors:
         raise SpecError(errors)
+
+
+def expanded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys and values for the query's batch: those of batch 1 are expanded, without a copy."""
+    batch = query.shape[0]
+    one = [x.shape[0] == 1 and batch != 1 for x in (key, value)]
+    return tuple(x.expand(batch, -1, -1, -1) if once else x for x, once in zip((key, value), one))  # type: ignore[return-value]
 
 
 def usual(dim: int) -> float:
@@ -205,6 +225,17 @@ def _names(program: str) -> list[str]:
     return json.loads(program)["tensors"]
 
 
+def _narrowed(params: list, program: str) -> list:
+    """Returns the parameters with int64 converted to int32, but for seed and offset of dropout."""
+    own = len(params) - (len(DROPOUT) if '"dropout":' in program else 0)
+    return [narrowed(t, f"params[{n}]") if n < own else t for n, t in enumerate(params)]
+
+
+def rows(shape: tuple, program: str) -> tuple:
+    """Returns the shape of the row statistics of a forward pass: stats, or stats and the maxima of the scores."""
+    return (2, *shape[:3]) if '"max_scores":' in program else tuple(shape[:3])
+
+
 def _wrt(program: str, params: list, wrt: list[int], device: torch.device, dtype: torch.dtype) -> tuple:
     """Returns names and element types of the gradients of parameters. On a GPU those of f32 parameters are rounded to the type of the operands, as cuDNN
     does."""
@@ -266,22 +297,23 @@ def backward_plan(tensors: tuple, params: list, program: str, wrt: list) -> tupl
 
 def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
     mistakes(q, k, v)
-    params = [narrowed(t, f"params[{n}]") for n, t in enumerate(params)]
+    params = _narrowed(params, program)
     _there(q, params)
+    ordered = _output(q, v.shape[3])
     q, k, v = dense("query", q), dense("key", k), dense("value", v)
     o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
-    stats = q.new_empty(q.shape[:3] if mode != PLAIN else (0,), dtype=torch.float32)
+    stats = q.new_empty(rows(q.shape, program) if mode != PLAIN else (0,), dtype=torch.float32)
     params = [t.contiguous() for t in params]
     made = forward_plan(q, k, v, o, params, program, mode, wrt)
     operands = [x.data_ptr() for x in (q, k, v, o)]
     run(made, q.device, operands, stats.data_ptr() if mode != PLAIN else 0, params, scalars, [], scale)
-    return o, stats
+    return o if ordered is None else ordered.copy_(o), stats
 
 
 def _backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
     mistakes(q, k, v)
     out = (*q.shape[:3], v.shape[3])
-    params = [narrowed(t, f"params[{n}]") for n, t in enumerate(params)]
+    params = _narrowed(params, program)
     _there(q, params, (("o", o, out, q.dtype), ("d_o", d_o, out, q.dtype), ("stats", stats, q.shape[:3], torch.float32)))
     q, k, v, o = dense("query", q), dense("key", k), dense("value", v), dense("output", o)
     if d_o.stride(-1) not in (0, 1) and d_o.shape[-1] > 1:
@@ -302,8 +334,9 @@ torch.library.impl("sdpa::attention_backward", ("cpu", "cuda"))(_backward)
 
 @torch.library.register_fake("sdpa::attention")
 def _fake(q, k, v, params, scalars, program, scale, mode, wrt):
-    o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
-    return o, q.new_empty(q.shape[:3] if mode != PLAIN else (0,), dtype=torch.float32)
+    ordered = _output(q, v.shape[3])
+    o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3])) if ordered is None else ordered
+    return o, q.new_empty(rows(q.shape, program) if mode != PLAIN else (0,), dtype=torch.float32)
 
 
 @torch.library.register_fake("sdpa::attention_backward")
@@ -311,10 +344,22 @@ def _fake_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt)
     return [*(_like(x, x.shape) for x in (q, k, v)), *(params[n].new_empty(params[n].shape) for n in wrt)]
 
 
+@register_flop_formula(torch.ops.sdpa.attention)
+def _flops(q, k, v, *_others, **_more) -> int:
+    """Returns the operations of a forward pass without a mask, as PyTorch counts those of its own attention."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.sdpa.attention_backward)
+def _backward_flops(d_o, q, k, v, *_others, **_more) -> int:
+    """Returns the operations of a backward pass: scores, dP, dV, dQ and dK."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
+
+
 def _setup(ctx, inputs, output):
     q, k, v, params, scalars, program, scale, mode, wrt = inputs
     o, stats = output
-    ctx.save_for_backward(q, k, v, o, stats, *params)
+    ctx.save_for_backward(q, k, v, o, stats[0] if stats.dim() == 4 else stats, *params)
     ctx.set_materialize_grads(False)
     ctx.rest = (list(scalars), program, scale, mode, list(wrt))
 
@@ -336,6 +381,11 @@ def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, 
     """Calls the operator. Returns the gradients of `q`, `k`, `v`, and of each parameter, or None for those without one."""
     if d_o is None and d_stats is None:
         return (None,) * (3 + len(params))
+    if d_stats is not None and d_stats.dim() == 4:
+        # The maxima of scores have no gradient.
+        d_stats = d_stats[0]
+    if d_stats is not None and v.shape[-1] + _MORE > WIDEST and q.device.type == "cuda":
+        return _apart(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
     if d_stats is not None:
         d_o, o, v = _through_stats(d_o, o, v, d_stats)
     dq, dk, dv, *sums = torch.ops.sdpa.attention_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt)
@@ -345,6 +395,19 @@ def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, 
     return dq, dk, dv, *[of.get(n) for n in range(len(params))]
 
 
+def _apart(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt) -> tuple:
+    """Computes the gradient through stats in a pass of its own, over values of 0 with the fewest columns, because no kernel has room for more columns."""
+    narrow = o.new_zeros((*o.shape[:3], 0)), v.new_zeros((*v.shape[:3], 0))
+    through = gradients(None, d_stats, q, k, narrow[1], narrow[0], stats, params, scalars, program, scale, wrt)
+    if d_o is None:
+        return (*through[:2], torch.zeros_like(v), *through[3:])
+    direct = gradients(d_o, None, q, k, v, o, stats, params, scalars, program, scale, wrt)
+    dq, dk = (x + y for x, y in zip(direct[:2], through[:2]))
+    return dq, dk, direct[2], *[x if y is None else x + y for x, y in zip(direct[3:], through[3:])]
+
+
+# The largest head dim of executors on GPUs.
+WIDEST = 256
 # Number of columns that carry the gradient of stats: the minimum that every executor supports.
 _MORE = 8
 # The values of `o` in the first of these columns. A single element of f16 or bf16 would round the gradient of stats, and f16 ends at 65,504; three hold an f32.
@@ -361,7 +424,7 @@ def _through_stats(d_o, o, v, d_stats):
         part = (left / carrier).clamp(-largest, largest).to(d_o.dtype)
         left = left - part.float() * carrier
         parts.append(part)
-        carriers.append(torch.full_like(o[..., :1], carrier))
+        carriers.append(o.new_full((*o.shape[:3], 1), carrier))
     zeros = o.new_zeros((*o.shape[:3], _MORE - len(_CARRIERS)))
     d_o = torch.cat([d_o, *parts, zeros], -1)
     o = torch.cat([o, *carriers, zeros], -1)

@@ -7,6 +7,7 @@ Python's special methods. PyTorch is not required.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any, Callable
 
@@ -343,6 +344,9 @@ def array(source: Any) -> Array:
 
 def applied(func: Any, args: tuple, kwargs: dict) -> Any:
     """Applies a PyTorch function to traced values."""
+    if func is operator.getitem:
+        # Under torch.export(strict=True), which cannot read its name.
+        return called("getitem", "torch.getitem", args, kwargs)
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)

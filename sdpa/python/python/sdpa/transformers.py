@@ -61,8 +61,6 @@ def attention(
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. The mask includes the sliding window."""
-    if dropout:
-        raise one("attention_dropout", dropout, "0: this function has no dropout; set it to 0 in the config of the model")
     room = getattr(attention_mask, "room", None)
     if room is not None:
         more = (0, 0, 0, room - key.shape[2])
@@ -87,7 +85,7 @@ def attention(
         added.insert(0, _parameter(position_bias, "position_bias", extents))
     mod = None if softcap is None and not added else _score_mod(None if softcap is None else float(softcap), tuple(added))
     sink = None if s_aux is None else s_aux.float()
-    o, _ = attend(query, key, value, mod, masks[0] if masks else None, scaling, sink=sink, executor=executor)
+    o, _ = attend(query, key, value, mod, masks[0] if masks else None, scaling, sink=sink, executor=executor, dropout=dropout)
     return o.transpose(1, 2).contiguous(), None
 
 
