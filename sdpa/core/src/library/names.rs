@@ -14,7 +14,7 @@ use crate::score_mod::ScoreMod;
 pub const SCORE_MODS: &[Named<ScoreMod>] = &[
     Named {
         spelling: "softcap:CAP",
-        about: "tanh(score / cap) * cap; the scalar cap is CAP",
+        about: "tanh(score / cap) * cap, where the default of the scalar cap is CAP",
         cases: &["softcap:30"],
         read: |w| {
             w.with(|cap| {
@@ -25,19 +25,19 @@ pub const SCORE_MODS: &[Named<ScoreMod>] = &[
     },
     Named {
         spelling: "alibi",
-        about: "score + slope(head) * (k - q), the published slopes for any number of heads",
+        about: "score + slope(head) * (k - q), with the slopes of the ALiBi paper for any number of heads",
         cases: &["alibi"],
         read: |w| w.alone(alibi),
     },
     Named {
         spelling: "alibi-slopes",
-        about: "the same with the tensor slopes[head], f32",
+        about: "score + slopes[head] * (k - q), where slopes[head] is an f32 tensor",
         cases: &["alibi-slopes"],
         read: |w| w.alone(alibi_with),
     },
     Named {
         spelling: "sandwich:N",
-        about: "score + slope(head) * the sum of cos((k - q) / 10000^(i/N)), N terms",
+        about: "score + slope(head) * the sum of cos((k - q) / 10000^(i/N)) for i from 0 to N - 1, with the slopes of the ALiBi paper",
         cases: &["sandwich:4"],
         read: |w| {
             w.with(|n| match w.number(n, 1)? {
@@ -48,19 +48,19 @@ pub const SCORE_MODS: &[Named<ScoreMod>] = &[
     },
     Named {
         spelling: "bias:AXES",
-        about: "score + the tensor bias, f32; AXES of bhqk, those that it spans",
+        about: "score + bias, where bias is an f32 tensor over AXES, some of the letters bhqk",
         cases: &["bias:bhqk", "bias:hqk", "bias:qk", "bias:bhk", "bias:h", "bias:b"],
         read: |w| w.axes(|axes| bias(axes, F32)),
     },
     Named {
         spelling: "bias16:AXES",
-        about: "the same of a bias in bf16",
+        about: "score + bias, where bias is a bf16 tensor over AXES, some of the letters bhqk",
         cases: &["bias16:bhqk", "bias16:hqk", "bias16:bqk", "bias16:hq", "bias16:q", "bias16:k", "bias16:bh", "bias16:"],
         read: |w| w.axes(|axes| bias(axes, BF16)),
     },
     Named {
         spelling: "relative-bias:HEADS,REACH",
-        about: "score + rel[head, clamp(k - q, -REACH, REACH) + REACH], the table rel[HEADS, 2 * REACH + 1], f32",
+        about: "score + rel[head, clamp(k - q, -REACH, REACH) + REACH], where rel[HEADS, 2 * REACH + 1] is an f32 table",
         cases: &["relative-bias:4,20", "relative-bias:3,100"],
         read: |w| {
             w.with(|rest| {
@@ -85,19 +85,20 @@ pub const MASKS: &[Named<Mask>] = &[
     },
     Named {
         spelling: "causal-ends",
-        about: "k <= q + len_kv - len_q, the lengths of the batch entry: of padding, or of packed documents; without any, the extents",
+        about: "k <= q + len_kv - len_q, where padding or packing sets the lengths of each sequence; otherwise they are seq_kv and seq_q",
         cases: &["causal-ends"],
         read: |w| w.alone(Mask::causal_ends),
     },
     Named {
         spelling: "window:LEFT,RIGHT[:CORNER]",
-        about: "q - LEFT < k <= q + RIGHT; LEFT at least 1, RIGHT at least 0, either may be inf; CORNER is bottom-right or ends",
+        about: "q - LEFT < k <= q + RIGHT; LEFT is at least 1, RIGHT at least 0, and either may be inf; CORNER is bottom-right or ends, \
+                which shift the window as causal-bottom-right and causal-ends do",
         cases: &["window:100,0", "window:100,30:bottom-right", "window:100,inf"],
         read: |w| Some(w.rest().ok_or("window takes LEFT,RIGHT").and_then(read_window).map_err(|rule| w.fail(rule))),
     },
     Named {
         spelling: "sliding-window:N",
-        about: "the last N keys up to the query",
+        about: "the last N keys up to and including position q",
         cases: &["sliding-window:128"],
         read: |w| w.whole(1, |n| sliding_window(n.into())),
     },
@@ -107,34 +108,41 @@ pub const MASKS: &[Named<Mask>] = &[
         cases: &["prefix-lm:77"],
         read: |w| w.with(|n| n.parse().map(Mask::prefix_lm).map_err(|_| w.fail("prefix-lm:N takes an integer"))),
     },
-    Named { spelling: "dilated:N", about: "every Nth key, counted from the query", cases: &["dilated:3"], read: |w| w.whole(1, dilated) },
+    Named {
+        spelling: "dilated:N",
+        about: "keys whose distance to q is a multiple of N",
+        cases: &["dilated:3"],
+        read: |w| w.whole(1, dilated),
+    },
     Named {
         spelling: "document",
-        about: "keys of the query's document: tensors doc_q[batch, q] and doc_k[batch, k], i32; where each is one run, packed ones are faster",
+        about: "doc_q[batch, q] == doc_k[batch, k], two i32 tensors with document numbers; \
+                packed sequences are faster if documents are contiguous",
         cases: &["document"],
         read: |w| w.alone(document),
     },
     Named {
         spelling: "document-runs",
-        about: "keys from doc_start to doc_end of the query: tensors [batch, q], i32; costs less than document, and more than packed ones",
+        about: "doc_start[batch, q] <= k < doc_end[batch, q], with two i32 tensors; \
+                faster than document, but slower than packed sequences",
         cases: &["document-runs"],
         read: |w| w.alone(document_runs),
     },
     Named {
         spelling: "shared-prefix:N",
-        about: "the first N keys, and those of the query's document",
+        about: "the first N keys, and the keys of the query's document (doc_q and doc_k as in document)",
         cases: &["shared-prefix:16"],
         read: |w| w.whole(0, shared_prefix),
     },
     Named {
         spelling: "padding",
-        about: "queries and keys within the lengths of their batch entry: tensors seq_len_q[batch] and seq_len_kv[batch], i32",
+        about: "q < seq_len_q[batch] & k < seq_len_kv[batch], with two i32 tensors",
         cases: &["padding"],
         read: |w| w.alone(padding),
     },
     Named {
         spelling: "global-local:W,G",
-        about: "keys nearer than W, the first G keys, every key for the first G queries",
+        about: "keys at a distance below W from q, and the first G keys; the first G queries attend to every key",
         cases: &["global-local:64,16"],
         read: |w| {
             w.with(|rest| match rest.split_once(',') {
@@ -145,7 +153,7 @@ pub const MASKS: &[Named<Mask>] = &[
     },
     Named {
         spelling: "natten:N",
-        about: "the N keys around the query, moved inwards at both ends; N odd",
+        about: "the N keys around q; near both ends of the sequence the window moves inwards and keeps its N keys; N must be odd",
         cases: &["natten:31"],
         read: |w| {
             w.with(|n| match w.number(n, 1)? {
@@ -156,7 +164,7 @@ pub const MASKS: &[Named<Mask>] = &[
     },
     Named {
         spelling: "array:AXES",
-        about: "where the tensor mask holds, bool; AXES of bhqk, those that it spans",
+        about: "keys where the bool tensor mask over AXES, some of the letters bhqk, is true",
         cases: &["array:bhqk", "array:hqk", "array:bqk", "array:qk", "array:bk", "array:q", "array:k", "array:h", "array:"],
         read: |w| w.axes(array_mask),
     },
