@@ -30,7 +30,7 @@ impl Made {
     /// Returns a description of the function's result.
     pub fn about(self) -> &'static str {
         match self {
-            Made::Clamp => "The first, but no less than the second and no more than the third.",
+            Made::Clamp => "`min(max(x, low), high)`.",
             Made::Square => "`x * x`.",
             Made::Sigmoid => "`1 / (1 + exp(-x))`.",
         }

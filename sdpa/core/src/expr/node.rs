@@ -136,35 +136,35 @@ macro_rules! functions {
 functions! {
     /// A function of one value.
     Unary {
-        /// `−x`.
+        /// The negative of `x`.
         Neg Spelling::Prefix("-"), Kind::Number;
-        /// `|x|`.
+        /// The absolute value of `x`.
         Abs Spelling::Call("abs"), Kind::Number;
-        /// `√x`.
+        /// The square root of `x`.
         Sqrt Spelling::Call("sqrt"), Kind::Real;
-        /// `1 / √x`.
+        /// 1 divided by the square root of `x`.
         Rsqrt Spelling::Call("rsqrt"), Kind::Real;
-        /// `eˣ`.
+        /// e to the power of `x`.
         Exp Spelling::Call("exp"), Kind::Real;
-        /// Natural logarithm.
+        /// The natural logarithm of `x`.
         Log Spelling::Call("log"), Kind::Real;
-        /// Sine.
+        /// The sine of `x` in radians.
         Sin Spelling::Call("sin"), Kind::Real;
-        /// Cosine.
+        /// The cosine of `x` in radians.
         Cos Spelling::Call("cos"), Kind::Real;
-        /// Hyperbolic tangent.
+        /// The hyperbolic tangent of `x`.
         Tanh Spelling::Call("tanh"), Kind::Real;
-        /// The error function.
+        /// The error function of `x`.
         Erf Spelling::Call("erf"), Kind::Real;
-        /// The greatest whole number not above.
+        /// `x` rounded down to an integer.
         Floor Spelling::Call("floor"), Kind::Real;
-        /// The least whole number not below.
+        /// `x` rounded up to an integer.
         Ceil Spelling::Call("ceil"), Kind::Real;
-        /// Not.
+        /// True if `x` is false.
         Not Spelling::Prefix("!"), Kind::Logic;
-        /// A whole number as f32.
+        /// The integer `x` converted to f32.
         ToF32 Spelling::Call("f32"), Kind::Cast(Type::I32, Type::F32);
-        /// Toward zero; the nearest i32 of what is too large, 0 of what is not a number.
+        /// `x` truncated toward zero. Values outside of the range of i32 saturate, and NaN becomes 0.
         ToI32 Spelling::Call("i32"), Kind::Cast(Type::F32, Type::I32);
     }
 }
@@ -172,37 +172,37 @@ functions! {
 functions! {
     /// A function of two values.
     Binary {
-        /// Sum.
+        /// `x` plus `y`.
         Add Spelling::Infix("+", 4), Kind::Number;
-        /// Difference.
+        /// `x` minus `y`.
         Sub Spelling::Infix("-", 4), Kind::Number;
-        /// Product.
+        /// `x` times `y`.
         Mul Spelling::Infix("*", 5), Kind::Number;
-        /// Quotient; of integers toward zero, and 0 of a division by 0.
+        /// `x` divided by `y`. Integer division truncates toward zero, and by 0 it gives 0.
         Div Spelling::Infix("/", 5), Kind::Number;
-        /// Remainder with the sign of the first; of integers 0 of a division by 0.
+        /// The remainder of `x` divided by `y`, with the sign of `x`. An integer divided by 0 has remainder 0.
         Mod Spelling::Infix("%", 5), Kind::Number;
-        /// Power.
+        /// `x` to the power of `y`.
         Pow Spelling::Call("pow"), Kind::Real;
-        /// The smaller; a number wins over not-a-number.
+        /// The smaller of `x` and `y`. If one of them is NaN, it is the other.
         Min Spelling::Call("min"), Kind::Number;
-        /// The larger; a number wins over not-a-number.
+        /// The larger of `x` and `y`. If one of them is NaN, it is the other.
         Max Spelling::Call("max"), Kind::Number;
-        /// Equal.
+        /// True if `x` equals `y`.
         Eq Spelling::Infix("==", 3), Kind::Compare;
-        /// Not equal.
+        /// True if `x` differs from `y`.
         Ne Spelling::Infix("!=", 3), Kind::Compare;
-        /// Less.
+        /// True if `x` is less than `y`.
         Lt Spelling::Infix("<", 3), Kind::Compare;
-        /// Less or equal.
+        /// True if `x` is at most `y`.
         Le Spelling::Infix("<=", 3), Kind::Compare;
-        /// Greater.
+        /// True if `x` is greater than `y`.
         Gt Spelling::Infix(">", 3), Kind::Compare;
-        /// Greater or equal.
+        /// True if `x` is at least `y`.
         Ge Spelling::Infix(">=", 3), Kind::Compare;
-        /// Both.
+        /// True if both `x` and `y` are true.
         And Spelling::Infix("&", 2), Kind::Logic;
-        /// Either.
+        /// True if `x` or `y` or both are true.
         Or Spelling::Infix("|", 1), Kind::Logic;
     }
 }
