@@ -35,12 +35,12 @@ struct Language {
 
 fn takes(kind: Kind) -> &'static str {
     match kind {
-        Kind::Number => "f32 or i32",
-        Kind::Real => "f32",
-        Kind::Compare => "f32 or i32, yields a bool",
-        Kind::Logic => "bool",
-        Kind::Cast(Type::I32, _) => "i32",
-        Kind::Cast(Type::F32 | Type::Bool, _) => "f32",
+        Kind::Number => "Takes f32 or i32.",
+        Kind::Real => "Takes f32.",
+        Kind::Compare => "Takes f32 or i32; the result is a bool.",
+        Kind::Logic => "Takes bools.",
+        Kind::Cast(Type::I32, _) => "Takes i32.",
+        Kind::Cast(Type::F32 | Type::Bool, _) => "Takes f32.",
     }
 }
 
@@ -59,7 +59,7 @@ fn functions() -> Vec<Word> {
         let of = if f.arguments() == 3 { "x, low, high" } else { "x" };
         Word::new(format!("{}({of})", f.name()), words(f.about(), f.kind()))
     });
-    let select = Word::new("select(c, x, y)", "x where c holds, else y. bool, and two of one type");
+    let select = Word::new("select(c, x, y)", "`x` if `c` is true, else `y`. Takes a bool and two values of the same type.");
     unary.chain(binary).chain(made).chain([select]).collect()
 }
 
@@ -84,24 +84,27 @@ fn named<T>(names: &[Named<T>]) -> Vec<Word> {
 
 impl Language {
     fn new() -> Language {
-        let indices = Axis::ALL.iter().map(|a| Word::new(a.name(), "where the score stands, from 0; i32"));
-        let extents = Axis::ALL.iter().map(|a| Word::new(a.extent_name(), "an extent of the problem; i32"));
-        let score = Word::new("score", "q.k * scale, or what the score_mod before this one yields; f32; not in masks");
+        let index = |name: &str| Word::new(name, format!("the position of the score along the {name} axis, from 0; i32"));
+        let indices = Axis::ALL.iter().map(|a| index(a.name()));
+        let extents = Axis::ALL.iter().map(|a| Word::new(a.extent_name(), format!("the extent of the {} axis; i32", a.name())));
+        let score = Word::new("score", "q·kᵀ * scale, or the result of the previous score_mod; f32; only in score_mods");
         let constants = [("true, false", "bool"), ("inf, nan", "f32")];
         let constants = constants.into_iter().map(|(text, about)| Word::new(text, about));
-        let numbers = [Word::new("3", "i32; beside an f32 an f32"), Word::new("3.0, 1e-3", "f32")];
+        let numbers = [Word::new("3", "i32; converted to f32 in an operation with an f32"), Word::new("3.0, 1e-3", "f32")];
         Language {
             statements: vec![
-                Word::new("scalar NAME = NUMBER;", "an f32 that is bound at each call (--param NAME=VALUE), and its default"),
+                Word::new("scalar NAME = NUMBER;", "declares an f32 that each call may set (--param NAME=VALUE); NUMBER is its default"),
                 Word::new(
                     "tensor NAME[AXES]: TYPE;",
-                    "read at the place of the score; AXES of batch, head, q, k; TYPE one of f32, f16, bf16, i32, bool",
+                    "declares a tensor, read at the position of the score; AXES are some of batch, head, q, k; \
+                     TYPE is f32, f16, bf16, i32 or bool",
                 ),
-                Word::new("let NAME = VALUE;", "a name for a value"),
-                Word::new("# ...", "a comment, to the end of the line"),
+                Word::new("let NAME = VALUE;", "names a value"),
+                Word::new("# ...", "a comment that ends with the line"),
                 Word::new(
                     "VALUE",
-                    "comes last: an f32 for a score_mod, a bool for a mask; VALUE, VALUE has the gradient by hand, in which upstream is what comes from behind",
+                    "the result, at the end: an f32 for a score_mod, a bool for a mask; a score_mod may end with VALUE, VALUE: \
+                     the second is its gradient, which may read upstream, the derivative of the loss by the modified score",
                 ),
             ],
             values: [score].into_iter().chain(indices).chain(extents).chain(constants).chain(numbers).collect(),
@@ -109,7 +112,7 @@ impl Language {
             functions: functions(),
             score_mods: named(SCORE_MODS)
                 .into_iter()
-                .chain([Word::new(T5, "score + a bias of relative positions: the tensor t5 is a table (HQ, BUCKETS)")])
+                .chain([Word::new(T5, "score + T5's bias by relative position, from the tensor t5 (query heads, BUCKETS)")])
                 .collect(),
             masks: named(MASKS),
         }
@@ -120,10 +123,10 @@ impl Language {
         let parts = [
             ("statements", &self.statements),
             ("values", &self.values),
-            ("operators, from the loosest to the tightest", &self.operators),
+            ("operators, from the lowest to the highest precedence", &self.operators),
             ("functions", &self.functions),
-            ("score_mods by name; NAME[OLD=NEW] has a parameter under another name", &self.score_mods),
-            ("masks by name; they join with |, & and ! and with expressions", &self.masks),
+            ("named score_mods; NAME[OLD=NEW] renames the parameter OLD to NEW", &self.score_mods),
+            ("named masks; |, & and ! combine them with each other and with expressions", &self.masks),
         ];
         for (n, (title, words)) in parts.into_iter().enumerate() {
             table.title(if n > 0 { format!("\n{title}") } else { title.to_owned() });
@@ -139,7 +142,8 @@ pub(crate) const MASK_HELP: &str = "Mask out keys; repeatable: a query attends t
 /// Returns the long help of `--score-mod`.
 pub(crate) fn score_mod_help() -> String {
     format!(
-        "{SCORE_MOD_HELP}\n\nA name, an expression, or @FILE with an expression; `cargo sdpa language` prints the grammar. Names: {}, {T5}.",
+        "{SCORE_MOD_HELP}\n\nA name, an expression, or @FILE with an expression; `cargo sdpa language` prints the grammar. \
+         Names: {}, {T5}.",
         spellings(SCORE_MODS)
     )
 }
@@ -147,8 +151,8 @@ pub(crate) fn score_mod_help() -> String {
 /// Returns the long help of `--mask`.
 pub(crate) fn mask_help() -> String {
     format!(
-        "{MASK_HELP}\n\nNames and expressions, joined by |, & and !, or @FILE with one; `cargo sdpa language` prints the grammar. `array` alone reads the tensor \
-         mask of the file with the axes that it has. Names: none, {}.",
+        "{MASK_HELP}\n\nNames and expressions, combined with |, & and !, or @FILE with an expression; `cargo sdpa language` prints the \
+         grammar. `array` without axes reads the tensor mask of the input file along the axes that it has there. Names: none, {}.",
         spellings(MASKS)
     )
 }
