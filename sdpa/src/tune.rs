@@ -37,7 +37,7 @@ impl fmt::Display for Timed {
             let comma = if n > 0 { ", " } else { "" };
             match time {
                 Some(time) => write!(f, "{comma}{name} {:.4} ms", time.as_secs_f64() * 1e3)?,
-                None => write!(f, "{comma}{name} computes something else")?,
+                None => write!(f, "{comma}{name} not timed, because its results differ")?,
             }
         }
         Ok(())

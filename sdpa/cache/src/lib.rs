@@ -318,10 +318,8 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let mut advice: Vec<String> = Vec::new();
         for near in &nearest {
             let text = match near.gone {
-                Some(Why::Entries) if near.differences.is_empty() => {
-                    Some("it was dropped for others: raise the bound on entries, or pin it")
-                }
-                Some(Why::Bytes) if near.differences.is_empty() => Some("it was dropped for others: raise the bound on bytes, or pin it"),
+                Some(Why::Entries) if near.differences.is_empty() => Some("its entry was evicted: raise the bound on entries, or pin it"),
+                Some(Why::Bytes) if near.differences.is_empty() => Some("its entry was evicted: raise the bound on bytes, or pin it"),
                 _ => K::advice(&near.differences),
             };
             advice.extend(text.map(str::to_owned).filter(|text| !advice.contains(text)));

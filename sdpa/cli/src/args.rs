@@ -57,13 +57,13 @@ pub(crate) enum Command {
     Compile(CompileArgs),
     /// List executors and devices that support a problem, and why others do not
     Support(SupportArgs),
-    /// Print the language of score_mods and masks
+    /// Print the expression language of score_mods and masks
     Language,
     /// Report on plan caches of a program, or manage the kernel cache on disk
     Cache(CacheArgs),
     /// Check which executors work here, and what the others lack
     Doctor(DoctorArgs),
-    /// Prove an executor: compute problems in which features meet, and check each
+    /// Prove an executor: compute and check problems that combine features
     #[command(long_about = prove::ABOUT, after_long_help = prove::EXIT_CODES)]
     Prove(ProveArgs),
     /// Answer questions of `prove`
@@ -90,15 +90,15 @@ pub(crate) struct ProblemArgs {
     /// the longest sequence.
     #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) cu_seqlens: Option<String>,
-    /// Set cu_seqlens of the queries alone
+    /// Set cu_seqlens of the queries, together with --cu-seqlens-kv or --paged
     ///
-    /// With packed keys, together with --cu-seqlens-kv. With --paged, the tensor seq_len_kv of the file has the lengths of the keys.
+    /// With --paged, the tensor seq_len_kv of the file has the lengths of the keys.
     #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) cu_seqlens_q: Option<String>,
-    /// Set cu_seqlens of the keys alone
+    /// Set cu_seqlens of the keys, together with --cu-seqlens-q
     #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true, help_heading = SEQUENCES)]
     pub(crate) cu_seqlens_kv: Option<String>,
-    /// Documents whose boundaries nobody needs
+    /// Packing without offsets, for problems that are described but not computed
     #[arg(skip)]
     pub(crate) packed: Option<Packed>,
     /// Read k and v from a paged KV cache with this many tokens per page
@@ -123,7 +123,7 @@ pub(crate) struct ProblemArgs {
     /// Possible types: f8e4m3, f8e5m2, f16, bf16.
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) o_dtype: Option<String>,
-    /// Scale each 32 elements of q, k and v by a power of two (MXFP8, forward only)
+    /// Scale every 32 elements of q, k and v by a power of two (MXFP8, forward only)
     ///
     /// The scales are the tensors block_scale_q, block_scale_k and block_scale_v of the file, or are computed from its numbers.
     #[arg(long)]
@@ -199,7 +199,7 @@ pub(crate) struct BackwardArgs {
     /// Possible types: f8e4m3, f8e5m2, f16, bf16.
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true, help_heading = "Backward pass")]
     pub(crate) gradient_dtype: Option<String>,
-    /// Give the same bits on every run
+    /// Compute bitwise equal results on every run
     #[arg(long, help_heading = "Backward pass")]
     pub(crate) deterministic: bool,
 }
@@ -228,7 +228,7 @@ pub(crate) struct RunArgs {
     /// Run on auto (the executor selection), cpu, cuda, cudnn or metal [default: auto]
     #[arg(long, value_parser = Named::executors(), hide_possible_values = true, help_heading = EXECUTION)]
     pub(crate) executor: Option<String>,
-    /// Time cuDNN's configurations and native CUDA kernels; auto takes the fastest
+    /// Time cuDNN's configurations and native CUDA kernels; auto selects the fastest
     #[arg(long, help_heading = EXECUTION)]
     pub(crate) tune: bool,
     /// Load plans of cuDNN or kernels of cuda from this file; repeatable
@@ -271,17 +271,17 @@ pub(crate) struct InspectArgs {
     pub(crate) executor: Option<String>,
     /// Lower to the composite or the unified form [default: the first tried]
     ///
-    /// Without it, a plan also tries the other form.
+    /// Without this option, a plan tries both forms.
     #[arg(long, value_parser = Named::forms(), hide_possible_values = true)]
     pub(crate) form: Option<String>,
     /// Lower for this version of cuDNN [default: that of the library, or 9.27.0]
     ///
-    /// For the stages graph, program and schedule.
+    /// Only the stages graph, program and schedule use it.
     #[arg(long, value_name = "9.19.0")]
     pub(crate) runtime: Option<String>,
     /// Plan for the device that this JSON file describes [default: an H200]
     ///
-    /// The stage plan defaults to this machine's GPU. With a file no GPU is needed.
+    /// The stage plan uses this machine's GPU by default. With a file it needs no GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) device_profile: Option<PathBuf>,
 }
@@ -310,15 +310,15 @@ pub(crate) struct SupportArgs {
     pub(crate) problem: ProblemArgs,
     #[command(flatten)]
     pub(crate) backward: BackwardArgs,
-    /// Ask for a100, l40s, h200, b200 or a JSON file; repeatable [default: all four]
+    /// Check a100, l40s, h200, b200 or a JSON file; repeatable [default: all four]
     ///
-    /// The JSON file describes a device, as those in cudnn-graph/devprops do.
+    /// The JSON file describes a device, like the files in cudnn-graph/devprops.
     #[arg(long, value_name = "NAME|FILE.json")]
     pub(crate) device: Vec<String>,
-    /// Ask this libcudnn.so.9, its folder, or a version [default: the first found]
+    /// Check this libcudnn.so.9, its folder, or a version [default: the first found]
     ///
-    /// The search order is CUDNN_GRAPH_LIBRARY, the active Python environment, the system. A version is written as 9.13. Of a version other than
-    /// the library found only the rules are checked.
+    /// The search order is CUDNN_GRAPH_LIBRARY, the active Python environment, the system. A version is written as 9.13. If the library
+    /// found has another version, only the known rules of the version are checked.
     #[arg(long, value_name = "PATH|VERSION", help_heading = LIBRARIES)]
     pub(crate) cudnn: Option<String>,
     /// Load libcuda.so.1 from this file [default: the first found, or a stand-in]
@@ -357,7 +357,7 @@ pub(crate) struct CompileArgs {
     /// Kernels of cuda need it. The search order is SDPA_NVRTC, the active Python environment, the system.
     #[arg(long, value_name = "PATH", help_heading = LIBRARIES)]
     pub(crate) nvrtc: Option<PathBuf>,
-    /// Write the plan file here; plans that it has for this device and cuDNN stay
+    /// Write the plan file here; existing plans for this device and cuDNN remain
     ///
     /// Kernels of cuda go to a file of their own.
     #[arg(long, value_name = "PLANS")]

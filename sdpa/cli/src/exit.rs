@@ -153,7 +153,7 @@ impl Mistakes {
             Some(value) if self.lines.is_empty() => Ok(value),
             Some(_) | None => {
                 if self.more > 0 {
-                    self.lines.push(Line::new("and more", format!("{} mistakes besides these", self.more)));
+                    self.lines.push(Line::new("further mistakes", format!("{} are not listed", self.more)));
                 }
                 Err(Failure::Mistakes(self.lines))
             }
@@ -239,6 +239,6 @@ mod tests {
         let mut many = Mistakes::default();
         (0..300).for_each(|n| many.add(n, "bad"));
         let Err(Failure::Mistakes(lines)) = many.finish(Some(1)) else { panic!("300 mistakes") };
-        assert_eq!((lines.len(), lines[200].message.as_str()), (201, "100 mistakes besides these"));
+        assert_eq!((lines.len(), lines[200].message.as_str()), (201, "100 are not listed"));
     }
 }

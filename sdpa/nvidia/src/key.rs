@@ -275,20 +275,22 @@ impl CacheKey for Job {
 
 /// Advice for keys that differ only in these fields. The first row that contains all differing fields applies.
 const ADVICE: [(&[&str], &str); 8] = [
-    (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
-    (&["packed"], "only how documents are packed differs: say the most tokens that a step has, and keep to one type of boundaries"),
-    (&["paged"], "only the pages differ: keep one cache, of one page size, with all the pages that there may be"),
+    (&["batch"], "only the batch differs: pad the batch to a few sizes, or split it"),
+    (
+        &["packed"],
+        "only how documents are packed differs: set the largest number of tokens of a step (Packed::total_q), and always use the same \
+         integer type for offsets",
+    ),
+    (&["paged"], "only the pages differ: use one page pool with one page size, with as many pages as it will ever need"),
     (
         &["dropout"],
-        "only the probability of dropout differs: it is compiled into plans; what changes from call to call are the seed and the offset",
+        "only the probability of dropout differs: keep it constant, because it is compiled into plans; only the seed and the offset may \
+         change from call to call",
     ),
-    (&["mask"], "only the mask differs: lengths and documents that change from call to call belong in tensors"),
-    (&["seq_q", "seq_kv", "mask"], "only lengths differ: a bucket of lengths lets one plan serve many"),
-    (
-        &["score_mod", "gradient"],
-        "only the score_mod differs: a number that changes from call to call belongs in p.scalar(name, default), not in the closure",
-    ),
-    (&LAYOUTS_AND_ALIGNMENTS, "only strides or alignments differ: the same tensors come in two layouts"),
+    (&["mask"], "only the mask differs: pass lengths and documents as tensors (padding, document), not as constants"),
+    (&["seq_q", "seq_kv", "mask"], "only lengths differ: with length buckets, one plan serves many lengths"),
+    (&["score_mod", "gradient"], "only the score_mod differs: declare a number that changes from call to call as p.scalar(name, default)"),
+    (&LAYOUTS_AND_ALIGNMENTS, "only strides or alignments differ: pass the tensors of all calls in one layout, with the same alignment"),
 ];
 
 /// Fields of strides and alignments.

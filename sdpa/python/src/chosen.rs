@@ -42,29 +42,29 @@ impl Chosen {
         let others = BOTH.into_iter().filter(|other| *other != self.executor);
         let why = |other: ExecutorName| match self.unsupported.iter().find(|unsupported| unsupported.executor == other) {
             Some(unsupported) => told(unsupported),
-            None => (other.name(), vec![self.not_asked(asked)]),
+            None => (other.name(), vec![self.not_tried(asked)]),
         };
         others.map(why).collect()
     }
 
-    fn not_asked(&self, asked: &Asked) -> String {
+    fn not_tried(&self, asked: &Asked) -> String {
         let before = self.executor;
         if self.named {
-            return format!("it was not asked: {before} was named");
+            return format!("not tried: the caller named {before}");
         }
         let exception = match asked {
             Asked::Forward(problem) => cudnn_first(Family::Wgmma, problem),
             Asked::Backward(problem) => cudnn_first_backward(Family::Wgmma, problem),
         };
         match exception {
-            Some(exception) if before == ExecutorName::CUDNN => format!("it was not asked: {exception}"),
+            Some(exception) if before == ExecutorName::CUDNN => format!("not tried: {exception}"),
             Some(_) if before == ExecutorName::CUDA => match self.of_cudnn(asked) {
-                Some(unproven) => format!("it was not asked: {unproven}"),
-                None => "it was not asked: native kernels are faster as timed".to_owned(),
+                Some(unproven) => format!("not tried: {unproven}"),
+                None => "not tried: native CUDA kernels were faster in timed runs".to_owned(),
             },
-            Some(_) | None if before == ExecutorName::CUDA => "it was not asked: native CUDA kernels come first on this device".to_owned(),
+            Some(_) | None if before == ExecutorName::CUDA => "not tried: native CUDA kernels come first on this device".to_owned(),
             Some(_) | None => format!(
-                "it was not asked: {before} comes first where native CUDA kernels are not tuned for the device, or NVRTC is older than 12.9"
+                "not tried: {before} comes first, because native CUDA kernels are not tuned for this device or NVRTC is older than 12.9"
             ),
         }
     }

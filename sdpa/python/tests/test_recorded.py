@@ -76,14 +76,14 @@ print([cache["name"] for cache in __import__("json").loads(_native.cache_trace(0
 
 def test_both_passes_are_submitted():
     said = run(SUBMIT + TOLD)
-    assert said.count("cudnn composite") == 2 and said.count("('cuDNN', '9.19.0') 1 True [('cuda', ['it was not asked: cudnn was named'])]") == 2
+    assert said.count("cudnn composite") == 2 and said.count("('cuDNN', '9.19.0') 1 True [('cuda', ['not tried: the caller named cudnn'])]") == 2
     assert said.splitlines()[-1] == "['forward', 'backward']"
 
 
 @with_nvrtc
 def test_both_passes_are_submitted_to_kernels_of_our_own():
     said = run("BIAS = bias('cuda')" + SUBMIT + TOLD, cudnn="/nowhere/libcudnn.so.9")
-    assert "cuda forward" in said and "cuda backward" in said and said.count("1 True [('cudnn', ['it was not asked: cuda was named'])]") == 2
+    assert "cuda forward" in said and "cuda backward" in said and said.count("1 True [('cudnn', ['not tried: the caller named cuda'])]") == 2
     assert said.count("('NVRTC', '1") == 2 and said.splitlines()[-1] == "['cuda', 'cuda kernels']"
 
 
@@ -103,9 +103,9 @@ WITHOUT_LEDGER = {"RECORDING_CUDNN": "91901"}
 def test_kernels_of_our_own_come_first_but_for_exceptions():
     rule, rule_back, sines, sines_back = run(CHOSEN, environment=WITHOUT_LEDGER).splitlines()
     for line in (rule, rule_back):
-        assert line.startswith("cuda [('cudnn', ['it was not asked: native CUDA kernels come first on this device'])]")
+        assert line.startswith("cuda [('cudnn', ['not tried: native CUDA kernels come first on this device'])]")
     for line, what in ((sines, "more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask, 0.78 times"), (sines_back, "a score_mod of 3 to 30 sines, ")):
-        assert line.startswith("cudnn [('cuda', [") and f"it was not asked: cuDNN first: {what}" in line
+        assert line.startswith("cudnn [('cuda', [") and f"not tried: cuDNN first: {what}" in line
 
 
 @with_nvrtc
@@ -114,7 +114,7 @@ def test_kernels_of_our_own_come_first_where_the_ledger_of_cudnn_does_not_cover_
     assert sines.startswith("cudnn [('cuda', [") and sines_back.startswith("cudnn [('cuda', ["), "the ledger proves sines"
     # An exception like that for sines, but with a function that the ledger does not cover.
     for line in run(CHOSEN.replace("(RULE, SINES)", "(WITH_ERF,)")).splitlines():
-        assert line.startswith("cuda [('cudnn', ['it was not asked: unproven on cuDNN 9.19.0, sm 90: `erf` in a score_mod"), line
+        assert line.startswith("cuda [('cudnn', ['not tried: unproven on cuDNN 9.19.0, sm 90: `erf` in a score_mod"), line
     unproven = """
 for text in ("causal", "dilated:4 & causal"):
     print(masked(text, "cudnn").plan(0, "bf16", FORWARD, True, []).unproven)

@@ -56,7 +56,7 @@ fn documents_of_a_mask_are_told_what_packed_ones_would_cost() {
     assert!(told.contains("3 documents") && told.contains("3.0 times fewer"), "{told}");
     assert_eq!(of(|_| 7), "[]");
     let told = of(|at| at as i32 / 8 % 2);
-    assert!(told.contains("not one contiguous run of tokens") && told.contains("row 0, token 16"), "{told}");
+    assert!(told.contains("not one contiguous run of tokens") && told.contains("batch entry 0, token 16"), "{told}");
 }
 
 /// Rows of tokens of (total, heads, dim).

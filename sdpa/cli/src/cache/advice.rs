@@ -129,7 +129,7 @@ fn compile(seen: &Seen<'_>) -> Vec<Advice> {
 
 fn calm(seen: &Seen<'_>) -> Advice {
     let because = match seen.figures.hit_rate {
-        None => "Nothing was asked of this cache.".to_owned(),
+        None => "This cache had no lookups.".to_owned(),
         Some(rate) => {
             let part = seen.figures.building_us.total as f64 / seen.span.length() as f64;
             format!("{} of lookups found an entry, and building took {} of the time.", percent(rate), percent(part))

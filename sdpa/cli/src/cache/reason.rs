@@ -38,8 +38,8 @@ impl Reason {
         match (self.evicted, self.fields.is_empty()) {
             (None, true) => "the first of its kind".to_owned(),
             (None, false) => differs(),
-            (Some(why), true) => format!("had been there, and went: {}", why.text()),
-            (Some(why), false) => format!("had been there, and went: {}; the nearest {}", why.text(), differs()),
+            (Some(why), true) => format!("evicted earlier: {}", why.text()),
+            (Some(why), false) => format!("evicted earlier: {}; the nearest {}", why.text(), differs()),
         }
     }
 }

@@ -135,7 +135,7 @@ fn misses_are_grouped_by_the_set_of_fields_that_differ() {
     let wanted = [
         ("differs in seq_q, seq_kv", 2, 40, 9, "c"),
         ("differs in layout of q", 1, 20, 0, "d"),
-        ("had been there, and went: the bound on bytes; the nearest differs in seq_q, seq_kv", 1, 5, 0, "b"),
+        ("evicted earlier: the bound on bytes; the nearest differs in seq_q, seq_kv", 1, 5, 0, "b"),
         ("the first of its kind", 1, 1, 0, "a"),
     ];
     assert_eq!(rows, wanted.map(|(text, misses, ms, hits, label)| (text.to_owned(), misses, ms, hits, label)));
@@ -220,12 +220,12 @@ fn advice_is_given_where_it_is_deserved() {
     let lengths = |n: usize| vec![format!("seq_q {} ≠ 64", 100 + 20 * n), format!("seq_kv {} ≠ 64", 100 + 20 * n)];
     let rows: Vec<(&str, Hand, Vec<Kind>, &str)> = vec![
         ("calm", calm(), vec![Kind::Calm], "Nothing is wrong."),
-        ("nothing", Hand::new(), vec![Kind::Calm], "Nothing was asked"),
+        ("nothing", Hand::new(), vec![Kind::Calm], "no lookups"),
         ("learned once", refused(1, 0), vec![Kind::Calm], "of lookups found an entry"),
-        ("lengths", differing(lengths), vec![Kind::Keys], "40 lengths from 100 to 880, rounded up to multiples of 64, are 13"),
-        ("lengths", differing(lengths), vec![Kind::Keys], "a bucket of lengths"),
+        ("lengths", differing(lengths), vec![Kind::Keys], "40 lengths from 100 to 880, rounded up to multiples of 64, become 13 lengths"),
+        ("lengths", differing(lengths), vec![Kind::Keys], "with length buckets"),
         ("constants", differing(|_| vec![scalar.clone()]), vec![Kind::Keys], "p.scalar"),
-        ("layouts", differing(|_| vec!["layout of q bhsd ≠ bshd".to_owned()]), vec![Kind::Keys], "two layouts"),
+        ("layouts", differing(|_| vec!["layout of q bhsd ≠ bshd".to_owned()]), vec![Kind::Keys], "in one layout"),
         ("unlike", differing(|_| vec!["dtype f16 ≠ bf16".to_owned()]), vec![Kind::Calm], "Nothing is wrong."),
         ("entries", again(Why::Entries), vec![Kind::Entries], "Raise the bound on entries"),
         ("bytes", again(Why::Bytes), vec![Kind::Bytes], "Raise the bound on bytes"),
@@ -260,13 +260,13 @@ fn a_bound_is_raised_to_what_holds_every_key() {
     }
     let told = hand.found().advice.remove(0);
     assert_eq!(told.text, "Raise the bound on entries from 4 to 6 or more, to hold every key of this trace.");
-    assert_eq!(told.because, "4 builds were of keys that had been there and went for the bound on entries; they took 40 ms.");
+    assert_eq!(told.because, "4 builds were of keys that the bound on entries had evicted; they took 40 ms.");
 }
 
 #[test]
 fn a_verdict_is_a_sentence() {
     let verdict = |hand: Hand| hand.found().verdict;
-    assert_eq!(verdict(Hand::new()), "Nothing was asked of this cache.");
+    assert_eq!(verdict(Hand::new()), "This cache had no lookups.");
     let lengths = verdict(differing(|_| vec!["seq_q 1 ≠ 2".to_owned(), "seq_kv 1 ≠ 2".to_owned()]));
     let wanted = "40 builds took 800 ms of 2 s; all of them differ from an entry only in seq_q, seq_kv; 75 % of 160 lookups hit.";
     assert_eq!(lengths, wanted);

@@ -10,7 +10,7 @@ const TOLD: f64 = 0.2;
 
 /// Summarises the builds, their reasons, and the lookups that hit.
 pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> String {
-    let Some(rate) = figures.hit_rate else { return "Nothing was asked of this cache.".to_owned() };
+    let Some(rate) = figures.hit_rate else { return "This cache had no lookups.".to_owned() };
     let hits = format!("{} of {} lookups hit.", percent(rate), count(figures.hits.saturating_add(figures.misses)));
     if figures.builds == 0 {
         return format!("No build is in the trace; {hits}");
@@ -25,7 +25,7 @@ pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> Stri
     let why = worst.map(|reason| {
         let these = if reason.misses >= figures.builds { "all".to_owned() } else { count(reason.misses) };
         match reason.evicted {
-            Some(why) => format!("; {these} of them had been there and went for {}", why.text()),
+            Some(why) => format!("; {these} of them are of keys that were evicted earlier: {}", why.text()),
             None => format!("; {these} of them differ from an entry only in {}", reason.fields.join(", ")),
         }
     });

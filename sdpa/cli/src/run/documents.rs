@@ -45,26 +45,26 @@ pub(super) fn advice(operands: &Operands, request: &Request, executor: ExecutorN
 fn say<'a>(documents: &Documents, passes: impl Iterator<Item = &'a (&'static str, Job)>, executor: ExecutorName) -> Option<String> {
     let cost = Cost::of(executor)?;
     let whole = match cost {
-        Cost::Tiles => "every tile is computed",
-        Cost::Pairs => "every pair is computed",
+        Cost::Tiles => "every tile is computed, also between documents",
+        Cost::Pairs => "every query-key pair is computed, also between documents",
     };
     if let Documents::Apart { row, token } = documents {
         return Some(format!(
-            "{whole}: these documents cannot be packed, because some are not one contiguous run of tokens (row {row}, token {token})"
+            "{whole}; they cannot be packed, because some are not one contiguous run of tokens (batch entry {row}, token {token})"
         ));
     }
     let passes: Vec<_> = passes.collect();
     let fewer = documents.fewer_pairs(passes.first()?.1.problem());
-    let packed = match cost {
+    let gain = match cost {
         Cost::Tiles => {
             let gains: Vec<_> = passes.iter().map(|(pass, job)| (pass, documents.gain(job))).filter(|(_, gain)| *gain >= WORTH).collect();
             let each: Vec<String> = gains.iter().map(|(pass, gain)| format!("{gain:.1} times as fast {pass}")).collect();
-            (!each.is_empty()).then(|| format!("would be about {}, by a model of an H200's times", each.join(" and ")))?
+            (!each.is_empty()).then(|| format!(" and be about {} (estimate for an H200)", each.join(" and ")))?
         }
-        Cost::Pairs => (fewer >= WORTH).then(|| "would compute fewer".to_owned())?,
+        Cost::Pairs => (fewer >= WORTH).then(String::new)?,
     };
     Some(format!(
-        "{whole}: {} documents; packed (--cu-seqlens) {packed}: {fewer:.1} times fewer pairs of a query and a key",
+        "{whole}; packing the {} documents (--cu-seqlens) would compute {fewer:.1} times fewer query-key pairs{gain}",
         documents.count()
     ))
 }
@@ -83,19 +83,17 @@ mod tests {
         let said = |documents: &Documents, executor| say(documents, passes.iter(), executor);
         let eight = Documents::Runs(vec![vec![512; 8]; 4]);
         let told = said(&eight, ExecutorName::CUDNN).unwrap();
-        assert!(told.starts_with("every tile is computed: 32 documents; packed (--cu-seqlens) would be about "), "{told}");
-        assert!(told.contains(" forward and ") && told.ends_with("8.0 times fewer pairs of a query and a key"), "{told}");
+        assert!(told.starts_with("every tile is computed, also between documents; packing the 32 documents (--cu-seqlens)"), "{told}");
+        assert!(told.contains(" would compute 8.0 times fewer query-key pairs and be about "), "{told}");
+        assert!(told.contains(" forward and ") && told.ends_with(" backward (estimate for an H200)"), "{told}");
         // Native CUDA kernels skip tiles whose queries and keys belong to different documents, so there is nothing to advise.
         assert_eq!(said(&eight, ExecutorName::CUDA), None);
-        assert!(
-            said(&eight, ExecutorName::CPU)
-                .unwrap()
-                .starts_with("every pair is computed: 32 documents; packed (--cu-seqlens) would compute fewer")
-        );
+        let told = said(&eight, ExecutorName::CPU).unwrap();
+        assert!(told.starts_with("every query-key pair is computed") && told.ends_with("8.0 times fewer query-key pairs"), "{told}");
         for executor in [ExecutorName::CUDNN, ExecutorName::CPU] {
             assert_eq!(said(&Documents::Runs(vec![vec![4096]; 4]), executor), None);
             let apart = said(&Documents::Apart { row: 1, token: 7 }, executor).unwrap();
-            assert!(apart.contains("not one contiguous run of tokens") && apart.contains("row 1, token 7"), "{apart}");
+            assert!(apart.contains("not one contiguous run of tokens") && apart.contains("batch entry 1, token 7"), "{apart}");
         }
         // With sequences shorter than a tile, packing is slower than a document mask over rows with few documents, so it is not advised.
         let short = Shape { batch: 256, seq_q: 256, seq_kv: 256, ..shape };

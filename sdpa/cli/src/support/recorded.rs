@@ -43,12 +43,12 @@ impl Recorded {
 
     pub(super) fn text(&self) -> String {
         let Recorded { runtime, kind, pass, problems, supported, unsupported_by_engines, words } = self;
-        let kind = if kind.is_empty() { "without an option" } else { kind };
-        let mut text = format!("{runtime} itself, asked about {problems} problems ({kind}, {pass}), supports {supported}");
+        let kind = if kind.is_empty() { "without optional features" } else { kind };
+        let mut text = format!("{runtime} itself was tested with {problems} problems ({kind}, {pass}) and supports {supported}");
         if *unsupported_by_engines > 0 {
             let more = if words.len() > MOST { "; and others" } else { "" };
             let told = words[..words.len().min(MOST)].join("; ");
-            text.push_str(&format!("; {unsupported_by_engines} that no rule refuses have no engine: {told}{more}"));
+            text.push_str(&format!("; its engines reject {unsupported_by_engines} that the known rules accept: {told}{more}"));
         }
         text
     }

@@ -54,7 +54,7 @@ pub fn race(stream: &Stream, job: &Job, contenders: &[Contender<'_>]) -> Result<
         let close = want.as_ref().is_none_or(|want| results::close(want, &results));
         want.get_or_insert(results);
         if !close {
-            tracing::warn!(contender = contender.name, "computes something else than the one that is used without timing");
+            tracing::warn!(contender = contender.name, "not timed: its results differ from those of the default contender");
         }
         right.push(close);
     }

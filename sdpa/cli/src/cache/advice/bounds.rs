@@ -13,7 +13,13 @@ pub(super) fn bounds(seen: &Seen<'_>) -> Vec<Advice> {
         let (builds, took) = (again().count() as u64, again().fold(0, |sum: u64, a| sum.saturating_add(a.time.total)));
         (builds > 0).then(|| {
             let builds = many(builds, "build was of a key", "builds were of keys");
-            let because = format!("{builds} that had been there and went for {}; they took {}.", why.text(), time(took));
+            let evicted = match why {
+                Why::Entries => "that the bound on entries had evicted",
+                Why::Bytes => "that the bound on bytes had evicted",
+                Why::Cleared => "that a clearing of the cache had removed",
+                Why::Resized => "that smaller bounds had evicted",
+            };
+            let because = format!("{builds} {evicted}; they took {}.", time(took));
             Advice { kind: Kind::of(why), text: remedy(seen, why), because }
         })
     };
@@ -38,16 +44,16 @@ fn remedy(seen: &Seen<'_>, why: Why) -> String {
             format!("Raise the bound on bytes{}.", from(human(limits.bytes.into()), to))
         }
         Why::Cleared => "Do not clear the cache while its keys are in use.".to_owned(),
-        Why::Resized => format!("Leave the bounds larger: {} and {} are in use.", many(wanted, "key", "keys"), human(bytes.into())),
+        Why::Resized => format!("Keep the bounds above what is in use: {} and {}.", many(wanted, "key", "keys"), human(bytes.into())),
     }
 }
 
 pub(super) fn not_kept(seen: &Seen<'_>) -> Vec<Advice> {
     let lost = seen.figures.not_kept;
-    let text = "Raise the bound on bytes, or pin less: what does not fit beside the pinned is built at every lookup.".to_owned();
-    let because =
-        format!("{} not kept, under a bound of {}.", many(lost, "value was", "values were"), human(seen.snapshot.limits.bytes.into()));
-    if lost > 0 { vec![Advice { kind: Kind::NotKept, text, because }] } else { Vec::new() }
+    let text = "Raise the bound on bytes, or pin fewer entries: a value that does not fit next to them is built at every lookup.";
+    let bound = human(seen.snapshot.limits.bytes.into());
+    let because = format!("{} not kept, because the bound on bytes is {bound}.", many(lost, "value was", "values were"));
+    if lost > 0 { vec![Advice { kind: Kind::NotKept, text: text.to_owned(), because }] } else { Vec::new() }
 }
 
 pub(super) fn thrashing(seen: &Seen<'_>) -> Vec<Advice> {
@@ -66,9 +72,9 @@ pub(super) fn thrashing(seen: &Seen<'_>) -> Vec<Advice> {
         })
         .collect();
     let Some((at, rebuilt, of)) = warnings.last() else { return Vec::new() };
-    let text = "The cache thrashes: what is in use at one time does not fit into its bounds.".to_owned();
+    let text = "The cache thrashes: the entries in use at the same time do not fit into its bounds.".to_owned();
     let times = many(warnings.len() as u64, "time", "times");
-    let because =
-        format!("It warned {times}; at {}, {rebuilt} of the last {of} builds were of what it had dropped a short while before.", time(*at));
+    let at = time(*at);
+    let because = format!("The cache warned {times}; at {at}, {rebuilt} of the last {of} builds were of entries evicted shortly before.");
     vec![Advice { kind: Kind::Thrashing, text, because }]
 }

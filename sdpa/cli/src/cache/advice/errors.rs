@@ -25,7 +25,7 @@ pub(super) fn unsupported(seen: &Seen<'_>) -> Vec<Advice> {
     if seen.figures.refusals == 0 && errors.len() <= labels.len() {
         return Vec::new();
     }
-    let text = "What has no engine is asked for again and again: name another executor for it, or change what the reason names.".to_owned();
+    let text = "The program requests unsupported problems again and again: use another executor, or change what the reason names.";
     let because = format!(
         "{}, {} that found no engine and {} answered from memory.{}",
         many(labels.len() as u64, "key", "keys"),
@@ -33,7 +33,7 @@ pub(super) fn unsupported(seen: &Seen<'_>) -> Vec<Advice> {
         many(seen.figures.refusals, "lookup", "lookups"),
         last(&errors)
     );
-    vec![Advice { kind: Kind::Unsupported, text, because }]
+    vec![Advice { kind: Kind::Unsupported, text: text.to_owned(), because }]
 }
 
 pub(super) fn failures(seen: &Seen<'_>) -> Vec<Advice> {

@@ -48,7 +48,7 @@ fn buckets(seen: &Seen<'_>, text: &str) -> String {
     let lengths = lengths::asked(misses.filter(|miss| alike(miss.nearest)).flat_map(|miss| miss.nearest));
     let range = lengths.first().zip(lengths.last());
     let told = lengths::bucket(&lengths).zip(range).map(|((multiple, left), (first, last))| {
-        format!(" Their {} lengths from {first} to {last}, rounded up to multiples of {multiple}, are {left}.", lengths.len())
+        format!(" Their {} lengths from {first} to {last}, rounded up to multiples of {multiple}, become {left} lengths.", lengths.len())
     });
     told.unwrap_or_default()
 }
