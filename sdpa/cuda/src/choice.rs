@@ -29,7 +29,8 @@ enum Passes {
 
 impl fmt::Display for Exception {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cuDNN first: {}, {:.2} times as fast as cuDNN in the median ({})", self.what, self.speed, self.cause)
+        let Exception { what, cause, speed, .. } = self;
+        write!(f, "cuDNN first: {what}; native kernels are {speed:.2} times as fast as cuDNN in the median ({cause})")
     }
 }
 
@@ -61,15 +62,15 @@ fn exceptions(family: Family) -> &'static [Exception] {
 /// The exceptions for the WGMMA kernels, measured on an H100.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
-        what: "more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask",
-        cause: "unknown; from 16 sines on cuDNN is slower, 6 times in the median",
+        what: "more than 128 queries, a score_mod with 2 to 15 calls of sin or cos, no element-wise mask",
+        cause: "unknown; with 16 calls or more, cuDNN takes 6 times as long as the native kernels in the median",
         speed: 0.78,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && (2..=MOST_SINES).contains(&sines(p)) && p.kept().rest.is_none(),
     },
     Exception {
-        what: "a score_mod of 3 to 30 sines, to 40 at head dim 64, no element-wise mask, no right bound above 0",
-        cause: "unknown; above 30 sines cuDNN is slower",
+        what: "a score_mod with 3 to 30 calls of sin or cos (to 40 for head dims up to 64), no element-wise mask, no right bound above 0",
+        cause: "unknown; with more calls cuDNN is slower",
         speed: 0.75,
         passes: Passes::Backward,
         holds: |p| {
@@ -78,43 +79,44 @@ pub const EXCEPTIONS: [Exception; 8] = [
         },
     },
     Exception {
-        what: "a mask that reads document numbers, fewer than 1,536 tokens",
-        cause: "unknown; only two problems",
+        what: "more than 128 queries, a mask that reads document numbers, sequences with fewer than 1,536 queries or keys",
+        cause: "unknown; only two problems were timed",
         speed: 0.57,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && sines(p) <= MOST_SINES && reads_documents(p) && shorter(p) < 1536,
     },
     Exception {
-        what: "f16, a score_mod with tanh",
-        cause: "f16 needs several instructions for tanh: the error of tanh.approx would be visible",
+        what: "more than 128 queries, f16, a score_mod with tanh",
+        cause: "tanh takes several instructions in f16, because tanh.approx has an error as large as the rounding error of f16",
         speed: 0.83,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && p.dtype() == DType::F16 && has_tanh(p),
     },
     Exception {
-        what: "paged KV cache, head dims above 192",
+        what: "more than 128 queries, paged KV cache, a head dim above 192",
         cause: "unknown",
         speed: 0.82,
         passes: Passes::Forward,
         holds: |p| p.seq_q() > FEW_QUERIES && sines(p) <= MOST_SINES && p.paged().is_some() && widest(p) > 192,
     },
     Exception {
-        what: "pages of at most 16 tokens, more than 64 queries, 64 query tiles or more",
-        cause: "a block of 128 keys takes eight TMA loads or more",
+        what: "more than 64 queries, pages of at most 16 tokens, 64 query tiles or more over batch and heads",
+        cause: "a KV block of 128 keys takes eight TMA loads or more",
         speed: 0.86,
         passes: Passes::Forward,
         holds: |p| sines(p) <= MOST_SINES && has_many_small_pieces(p),
     },
     Exception {
-        what: "one query",
-        cause: "on an H200 cuDNN's kernel reads keys and values at 4.0 TB/s, this one at 3.5",
+        what: "one query, 512 keys or more, not packed",
+        cause: "on an H200, cuDNN's kernel reads K and V at 4.0 TB/s, the native kernel at 3.5 TB/s",
         speed: 0.88,
         passes: Passes::Forward,
         holds: |p| p.seq_q() == 1 && p.seq_kv() >= 512 && sines(p) <= MOST_SINES && p.packed().is_none(),
     },
     Exception {
-        what: "2 to 128 queries, 64 heads or more over the batch, fewer than 2,800 keys",
-        cause: "the heads occupy the SMs already, so that split-KV costs more than it gains",
+        what: "2 to 128 queries, 512 to 2,799 keys, not packed, 64 heads or more over the batch (64 to 131 without a mask), \
+               no GQA with 32 queries or fewer",
+        cause: "the heads occupy at least half of the SMs, so split-KV costs more than it gains",
         speed: 0.89,
         passes: Passes::Forward,
         holds: |p| {
@@ -206,6 +208,10 @@ mod tests {
         cudnn_first_backward(Family::Wgmma, &spec.backward().validate().unwrap()).map(|exception| exception.what)
     }
 
+    fn what(exception: usize) -> Option<&'static str> {
+        Some(EXCEPTIONS[exception].what)
+    }
+
     #[test]
     fn these_kernels_are_the_rule() {
         for mask in ["", "causal", "window:300,20", "prefix-lm:100", "natten:65", "document", "padding", "array:qk"] {
@@ -219,8 +225,8 @@ mod tests {
 
     #[test]
     fn exceptions_begin_and_end_where_they_are_written_to() {
-        let sines = Some("more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask");
-        let sines_back = Some("a score_mod of 3 to 30 sines, to 40 at head dim 64, no element-wise mask, no right bound above 0");
+        let sines = what(0);
+        let sines_back = what(1);
         let of_sines = |n: usize| {
             let text = (0..n).map(|n| format!(" + sin(f32(k - q) * {n}.5)")).collect::<String>();
             spec(SHAPE, "").score_mod(format!("score{text}").parse().unwrap())
@@ -228,26 +234,26 @@ mod tests {
         assert_eq!([1, 2, 15, 16].map(|n| forward(&of_sines(n))), [None, sines, sines, None]);
         assert_eq!([2, 3, 30, 31].map(|n| backward(of_sines(n))), [None, sines_back, sines_back, None]);
         let documents = |seq| forward(&spec(Shape { seq_q: seq, seq_kv: seq, ..SHAPE }, "document"));
-        assert_eq!([1535, 1536].map(documents), [Some("a mask that reads document numbers, fewer than 1,536 tokens"), None]);
+        assert_eq!([1535, 1536].map(documents), [what(2), None]);
         let capped = |dtype| spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()).with_dtype(dtype);
-        assert_eq!([DType::F16, DType::BF16].map(|dtype| forward(&capped(dtype))), [Some("f16, a score_mod with tanh"), None]);
+        assert_eq!([DType::F16, DType::BF16].map(|dtype| forward(&capped(dtype))), [what(3), None]);
         assert_eq!(backward(capped(DType::F16)), None);
         let paged = |heads_q, seq_q, dim_qk, page_size| {
             let shape = Shape { heads_q, seq_q, dim_qk, ..SHAPE };
             forward(&AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, 2048 / page_size)))
         };
-        let small = Some("pages of at most 16 tokens, more than 64 queries, 64 query tiles or more");
+        let small = what(5);
         assert_eq!([paged(4, 2048, 128, 16), paged(4, 1921, 192, 8), paged(64, 65, 128, 16)], [small; 3]);
         assert_eq!([paged(4, 1920, 128, 16), paged(4, 2048, 128, 32), paged(62, 65, 128, 16), paged(132, 65, 128, 64)], [None; 4]);
-        assert_eq!([16, 64].map(|page_size| paged(4, 2048, 256, page_size)), [Some("paged KV cache, head dims above 192"); 2]);
+        assert_eq!([16, 64].map(|page_size| paged(4, 2048, 256, page_size)), [what(4); 2]);
     }
 
     #[test]
     fn few_queries_are_exceptions_by_heads_and_keys() {
         let few = |heads_q, seq_q, seq_kv, mask| forward(&spec(Shape { heads_q, heads_kv: heads_q, seq_q, seq_kv, ..SHAPE }, mask));
-        assert_eq!([few(2, 1, 9000, ""), few(2, 1, 511, ""), few(2, 2, 9000, "")], [Some("one query"), None, None]);
+        assert_eq!([few(2, 1, 9000, ""), few(2, 1, 511, ""), few(2, 2, 9000, "")], [what(6), None, None]);
         let shared = |seq_q| forward(&spec(Shape { heads_q: 64, seq_q, seq_kv: 900, ..SHAPE }, ""));
-        let short = Some("2 to 128 queries, 64 heads or more over the batch, fewer than 2,800 keys");
+        let short = what(7);
         assert_eq!([shared(32), shared(33)], [None, short]);
         assert_eq!([few(64, 30, 2799, ""), few(131, 30, 900, ""), few(64, 30, 900, "padding"), few(132, 128, 900, "causal")], [short; 4]);
         assert_eq!([few(63, 30, 900, "causal"), few(64, 30, 2800, "causal"), few(132, 30, 900, ""), few(64, 30, 511, "")], [None; 4]);
@@ -257,7 +263,8 @@ mod tests {
     fn other_types_have_no_exceptions_and_an_exception_says_why() {
         assert_eq!(forward(&spec(Shape { seq_q: 1, ..SHAPE }, "").with_dtype(DType::F32)), None);
         let one = cudnn_first(Family::Wgmma, &spec(Shape { seq_q: 1, ..SHAPE }, "").validate().unwrap()).unwrap();
-        let told = "cuDNN first: one query, 0.88 times as fast as cuDNN in the median (on an H200 cuDNN's kernel reads keys and values at 4.0 TB/s, this one at 3.5)";
+        let told = "cuDNN first: one query, 512 keys or more, not packed; native kernels are 0.88 times as fast as cuDNN in the median \
+                    (on an H200, cuDNN's kernel reads K and V at 4.0 TB/s, the native kernel at 3.5 TB/s)";
         assert_eq!(one.to_string(), told);
     }
 }

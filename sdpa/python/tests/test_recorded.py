@@ -104,7 +104,7 @@ def test_kernels_of_our_own_come_first_but_for_exceptions():
     rule, rule_back, sines, sines_back = run(CHOSEN, environment=WITHOUT_LEDGER).splitlines()
     for line in (rule, rule_back):
         assert line.startswith("cuda [('cudnn', ['not tried: native CUDA kernels come first on this device'])]")
-    for line, what in ((sines, "more than 128 queries, a score_mod of 2 to 15 sines, no element-wise mask, 0.78 times"), (sines_back, "a score_mod of 3 to 30 sines, ")):
+    for line, what in ((sines, "more than 128 queries, a score_mod with 2 to 15 calls of sin or cos, no element-wise mask; native kernels are 0.78 times"), (sines_back, "a score_mod with 3 to 30 calls of sin or cos ")):
         assert line.startswith("cudnn [('cuda', [") and f"not tried: cuDNN first: {what}" in line
 
 
