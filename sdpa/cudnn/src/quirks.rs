@@ -101,7 +101,7 @@ quirks! {
         source: "cudnn-frontend 1.32; TransformerEngine #2344", test: "each_row_refuses_its_versions_and_no_others",
     }
     OpenWindow {
-        what: "a window must be causal before 9.10.2",
+        what: "before 9.10.2, NVIDIA's frontend accepts only causal windows",
         handling: "unsupported", versions: to(10, 1), sm: ANY, passes: Both,
         source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
     }
@@ -111,12 +111,12 @@ quirks! {
         source: "pytorch #193893, #194927", test: "each_row_refuses_its_versions_and_no_others",
     }
     MasksOffTheDiagonal {
-        what: "masks off the main diagonal need seq_q and seq_kv in multiples of 64 before 9.6",
+        what: "before 9.6, masks off the main diagonal need seq_q and seq_kv in multiples of 64",
         handling: "unsupported", versions: to(5, 99), sm: ANY, passes: Both,
         source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
     }
     AccumulatorOfQueryGradient {
-        what: "the library does not zero the dq accumulator before 9.6",
+        what: "before 9.6, cuDNN does not zero the dq accumulator",
         handling: "unsupported", versions: to(5, 99), sm: ANY, passes: Backward,
         source: "cudnn-frontend 1.32, backward node", test: "each_row_refuses_its_versions_and_no_others",
     }
@@ -133,7 +133,7 @@ quirks! {
     SharedKeysIn8Bits {
         what: "FP8 gradients are inaccurate with GQA",
         handling: "unsupported", versions: EVERY, sm: 90..=99, passes: Backward,
-        source: "left out by cudnn-frontend's own tests, 14 configurations for compute capability 9", test: "each_row_refuses_its_versions_and_no_others",
+        source: "cudnn-frontend's own tests skip 14 such configurations on compute capability 9", test: "each_row_refuses_its_versions_and_no_others",
     }
     ScoreModsOf8Bits {
         what: "with FP8, a score_mod receives scores before they are descaled: o and stats are wrong (softcap, ALiBi)",
@@ -146,12 +146,12 @@ quirks! {
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     RowMaximaOf8Bits {
-        what: "with FP8, row_max is that of the scores before they are descaled",
+        what: "with FP8, row_max is the maximum of the scores before they are descaled",
         handling: "unsupported", versions: EVERY, sm: 90..=99, passes: Forward,
         source: "seen on an H200 under 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     LengthsOf8Bits {
-        what: "lengths with FP8: rows of a batch entry without keys, or past its queries, are not 0 (7 of 120 random problems)",
+        what: "lengths with FP8: rows past the query length, and rows of a batch entry without keys, are not 0 (7 of 120 random problems)",
         handling: "unsupported", versions: EVERY, sm: 90..=99, passes: Both,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
@@ -166,7 +166,7 @@ quirks! {
         source: "seen on an H200 under 9.19.0, not under 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
     PackedWideKeys {
-        what: "packed sequences with dim_qk above 192 and dim_v of at most 128: dq and dk are wrong (216 and 112, three heads, sequences without tokens)",
+        what: "packed sequences with dim_qk above 192 and dim_v of at most 128: dq and dk are wrong (seen with head dims 216 and 112, three heads, and sequences without tokens)",
         handling: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
@@ -176,7 +176,7 @@ quirks! {
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     OrderOfWideKeys {
-        what: "deterministic: dq has different bits on every run for 128 < dim_qk ≤ 192 and 64 < dim_v ≤ 128, except 192 and 128",
+        what: "deterministic: dq has different bits on every run for 128 < dim_qk ≤ 192 and 64 < dim_v ≤ 128, except dim_qk 192 with dim_v 128",
         handling: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
@@ -196,24 +196,24 @@ quirks! {
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "paged_decode_score_mod",
     }
     EntriesWithoutKeys {
-        what: "batch entries without keys (`seq_len_kv` 0) get NaN forward and nothing backward; in 9.25.1 dk and dv are still NaN",
-        handling: "a kernel runs before the attention and passes the matmuls one key and no query there; lengths in the unified form are unsupported",
+        what: "for batch entries without keys (`seq_len_kv` 0), the forward pass writes NaN and the backward pass writes nothing; in 9.25.1 dk and dv are still NaN",
+        handling: "a kernel that runs before the attention sets their lengths to one key and no query; lengths in the unified form are unsupported",
         versions: to(25, 99), sm: ANY, passes: Both,
         source: "cudnn-frontend #943; seen on an H200 under 9.19.0 and 9.25.1",
         test: "engines_are_told_of_lengths_within_extents_and_of_pages_that_are_there",
     }
     HeadsOfOneQuery {
         what: "unified form, one query, 8 query heads per KV head: tensors over heads are read at another head",
-        handling: "unsupported before 9.25.1, which is right", versions: to(25, 0), sm: ANY, passes: Forward,
+        handling: "unsupported before 9.25.1; 9.25.1 is correct", versions: to(25, 0), sm: ANY, passes: Forward,
         source: "seen on an H200 under 9.22.0", test: "faults_of_engines_are_unsupported",
     }
     KeysPastTheLast {
-        what: "keys past the last one in half a tile count with score 0: dq is NaN for stats below −88.7 and seq_kv % 128 = 64",
+        what: "if seq_kv % 128 = 64, the 64 missing keys of the last tile count with score 0: dq is NaN for stats below −88.7",
         handling: "a select masks keys past the last one", versions: to(25, 99), sm: ANY, passes: Backward,
         source: "pytorch #196678; seen on an H200 under 9.19.0", test: "scores_of_minus_200_masked_64",
     }
     QueriesPastTheOnly {
-        what: "one query: the rest of its tile counts with score 0, and dk and dv are NaN for stats below −88.7",
+        what: "one query: the other rows of its tile count as queries with score 0, so dk and dv are NaN for stats below −88.7",
         handling: "a select masks queries past the last one", versions: EVERY, sm: ANY, passes: Backward,
         source: "cudnn-frontend #1072; seen on an H200 under 9.13.1 to 9.20.0", test: "one_query_scores_of_minus_200_128_keys",
     }
@@ -228,12 +228,12 @@ quirks! {
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     SumsOfNoKeys {
-        what: "rows past the lengths of their batch entries get −∞ for sum_exp, as for stats",
+        what: "in rows past the query length of their batch entry, cuDNN writes −∞ to sum_exp, as it does to stats, instead of 0",
         handling: "a kernel replaces −∞ by 0", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H200 under 9.27.0", test: "sums_of_nothing_are_nothing",
     }
     PaddingInTheUnifiedForm {
-        what: "unified form: lengths with a score_mod or a traced mask return wrong results for some of them",
+        what: "unified form: lengths together with some score_mods and traced masks return wrong results",
         handling: "unsupported; the composite form supports them", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H200 under 9.27.0", test: "faults_of_engines_are_unsupported",
     }
@@ -250,7 +250,7 @@ quirks! {
     VectorsOfMasksAndScoreMods {
         what: "dq, dk and dv are wrong if a score_mod or the mask reads a tensor over the batch but not over queries or keys, and either of them also reads a second such tensor or a tensor over queries",
         handling: "unsupported", versions: EVERY, sm: ANY, passes: Backward,
-        source: "seen on an H100 under 9.19.0, beside softcap on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
+        source: "seen on an H100 under 9.19.0; with a softcap on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     BooleansReadTwice {
         what: "a boolean tensor over queries that two ops read: dq, dk and dv are wrong",
@@ -278,7 +278,7 @@ quirks! {
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biask_arrayhqk",
     }
     DropoutOfOneQuery {
-        what: "one query and more than 256 keys: in the split-KV engine, dropout drops other entries than those of its random numbers, or ends in an illegal memory access",
+        what: "one query and more than 256 keys: in the split-KV engine, dropout drops entries that do not match its random numbers, or ends in an illegal memory access",
         handling: "unsupported", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
@@ -288,18 +288,18 @@ quirks! {
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "bands_of_one_query_are_rules_beside_whatever_else_there_is",
     }
     TilesPastTheEnd {
-        what: "in tiles past the last query or key, score_mods receive −∞",
+        what: "score_mods receive −∞ at positions of a tile that are past the last query or key",
         handling: "selects after stats and after the derivative; with lengths, score_mods that are NaN at −∞ are unsupported",
         versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "faults_of_engines_are_unsupported",
     }
     LengthsAsRules {
-        what: "lengths as traced masks with score_mods are wrong, crash (9.19) or find no engine (9.27)",
+        what: "lengths as traced masks, together with score_mods, return wrong results, crash (9.19) or have no engine (9.27)",
         handling: "lengths as operands of the matmuls", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biasbk_padding-arrayqk",
     }
     SumsOfGradients {
-        what: "reductions of dS over queries or keys are wrong, or are rounded in between",
+        what: "reductions of dS over queries or keys are wrong, or round partial sums",
         handling: "dS is written to memory, and a separate graph sums it", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "the_gradient_of_a_bias_is_summed_after_the_attention",
     }
@@ -314,19 +314,19 @@ quirks! {
         source: "seen on an H200 under 9.27.0, memcheck", test: "graphs_of_expressions_mean_the_expressions",
     }
     ChoicesOfOneElement {
-        what: "a select whose other value is a one-element device tensor crashes 9.27 and fails on 9.19",
+        what: "a select between a value and a one-element device tensor crashes 9.27 and fails on 9.19",
         handling: "moved out of the select", versions: EVERY, sm: ANY, passes: Both,
-        source: "asked of 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
+        source: "seen when plans are made with 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
     }
     ComparisonsOfOneElement {
         what: "the planner crashes if an f32 device tensor of one element is compared, together with a score_mod such as a softcap or ALiBi",
         handling: "expanded over queries", versions: (v(27, 0), v(27, 0)), sm: ANY, passes: Backward,
-        source: "asked of 9.27.0, not of 9.19.0", test: "tensors_of_one_element_are_spread_where_they_are_compared",
+        source: "seen when plans are made with 9.27.0, not with 9.19.0", test: "tensors_of_one_element_are_spread_where_they_are_compared",
     }
     VectorsOverTheQueries {
-        what: "engines for 8.0 support at most 2 vectors over queries, those for 9.0 at most 4",
-        handling: "expanded over keys, as a second graph", versions: EVERY, sm: ANY, passes: Backward,
-        source: "asked of 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
+        what: "engines for compute capability 8.0 support at most 2 tensors over queries alone, those for 9.0 at most 4",
+        handling: "a second graph expands them over keys", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen when plans are made with 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
     }
 }
 

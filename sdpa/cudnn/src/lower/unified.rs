@@ -28,7 +28,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     }
     let padded = problem.kept().seq_len_kv && problem.has_lengths(Side::Queries);
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
-        let rule = "lengths with a score_mod or a traced mask: engines of the unified form return wrong results for some of them";
+        let rule =
+            "lengths with a score_mod or a traced mask: engines of the unified form return wrong results for some score_mods and masks";
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
     if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || mask::has_rules(problem)) {
