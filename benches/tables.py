@@ -22,6 +22,7 @@ PEERS = {
     "flex FLASH": "FlexAttention, FLASH",
 }
 PASSES = ("forward", "backward")
+SPEEDUP = "in parentheses: speedup of sdpa (their time ÷ ours)"
 
 
 def newest(kind):
@@ -118,7 +119,7 @@ def expect():
             for direction, way in enumerate(PASSES):
                 yield [name, str(len(found)), way, *(cell(found, names, direction) for names in peers.values())]
 
-    head = ["workload", "rows\t", "pass", *(f"{peer}\t" for peer in peers)]
+    head = ["workload", "problems\t", "pass", *(f"{peer}\t" for peer in peers)]
     return source(path, f"{machine(path)}, bf16: lowest and highest speedup of the native CUDA kernels") + table(head, lines())
 
 
@@ -162,7 +163,7 @@ def ordered(rows):
 
 def h100():
     path, rows = rates()
-    return peers_table(path, ordered(rows), PEERS, f"{machine(path)}, bf16: milliseconds, and in brackets their time ÷ ours")
+    return peers_table(path, ordered(rows), PEERS, f"{machine(path)}, bf16: milliseconds; {SPEEDUP}")
 
 
 def lengths():
@@ -177,7 +178,7 @@ def lengths():
                 yield [workload(row), shape(row), way, f"{milliseconds(ours)} ({row['flops'][direction] / ours / 1e9:.0f})", *peers]
 
     head = ["workload", "shape", "pass", "sdpa, native (TFLOP/s)\t", *(f"{peer}\t" for peer in PEERS.values())]
-    return source(path, f"{machine(path)}, bf16: milliseconds, and in brackets their time ÷ ours") + table(head, lines())
+    return source(path, f"{machine(path)}, bf16: milliseconds; {SPEEDUP}") + table(head, lines())
 
 
 def h200():
@@ -185,7 +186,7 @@ def h200():
     # Kernels for these changed after this run.
     changed = lambda row: row["shape"][4] == 256 or row["score_mod"] == ["alibi"] or row["mask"] == ["dilated:4 & causal"]
     rows = [row for row in ordered(read(path)) if not changed(row)]
-    return peers_table(path, rows, ["cudnn", "sdpa cuDNN", "flex triton"], f"{machine(path)}, bf16: milliseconds, and in brackets their time ÷ ours")
+    return peers_table(path, rows, ["cudnn", "sdpa cuDNN", "flex triton"], f"{machine(path)}, bf16: milliseconds; {SPEEDUP}")
 
 
 def random_problems():
@@ -208,7 +209,7 @@ def random_problems():
 
     about = f"H100, cuDNN 9.19: {len(rows)} problems drawn at random, speedup of the native CUDA kernels over cuDNN"
     names = ", ".join(f"`{path.name}`" for path in paths)
-    head = ["pass", "problems\t", "median\t", "10th percentile\t", "90th percentile\t", "native faster\t"]
+    head = ["pass", "problems\t", "median\t", "10th percentile\t", "90th percentile\t", "native is faster in\t"]
     return f"{paths[0].name[:10]}, {about} ({names}).\n\n" + table(head, lines())
 
 
@@ -225,8 +226,8 @@ def packed():
                 ours, theirs, workspace = (of[direction] for of in (row["ours"], row["theirs"]["flex"], row["workspace"]))
                 yield [what, way, milliseconds(ours), against(theirs, ours), f"{workspace / 2**20:.3g} MiB"]
 
-    head = ["packed sequences, causal", "pass", "cuDNN, by sdpa\t", "FlexAttention, Triton\t", "workspace\t"]
-    return source(path, "H200, cuDNN 9.19, bf16: milliseconds, and in brackets their time ÷ ours") + table(head, lines())
+    head = ["packed sequences, causal", "pass", "cuDNN, by sdpa\t", "FlexAttention, Triton\t", "workspace of sdpa\t"]
+    return source(path, f"H200, cuDNN 9.19, bf16: milliseconds; {SPEEDUP}") + table(head, lines())
 
 
 def sinks():
@@ -242,7 +243,7 @@ def sinks():
                 yield [mask, dims(batch, heads_q, heads_kv, seq, dim), way, milliseconds(ours), against(theirs, ours), milliseconds(without)]
 
     head = ["mask", "shape", "pass", "cuDNN, by sdpa\t", "FlexAttention\t", "sdpa without sinks\t"]
-    return source(path, "H200, cuDNN 9.19, bf16: milliseconds, and in brackets their time ÷ ours") + table(head, lines())
+    return source(path, f"H200, cuDNN 9.19, bf16: milliseconds; {SPEEDUP}") + table(head, lines())
 
 
 def decode():
@@ -259,7 +260,8 @@ def decode():
             yield [dims(batch, heads_q, heads_kv, keys, dim), *ours, f"{theirs['cudnn']:.2f} ({speed:.2f}×)", f"{theirs['copy']:.2f}"]
 
     head = ["one query, S keys", *(f"{kind}\t" for kind in kinds), "PyTorch, cuDNN\t", "copy\t"]
-    about = "H200, cuDNN 9.19, bf16: TB/s of keys and values, each read once; in brackets their time ÷ ours, contiguous"
+    about = "H200, cuDNN 9.19, bf16: TB/s, each key and value counted once; *contiguous* to *paged 64, sink*: cuDNN, by sdpa; " \
+        "in parentheses: speedup of *contiguous* (their time ÷ ours)"
     return source(path, about) + table(head, lines())
 
 
@@ -276,7 +278,7 @@ def dropout():
                 yield [dims(batch, heads_q, heads_kv, seq, dim), way, milliseconds(ours), *theirs, milliseconds(of("without", "ours"))]
 
     head = ["shape", "pass", "cuDNN, by sdpa\t", "PyTorch, cuDNN\t", "PyTorch, flash\t", "sdpa without dropout\t"]
-    return source(path, "H200, cuDNN 9.19, bf16, causal, p = 0.1: milliseconds, and in brackets their time ÷ ours") + table(head, lines())
+    return source(path, f"H200, cuDNN 9.19, bf16, causal, p = 0.1: milliseconds; {SPEEDUP}") + table(head, lines())
 
 
 def pieces():
@@ -311,7 +313,7 @@ def forms():
             yield [what, dims(batch, heads_q, heads_kv, seq, dim), of("composite"), of("unified"), of("backward"), slow]
 
     head = ["score_mod, mask", "shape", "composite, forward\t", "unified, forward\t", "backward\t", "deterministic backward\t"]
-    return source(path, "H200, cuDNN 9.27, bf16, milliseconds") + table(head, lines())
+    return source(path, "H200, cuDNN 9.27, bf16: milliseconds; in parentheses: speedup over the column backward") + table(head, lines())
 
 
 def stack():
@@ -325,7 +327,7 @@ def stack():
             yield [f"B={row['batch']} H={row['heads']} S={row['seq']} D={row['dim']}", milliseconds(ours) + memory("ours"), *others]
 
     head = ["shape", "cuDNN, by sdpa\t", "PyTorch, cuDNN\t", "PyTorch, flash\t", "PyTorch, math\t"]
-    return source(path, "H200, cuDNN 9.19, bf16: milliseconds, peak memory, and in brackets their time ÷ ours") + table(head, lines())
+    return source(path, f"H200, cuDNN 9.19, bf16: milliseconds, peak memory; {SPEEDUP}") + table(head, lines())
 
 
 def readme():
