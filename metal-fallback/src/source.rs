@@ -146,7 +146,7 @@ impl Source<'_> {
         let Forward { score_mod, keep, .. } = self.problem;
         text.push_str(&declaration(captured, SCALARS_SLOT, TENSORS_SLOT));
         if score_mod.is_some() || keep.is_some() || self.gradient.is_some() {
-            text.push_str("\n// Where a score stands.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
+            text.push_str("\n// Position of a score.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
             let _ = write!(text, "\n#line 1 \"expression.inc\"\n{EXPRESSION}");
             text.push_str("\n#line 1 \"traced\"\n");
         }

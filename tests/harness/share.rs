@@ -32,7 +32,7 @@ impl Share {
                 (1..=of).contains(&nth).then(|| Share { first: nth - 1, of })
             }),
         };
-        share.ok_or_else(|| format!("{text:?}: all, or a share as 3/40"))
+        share.ok_or_else(|| format!("{text:?}: expected all, or a share such as 3/40"))
     }
 
     /// What a variable says, or else one of so many shares, another each day.
@@ -76,7 +76,7 @@ pub fn of_today<T>(what: &str, days: u64, list: Vec<T>, has: impl Fn(&T) -> Vec<
 pub fn one_of_today<T: Copy + std::fmt::Debug>(what: &str, list: &[T]) -> Vec<T> {
     let turn = days() as usize % list.len().max(1);
     let taken = if is_whole() { list.to_vec() } else { list.iter().copied().skip(turn).take(1).collect() };
-    say(&format!("{what}: {taken:?} today, of {}", list.len()));
+    say(&format!("{what}: runs {taken:?} today; the list has {} entries", list.len()));
     taken
 }
 
@@ -91,7 +91,8 @@ pub fn pick<T>(days: u64, list: Vec<T>, has: impl Fn(&T) -> Vec<String>) -> (Vec
     let others: Vec<usize> = (0..list.len()).filter(|n| !core.contains(n)).collect();
     let others: BTreeSet<usize> = share.take(others).collect();
     let (all, always) = (list.len(), core.len());
-    let told = format!("{always} of {all} every day, {} of {} others today, {VARIABLE}={wanted}", others.len(), all - always);
+    let (today, rest) = (others.len(), all - always);
+    let told = format!("{always} core entries (run every day) and {today} of {rest} other entries, {VARIABLE}={wanted}");
     let list = list.into_iter().enumerate().filter(|(n, _)| core.contains(n) || others.contains(n));
     (list.map(|(_, entry)| entry).collect(), told)
 }
@@ -102,7 +103,7 @@ pub fn pick<T>(days: u64, list: Vec<T>, has: impl Fn(&T) -> Vec<String>) -> (Vec
 /// Where [`VARIABLE`] is no share.
 pub fn on_request<T>(what: &str, list: Vec<T>) -> Vec<T> {
     if !is_whole() && std::env::var(VARIABLE).is_err() {
-        say(&format!("{what}: the covering replaces {} cases, {VARIABLE}=all runs them", list.len()));
+        say(&format!("{what}: {} cases do not run, because covering arrays replace them; {VARIABLE}=all runs them", list.len()));
         return Vec::new();
     }
     of_today(what, 1, list, |_| Vec::new())
