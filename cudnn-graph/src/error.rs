@@ -71,7 +71,7 @@ pub enum Error {
         rule: String,
     },
     /// A plan or a graph was used on another device than the one for which it was made.
-    #[error("the plan was made for {}, the handle is of device {handle}", Of(*.plan))]
+    #[error("the handle is on device {handle}, but the plan was made for {}", Of(*.plan))]
     OtherDevice {
         /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,

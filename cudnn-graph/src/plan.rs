@@ -322,7 +322,7 @@ impl Plan {
 
     fn holds(&self, workspace: DeviceSlice) -> Result<(), Error> {
         if workspace.bytes < self.workspace {
-            let limit = format!("{} bytes were given", workspace.bytes);
+            let limit = format!("got {} bytes", workspace.bytes);
             return Err(sdpa_driver::Error::Memory { what: "the plan's workspace".to_owned(), bytes: self.workspace, limit }.into());
         }
         Ok(())

@@ -151,10 +151,5 @@ fn same_device(stream: &Stream, buffer: &Buffer) -> Result<(), Error> {
     if want == have {
         return Ok(());
     }
-    Err(sdpa_driver::Error::Memory {
-        what: "a buffer".to_owned(),
-        bytes: buffer.bytes() as u64,
-        limit: format!("it is on device {have}, the stream on {want}"),
-    }
-    .into())
+    Err(sdpa_driver::Error::OtherDevice { what: "a buffer", got: have, expected: want }.into())
 }

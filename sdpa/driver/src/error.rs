@@ -62,7 +62,7 @@ pub enum Error {
         /// The compiler's log.
         log: String,
     },
-    /// A request does not fit: a copy past the end of a buffer, a workspace that is too small, or memory or a kernel of another device.
+    /// A request does not fit: a copy past the end of a buffer, a workspace that is too small, or too many kernel arguments.
     #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
         /// The purpose of the memory, or a description of the object that does not fit.
@@ -71,6 +71,16 @@ pub enum Error {
         bytes: u64,
         /// The limit that was exceeded, as text.
         limit: String,
+    },
+    /// A kernel, a plan or a buffer of one device was used with a stream of another.
+    #[error("{what} is on device {got}, expected device {expected}, the device of the stream")]
+    OtherDevice {
+        /// The kind of the object, such as `the kernel`.
+        what: &'static str,
+        /// The ordinal of the object's device.
+        got: u32,
+        /// The ordinal of the stream's device.
+        expected: u32,
     },
 }
 
@@ -82,7 +92,7 @@ impl Error {
         match self {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } => true,
             Error::Driver { code, .. } => NO_DRIVER.contains(code),
-            Error::Compile { .. } | Error::Memory { .. } => false,
+            Error::Compile { .. } | Error::Memory { .. } | Error::OtherDevice { .. } => false,
         }
     }
 
@@ -90,7 +100,7 @@ impl Error {
     pub fn is_fatal(&self) -> bool {
         match self {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } | Error::Driver { .. } => true,
-            Error::Compile { .. } | Error::Memory { .. } => false,
+            Error::Compile { .. } | Error::Memory { .. } | Error::OtherDevice { .. } => false,
         }
     }
 }

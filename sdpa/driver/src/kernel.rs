@@ -48,19 +48,18 @@ impl Submission<'_> {
     /// the stream has passed this call.
     ///
     /// # Errors
-    /// Returns [`Error::Memory`] for a kernel of another device, or a driver error.
+    /// Returns [`Error::OtherDevice`] for a kernel of another device, [`Error::Memory`] for too many arguments, or a driver error.
     pub unsafe fn launch(&self, kernel: &Kernel, [blocks, threads]: [u32; 2], arguments: &[u64]) -> Result<(), Error> {
         let device = self.device();
         if kernel.device.ordinal() != device.ordinal() {
-            let limit = format!("it is on device {}, the stream on {}", kernel.device.ordinal(), device.ordinal());
-            return Err(Error::Memory { what: "a kernel".to_owned(), bytes: 0, limit });
+            return Err(Error::OtherDevice { what: "the kernel", got: kernel.device.ordinal(), expected: device.ordinal() });
         }
         let mut pointers = [std::ptr::null_mut::<c_void>(); ARGUMENTS];
         if arguments.len() > ARGUMENTS {
             return Err(Error::Memory {
-                what: "arguments of a kernel".to_owned(),
+                what: "the argument list of a kernel".to_owned(),
                 bytes: 8 * arguments.len() as u64,
-                limit: format!("{ARGUMENTS} of 8 bytes"),
+                limit: format!("a kernel has at most {ARGUMENTS} arguments of 8 bytes"),
             });
         }
         for (pointer, argument) in pointers.iter_mut().zip(arguments) {
