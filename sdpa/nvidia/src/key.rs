@@ -289,7 +289,7 @@ const ADVICE: [(&[&str], &str); 8] = [
     ),
     (&["mask"], "only the mask differs: pass lengths and documents as tensors (padding, document), not as constants"),
     (&["seq_q", "seq_kv", "mask"], "only lengths differ: with length buckets, one plan serves many lengths"),
-    (&["score_mod", "gradient"], "only the score_mod differs: declare a number that changes from call to call as p.scalar(name, default)"),
+    (&["score_mod", "gradient"], "only the score_mod differs: declare numbers that change between calls as p.scalar(name, default)"),
     (&LAYOUTS_AND_ALIGNMENTS, "only strides or alignments differ: pass the tensors of all calls in one layout, with the same alignment"),
 ];
 

@@ -20,11 +20,12 @@ pub(crate) const ABOUT: &str = "\
 Prove an executor: compute and check problems that combine features
 
 A problem combines features: pass, element type, head dims, mask, score_mod, packed sequences, paged KV cache, sink, dropout and so on. With the \
-strength `two`, any two features that the executor supports together occur in at least one problem. Every result is compared with textbook \
-attention in f64.
+strength `two`, any two features that the executor supports together occur in at least one problem. Every result is compared with \
+textbook attention in f64.
 
-One worker process per processor computes the problems, so an illegal access on the device ends one problem only. Answers are saved. After \
-an interruption, also by Ctrl-C, the next run continues, and computes problems with wrong answers again. A run ends after 20 wrong answers.
+One worker process per processor computes the problems, so an illegal access on the device ends one problem only. Answers are saved. \
+After an interruption, also by Ctrl-C, the next run continues, and computes problems with wrong answers again. A run ends after 20 \
+wrong answers.
 
 The answers of cudnn make a ledger: the features that this version computes correctly together on this device. The automatic selection tries native \
 kernels first for a problem that the ledger does not cover.";
@@ -36,8 +37,8 @@ pub(crate) struct ProveArgs {
     pub(crate) executor: String,
     /// Choose which combinations to test [default: ledger for cudnn, else two]
     ///
-    /// two: any two features occur together in a problem. three: any three features do, among the pass, element type, head dims, packed or
-    /// paged storage, and the properties of a declared parameter. ledger: any two features occur together in three problems.
+    /// two: any two features occur together in a problem. three: any three features do, among the pass, element type, head dims, packed
+    /// or paged storage, and the properties of a declared parameter. ledger: any two features occur together in three problems.
     #[arg(long, value_name = "two|three|ledger", value_parser = Named::strengths(), hide_possible_values = true, help_heading = "Problems")]
     pub(crate) strength: Option<String>,
     /// Compute this problem again, such as 'two-way 5'
@@ -49,8 +50,8 @@ pub(crate) struct ProveArgs {
     /// Keep the answers in this folder [default: proofs in the user's cache]
     ///
     /// The default is the folder `proofs` in SDPA_CACHE_DIR, else in `sdpa` in XDG_CACHE_HOME, else in ~/.cache/sdpa (on macOS ~/Library/Caches/sdpa). Each executor
-    /// has a file there, EXECUTOR.jsonl: one line names the executor, device and versions, each other line is an answer. A ledger goes to the
-    /// folder `ledgers` next to it, or to FOLDER.
+    /// has a file there, EXECUTOR.jsonl: one line names the executor, device and versions, each other line is an answer. A ledger
+    /// goes to the folder `ledgers` next to it, or to FOLDER.
     #[arg(long, value_name = "FOLDER", help_heading = "Answers")]
     pub(crate) state: Option<PathBuf>,
     /// Delete the answers of the executor and its ledgers, and compute nothing
