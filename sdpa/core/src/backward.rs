@@ -363,7 +363,7 @@ impl BackwardProblem {
         };
         own.unwrap_or_else(|| self.forward.dtype_of(operand))
     }
-    /// Returns the score_mods with their gradients; `None` without score_mods.
+    /// Returns the trace of the score_mods and their gradients; `None` for a problem without score_mods.
     #[inline]
     pub fn gradient(&self) -> Option<&Arc<Gradient>> {
         self.gradient.as_ref()
@@ -378,7 +378,7 @@ impl BackwardProblem {
     pub fn wrt_scores(&self) -> impl Iterator<Item = &GradientSpec> + Clone {
         of_scores(&self.wrt, self.forward.sink())
     }
-    /// Returns the element type of the sink's gradient, if it is computed.
+    /// Returns the element type of the sink's gradient; `None` if the problem does not compute it.
     pub fn sink_gradient(&self) -> Option<DType> {
         self.wrt.iter().find(|g| self.forward.sink() && g.name == SINK).map(|g| g.dtype)
     }
@@ -413,7 +413,8 @@ impl BackwardProblem {
         self
     }
 
-    /// Counts the multiplications and additions of the five GEMMs over the query-key pairs that [`Problem::flops`] counts, for throughput.
+    /// Returns the number of floating-point operations of the backward pass, for throughput. It counts a multiplication and an addition
+    /// for each product of the five GEMMs, over the query-key pairs that [`Problem::flops`] counts.
     pub fn flops(&self) -> f64 {
         let p = &self.forward;
         let (qk, v) = (p.dim_qk() as f64, p.dim_v() as f64);

@@ -22,11 +22,11 @@ const TILE: [i64; 2] = [128, 4];
 /// A declared parameter that holds the scales of an operand's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum BlockScale {
-    /// The scales of `q`.
+    /// The block scales of `q`.
     Q,
-    /// The scales of `k`.
+    /// The block scales of `k`.
     K,
-    /// The scales of `v`.
+    /// The block scales of `v`.
     V,
 }
 
@@ -34,7 +34,7 @@ impl BlockScale {
     /// Every block scale, in the order in which a problem declares them.
     pub const ALL: [BlockScale; 3] = [BlockScale::Q, BlockScale::K, BlockScale::V];
 
-    /// Returns the name of the parameter.
+    /// Returns the name of the declared parameter that holds these scales.
     pub const fn name(self) -> &'static str {
         match self {
             BlockScale::Q => "block_scale_q",
@@ -52,7 +52,7 @@ impl BlockScale {
         }
     }
 
-    /// Returns the block scale of an operand; `None` if the operand has no blocks.
+    /// Returns the block scale of an operand; `None` for operands other than `q`, `k` and `v`.
     pub fn of(operand: Operand) -> Option<BlockScale> {
         BlockScale::ALL.into_iter().find(|scale| scale.operand() == operand)
     }
@@ -100,19 +100,20 @@ impl BlockScales {
         [lines, (along.max(1) - 1) / BLOCK + 1]
     }
 
-    /// Returns the extents of the parameter: (batch, heads, lines, blocks), with lines padded to a multiple of 128 and blocks to one of 4.
+    /// Returns the extents of the parameter that holds the scales: (batch, heads, lines, blocks per line). A line is a query, a key or,
+    /// for `v`, an index of `dim_v`. The number of lines is padded to a multiple of 128, and the number of blocks to a multiple of 4.
     pub fn extents(&self) -> [i64; 4] {
         let [lines, blocks] = self.used();
         let padded = |n: i64, tile: i64| (n.max(1) - 1) / tile * tile + tile;
         [self.tensor.dims[0], self.tensor.dims[1], padded(lines, TILE[0]), padded(blocks, TILE[1])]
     }
 
-    /// Returns the size of the parameter in bytes, which is its number of scales.
+    /// Returns the number of scales in the parameter, including padding. Each scale is one byte.
     pub fn elements(&self) -> usize {
         self.extents().iter().product::<i64>().unsigned_abs() as usize
     }
 
-    /// Returns the index of the scale of the element at (batch, head, seq, dim).
+    /// Returns the index, within the parameter that holds the scales, of the scale for the operand's element at (batch, head, seq, dim).
     pub fn place(&self, at: [i64; 4]) -> usize {
         let [_, heads, lines, blocks] = self.extents();
         let [line, along] = self.which.axes().map(|axis| at[axis]);
@@ -199,13 +200,14 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
 }
 
 impl Problem {
-    /// Returns the layout of an operand's block scales; `None` if the problem or the operand has none.
+    /// Returns the layout of an operand's block scales; `None` if the problem has no block scales, or if the operand is not `q`, `k` or
+    /// `v`.
     pub fn block_scales(&self, operand: Operand) -> Option<BlockScales> {
         let which = BlockScale::of(operand).filter(|_| self.block_scaled())?;
         Some(BlockScales::new(which, *self.tensor(operand)?))
     }
 
-    /// Returns the block scales of an operand among the values of the problem's parameters.
+    /// Finds the block scales of an operand among the `values` of the problem's parameters; `None` if the operand has no block scales.
     pub fn block_scale_values<'a>(&self, operand: Operand, values: &[ParamValue<'a>]) -> Option<&'a [F8E8M0]> {
         let which = BlockScale::of(operand).filter(|_| self.block_scaled())?;
         let at = self.params().iter().position(|p| p.name == which.name())?;

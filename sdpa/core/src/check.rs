@@ -59,7 +59,8 @@ impl Check {
         }
     }
 
-    /// Checks the extents of a tensor. `whole` is why the problem needs a batch entry, a query and a key; `None` if each may be 0.
+    /// Checks the extents of a tensor. `whole` is the reason why its batch and sequence extents must be at least 1; with `None`, they
+    /// may be 0.
     pub(crate) fn extents(&mut self, name: &str, t: &TensorSpec, whole: Option<&str>) {
         let axes = ["batch", "head", "seq", "dim"];
         let limit = i64::from(i32::MAX);
@@ -77,7 +78,7 @@ impl Check {
         }
     }
 
-    /// Checks the strides and the alignment of a tensor. With `spread`, the last axis may have stride 0.
+    /// Checks the strides and the alignment of a tensor. If `spread` is true, the last axis may have stride 0 instead of 1.
     pub(crate) fn memory(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
         for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
             if stride < 0 {
@@ -97,8 +98,8 @@ impl Check {
         }
     }
 
-    /// Checks that no two output elements share an address. In packed operands no two tokens may, whether of one sequence or of two. `most` is the
-    /// most tokens of a packed operand.
+    /// Checks that no two elements of an output share an address. For a packed operand, `most` is the largest number of tokens in a call,
+    /// and no two tokens may share an address either, in one sequence or in two. For a dense operand, `most` is `None`.
     pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, most: Option<i64>) {
         if o.is_empty() {
             return;
@@ -143,7 +144,8 @@ impl Check {
         }
     }
 
-    /// Checks an element type that may differ from that of the operands: an 8-bit float, or one of `others`. Returns it if it differs.
+    /// Checks the optional element type `asked` of a tensor, in a problem whose operands have the type `dtype`. Only operands of 8-bit
+    /// floats allow another type, which must be an 8-bit float or one of `others`. Returns `asked` if it differs from `dtype`.
     pub(crate) fn narrow(&mut self, field: &str, asked: Option<DType>, dtype: DType, others: &[DType]) -> Option<DType> {
         let asked = asked.filter(|asked| *asked != dtype)?;
         if !dtype.is_fp8() {
@@ -162,7 +164,8 @@ impl Check {
         }
     }
 
-    /// Adds a parameter whose name expressions may not declare.
+    /// Adds `own`, a parameter that the specification itself declares, to the known parameters. It is a mistake if a score_mod or mask
+    /// has declared the name already.
     pub(crate) fn own(&mut self, own: Declared, known: &mut Vec<Declared>) {
         match known.iter().any(|p| p.name == own.name) {
             true => self.fail(
@@ -225,7 +228,8 @@ impl Check {
         }
     }
 
-    /// Adds parameters to the known ones.
+    /// Adds the parameters that the expression `field` declares to the known ones, and reports every invalid or contradictory
+    /// declaration.
     pub(crate) fn params(&mut self, field: &str, declared: &[Declared], known: &mut Vec<Declared>) {
         for p in declared {
             if OPERAND_NAMES.contains(&p.name.as_str()) {

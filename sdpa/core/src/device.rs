@@ -355,8 +355,8 @@ impl<'a, M> DeviceBackward<'a, M> {
     }
 }
 
-/// A call of either pass, with its operands in a table. [`DeviceForward`] and [`DeviceBackward`] convert into it. Exhaustive, so that executors can
-/// list the fields.
+/// A call of a forward or backward pass, with its operands in an array. [`DeviceForward`] and [`DeviceBackward`] convert into it.
+/// Exhaustive, so that executors can list the fields.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceCall<'a, M> {
     /// Memory of each [`Operand`], in the order of [`Operand::ALL`]; `None` for operands that the pass does not have.
@@ -387,7 +387,7 @@ impl<M: Copy> DeviceCall<'_, M> {
         self.operands[operand as usize]
     }
 
-    /// Returns the memory of a row statistic; `None` if the call has none.
+    /// Returns the memory that the call passes for a row statistic; `None` if it passes none.
     pub fn statistic(&self, statistic: Statistic) -> Option<M> {
         match statistic {
             Statistic::Stats => self.stats,

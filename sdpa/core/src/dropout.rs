@@ -11,7 +11,7 @@ use std::hash::{Hash, Hasher};
 pub const DROPOUT_SEED: &str = "dropout_seed";
 /// The name of the declared parameter with a call's offset in the sequence of random numbers: one i64.
 ///
-/// Two calls with one seed share no number if their offsets are [`Problem::dropout_span`] apart.
+/// Two calls with one seed share no random number if their offsets differ by at least [`Problem::dropout_span`].
 pub const DROPOUT_OFFSET: &str = "dropout_offset";
 
 /// Dropout of attention probabilities P: each element is dropped with this probability, and the others are multiplied by `1 / (1 − p)`.
@@ -47,7 +47,7 @@ impl Dropout {
         (1.0 - self.p).recip()
     }
 
-    /// Returns the largest random number for which an element is kept, `floor((1 − p)·65536)`. Random numbers are 0 to 65,535.
+    /// Returns the threshold `floor((1 − p)·65536)`: an element is kept if its random number, from 0 to 65,535, is not above it.
     pub fn most(self) -> u32 {
         (self.keep() * 65536.0).floor() as u32
     }
@@ -67,7 +67,7 @@ impl Hash for Dropout {
     }
 }
 
-/// The edge of the squares that the generator produces at once: 16 queries by 16 keys.
+/// Side length of the square blocks of P for which the generator computes dropout at once: 16 queries by 16 keys.
 pub const SQUARE: usize = 16;
 
 /// The elements of P that a call keeps, from [`Problem::dropout_mask`].
@@ -117,8 +117,8 @@ impl DropoutMask {
         square[q % SQUARE] >> (k % SQUARE) & 1 == 1
     }
 
-    /// Returns the mask of queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`: one number per query, with one bit per key. The
-    /// first key is the lowest bit; a bit is 1 if the element is kept.
+    /// Returns which elements of a 16 × 16 block of P are kept, for queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`. Each
+    /// query has one number, with one bit per key, the first key lowest. A bit is 1 if the element is kept.
     pub fn square(&self, [batch, head, q, k]: [usize; 4]) -> [u16; SQUARE] {
         let first = self.offset.wrapping_add(32u64.wrapping_mul((batch as u64).wrapping_mul(self.heads).wrapping_add(head as u64)));
         let place = (k as u32).wrapping_mul(self.squares_q).wrapping_add(q as u32);
@@ -175,12 +175,13 @@ pub(crate) fn declared() -> [Declared; 2] {
 }
 
 impl Problem {
-    /// Returns the mask of a call with this seed and offset; `None` for a problem without dropout.
+    /// Returns the dropout mask of a call with this seed and offset; `None` for a problem without dropout.
     pub fn dropout_mask(&self, seed: i64, offset: i64) -> Option<DropoutMask> {
         self.dropout().map(|dropout| DropoutMask::new(dropout, self.extents(), seed, offset))
     }
 
-    /// Returns the mask of a call, from the seed and offset among the `values` of the parameters `declared`; `None` without dropout.
+    /// Returns the dropout mask of a call. It reads the seed and the offset from the `values` of the parameters `declared`. `None` for a
+    /// problem without dropout.
     pub fn dropout_of(&self, declared: &[Declared], values: &[ParamValue<'_>]) -> Option<DropoutMask> {
         let number = |name: &str| match values.get(declared.iter().position(|p| p.name == name)?)? {
             ParamValue::I64(numbers) => numbers.first().copied(),
@@ -195,7 +196,7 @@ impl Problem {
         self.dropout_mask(number(DROPOUT_SEED)?, number(DROPOUT_OFFSET)?)
     }
 
-    /// Returns the distance that the offsets of two calls with one seed need, so that the calls share no random number.
+    /// Returns the required distance between the offsets of two calls with one seed, so that the calls share no random number.
     pub fn dropout_span(&self) -> i64 {
         self.batch().saturating_mul(self.heads_q()).saturating_mul(32).saturating_add(4)
     }

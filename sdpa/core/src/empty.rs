@@ -16,15 +16,15 @@ use std::f64::consts::LOG2_E;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The name of the pass in reports.
+/// The engine name in reports of a problem without batch entries, queries or keys. Its pass computes nothing and only fills the results.
 pub const ENGINE: &str = "fill: no batch entry, query or key";
 
 /// A pass that fills results and computes nothing.
 #[derive(Debug)]
 struct Empty<P>(P);
 
-/// Returns the pass of a problem without batch entries, queries or keys; `None` for any other. [`Executor::prepare`](crate::Executor::prepare) tries
-/// it first, because no kernel supports an extent of 0.
+/// Returns the forward pass of a problem without batch entries, queries or keys, which only fills the results; `None` for any other
+/// problem. [`Executor::prepare`](crate::Executor::prepare) tries it first, because no kernel supports an extent of 0.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Shape, empty};
@@ -36,13 +36,13 @@ pub fn forward(problem: &Problem) -> Option<Arc<dyn Prepared>> {
     problem.is_empty().then(|| Arc::new(Empty(problem.clone())) as Arc<dyn Prepared>)
 }
 
-/// Returns the pass of a backward problem without batch entries, queries or keys; `None` for any other: see [`forward`].
+/// Returns the backward pass of a problem without batch entries, queries or keys; `None` for any other problem: see [`forward`].
 pub fn backward(problem: &BackwardProblem) -> Option<Arc<dyn PreparedBackward>> {
     problem.forward().is_empty().then(|| Arc::new(Empty(problem.clone())) as Arc<dyn PreparedBackward>)
 }
 
-/// Returns why kernels do not support a problem without batch entries, queries or keys; `None` for any other. For code that compiles or lowers
-/// without preparing.
+/// Returns why kernels do not support a problem without batch entries, queries or keys; `None` for any other problem. This is for code
+/// that compiles or lowers a problem without preparing it.
 pub fn unsupported(problem: &Problem) -> Option<Reason> {
     let [batch, _, seq_q, seq_kv] = problem.extents();
     problem.is_empty().then(|| Reason::Limit {
@@ -53,7 +53,8 @@ pub fn unsupported(problem: &Problem) -> Option<Reason> {
     })
 }
 
-/// Returns the value of a row statistic in a row without keys.
+/// Returns the value of a row statistic in a row without keys. `base` is the base of the logarithms in `stats`, and `sink` the row's
+/// attention sink, if there is one.
 pub fn row_statistic(statistic: Statistic, base: StatsBase, sink: Option<f32>) -> f32 {
     // A sink of −∞ has no effect. One of +∞ makes the sum NaN, as a score of +∞ does.
     let sink = f64::from(sink.unwrap_or(f32::NEG_INFINITY));

@@ -42,13 +42,14 @@ pub trait Executor: Debug + Send + Sync {
     /// Fails as [`Executor::prepare`] does.
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error>;
 
-    /// Returns the features of the problem that the executor's ledger does not cover; `None` if it covers all, or if the executor has no ledger. A
-    /// dispatcher prefers another executor on the same device to an unproven one.
+    /// Returns the features of the problem that the executor's ledger, a record of tested features, does not cover. `None` if it covers
+    /// all of them, or if the executor has no ledger. A dispatcher prefers another executor on the same device to an unproven one.
     fn unproven(&self, _problem: &Problem) -> Option<Arc<Unproven>> {
         None
     }
 
-    /// Returns the features of a backward problem that the executor's ledger does not cover; see [`Executor::unproven`].
+    /// Returns the features of a backward problem that the executor's ledger, a record of tested features, does not cover: see
+    /// [`Executor::unproven`].
     fn unproven_backward(&self, _problem: &BackwardProblem) -> Option<Arc<Unproven>> {
         None
     }
@@ -72,7 +73,7 @@ pub trait PreparedBackward: Debug + Send + Sync {
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error>;
 }
 
-/// The report of one call.
+/// The report of one call: time, engine, copied operands and workspace.
 #[derive(Clone, Debug, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {

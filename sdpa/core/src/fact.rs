@@ -1,4 +1,4 @@
-//! The facts of a problem: one for each property on which a result, a plan or a key depends.
+//! The facts of a problem: one for each property on which a result, a plan or a cache key depends.
 //!
 //! [`Problem::facts`] and [`BackwardProblem::facts`] destructure their problems and leave no field out. Executors and keys `match` on [`Fact`]
 //! without a wildcard arm. A new option therefore needs two changes to compile: a field without a fact stops this crate, and a fact without an arm
@@ -53,7 +53,7 @@ pub enum Fact<'a> {
     Dtype(DType),
     /// Element type of `o`.
     OutputDtype(DType),
-    /// Whether blocks of 32 elements of `q`, `k` and `v` have block scales.
+    /// Whether `q`, `k` and `v` have a block scale for each 32 elements.
     BlockScaled(bool),
     /// Number of batch entries.
     Batch(i64),
@@ -79,49 +79,52 @@ pub enum Fact<'a> {
     CrossPacked(bool),
     /// Whether `cu_seqlens` are i64, not i32.
     WideBoundaries(bool),
-    /// The most tokens of one side of packed sequences, if the problem states it.
+    /// The largest number of query or key tokens in a packed call, over all sequences; `None` if the problem does not state it.
     MostTokens(Side, Option<i64>),
     /// Whether each query head has an attention sink.
     Sink(bool),
-    /// Dropout of P.
+    /// Dropout of the attention probabilities P; `None` without dropout.
     Dropout(Option<Dropout>),
-    /// Pages of the page pool, if keys and values are paged.
+    /// Number of pages in the page pool; `None` if keys and values are not paged.
     Pages(Option<i64>),
-    /// Tokens per page, if keys and values are paged.
+    /// Number of tokens per page; `None` if keys and values are not paged.
     PageSize(Option<i64>),
-    /// The function that modifies scores.
+    /// The trace of all score_mods; `None` without score_mods.
     ScoreMod(Option<&'a Trace>),
-    /// The bounds `(lower, upper)` of the mask's band, `lower < k − q ≤ upper`; `None` for a side without a bound.
+    /// The bounds `(lower, upper)` of the mask's band, `lower < k − q ≤ upper`; `None` for a direction without a bound.
     Band(Option<i64>, Option<i64>),
     /// The number of first keys to which every query attends, in addition to the band.
     Prefix(Option<i64>),
-    /// The bounds of the mask's bottom-right aligned band.
+    /// The bounds `(lower, upper)` of a band around the diagonal through the last query and key of each batch entry:
+    /// `lower < (k − q) − (len_kv − len_q) ≤ upper`. `None` for a direction without a bound.
     Ends(Option<i64>, Option<i64>),
-    /// Whether each batch entry has a length on this side.
+    /// Whether each batch entry has a length on this side, queries or keys.
     Lengths(Side, bool),
-    /// The part of the mask that is neither a band nor a length.
+    /// The part of the mask that is neither a band nor a length, as a trace that is true where the query attends to the key; `None` if
+    /// there is no such part.
     Keep(Option<&'a Trace>),
-    /// Every declared parameter, including tables: of score_mods, masks and options.
+    /// Every declared parameter of the problem: scalars and tensors of score_mods, masks and options.
     Parameters(&'a [Declared]),
-    /// Whether a row statistic is computed.
+    /// Whether the problem computes this row statistic.
     Statistic(Statistic, bool),
     /// The base of the logarithms in `stats`.
     StatsBase(StatsBase),
-    /// Element type of `d_o`, of a backward problem.
+    /// Element type of `d_o` in a backward problem.
     UpstreamDtype(DType),
-    /// Element type of `dq`, `dk` and `dv`, of a backward problem.
+    /// Element type of `dq`, `dk` and `dv` in a backward problem.
     GradientDtype(DType),
-    /// The derivative of the score_mods, of a backward problem.
+    /// The score_mods and their derivative in a backward problem; `None` without score_mods.
     Gradient(Option<&'a Gradient>),
-    /// The declared parameters whose gradients are computed, of a backward problem.
+    /// The declared parameters whose gradients a backward problem computes.
     GradientsOf(&'a [GradientSpec]),
     /// Every declared parameter of a backward problem: those of the forward pass, and those of gradients and scales of this pass.
     BackwardParameters(&'a [Declared]),
-    /// Whether every run must give the same bits, of a backward problem.
+    /// Whether a backward problem requires bitwise equal results on every run.
     Deterministic(bool),
 }
 
-/// Collects an executor's reasons against the facts of a problem, in the order of the facts.
+/// Collects the reasons why an executor does not support some of the facts of a problem, in the order of the facts. `supports_fact`
+/// returns the reason against one fact.
 pub fn reasons<'a>(facts: impl Iterator<Item = Fact<'a>>, supports_fact: impl Fn(&Fact<'a>) -> Result<(), Reason>) -> Vec<Reason> {
     facts.filter_map(|fact| supports_fact(&fact).err()).collect()
 }

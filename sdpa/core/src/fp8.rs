@@ -67,7 +67,7 @@ impl Fp8Scale {
         Fp8Scale::ScaleDV,
     ];
 
-    /// Returns the name of the parameter.
+    /// Returns the name of the declared parameter that holds this scale or descale.
     pub const fn name(self) -> &'static str {
         match self {
             Fp8Scale::DescaleQ => "descale_q",
@@ -144,7 +144,7 @@ impl fmt::Display for Fp8Scale {
 pub enum Amax {
     /// Amax of P, after softmax and dropout.
     S,
-    /// Amax of the output; with block scales, of the output as written.
+    /// Amax of the output before scaling; with block scales, which leave the output unscaled, amax of the rounded output.
     O,
     /// Amax of dS times `attn_scale`.
     DP,
@@ -169,7 +169,7 @@ impl Amax {
         }
     }
 
-    /// Returns the amax values that a pass of 8-bit floats without block scales writes in this direction.
+    /// Returns the amax values that a forward or backward pass of 8-bit floats writes, if it has no block scales.
     pub const fn of(direction: Direction) -> &'static [Amax] {
         match direction {
             Direction::Forward => &[Amax::S, Amax::O],
@@ -177,8 +177,8 @@ impl Amax {
         }
     }
 
-    /// Returns the amax values that the pass of `forward`, or of a backward problem over it, writes. There are none if the operands are
-    /// not 8-bit floats. With block scales there is only that of the output.
+    /// Returns the amax values that a forward or backward pass over the problem `forward` writes. There are none if the operands are not
+    /// 8-bit floats. With block scales there is only that of the output.
     pub fn told(forward: &Problem, direction: Direction) -> &'static [Amax] {
         match (forward.dtype().is_fp8(), forward.block_scaled()) {
             (false, _) => &[],
@@ -187,7 +187,8 @@ impl Amax {
         }
     }
 
-    /// Returns the mistakes of a call that passes destinations for the amax values `given` to a pass in this direction.
+    /// Checks that a call passes one destination for each amax value that its pass writes, and no other. `given` are the amax values for
+    /// which it passes destinations. Returns a mistake for each one that is missing, repeated or superfluous.
     pub fn check(forward: &Problem, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
         let (asked, dtype) = (Amax::told(forward, direction), forward.dtype());
         let mut errors = Vec::new();
@@ -218,7 +219,7 @@ impl fmt::Display for Amax {
 pub struct Fp8Scales([f32; 13]);
 
 impl Fp8Scales {
-    /// Returns the scales and descales among the `values` of the parameters `declared`; 1 for one that the pass does not declare.
+    /// Reads the scales and descales from the `values` of the parameters `declared`. One that the pass does not declare is 1.
     pub fn new(declared: &[Declared], values: &[ParamValue<'_>]) -> Fp8Scales {
         let mut scales = [1.0; 13];
         for scale in Fp8Scale::FORWARD.into_iter().chain(Fp8Scale::BACKWARD) {
@@ -243,7 +244,7 @@ impl Fp8Scales {
         all.into_iter().filter_map(|scale| scale.check(scales.get(scale)).err()).collect()
     }
 
-    /// Returns one scale or descale.
+    /// Returns the value of one scale or descale; 1 if the pass does not declare it.
     pub fn get(&self, scale: Fp8Scale) -> f32 {
         self.0[scale as usize]
     }

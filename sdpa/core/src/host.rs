@@ -274,8 +274,8 @@ pub enum HostStats<'a> {
     Write(&'a mut [f32]),
 }
 
-/// A call of either pass with its operands in a table, for executors that treat them alike. [`HostForward`] and [`HostBackward`] convert into it.
-/// Exhaustive, so that executors can list the fields.
+/// A call of a forward or backward pass with its operands in a list, for executors that treat both passes alike. [`HostForward`] and
+/// [`HostBackward`] convert into it. Exhaustive, so that executors can list the fields.
 #[derive(Debug)]
 pub struct HostCall<'a> {
     /// The operands of the pass, in the order of [`Direction::operands`](crate::operand::Direction::operands).

@@ -55,7 +55,7 @@ mod unproven;
 /// assert_eq!(elements.len(), 4);
 /// ```
 pub use half;
-/// The crate of the list type [`device::DeviceParams`].
+/// The crate that defines `SmallVec`, the list type of [`device::DeviceParams`].
 pub use smallvec;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};

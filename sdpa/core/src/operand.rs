@@ -85,7 +85,7 @@ impl Operand {
         }
     }
 
-    /// Returns the names of the operand's layout and of its alignment among the fields of a cache key.
+    /// Returns the names of two fields of a cache key: that of the operand's layout and that of its alignment.
     pub fn fields(self) -> [&'static str; 2] {
         match self {
             Operand::Q => ["layout of q", "alignment of q"],
@@ -111,10 +111,10 @@ pub enum Side {
 }
 
 impl Side {
-    /// Both sides.
+    /// Both sides of the attention: queries and keys.
     pub const ALL: [Side; 2] = [Side::Queries, Side::Keys];
 
-    /// Returns the name of the field of [`Packed`](crate::Packed) that bounds the tokens of this side.
+    /// Returns the name of the field of [`Packed`](crate::Packed) that bounds the number of tokens on this side, queries or keys.
     pub const fn total(self) -> &'static str {
         match self {
             Side::Queries => "total_q",

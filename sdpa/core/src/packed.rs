@@ -91,7 +91,7 @@ impl Packed {
         self
     }
 
-    /// Returns the name of the `cu_seqlens` parameter of one side.
+    /// Returns the name of the `cu_seqlens` parameter for one side, queries or keys.
     pub fn boundaries(&self, side: Side) -> &'static str {
         match (self.cross, side) {
             (false, _) => CU_SEQLENS,
@@ -100,7 +100,7 @@ impl Packed {
         }
     }
 
-    /// Returns the parameters that a packed problem declares: `cu_seqlens` of its packed sides.
+    /// Returns the parameters that a packed problem declares: the `cu_seqlens` of the packed `sides`, queries or keys.
     pub(crate) fn declared(&self, sides: &[Side]) -> Vec<Declared> {
         let mut names: Vec<&str> = sides.iter().map(|side| self.boundaries(*side)).collect();
         names.dedup();
@@ -109,12 +109,12 @@ impl Packed {
         names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }).collect()
     }
 
-    /// Returns the most tokens of a side in a call of this many sequences of at most `seq` tokens; at least 1.
+    /// Returns the largest number of query or key tokens in a call of `documents` sequences with at most `seq` tokens each; at least 1.
     pub(crate) fn most(&self, side: Side, documents: i64, seq: i64) -> i64 {
         self.total(side).unwrap_or_else(|| documents.saturating_mul(seq)).max(1)
     }
 
-    /// Returns the largest number of tokens of a side in a call, if it is set.
+    /// Returns the largest number of query or key tokens in a call; `None` if it is not set.
     pub fn total(&self, side: Side) -> Option<i64> {
         match side {
             Side::Queries => self.total_q,
@@ -137,7 +137,7 @@ pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     (elements - last_row).checked_div(token).map_or(most, |n| (n + 1).min(most))
 }
 
-/// Returns a packed operand as one tensor (1, heads, tokens, dim) over all sequences.
+/// Returns a packed operand as one tensor (1, heads, tokens, dim) that spans all sequences.
 pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
     let [_, heads, _, dim] = tensor.dims;
     let mut all = TensorSpec { dims: [1, heads, tokens, dim], ..*tensor };
@@ -195,18 +195,19 @@ impl Documents {
         if errors.is_empty() { Ok(Some(Documents { of })) } else { Err(SpecErrors(errors)) }
     }
 
-    /// Returns the tokens of each sequence of one side, as ranges over all tokens of the call.
+    /// Returns the query or key tokens of each sequence, as ranges over all tokens of the call.
     pub fn of(&self, side: Side) -> &[Range<usize>] {
         &self.of[side as usize]
     }
 
-    /// Returns the end of the last sequence, in tokens.
+    /// Returns the end of the last sequence of queries or keys, in tokens.
     pub fn end(&self, side: Side) -> usize {
         self.of(side).last().map_or(0, |document| document.end)
     }
 }
 
-/// Returns the mistakes of buffers that are too small for the sequences.
+/// Returns a mistake for each buffer of a packed call that is too small for its sequences, and for each invalid `cu_seqlens`. The last
+/// number of each entry of `operands` and `statistics` is the length of the buffer.
 pub(crate) fn check_memory(
     problem: &Problem,
     values: (&[Declared], &[ParamValue<'_>]),
@@ -243,12 +244,12 @@ pub(crate) fn check_memory(
 }
 
 impl Problem {
-    /// Returns whether a side is packed.
+    /// Returns whether the queries or the keys are packed, for the given side.
     pub fn packs(&self, side: Side) -> bool {
         self.packed().is_some() && (side == Side::Queries || self.paged().is_none())
     }
 
-    /// Returns the `cu_seqlens` parameters that the problem declares.
+    /// Returns the `cu_seqlens` parameters that a packed problem declares; none for any other problem.
     pub fn boundaries(&self) -> Vec<Declared> {
         let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| self.packs(*side)).collect();
         self.packed().map_or_else(Vec::new, |packed| packed.declared(&sides))

@@ -59,14 +59,14 @@ impl Paged {
         [("page_size", self.page_size), ("pages", self.pages)]
     }
 
-    /// Returns every mistake in the fields.
+    /// Returns a mistake for each field that is out of range.
     pub(crate) fn mistakes(&self) -> Vec<SpecError> {
         let most = i64::from(i32::MAX);
         let wrong = self.fields().into_iter().filter(|(_, n)| !(1..=most).contains(n));
         wrong.map(|(field, n)| SpecError::new(format!("paged.{field}"), n, format!("between 1 and {most}"))).collect()
     }
 
-    /// Clamps the fields to valid numbers.
+    /// Returns the paging with each field clamped to the valid range.
     pub(crate) fn clamped(&self) -> Paged {
         let [page_size, pages] = [self.page_size, self.pages].map(|n| n.clamp(1, i64::from(i32::MAX)));
         Paged { page_size, pages }
@@ -96,7 +96,8 @@ impl Paged {
         Declared { name: PAGE_TABLE.to_owned(), kind, default: None }
     }
 
-    /// Returns the parameter that packed queries need in addition, whichever masks there are: the number of keys of each batch entry.
+    /// Returns the declared parameter with the number of keys of each batch entry. Packed queries over pages need it, whatever the masks
+    /// are.
     pub(crate) fn lengths() -> Declared {
         let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
         Declared { name: SEQ_LEN_KV.to_owned(), kind, default: None }

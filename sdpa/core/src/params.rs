@@ -122,8 +122,8 @@ pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)
     if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
 }
 
-/// Compares the names of the parameter gradients that a call has memory for with those that the problem computes. Returns the missing,
-/// unknown and repeated ones.
+/// Compares `given`, the names of the parameter gradients for which a call passes memory, with `wanted`, the names of those that the
+/// problem computes. Returns a mistake for each one that is missing, unknown or repeated.
 pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given: &[&str]) -> Vec<SpecError> {
     let field = |name: &str| format!("gradient of {name}");
     let mut errors = Vec::new();

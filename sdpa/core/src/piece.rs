@@ -1,4 +1,4 @@
-//! Restricts a problem to one piece of its mask.
+//! Restricts a problem to one piece of its mask: one of the bands into which the mask was decomposed.
 
 use crate::backward::BackwardProblem;
 use crate::expr::{Axis, Builder, ExprErrors, Inputs, ParamKind, Trace};
@@ -20,7 +20,7 @@ fn rows(piece: &Piece, operand: Operand) -> &Range<i64> {
 }
 
 impl Piece {
-    /// Returns the offset, in elements, of the first row of the piece within an operand.
+    /// Returns the offset, in elements, of the piece's first row (query or key) from the first row of each head of an operand.
     pub fn offset(&self, operand: Operand, tensor: &TensorSpec) -> i64 {
         rows(self, operand).start * tensor.strides[2]
     }
@@ -49,8 +49,9 @@ impl Piece {
 }
 
 impl Problem {
-    /// Returns the problem of one piece of the mask, over its rows of the operands, with stats. `None` if an option depends on more than the piece:
-    /// sinks, dropout, 8-bit floats, lengths, pages, statistics other than stats, tensors over queries or keys.
+    /// Returns the problem that computes one piece of a decomposed mask, over the piece's queries and keys only, with `stats`. Returns
+    /// `None` for a problem that cannot be computed in pieces: one that is packed or paged, or has sinks, dropout, 8-bit floats, base-2
+    /// stats, other row statistics, or score_mods that read tensors over queries or keys.
     pub fn piece(&self, piece: &Piece) -> Option<Problem> {
         // Deliberately without `..`: a new field must be listed here, with whether a piece may have it.
         let Problem {
@@ -97,8 +98,8 @@ impl Problem {
 }
 
 impl BackwardProblem {
-    /// Returns the backward problem of one piece of the mask; see [`Problem::piece`]. Also returns `None` if the problem computes
-    /// gradients of declared parameters.
+    /// Returns the backward problem that computes one piece of a decomposed mask: see [`Problem::piece`]. Also returns `None` if the
+    /// problem computes gradients of declared parameters.
     pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
         // Deliberately without `..`, as above.
         let BackwardProblem {

@@ -319,7 +319,7 @@ impl Problem {
             Side::Keys => self.seq_kv,
         }
     }
-    /// Returns whether a batch entry may have fewer tokens on this side than the extent, because of a mask or as a packed sequence.
+    /// Returns whether a batch entry may have fewer queries or keys than the extent, because of a mask or as a packed sequence.
     pub fn has_lengths(&self, side: Side) -> bool {
         let masked = match side {
             Side::Queries => self.kept.seq_len_q,
@@ -327,7 +327,7 @@ impl Problem {
         };
         masked || self.packs(side)
     }
-    /// Returns the largest number of tokens of a side in a packed call, over all sequences.
+    /// Returns the largest number of query or key tokens in a packed call, over all sequences.
     pub fn total(&self, side: Side) -> i64 {
         let all = || self.batch.saturating_mul(self.seq(side));
         self.packed.and_then(|packed| packed.total(side)).unwrap_or_else(all)
@@ -343,12 +343,13 @@ impl Problem {
     pub fn kept(&self) -> &Kept {
         &self.kept
     }
-    /// Returns the band of the masks. Other masks may mask out more keys ([`Problem::kept`]).
+    /// Returns the band of the masks: bounds of `k − q`, and a prefix. Other masks may mask out more keys ([`Problem::kept`]).
     #[inline]
     pub fn region(&self) -> &Region {
         &self.kept.region
     }
-    /// Returns the bottom-right aligned band, if the masks have one that is not in [`Problem::region`].
+    /// Returns the band around the diagonal through the last query and key of each batch entry; `None` if the masks have no such band
+    /// beyond [`Problem::region`].
     #[inline]
     pub fn ends(&self) -> Option<&Ends> {
         Some(&self.kept.ends).filter(|ends| !ends.is_full())
@@ -384,14 +385,15 @@ impl Problem {
     pub fn default_scale(&self) -> f32 {
         (1.0 / (self.dim_qk as f64).sqrt()) as f32
     }
-    /// Counts the multiplications and additions of the two GEMMs over the pairs in the masks' bands, for throughput. Each batch entry counts with all
-    /// queries and keys.
+    /// Returns the number of floating-point operations of the forward pass, for throughput. It counts a multiplication and an addition
+    /// for each product of the two GEMMs, over the query-key pairs in the masks' bands. Each batch entry counts with all queries and
+    /// keys.
     pub fn flops(&self) -> f64 {
         let pairs: u64 = (0..self.seq_q).map(|q| self.kept.key_range(q, [self.seq_q, self.seq_kv]).count() as u64).sum();
         2.0 * pairs as f64 * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
     }
 
-    /// Returns the most tokens of a packed side; `None` if the side is not packed.
+    /// Returns the largest number of query or key tokens in a packed call; `None` if that side is not packed.
     pub(crate) fn most(&self, side: Side) -> Option<i64> {
         self.packed.filter(|_| self.packs(side)).map(|packed| packed.most(side, self.batch, self.seq(side)))
     }
@@ -412,14 +414,16 @@ fn lies(operand: Operand, tensor: TensorSpec, paged: Option<Paged>) -> TensorSpe
     paged.filter(|_| operand.side() == Side::Keys).map_or(tensor, |paged| paged.container(&tensor))
 }
 
-/// Sets the batch stride of a packed tensor as if each sequence were the longest. Rules and keys use this form.
+/// Sets the batch stride of a packed tensor as if each sequence had the maximum length. The caller's batch stride has no effect, so
+/// checks and cache keys use this form.
 pub(crate) fn unplaced(mut tensor: TensorSpec) -> TensorSpec {
     let reach = |axis: usize| tensor.strides[axis].saturating_mul(tensor.dims[axis]);
     tensor.strides[0] = reach(1).max(reach(2)).max(tensor.dims[3]);
     tensor
 }
 
-/// Returns extents with at least two tokens if a packed operand may have several (`most`), however short its sequences are.
+/// Returns the extents `dims` with a sequence extent of at least 2, if a packed operand may have several tokens (at most `most`). A dense
+/// operand has `most` `None` and is unchanged.
 pub(crate) fn tokens_apart(mut dims: [i64; 4], most: Option<i64>) -> [i64; 4] {
     if let Some(most) = most {
         dims[2] = dims[2].max(2).min(most);
@@ -427,8 +431,9 @@ pub(crate) fn tokens_apart(mut dims: [i64; 4], most: Option<i64>) -> [i64; 4] {
     dims
 }
 
-/// Normalises strides. An axis of extent 1 gets the extent of the axes inside it as its stride, so tensors that differ only there are equal. The
-/// token axis of packed sequences counts as longer if there may be more than one token (`most`). A tensor without elements becomes dense.
+/// Normalises the strides of a tensor, so that tensors with equal addresses are equal. The stride of an axis of extent 1 becomes the span
+/// of the whole tensor. The token axis of packed sequences counts as longer if a call may have more than one token (`most`). A tensor
+/// without elements becomes dense.
 pub(crate) fn normalise(mut tensor: TensorSpec, most: Option<i64>) -> TensorSpec {
     if tensor.is_empty() {
         return TensorSpec::dense(tensor.dims, Layout::Bhsd);

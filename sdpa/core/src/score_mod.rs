@@ -261,7 +261,7 @@ pub(crate) enum NoGradient {
     ByHand(String),
 }
 
-/// Derives the gradient along the score and along `wrt`, which are declared floating-point parameters.
+/// Derives the gradients of the composed score_mods with respect to the score and to `wrt`, which are declared floating-point parameters.
 pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> Result<Gradient, NoGradient> {
     let mut b = Builder::new();
     let values = forward(&mut b, mods, extents);

@@ -39,7 +39,8 @@ use crate::spec::{AttentionSpec, TensorSpec};
 use crate::tensor::Param;
 use serde::{Deserialize, Serialize};
 
-/// The name of the declared scalar by which a bottom-right aligned mask is shifted.
+/// The name of the declared scalar that holds `seq_kv − seq_q` of the exact lengths. A bottom-right aligned mask reads it to place its
+/// diagonal, because the bucket's extents have another difference.
 pub const SEQ_SHIFT: &str = "seq_shift";
 
 /// The lengths to which sequence lengths are rounded up.
@@ -136,8 +137,8 @@ pub struct SeqPolicy {
 pub struct Bucketed {
     /// The specification to validate and prepare instead of the exact one.
     pub spec: AttentionSpec,
-    /// Ratio of the bucket's query-key pairs to those of the exact lengths: an upper bound of the extra cost for a kernel that skips
-    /// nothing. Passing lengths as data adds 3 to 10 µs per pass on an H200 with cuDNN 9.27, and 14 µs with 9.19.
+    /// Ratio of the bucket's query-key pairs to those of the exact lengths: an upper bound of the extra cost for a kernel that skips no
+    /// tile. Passing lengths as data adds 3 to 10 µs per pass on an H200 with cuDNN 9.27, and 14 µs with 9.19.
     pub cost: f64,
     seq_len_q: Vec<i32>,
     seq_len_kv: Vec<i32>,
@@ -147,8 +148,8 @@ pub struct Bucketed {
 }
 
 impl Bucketed {
-    /// Returns the parameters to pass in addition to the caller's own: the lengths of each batch entry, and the shift of masks. For
-    /// device calls the caller fills device memory with the lengths: i32, one per batch entry.
+    /// Returns the parameters to pass in addition to the caller's own: the exact lengths of each batch entry, and [`SEQ_SHIFT`] if a mask
+    /// is bottom-right aligned. For device calls the caller fills device memory with the lengths: i32, one per batch entry.
     pub fn params(&self) -> Vec<Param<'_>> {
         let lengths = [(SEQ_LEN_Q, &self.seq_len_q), (SEQ_LEN_KV, &self.seq_len_kv)];
         let lengths = lengths.into_iter().filter(|_| self.padded).map(|(name, values)| Param::new(name, values));

@@ -9,14 +9,15 @@ use crate::tensor::ParamValue;
 /// scaled and modified scores. −∞ disables the sink.
 pub const SINK: &str = "sink";
 
-/// Returns the parameter that a problem with a sink declares.
+/// Returns the declared parameter that holds the attention sinks of a problem.
 pub(crate) fn declared() -> Declared {
     let kind = ParamKind::Tensor { axes: Axes::from([Axis::Head]), dtype: DType::F32 };
     Declared { name: SINK.to_owned(), kind, default: None }
 }
 
 impl Problem {
-    /// Returns the sinks of a call, one per query head, among the values of the declared parameters; `None` for a problem without sinks.
+    /// Finds the sinks of a call, one per query head, among the `values` of the parameters `declared`; `None` for a problem without
+    /// sinks.
     pub fn sinks<'a>(&self, declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [f32]> {
         let at = declared.iter().position(|p| self.sink() && p.name == SINK)?;
         match values.get(at)? {

@@ -224,7 +224,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Returns the most tokens of a packed side.
+    /// Returns the largest number of query or key tokens in a call with this packing.
     pub(crate) fn most(&self, packed: &Packed, side: Side) -> i64 {
         let seq = match side {
             Side::Queries => self.q.dims[2],

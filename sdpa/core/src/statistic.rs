@@ -36,7 +36,8 @@ impl Statistic {
         }
     }
 
-    /// Returns the mistake of a call that passes a buffer for this statistic (`given`) that its problem does not compute (`asked`), or the reverse.
+    /// Checks that a call passes a buffer for this statistic (`given`) exactly if its problem computes the statistic (`asked`). Returns
+    /// the error if not, and `None` if both agree.
     pub fn unlike(self, given: bool, asked: bool) -> Option<SpecError> {
         match (given, asked) {
             (true, true) | (false, false) => None,
@@ -81,12 +82,13 @@ impl fmt::Display for StatsBase {
 }
 
 impl Problem {
-    /// Returns whether `stats` is computed: f32, (batch, heads_q, seq_q), dense, or (total, heads_q).
+    /// Returns whether `stats` is computed, the log-sum-exp of each row: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) for a
+    /// packed batch.
     #[inline]
     pub fn stats(&self) -> bool {
         self.stats
     }
-    /// Returns the base of stats; natural if they are not computed.
+    /// Returns the base of the logarithms in `stats`; natural if the problem does not compute `stats`.
     #[inline]
     pub fn stats_base(&self) -> StatsBase {
         self.stats_base
@@ -116,7 +118,7 @@ impl Problem {
         let rows = if self.packed().is_some() { self.total(Side::Queries) } else { self.batch() * self.seq_q() };
         rows * self.heads_q()
     }
-    /// Returns `stats` as a tensor (batch, heads_q, seq_q, 1).
+    /// Returns the extents and strides of `stats` as a tensor (batch, heads_q, seq_q, 1).
     pub fn stats_tensor(&self) -> TensorSpec {
         let dims = [self.batch(), self.heads_q(), self.seq_q(), 1];
         TensorSpec::dense(dims, if self.packed().is_some() { Layout::Bshd } else { Layout::Bhsd })

@@ -1,10 +1,11 @@
-//! Problems that an executor's ledger does not cover.
+//! Problems that an executor's ledger does not cover. A ledger records which features an executor computes correctly on a library and
+//! device.
 
 use crate::error::ExecutorName;
 use serde::Serialize;
 use std::fmt;
 
-/// Features of a problem that were not tested enough on an executor's library and device.
+/// Features of a problem that were not tested enough on an executor's library and device. A ledger records the tested features.
 ///
 /// ```
 /// use sdpa_core::{ExecutorName, Unproven, Untested};
@@ -16,7 +17,7 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Unproven {
-    /// The executor whose ledger lacks the evidence.
+    /// The executor whose ledger of tested features lacks the evidence.
     pub executor: ExecutorName,
     /// The executor's library and device: version and compute capability.
     pub runtime: String,
@@ -24,14 +25,14 @@ pub struct Unproven {
     pub what: Untested,
 }
 
-/// The evidence that a ledger lacks.
+/// The evidence that an executor's ledger of tested features lacks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Untested {
-    /// There is no ledger for this library and device.
+    /// There is no ledger of tested features for this library and device.
     Everything,
-    /// The ledger has too few right results for these features, or for these pairs of features.
+    /// The ledger of tested features has too few right results for these features, or for these pairs of features.
     Features(Vec<String>),
 }
 
@@ -41,7 +42,7 @@ impl Unproven {
         Unproven { executor, runtime: runtime.into(), what }
     }
 
-    /// Returns whether there is a ledger for the library and the device.
+    /// Returns whether there is a ledger of tested features for the executor's library and device.
     pub fn has_ledger(&self) -> bool {
         match self.what {
             Untested::Everything => false,

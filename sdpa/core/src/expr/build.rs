@@ -79,7 +79,7 @@ impl Builder {
         id
     }
 
-    /// Returns the score that is modified, f32.
+    /// Returns the input value for the score that the function modifies, f32.
     pub fn score(&mut self) -> NodeId {
         self.push(Node::Score, Type::F32)
     }
@@ -152,7 +152,7 @@ impl Builder {
         self.push(Node::Read(table, place), ty)
     }
 
-    /// Iterates over the reads of tables so far: parameter, position, value.
+    /// Iterates over the reads of tables so far. Yields for each the index of its parameter, the position and the value that was read.
     pub(crate) fn reads(&self) -> impl Iterator<Item = (usize, NodeId, NodeId)> {
         self.nodes
             .iter()
@@ -230,7 +230,8 @@ impl Builder {
         }
     }
 
-    /// Copies a trace into this builder, and returns the copies of its roots. Parameters of one name must have equal declarations.
+    /// Copies a trace into this builder, with `inputs` in place of its inputs. Returns the copies of its roots (outputs). Parameters of
+    /// one name must have equal declarations.
     pub fn inline(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
         let here = self.values(trace, inputs);
         trace.roots().iter().map(|root| here[root.index()]).collect()
@@ -292,7 +293,7 @@ impl Builder {
         &self.params
     }
 
-    /// Returns the finished trace with these roots. It drops values that no root needs, and puts the others in canonical order.
+    /// Returns the finished trace with these roots (outputs). It drops values that no root needs, and puts the others in canonical order.
     ///
     /// # Errors
     /// Returns every declaration that broke a rule.

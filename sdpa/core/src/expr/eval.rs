@@ -25,8 +25,8 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Converts a number to a value of a type. Integers drop the fraction and saturate, and NaN becomes 0. This is a conversion, not rounding, and is
-    /// the same in either precision.
+    /// Converts a number to a value of a type. Integers drop the fraction and saturate, and NaN becomes 0, in both precisions. Floats are
+    /// rounded to their type in [`Precision::F32`] only.
     fn value(self, x: f64, ty: Type) -> f64 {
         match (ty, self) {
             (Type::F32, Precision::F32) => f64::from(x as f32),
@@ -144,7 +144,7 @@ pub struct Place<'a> {
 }
 
 impl Trace {
-    /// Evaluates every value at one position, and returns the roots. Booleans are 0 and 1. Missing parameters are NaN.
+    /// Evaluates the trace at one position, and returns its roots (outputs). Booleans are 0 and 1. Missing parameters are NaN.
     ///
     /// NaN propagates, except that `min` and `max` return the other operand, comparisons are false (≠ is true), and logic treats it as true. Selects
     /// ignore the branch that is not selected, and powers follow C (`x⁰ = 1ʸ = 1`).
@@ -154,14 +154,14 @@ impl Trace {
         self.eval_reading(at, precision, |_, _| f64::NAN)
     }
 
-    /// Evaluates every value at one position as [`Trace::eval`] does, but also reads tables: `read` returns the element of a parameter at
-    /// a position in memory order.
+    /// Evaluates the trace at one position as [`Trace::eval`] does, but also reads tables: `read` returns the element of a parameter at a
+    /// position in memory order.
     pub fn eval_reading(&self, at: &Place<'_>, precision: Precision, read: impl Fn(ParamId, usize) -> f64) -> Vec<f64> {
         let values = self.values(at, precision, read);
         self.roots().iter().map(|root| values[root.index()]).collect()
     }
 
-    /// Evaluates the trace at one position, and returns the first root. Allocates nothing for traces of up to 32 values.
+    /// Evaluates the trace at one position, and returns its first root (output). Allocates nothing for traces of up to 32 values.
     pub fn eval_first(&self, at: &Place<'_>, precision: Precision) -> f64 {
         let values = self.values(at, precision, |_, _| f64::NAN);
         self.roots().first().map_or(f64::NAN, |root| values[root.index()])

@@ -37,7 +37,7 @@ impl Interval {
     }
 }
 
-/// The result of a mask over a box, which is a range of each index.
+/// The result of judging a mask over a box, which has a range of indices for each axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Judged {
     /// The mask attends to no pair of the box.
@@ -94,8 +94,8 @@ impl Trace {
         values.map(|x| x.is_known().then_some([x.low, x.high])).collect()
     }
 
-    /// Returns whether the first root, a boolean, is true always, never or possibly, for indices (batch, head, q, k) within the inclusive
-    /// bounds `places`. Parameters may have any value.
+    /// Returns whether the first root (output), a boolean, is true always, never or possibly, for indices (batch, head, q, k) within the
+    /// inclusive bounds `places`. Parameters may have any value.
     pub fn judge(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Judged {
         let values = self.intervals(places, extents);
         match self.roots().first().map(|root| values[root.index()]) {

@@ -23,7 +23,7 @@ impl Axes {
     /// reads the offset of the current entry.
     pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, ..Axes::NONE };
 
-    /// Batch entries and pages of this many keys: one element per page of an entry. Expressions cannot read them.
+    /// Returns the axes of a page table: one element for each page of `page_size` keys of a batch entry. Expressions cannot read it.
     pub(crate) fn pages(page_size: i64) -> Axes {
         Axes { page: page_size.clamp(1, i64::from(i32::MAX)) as u32, ..Axes::from([Axis::Batch, Axis::K]) }
     }
@@ -60,7 +60,7 @@ impl Axes {
         self.table[0] > 0
     }
 
-    /// Returns the number of keys per page, if there is one element per page.
+    /// Returns the number of keys per page; `None` unless the tensor has one element per page, as a page table does.
     pub fn page_size(self) -> Option<i64> {
         (self.page > 0).then_some(i64::from(self.page))
     }

@@ -245,7 +245,7 @@ impl Trace {
         self.params.iter().position(|p| p.name == name).map(|n| ParamId(n as u32))
     }
 
-    /// Returns the roots: the modified score of a score_mod, or a mask's boolean that is true if the query attends to the key.
+    /// Returns the roots (outputs): the modified score of a score_mod, or a mask's boolean that is true if the query attends to the key.
     pub fn roots(&self) -> &[NodeId] {
         &self.roots
     }

@@ -51,8 +51,8 @@ fn same_document<'t>(p: Params<'t>) -> Expr<'t, Bool> {
     p.tensor("doc_q", [Axis::Batch, Axis::Q], I32).eq(p.tensor("doc_k", [Axis::Batch, Axis::K], I32))
 }
 
-/// Attends to keys of the query's document: i32 tensors `doc_q` (batch, seq_q) and `doc_k` (batch, seq_kv) are equal. Contiguous documents cost less
-/// as [`Packed`](crate::Packed) sequences.
+/// Attends to keys of the query's document: keys whose number in the i32 tensor `doc_k` (batch, seq_kv) equals the query's number in
+/// `doc_q` (batch, seq_q). Contiguous documents cost less as [`Packed`](crate::Packed) sequences.
 ///
 /// ```
 /// use sdpa_core::library;
@@ -62,9 +62,9 @@ pub fn document() -> Mask {
     of("document", |_, p| same_document(p))
 }
 
-/// Attends to keys from `doc_start` up to, but not including, `doc_end` of the query, i32 tensors (batch, seq_q). Equals [`document`] for contiguous
-/// documents. cuDNN's backward engines read tensors along queries in place, but need tensors along keys expanded to every pair. This mask is three
-/// times as fast there. [`Packed`](crate::Packed) sequences are faster still.
+/// Attends to the keys from `doc_start` up to, but not including, `doc_end`: two i32 tensors (batch, seq_q), read at the query. Equals
+/// [`document`] for contiguous documents. cuDNN's backward engines read tensors along queries in place, but need tensors along keys
+/// expanded to every pair. There, this mask is three times as fast as [`document`]. [`Packed`](crate::Packed) sequences are faster still.
 pub fn document_runs() -> Mask {
     of("document-runs", |at, p| {
         let (start, end) = (p.tensor("doc_start", [Axis::Batch, Axis::Q], I32), p.tensor("doc_end", [Axis::Batch, Axis::Q], I32));
@@ -82,8 +82,8 @@ pub fn shared_prefix(len: i32) -> Mask {
     of(&format!("shared-prefix:{len}"), |at, p| at.k.lt(len) | same_document(p))
 }
 
-/// Attends within the lengths of each batch entry: i32 tensors `seq_len_q` and `seq_len_kv`, (batch). A length of 0 makes a batch entry empty: its
-/// outputs are 0.
+/// Attends within the lengths of each batch entry, which are the i32 tensors `seq_len_q` and `seq_len_kv`, (batch). A length of 0 makes a
+/// batch entry empty: its outputs are 0.
 ///
 /// ```
 /// use sdpa_core::library;

@@ -45,7 +45,7 @@ impl ParseError {
     }
 }
 
-/// Parses a trace of a given type with at most `roots` roots.
+/// Parses the text of a trace whose roots (outputs), at most `roots`, have the type `ty`. `what` names the kind of expression in errors.
 pub(crate) fn trace(text: &str, what: &'static str, ty: Type, roots: usize) -> Result<Trace, ParseError> {
     let word = !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_:,.".contains(c)) && text.parse::<Trace>().is_err();
     if word || text.trim().is_empty() {

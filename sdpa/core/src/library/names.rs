@@ -180,7 +180,7 @@ pub(crate) fn mask(text: &str) -> Option<Result<Mask, ParseError>> {
     written::read("mask", text, MASKS)
 }
 
-/// Returns a suggestion of a mask for a misspelled word, as the end of a sentence.
+/// Returns the end of a sentence that suggests a mask for a misspelled word; empty if no name is near.
 pub(crate) fn meant(word: &str) -> String {
     written::near(word, MASKS)
 }

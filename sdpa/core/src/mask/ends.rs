@@ -50,12 +50,12 @@ impl Ends {
     }
 }
 
-/// The rule that bottom-right aligned windows break if they are not terms of the conjunction, and keys have different `cu_seqlens` than
-/// queries.
+/// The rule for windows that are aligned to the end of each sequence, if keys and queries have different `cu_seqlens`: such a window must
+/// not be negated or part of a disjunction.
 pub(crate) const UNMIXED: &str =
     "joined by & only: a window that is aligned to the end of each sequence cannot be inside | or !, as no expression reads the lengths";
 
-/// Returns whether a mask contains a bottom-right aligned window.
+/// Returns whether a mask contains a window that is aligned to the end of each sequence ([`Align::Ends`]).
 pub(crate) fn reads(mask: &Mask) -> bool {
     match mask {
         Mask::Window { left: _, right: _, align } => *align == Align::Ends,
@@ -82,7 +82,7 @@ fn take(mask: &Mask, holds: bool, ends: &mut Ends, others: &mut Vec<Mask>) {
     }
 }
 
-/// Returns whether a bottom-right aligned window is not a term of the conjunction: it is negated or part of a disjunction.
+/// Returns whether a window that is aligned to the end of each sequence is negated or part of a disjunction.
 pub(crate) fn are_mixed(mask: &Mask) -> bool {
     let (mut ends, mut others) = (Ends::default(), Vec::new());
     take(mask, true, &mut ends, &mut others);

@@ -215,8 +215,8 @@ impl Kept {
         Ok(Kept { ends, ..Kept::conjunction(&others, extents, Corner::Lengths(lengths))? })
     }
 
-    /// Normalises the conjunction for packed sequences. If keys share `cu_seqlens` with queries, bottom-right and top-left alignment are the same.
-    /// With `cu_seqlens` of their own, bottom-right aligned windows must be terms of the conjunction.
+    /// Normalises the conjunction of `masks` for packed sequences. If keys share `cu_seqlens` with queries, bottom-right and top-left
+    /// alignment are the same. If keys have `cu_seqlens` of their own, bottom-right aligned windows must be terms of the conjunction.
     pub(crate) fn of_documents(masks: &[Mask], extents: [i64; 4], packed: &Packed) -> Result<Kept, ExprErrors> {
         if !packed.cross || !masks.iter().any(ends::reads) {
             return Kept::conjunction(masks, extents, Corner::Origin);
@@ -255,15 +255,15 @@ impl Kept {
         Ok(kept)
     }
 
-    /// Returns the keys to which query `q` may attend by the bands, in a batch entry with these lengths (queries, keys): a range within
-    /// its keys. Neither end of the range decreases from one query to the next.
+    /// Returns the range of keys that the masks' bands allow for query `q`, in a batch entry with these lengths (queries, keys). Other
+    /// masks may mask out more keys. Neither end of the range decreases from one query to the next.
     pub fn key_range(&self, q: i64, lengths: [i64; 2]) -> std::ops::Range<i64> {
         let (band, ends) = (self.region.key_range(q, lengths[1]), self.ends.key_range(q, lengths));
         let start = band.start.max(ends.start);
         start..band.end.min(ends.end).max(start)
     }
 
-    /// Returns the masks with all defaults of scalars set to 0, so that equal masks have equal texts.
+    /// Returns the masks with the defaults of all declared scalars set to 0, so that equal masks have equal texts.
     #[must_use]
     pub fn without_defaults(&self) -> Kept {
         Kept { rest: self.rest.as_ref().map(|rest| Arc::new(rest.without_defaults())), ..self.clone() }

@@ -9,7 +9,7 @@ use crate::expr::{Binary, Const, Node, NodeId, Trace, Unary};
 use std::fmt;
 use std::ops::Range;
 
-/// A part of a decomposed mask: a band over a block of queries and keys.
+/// A part of a decomposed mask: a band within a block of queries and keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The queries of the block.
@@ -36,7 +36,7 @@ impl Piece {
         Some(Piece { queries, keys, region })
     }
 
-    /// Returns the part within these queries and keys, or `None` if there is none.
+    /// Returns the part of the piece within these queries and keys, or `None` if there is none.
     pub fn within(&self, queries: &Range<i64>, keys: &Range<i64>) -> Option<Piece> {
         let both = |a: &Range<i64>, b: &Range<i64>| a.start.max(b.start)..a.end.min(b.end);
         let shift = self.keys.start - self.queries.start;
@@ -74,7 +74,6 @@ const FAR: i64 = 1 << 40;
 const MOST: usize = 6;
 
 impl Kept {
-    /// Decomposes an index-only mask into disjoint pieces that contain exactly the pairs it attends to, pieces of more queries first. `None` if it is
     /// Decomposes an index-only mask into disjoint pieces that together contain exactly the pairs it attends to. Pieces with more queries
     /// come first. Returns `None` if the mask is not a union of a few such pieces. `extents` are (batch, heads_q, seq_q, seq_kv).
     pub fn pieces(&self, extents: [i64; 4]) -> Option<Vec<Piece>> {
