@@ -86,9 +86,9 @@ pub struct AttentionCall<'a, P> {
 pub struct Execution {
     /// The executor that computed the pass.
     pub executor: ExecutorName,
-    /// Executors that were tried earlier, with the reasons why they do not run the problem.
+    /// Executors that were tried before and refused the problem, with their reasons.
     pub unsupported: Vec<Unsupported>,
-    /// The features of the problem that the executor's ledger does not cover: see [`Choice::unproven`].
+    /// The features of the problem that the executor's ledger, a record of tested features, does not cover: see [`Choice::unproven`].
     pub unproven: Option<Arc<Unproven>>,
     /// The report of the executor: time, engine, copies and workspace.
     pub report: Report,

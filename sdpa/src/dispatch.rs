@@ -42,8 +42,8 @@ impl From<ExecutorName> for Preference {
     }
 }
 
-/// A prepared pass, with its executor and the refusals of the executors that were tried earlier. `prepared` may be kept and called any
-/// number of times.
+/// A prepared pass, with the executor that runs it and the refusals of the executors that were tried before. `prepared` may be kept and
+/// called any number of times.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Choice<P: ?Sized = dyn Prepared> {
@@ -51,10 +51,10 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     pub executor: ExecutorName,
     /// The prepared pass.
     pub prepared: Arc<P>,
-    /// The refusals of the executors that were tried earlier.
+    /// The refusals of the executors that were tried before this one.
     pub unsupported: Vec<Unsupported>,
-    /// The features of the problem that the executor's ledger does not cover: see [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None`
-    /// if the ledger covers all features, or if the executor has no ledger.
+    /// The features of the problem that the executor's ledger, a record of tested features, does not cover: see
+    /// [`sdpa::cudnn::ledger`](crate::cudnn::ledger). `None` if it covers all of them, or if the executor has no ledger.
     pub unproven: Option<Arc<Unproven>>,
 }
 
@@ -190,7 +190,7 @@ impl Dispatcher {
     }
 
     /// Returns the name of every executor, in the order in which they are tried for a backward problem. The order is determined as in
-    /// [`Dispatcher::executors_for`], with the exceptions of `sdpa::cuda::cudnn_first_backward`.
+    /// [`Dispatcher::executors_for`], but the exceptions, for which cuDNN comes first, are those of `sdpa::cuda::cudnn_first_backward`.
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first_backward(problem))
     }
@@ -491,7 +491,8 @@ fn kernels_first(mut names: Vec<ExecutorName>, are_first: impl FnOnce() -> bool)
     names
 }
 
-/// Selects the named executor, or the first of `names` that supports the problem. Each is found and asked in turn, until one does not refuse.
+/// Selects the named executor, or the first of `names` that supports the problem. It finds the executors one by one and tries to prepare
+/// the problem on each, until one does not refuse it.
 pub(crate) fn choose<P: ?Sized, E: Copy, N: IntoIterator<Item = ExecutorName>>(
     preference: Preference,
     names: impl FnOnce() -> N,

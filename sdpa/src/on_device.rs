@@ -16,7 +16,7 @@ const ON_NVIDIA: [ExecutorName; cfg!(feature = "cudnn") as usize + cfg!(feature 
 /// The device tier, for callers with device memory, has the executors on NVIDIA GPUs. The caller's own executors ([`Dispatcher::with`]), the CPU and
 /// Metal compute over host memory and are not tried.
 impl Dispatcher {
-    /// Returns the device of the executors on NVIDIA GPUs, from the first that is available.
+    /// Returns the device of the first available executor on an NVIDIA GPU.
     ///
     /// # Errors
     /// Returns the failure of the environment if no executor on an NVIDIA GPU is available.
@@ -96,8 +96,8 @@ impl Dispatcher {
         )
     }
 
-    /// Returns the full record of the plan caches of all executors on NVIDIA GPUs that were used; `None` if none was used. As JSON it is
-    /// the input of `cargo sdpa cache report`.
+    /// Returns a snapshot of the plan caches of all executors on NVIDIA GPUs that were used; `None` if none was used. As JSON it is the
+    /// input of `cargo sdpa cache report`.
     pub fn cache_trace(&self) -> Option<CacheTrace> {
         let mut trace: Option<CacheTrace> = None;
         #[cfg(feature = "cudnn")]

@@ -9,7 +9,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Execution times of one pass on several executors: for each, the shortest of several interleaved runs.
+/// Execution times of one pass on several executors. The time of an executor is the shortest of several runs, which alternate with those
+/// of the others.
 #[derive(Clone, Debug)]
 pub struct Timed {
     /// The time of every executor that supports the pass, in the default order of trying. `None` for an executor whose results differed
@@ -19,13 +20,13 @@ pub struct Timed {
 }
 
 impl Timed {
-    /// Returns the fastest executor; of equally fast ones, the first in the default order.
+    /// Returns the fastest executor; of equally fast ones, the first in the default order; `None` if no executor was timed.
     pub fn fastest(&self) -> Option<ExecutorName> {
         let times = self.times.iter().filter_map(|(name, time)| Some((*name, (*time)?)));
         times.min_by_key(|(_, time)| *time).map(|(name, _)| name)
     }
 
-    /// Returns whether native CUDA kernels were fastest; `None` if no executor was.
+    /// Returns whether the native CUDA kernels were the fastest executor; `None` if no executor was timed.
     pub(crate) fn are_kernels_faster(&self) -> Option<bool> {
         self.fastest().map(|name| name == ExecutorName::CUDA)
     }
@@ -54,7 +55,7 @@ impl CacheValue for Timed {
     }
 }
 
-/// Measured times by pass.
+/// Cache of the measured execution times of passes.
 #[derive(Debug)]
 pub(crate) struct Tuned(PlanCache<Job, Arc<Timed>, Unsupported>);
 
@@ -126,7 +127,7 @@ impl Dispatcher {
         self.timed_as(&JobQuery::Backward(problem), ready)
     }
 
-    /// Returns a snapshot of the cache of times.
+    /// Returns a snapshot of the cache that holds the measured execution times: see [`Dispatcher::timed`].
     pub fn timed_snapshot(&self) -> CacheSnapshot {
         self.tuned.0.snapshot()
     }
