@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// A value that a cache can hold.
 pub trait CacheValue {
-    /// Returns the memory that the value takes.
+    /// Returns the amount of memory that the value takes.
     fn weight(&self) -> Weight;
 
     /// Returns the name of the engine or kernel that computes the value's result, for reports.

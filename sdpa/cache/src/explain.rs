@@ -55,7 +55,7 @@ pub struct Difference {
     pub field: String,
     /// The value of the field in the requested key.
     pub asked: String,
-    /// The value of the field in the other key.
+    /// The value of the field in the key of the entry that is compared.
     pub there: String,
 }
 
@@ -69,7 +69,7 @@ impl fmt::Display for Difference {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Nearest {
-    /// The facts of the key's entry.
+    /// Statistics of the key's entry.
     pub entry: EntryFacts,
     /// The reason why the entry was dropped; `None` if it is in the cache.
     pub gone: Option<Why>,
@@ -77,15 +77,15 @@ pub struct Nearest {
     pub differences: Vec<Difference>,
 }
 
-/// The state of a key.
+/// The state of a key in a cache.
 ///
 /// Exhaustive: reports have a text for each state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// The value is in the cache.
+    /// The value of the key is in the cache.
     Hit(EntryFacts),
-    /// A thread is building the value.
+    /// A thread is building the value of the key.
     Building,
     /// A build was refused, and the refusal is still remembered.
     Unsupported {
@@ -98,17 +98,17 @@ pub enum State {
     Absent,
 }
 
-/// The explanation of a hit or miss.
+/// An explanation of why a lookup of a key is a hit or a miss.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Explanation {
     /// A short description of the key.
     pub label: String,
-    /// The state of the key.
+    /// The state of the key in the cache.
     pub state: State,
     /// The nearest keys that are or were in the cache, nearest first.
     pub nearest: Vec<Nearest>,
-    /// Advice to the user, in sentences.
+    /// Advice to the user on how to avoid the miss, in sentences.
     pub advice: Vec<String>,
     /// Additional notes on the key from the owner of the cache, in sentences. They appear for hits and for misses.
     #[serde(default)]

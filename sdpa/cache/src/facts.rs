@@ -65,7 +65,7 @@ pub struct BuildTime {
     pub load: Duration,
 }
 
-/// The facts of one entry.
+/// Statistics of one cache entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryFacts {
     /// The number of the entry, counted from 1 in build order.
@@ -79,7 +79,7 @@ pub struct EntryFacts {
     pub built: BuildTime,
     /// Number of lookups that found the entry.
     pub hits: u64,
-    /// The memory that the value takes.
+    /// The amount of memory that the value takes.
     pub weight: Weight,
     /// The engine or kernel that computes the value's result.
     pub engine: String,
@@ -123,20 +123,21 @@ impl Why {
 pub enum What {
     /// A lookup found no entry, and a build begins. The event lists the fields that differ from the nearest entry.
     Missed {
-        /// The fields that differ from the nearest entry, each as `field asked ≠ there`. Empty for the first key of its kind.
+        /// The fields that differ from the nearest entry, each as `field asked ≠ there`. Empty if there is no entry to compare with, or
+        /// if the same key was dropped before.
         nearest: Vec<String>,
         /// The reason why the key's entry was dropped, if it was in the cache before.
         evicted: Option<Why>,
     },
     /// A build succeeded.
     Built {
-        /// The number of the entry; 0 if the value was not kept.
+        /// The number of the new entry; 0 if the value was returned but not kept.
         id: u64,
         /// The engine or kernel that computes the value's result.
         engine: String,
         /// The time of each stage of the build.
         time: BuildTime,
-        /// The memory that the value takes.
+        /// The amount of memory that the value takes.
         weight: Weight,
     },
     /// A build failed. A later lookup tries again.
@@ -151,9 +152,9 @@ pub enum What {
     },
     /// An entry was dropped.
     Evicted {
-        /// The number of the entry.
+        /// The number of the dropped entry.
         id: u64,
-        /// The number of lookups that had found the entry.
+        /// The number of lookups that had found the entry before it was dropped.
         hits: u64,
         /// The reason why the entry was dropped.
         why: Why,
@@ -162,7 +163,7 @@ pub enum What {
     Thrashing {
         /// The number of recent builds whose key had been evicted.
         rebuilt: u64,
-        /// The number of recent builds that were considered.
+        /// The number of recent builds that were counted, whether or not their key had been evicted.
         of: u64,
     },
     /// The cache has new bounds.
@@ -180,7 +181,7 @@ pub struct CacheEvent {
     pub at: Duration,
     /// A short description of the key; empty for events of the whole cache.
     pub label: String,
-    /// Number of hits of the whole cache up to this event, as far as threads have reported them.
+    /// Number of hits in the whole cache up to this event. Threads report their hits in batches, so the latest ones may be missing.
     pub hits_so_far: u64,
     /// The event.
     #[serde(flatten)]
@@ -190,7 +191,7 @@ pub struct CacheEvent {
 /// A full record of a cache at one time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheSnapshot {
-    /// The version of this format: 1.
+    /// The version of the snapshot's format: 1.
     pub version: u32,
     /// The name of the cache.
     pub name: String,

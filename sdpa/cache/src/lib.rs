@@ -53,15 +53,16 @@ use std::time::{Duration, Instant};
 use store::{Dropped, Keyed, Slot, Store};
 use sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 
-/// An error of a build that a cache can distinguish from a refusal.
+/// An error of building a value. The cache remembers a refusal (the problem is *unsupported*), and forgets any other error.
 pub trait BuildError: fmt::Display + Sized {
-    /// The part of an *unsupported* error that the cache remembers.
+    /// The part of an *unsupported* error that the cache remembers: the reasons, for later callers.
     type Refusal: Clone + fmt::Display + Send + Sync;
 
-    /// Returns the refusal that the cache remembers, if the problem is unsupported. Returns `None` if a later build may succeed.
+    /// Returns the refusal that the cache remembers, if this error means *unsupported*. Returns `None` for any other error, after which a
+    /// later build may succeed.
     fn refusal(&self) -> Option<Self::Refusal>;
 
-    /// Returns the error for a later caller of the same key, from a remembered refusal.
+    /// Creates the error for a later caller of the same key, from a remembered refusal.
     fn again(refusal: Self::Refusal) -> Self;
 }
 

@@ -12,7 +12,7 @@ pub struct Weight {
     pub host: u64,
     /// Bytes of device memory: code and tables.
     pub device: u64,
-    /// Bytes of device memory that a call of the value uses as workspace.
+    /// Bytes of device memory that a call needs as workspace, for a value that can be called.
     pub workspace: u64,
 }
 
@@ -31,7 +31,7 @@ impl AddAssign for Weight {
     }
 }
 
-/// The bounds of a cache. Both hold at any time: a value that would exceed one is not kept.
+/// The bounds of a cache: on its entries and on their memory. Both hold at any time: a value that would exceed one is not kept.
 ///
 /// ```
 /// use sdpa_cache::Limits;
@@ -47,8 +47,8 @@ pub struct Limits {
     pub entries: NonZeroUsize,
     /// The largest sum of [`Weight::bytes`] over all entries.
     pub bytes: u64,
-    /// The time for which a refusal as *unsupported* is remembered, for at most as many keys as entries. Other failures are not
-    /// remembered.
+    /// The time for which the cache remembers that a problem is *unsupported*, for at most as many keys as entries. Other failures are
+    /// not remembered.
     pub refusals: Duration,
 }
 
@@ -67,14 +67,14 @@ impl Limits {
         self
     }
 
-    /// Sets the time for which a refusal as *unsupported* is remembered.
+    /// Sets for how long the cache remembers that a problem is *unsupported*.
     #[must_use]
     pub fn with_refusals(mut self, refusals: Duration) -> Self {
         self.refusals = refusals;
         self
     }
 
-    /// Returns bounds of this many entries and of 16 GiB. Refusals are remembered for one minute.
+    /// Returns bounds of this many entries and of 16 GiB of memory. Refusals of unsupported problems are remembered for one minute.
     pub fn entries(entries: NonZeroUsize) -> Limits {
         Limits { entries, bytes: 16 << 30, refusals: Duration::from_secs(60) }
     }
