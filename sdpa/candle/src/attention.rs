@@ -82,14 +82,14 @@ impl Attention {
         self.param(sdpa::DROPOUT_SEED, seed).param(sdpa::DROPOUT_OFFSET, offset)
     }
 
-    /// Binds the declared parameter `name` to a tensor, in place of an earlier binding. The shape has one extent per declared axis, or
-    /// all four extents with ones for the other axes. Integers may be u32, i32 or i64; booleans are u8.
+    /// Binds the declared parameter `name` to a tensor, and replaces an earlier binding of that name. The shape has one extent per
+    /// declared axis, or all four extents with ones for the other axes. Integers may be u32, i32 or i64; booleans are u8.
     #[must_use]
     pub fn param(self, name: &str, tensor: &Tensor) -> Attention {
         self.bound(name, Value::Tensor(tensor.clone()))
     }
 
-    /// Binds a declared scalar to a number.
+    /// Binds the declared scalar `name` to a number, and replaces an earlier binding of that name.
     #[must_use]
     pub fn scalar(self, name: &str, value: f32) -> Attention {
         self.bound(name, Value::Scalar(value))

@@ -81,7 +81,7 @@ fn view<'a, T: CudaDType>(guard: &'a Storage, tensor: &Tensor) -> Result<CudaVie
     slice.try_slice(span).ok_or_else(|| bug("a tensor reaches past its storage"))
 }
 
-/// Returns the alignment of the first element in bytes, 16 at most: allocations are aligned to 256.
+/// Returns the alignment of a tensor's first element in bytes, 16 at most: allocations are aligned to 256.
 pub(crate) fn alignment(tensor: &Tensor) -> u32 {
     let offset = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
     1 << offset.trailing_zeros().min(4)

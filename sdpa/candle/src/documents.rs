@@ -30,19 +30,20 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Creates sequences whose queries and keys share the offsets `boundaries`. No sequence has more than `longest` tokens.
+    /// Creates packed sequences whose queries and keys share the `cu_seqlens` offsets `boundaries`. No sequence has more than `longest`
+    /// tokens.
     pub fn new(boundaries: &Tensor, longest: usize) -> Documents {
         Documents { queries: (boundaries.clone(), longest), keys: None, most: None }
     }
 
-    /// Sets the offsets of the keys, if they differ from those of the queries. No sequence has more than `longest` keys.
+    /// Sets the `cu_seqlens` offsets of the keys, if they differ from those of the queries. No sequence has more than `longest` keys.
     #[must_use]
     pub fn keys(mut self, boundaries: &Tensor, longest: usize) -> Documents {
         self.keys = Some((boundaries.clone(), longest));
         self
     }
 
-    /// Sets the largest number of tokens in a call, on either side. The default is the number of sequences times the longest length. The
+    /// Sets the largest number of query or key tokens in a call. The default is the number of sequences times the longest length. The
     /// memory of backward passes on cuDNN grows with this number, and each number needs a plan of its own.
     #[must_use]
     pub fn at_most(mut self, tokens: usize) -> Documents {
@@ -54,7 +55,7 @@ impl Documents {
         [&self.queries.0, self.keys.as_ref().map_or(&self.queries.0, |(boundaries, _)| boundaries)]
     }
 
-    /// Returns the number of sequences, and the longest length of queries and keys.
+    /// Returns the number of sequences, and the lengths of the longest sequence of queries and of keys.
     pub(crate) fn extents(&self) -> (usize, [usize; 2]) {
         let longest = self.keys.as_ref().map_or(self.queries.1, |(_, longest)| *longest);
         (self.queries.0.elem_count().saturating_sub(1), [self.queries.1, longest])

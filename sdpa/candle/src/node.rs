@@ -201,7 +201,8 @@ fn carry(tensors: &[Tensor], slot: &Arc<Slot>) -> Result<Tensor> {
     before.ok_or_else(|| bug("nothing is carried"))
 }
 
-/// Adds a computed pass to the graph. Returns the output, whose history leads to the operands and to the tracked parameters.
+/// Adds a computed pass to candle's autograd graph. Returns the output, through which gradients flow to the operands and to the tracked
+/// parameters.
 pub(crate) fn apply(
     pass: Pass,
     (o, shape): (Storage, Vec<usize>),

@@ -9,7 +9,7 @@ use std::sync::Once;
 const TYPES: [(candle_core::DType, DType); 3] =
     [(candle_core::DType::F32, DType::F32), (candle_core::DType::F16, DType::F16), (candle_core::DType::BF16, DType::BF16)];
 
-/// The axes of a tensor, in this order.
+/// The order of the axes in a tensor's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     /// Batch, head, sequence, dim.
@@ -33,7 +33,7 @@ impl Order {
         }
     }
 
-    /// Returns the indices of head, sequence and dim.
+    /// Returns the positions of the head, sequence and dim axes in a tensor's shape.
     pub(crate) fn places(self) -> [usize; 3] {
         match self {
             Order::Bhsd => [1, 2, 3],
@@ -42,7 +42,8 @@ impl Order {
         }
     }
 
-    /// Returns the operand for a tensor of these axes. For packed ones, the caller passes the number and the maximum length of sequences.
+    /// Describes a tensor with this layout and order of axes as an operand. For packed sequences, `documents` has the number of
+    /// sequences and the maximum length of one.
     pub(crate) fn operand(self, layout: &Layout, documents: Option<(usize, usize)>, alignment: u32) -> TensorSpec {
         let (dims, strides) = (layout.dims(), layout.stride());
         let [head, seq, dim] = self.places();
@@ -54,7 +55,8 @@ impl Order {
         }
     }
 
-    /// Returns the shape of a tensor of [batch, heads, seq, dim]; for packed sequences, `seq` is the number of tokens.
+    /// Returns the shape, in this order of axes, of a tensor with the extents [batch, heads, seq, dim]. For packed sequences, `seq` is
+    /// the number of tokens.
     pub(crate) fn shape(self, [batch, heads, seq, dim]: [usize; 4]) -> Vec<usize> {
         match self {
             Order::Bhsd => vec![batch, heads, seq, dim],
@@ -68,12 +70,12 @@ fn signed(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
 }
 
-/// Converts candle's element type.
+/// Converts candle's element type to this library's; `None` if it is not a type of attention operands.
 pub(crate) fn dtype(of: candle_core::DType) -> Option<DType> {
     TYPES.iter().find(|(theirs, _)| *theirs == of).map(|(_, ours)| *ours)
 }
 
-/// Returns candle's name of an element type; candle stores booleans as bytes.
+/// Converts this library's element type to the one in which candle stores such elements. Booleans are bytes.
 pub(crate) fn theirs(of: DType) -> candle_core::DType {
     match of {
         DType::F32 => candle_core::DType::F32,
@@ -86,7 +88,7 @@ pub(crate) fn theirs(of: DType) -> candle_core::DType {
     }
 }
 
-/// Returns the range of storage from a tensor's first to its last element.
+/// Returns the part of a tensor's storage that it uses: the range of indices from its first to its last element.
 pub(crate) fn span(layout: &Layout) -> Range<usize> {
     let start = layout.start_offset();
     if layout.shape().elem_count() == 0 {
@@ -96,7 +98,7 @@ pub(crate) fn span(layout: &Layout) -> Range<usize> {
     start..start + last + 1
 }
 
-/// Returns the errors of an operand, on its own and compared with `q`.
+/// Returns the mistakes of the operand `name`: a wrong rank or element type, or another type or device than `q`.
 pub(crate) fn mistakes(name: &str, order: Order, tensor: &Tensor, q: &Tensor) -> Vec<SpecError> {
     let mut errors = Vec::new();
     if tensor.rank() != order.rank() {
@@ -118,8 +120,8 @@ pub(crate) fn elsewhere(name: &str, tensor: &Tensor, q: &Tensor) -> Option<SpecE
     (!tensor.device().same_device(q.device())).then(|| SpecError::new(format!("{name} device"), format!("{there:?}"), rule()))
 }
 
-/// Returns the tensor without its history and with a dense last axis. It copies if necessary, and prints a note about the first copy. With `spread`, the last
-/// axis may have stride 0.
+/// Returns the tensor detached from candle's autograd graph and with a dense last axis. It copies the tensor if necessary, and prints a
+/// note about the first copy. If `spread` is true, a last axis of stride 0 is not copied.
 pub(crate) fn dense(name: &str, tensor: &Tensor, spread: bool) -> Result<Tensor> {
     static SAID: Once = Once::new();
     let tensor = tensor.detach();

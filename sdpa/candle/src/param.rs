@@ -5,28 +5,29 @@ use candle_core::{Result, Tensor};
 use sdpa::expr::{Axes, Declared, ParamKind};
 use sdpa::{DType, SpecError};
 
-/// The value that a caller bound to a name.
+/// The value that a caller bound to the name of a parameter.
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
     Scalar(f32),
     Tensor(Tensor),
 }
 
-/// A value that a pass can read.
+/// The value of a parameter, in a form that a pass can read.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "cpu"), expect(dead_code, reason = "the host alone reads what it converted"))]
 pub(crate) enum Ready {
     Scalar(f32),
-    /// Read in place: contiguous, without history. The type is the one that the pass reads: bytes as booleans, u32 as i32.
+    /// A tensor that is read in place: contiguous and detached from the autograd graph. The type is the one that the pass reads: bytes as
+    /// booleans, u32 as i32.
     Tensor(DType, Tensor),
-    /// The number of a one-element tensor.
+    /// The number in a one-element tensor, and the tensor's element type.
     Number(f32, DType),
     Bools(Vec<bool>),
     I32(Vec<i32>),
     I64(Vec<i64>),
 }
 
-/// A parameter of a call.
+/// A parameter of a call, with its name and value.
 #[derive(Debug)]
 pub(crate) struct Bound {
     pub(crate) name: String,
@@ -34,7 +35,7 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
-    /// Returns the element type of its gradient.
+    /// Returns the element type of the parameter's gradient.
     pub(crate) fn gradient_dtype(&self) -> DType {
         match &self.value {
             Ready::Scalar(_) => DType::F32,
@@ -46,7 +47,8 @@ impl Bound {
     }
 }
 
-/// Prepares a value for a problem of these extents, or returns its error. The executor checks names and types, and reports all errors of these.
+/// Prepares the value of the parameter `name` for a problem of these extents, or returns the mistake in its shape or type. The executor
+/// later checks the names and types of all parameters, and reports every mistake.
 pub(crate) fn ready(
     name: &str,
     value: &Value,

@@ -10,14 +10,15 @@ use sdpa::{BackwardSpec, ExecutorName, Problem, Reason, Unsupported};
 #[derive(Debug)]
 pub(crate) struct Pass {
     pub(crate) executor: Option<ExecutorName>,
-    /// Axes of the operands and of their gradients.
+    /// The order of the axes of the operands and of their gradients.
     pub(crate) order: Order,
-    /// Axes of the output.
+    /// The order of the axes of the output.
     pub(crate) out: Order,
     pub(crate) problem: Problem,
-    /// The backward pass. The strides of the output's gradient differ between calls.
+    /// The specification of the backward pass; `None` if no gradient is needed. The strides of the output's gradient are set at each
+    /// call.
     pub(crate) backward: Option<BackwardSpec>,
-    /// Queries, keys and values, without history.
+    /// Queries, keys and values, detached from candle's autograd graph.
     pub(crate) operands: [Tensor; 3],
     pub(crate) params: Vec<Bound>,
     /// For each parameter, whether only the backward pass reads it.
@@ -32,7 +33,7 @@ pub(crate) struct Outputs {
     pub(crate) stats: Option<Storage>,
 }
 
-/// Additional inputs of a backward pass.
+/// The inputs of a backward pass that its forward pass does not have.
 pub(crate) struct Upstream<'a> {
     pub(crate) o: &'a Tensor,
     pub(crate) stats: &'a Tensor,
@@ -41,9 +42,9 @@ pub(crate) struct Upstream<'a> {
 
 /// The results of a backward pass, each contiguous.
 pub(crate) struct Gradients {
-    /// Gradients of `q`, `k` and `v`.
+    /// The gradients of `q`, `k` and `v`.
     pub(crate) operands: [Storage; 3],
-    /// Gradients of parameters, in the order of the request.
+    /// The gradients of declared parameters, in the order in which the specification requests them.
     pub(crate) params: Vec<Storage>,
 }
 
@@ -154,7 +155,7 @@ pub(crate) fn gradient_elements(pass: &Pass, n: usize) -> usize {
     elements(pass.operands[n].dims())
 }
 
-/// Returns the range of storage that a tensor uses.
+/// Returns the part of its storage that a tensor uses, as a range of indices.
 pub(crate) fn span(tensor: &Tensor) -> std::ops::Range<usize> {
     operand::span(tensor.layout())
 }
