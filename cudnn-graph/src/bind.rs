@@ -75,13 +75,14 @@ pub enum BindingError {
     Unknown {
         /// The id of the tensor.
         id: TensorId,
-        /// The kind of the given value: `device memory for` or `a number for`.
+        /// The part of the message that names the kind of the given value: `device memory for` or `a number for`.
         what: &'static str,
     },
-    /// The number of addresses or scalars differs from the number of ports.
+    /// The number of addresses or scalars that were passed differs from the number of ports, which are the inputs and outputs of the
+    /// plan.
     #[error("got {given} {what}, expected {need}")]
     Count {
-        /// The kind of the given values: `addresses` or `numbers`.
+        /// The kind of the values that were passed: `addresses` or `numbers`.
         what: &'static str,
         /// The number of values that were given.
         given: usize,
@@ -142,7 +143,7 @@ pub struct DevicePort {
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
-    /// Size that the memory must have, in bytes.
+    /// Size that the memory must have at least, in bytes. It is 0 for a tensor with ragged offsets, which determine its size.
     pub bytes: u64,
     /// Alignment that the address must have, in bytes.
     pub alignment: u32,
@@ -153,7 +154,7 @@ pub struct DevicePort {
 /// A scalar that a plan reads from host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValuePort {
-    /// The tensor in the graph.
+    /// The tensor in the graph to which the scalar belongs.
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
@@ -172,7 +173,7 @@ pub struct Ports {
     pub values: Vec<ValuePort>,
 }
 
-/// Valid bindings, in the order of the plan's ports.
+/// The addresses and scalars of valid bindings, in the order of the plan's ports.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Bound {
     pub(crate) addresses: SmallVec<[u64; 8]>,
@@ -180,7 +181,7 @@ pub(crate) struct Bound {
 }
 
 impl Ports {
-    /// Returns the ports of a graph.
+    /// Returns the ports of a graph: its tensors in device memory, and its scalars in host memory.
     pub fn of(graph: &Verified) -> Ports {
         let mut ports = Ports::default();
         let addressing = graph.graph().addressing();
@@ -202,7 +203,7 @@ impl Ports {
         ports
     }
 
-    /// Checks bindings against the ports.
+    /// Checks bindings against the ports, and returns their addresses and scalars in the order of the ports.
     pub(crate) fn bind(&self, bindings: &Bindings) -> Result<Bound, BindingErrors> {
         self.bind_right(bindings).map_or_else(|| self.bind_or_say(bindings), Ok)
     }
@@ -232,7 +233,8 @@ impl Ports {
         (used == bindings.values.len()).then_some(bound)
     }
 
-    /// Checks that addresses and scalars fit these ports in order, as far as they can be checked.
+    /// Checks that there is one address or scalar per port, in order, that no address is null or misaligned, and that each scalar has the
+    /// right type. The size of the memory is not known here.
     pub(crate) fn fit(&self, addresses: &[u64], values: &[Scalar]) -> Result<(), BindingErrors> {
         let aligned = |(port, address): (&DevicePort, &u64)| *address != 0 && address & (u64::from(port.alignment) - 1) == 0;
         let typed = |(port, value): (&ValuePort, &Scalar)| port.dtype == value.dtype();

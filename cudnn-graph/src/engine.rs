@@ -46,16 +46,16 @@ pub struct Policy {
     pub max_workspace: Option<u64>,
     /// If true, only deterministic engines are used.
     pub deterministic: bool,
-    /// Tags of offers to skip: `eng2` skips all configurations of engine 2, `eng2_k24=7` one configuration.
+    /// Tags of engine configurations to skip: `eng2` skips all configurations of engine 2, `eng2_k24=7` one of them.
     pub avoid: Vec<String>,
-    /// Tags of offers to try before all others, most preferred first.
+    /// Tags of engine configurations to try before all others, most preferred first. They have the notation of [`Policy::avoid`].
     pub prefer: Vec<String>,
 }
 
 /// One engine with its knobs, offered by cuDNN.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Candidate {
-    /// The first heuristic that offered it.
+    /// The first heuristic that offered this engine with these knobs.
     pub source: Source,
     /// The engine's number for the graph.
     pub engine: i64,
@@ -63,34 +63,34 @@ pub struct Candidate {
     pub knobs: Vec<(KnobType, i64)>,
     /// Size of the workspace in bytes, if known before compiling (from cuDNN 9.2 on).
     pub workspace: Option<u64>,
-    /// Size of the shared memory in bytes, if known before compiling (from cuDNN 9.2 on).
+    /// Size of the shared memory that the engine uses, in bytes, if known before compiling (from cuDNN 9.2 on).
     pub shared_memory: Option<i64>,
-    /// cuDNN's notes on how the engine computes.
+    /// cuDNN's notes on the numerical properties of the engine, such as whether it is deterministic.
     pub numerical_notes: Vec<NumericalNote>,
-    /// cuDNN's notes on the engine's other behaviour.
+    /// cuDNN's notes on properties of the engine other than its numerics.
     pub behavior_notes: Vec<BehaviorNote>,
-    /// The outcome of the offer: the plan uses it, or the reason why not.
+    /// Whether the plan uses this engine configuration, or the reason why not.
     pub outcome: Outcome,
 }
 
-/// The outcome of an offer.
+/// The outcome of an engine configuration that cuDNN offered for a graph.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// Not tried, because an earlier offer was chosen.
+    /// The configuration was not tried, because an earlier one was chosen.
     NotTried,
-    /// The plan uses this offer.
+    /// The plan uses this engine configuration.
     Chosen,
-    /// The policy skipped the offer, for this reason.
+    /// The policy skipped the engine configuration, for this reason.
     PassedOver(String),
-    /// cuDNN offered the engine, and then reported that it does not support the graph.
+    /// cuDNN offered the engine configuration, and then reported that it does not support the graph.
     Refused {
         /// The status that cuDNN returned.
         status: Status,
         /// cuDNN's last-error message.
         text: String,
     },
-    /// Building a plan from the offer failed, for example in compilation. The graph may still be supported.
+    /// Building a plan from the engine configuration failed, for example in compilation. The graph may still be supported.
     Failed {
         /// The status that cuDNN returned.
         status: Status,
@@ -137,14 +137,14 @@ impl Policy {
         self
     }
 
-    /// Sets the tags of offers to skip.
+    /// Sets the tags of engine configurations to skip: see [`Policy::avoid`].
     #[must_use]
     pub fn with_avoid(mut self, avoid: Vec<String>) -> Policy {
         self.avoid = avoid;
         self
     }
 
-    /// Sets the tags of offers to try before all others, most preferred first.
+    /// Sets the tags of engine configurations to try before all others, most preferred first: see [`Policy::prefer`].
     #[must_use]
     pub fn with_prefer(mut self, prefer: Vec<String>) -> Policy {
         self.prefer = prefer;
@@ -156,7 +156,7 @@ impl Policy {
         self.prefer.iter().position(|tag| candidate.matches(tag)).unwrap_or(self.prefer.len())
     }
 
-    /// Returns the outcome of an offer whose workspace is too large.
+    /// Returns the outcome of an engine configuration whose workspace of `bytes` bytes is above the limit; `None` if it is not.
     pub(crate) fn over_workspace(&self, bytes: u64) -> Option<Outcome> {
         let limit = self.max_workspace.filter(|&limit| bytes > limit)?;
         Some(Outcome::PassedOver(format!("its workspace of {bytes} bytes is over the limit of {limit}")))
@@ -176,19 +176,19 @@ impl Policy {
     }
 }
 
-/// Every offer for a graph, with its outcome.
+/// Every engine configuration that cuDNN offered for a graph, with its outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EngineReport {
-    /// The offers, in the order in which they were tried.
+    /// The engine configurations that cuDNN offered, in the order in which they were tried.
     pub candidates: Vec<Candidate>,
     /// Heuristics that failed, each with cuDNN's error message.
     pub lists_refused: Vec<(Source, String)>,
-    /// Messages that cuDNN logged if it offered no engine.
+    /// Messages that cuDNN logged; empty unless it offered no engine.
     pub said: Vec<String>,
 }
 
 impl EngineReport {
-    /// Returns the offer that the plan uses; `None` if no offer was chosen.
+    /// Returns the engine configuration that the plan uses; `None` if none was chosen.
     pub fn chosen(&self) -> Option<&Candidate> {
         self.candidates.iter().find(|c| c.outcome == Outcome::Chosen)
     }
@@ -220,15 +220,15 @@ impl fmt::Display for EngineReport {
     }
 }
 
-/// Offers with the configurations from which plans are built.
+/// The engine configurations that cuDNN offers for a graph, and their descriptors, from which plans are built.
 pub(crate) struct Offers {
     pub(crate) report: EngineReport,
     pub(crate) configs: Vec<Descriptor>,
-    /// The first failure of a heuristic that does not mean unsupported.
+    /// The first failure of a heuristic other than *unsupported*; `None` if there was none.
     pub(crate) failed: Option<Error>,
 }
 
-/// Queries every heuristic in turn. An offer of two heuristics is kept once.
+/// Queries cuDNN's heuristics one after another for engine configurations. A configuration that two heuristics offer is kept once.
 ///
 /// # Errors
 /// Fails if memory runs out, and for other failures that every heuristic would repeat.

@@ -37,7 +37,7 @@ pub enum Error {
     Cudnn {
         /// The function that was called.
         call: &'static str,
-        /// The object that the call was about.
+        /// The object that the call was about, such as a descriptor.
         subject: String,
         /// The status that cuDNN returned.
         status: Status,
@@ -47,10 +47,10 @@ pub enum Error {
     /// The graph breaks rules: a bug of the code that built it.
     #[error(transparent)]
     Verify(#[from] VerifyErrors),
-    /// The graph uses features that the runtime lacks.
+    /// The graph uses features that this version of cuDNN does not have.
     #[error(transparent)]
     TooNew(#[from] TooNew),
-    /// An attribute of an encoded program has elements of another type than stated: a bug of the code that built it.
+    /// An attribute of an encoded graph has elements of another type than stated: a bug of the code that encoded it.
     #[error("program: {0}")]
     Program(String),
     /// No engine supports the graph.

@@ -62,17 +62,17 @@ impl Planner {
         Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
 
-    /// Returns every engine configuration that cuDNN offered, with its outcome.
+    /// Returns every engine configuration that cuDNN offered for the graph, with its outcome.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }
 
-    /// Returns the descriptors that were passed to cuDNN.
+    /// Returns the backend descriptors that were passed to cuDNN, as plain data.
     pub fn program(&self) -> &Program {
         &self.program
     }
 
-    /// Builds a plan from the first offer that works.
+    /// Builds a plan from the first of the offered engine configurations that works.
     ///
     /// # Errors
     /// Returns [`Error::NoEngine`], with cuDNN's message on each offer, if cuDNN supports none of them. If an offer failed for another
@@ -110,7 +110,7 @@ impl Planner {
         Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))))
     }
 
-    /// Builds a plan from the `n`th offer, regardless of the policy, for comparisons.
+    /// Builds a plan from the `n`th of the offered engine configurations, regardless of the policy, for comparisons.
     ///
     /// # Errors
     /// Returns a cuDNN error, or [`Error::NoEngine`] if there is no `n`th offer.
@@ -153,7 +153,8 @@ fn workspace_of(plan: &Descriptor) -> Result<u64, Error> {
 /// Descriptors to which a finalized plan may still refer.
 type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
 
-/// A compiled graph. Several threads can execute it concurrently, each with its own handle and pack.
+/// A compiled graph. Several threads can execute it concurrently, each with its own handle and its own variant pack of addresses and
+/// scalars.
 #[derive(Debug)]
 pub struct Plan {
     library: &'static Library,
@@ -189,7 +190,7 @@ struct Ready {
 }
 
 impl Plan {
-    /// Encodes the graph, queries cuDNN for engines, and builds a plan from the first offer that works.
+    /// Encodes the graph, queries cuDNN for engines, and builds a plan from the first engine configuration that works.
     ///
     /// # Errors
     /// Fails as [`Planner::new`] and [`Planner::first`] do.
@@ -286,7 +287,7 @@ impl Plan {
         self.workspace
     }
 
-    /// Returns the finalized plan descriptor, for callers that create their own packs.
+    /// Returns the finalized plan descriptor, for callers that create their own variant packs of addresses and scalars.
     pub fn descriptor(&self) -> &Descriptor {
         &self.descriptor
     }

@@ -75,17 +75,17 @@ impl DeviceProfile {
         self.json.get(key).and_then(Value::as_u64).unwrap_or(0)
     }
 
-    /// Returns the vendor's name of the device.
+    /// Returns the name that the vendor gives the device.
     pub fn name(&self) -> &str {
         self.json.get("deviceName").and_then(Value::as_str).unwrap_or("")
     }
 
-    /// Returns the compute capability: 90 for 9.0.
+    /// Returns the device's compute capability, times ten: 90 for 9.0.
     pub fn sm(&self) -> u32 {
         (self.number("deviceVer") / 10) as u32
     }
 
-    /// Returns the number of SMs.
+    /// Returns the number of SMs of the device.
     pub fn sm_count(&self) -> u32 {
         self.number("multiProcessorCount") as u32
     }
@@ -132,7 +132,7 @@ pub enum Target<'a> {
 }
 
 impl Target<'_> {
-    /// Returns the compute capability: 90 for 9.0.
+    /// Returns the compute capability of the device for which plans are made, times ten: 90 for 9.0.
     pub fn sm(&self) -> u32 {
         match self {
             Target::Handle(handle) => handle.device().sm(),
@@ -140,7 +140,7 @@ impl Target<'_> {
         }
     }
 
-    /// Returns the number of SMs.
+    /// Returns the number of SMs of the device for which plans are made.
     pub fn sm_count(&self) -> u32 {
         match self {
             Target::Handle(handle) => handle.device().sm_count(),

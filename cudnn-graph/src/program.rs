@@ -32,7 +32,7 @@ pub enum Values {
 }
 
 impl Values {
-    /// Returns whether the elements have this type.
+    /// Returns whether the elements can be set as attribute type `ty`.
     pub fn are(&self, ty: AttributeType) -> bool {
         const PLAIN: [AttributeType; 8] = [
             AttributeType::INT64,
@@ -62,13 +62,13 @@ impl Values {
 pub struct Setting {
     /// The attribute that is set.
     pub attribute: Attribute,
-    /// The type of the elements.
+    /// The type of the attribute's elements.
     pub ty: AttributeType,
     /// The elements to which the attribute is set.
     pub values: Values,
 }
 
-/// One descriptor: it is created, its attributes are set in this order, and it is finalized.
+/// One backend descriptor as plain data: it is created, its attributes are set in this order, and it is finalized.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Descriptor {
     /// The kind of descriptor.

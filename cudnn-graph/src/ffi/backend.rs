@@ -30,7 +30,7 @@ table! {
 type LastError = unsafe extern "C" fn(*mut c_char, usize);
 type GetVersion = unsafe extern "C" fn() -> usize;
 
-/// Paths of the libraries. Relative paths are relative to the current folder, which itself is never searched.
+/// Paths of cuDNN and of the CUDA driver. Relative paths are relative to the current folder, which itself is never searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Search {
@@ -173,7 +173,7 @@ impl Library {
         if status == 0 { Ok(()) } else { Err(self.error(call, subject, status)) }
     }
 
-    /// Returns a handle that submits to `stream`, from the pool or a new one. Dropping it returns it to the pool.
+    /// Returns a handle that submits to `stream`, from a pool of handles or newly created. Dropping the handle returns it to the pool.
     ///
     /// # Errors
     /// Returns cuDNN's error if it cannot create a handle.

@@ -72,7 +72,7 @@ macro_rules! since {
 }
 
 codes! {
-    /// The status of a call (`cudnnStatus_t`).
+    /// The status of a call into cuDNN (`cudnnStatus_t`).
     Status: i32 {
         SUCCESS = 0;
         NOT_INITIALIZED = 1001;
@@ -424,7 +424,7 @@ codes! {
 }
 
 codes! {
-    /// Element orders (`cudnnBackendTensorReordering_t`).
+    /// Orders of a tensor's elements in memory beyond its strides (`cudnnBackendTensorReordering_t`).
     Reordering: i32 { NONE = 0; F8_128X4 = 3 since 9 . 7; }
 }
 

@@ -65,7 +65,7 @@ impl Descriptor {
         if status == 0 { Ok(()) } else { Err(self.library.error("cudnnBackendSetAttribute", &attribute.to_string(), status)) }
     }
 
-    /// Sets 64-bit integers.
+    /// Sets an attribute of the descriptor to 64-bit integers.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -74,7 +74,7 @@ impl Descriptor {
         unsafe { self.set_raw(attribute, AttributeType::INT64, values.len(), values.as_ptr().cast()) }
     }
 
-    /// Sets a 32-bit integer.
+    /// Sets an attribute of the descriptor to a 32-bit integer.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -83,7 +83,7 @@ impl Descriptor {
         unsafe { self.set_raw(attribute, AttributeType::INT32, 1, (&raw const value).cast()) }
     }
 
-    /// Sets one code of an enumeration.
+    /// Sets an attribute of the descriptor to one code of an enumeration.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -92,7 +92,7 @@ impl Descriptor {
         unsafe { self.set_raw(attribute, ty, 1, (&raw const code).cast()) }
     }
 
-    /// Sets another descriptor, which outlives every use of this one.
+    /// Sets an attribute of the descriptor to another descriptor, which must outlive every use of this one.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -101,7 +101,7 @@ impl Descriptor {
         unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw const other.raw).cast()) }
     }
 
-    /// Sets several descriptors, and keeps them alive as long as this one.
+    /// Sets an attribute to several descriptors, and keeps them alive as long as this one.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -113,7 +113,7 @@ impl Descriptor {
         Ok(())
     }
 
-    /// Sets the handle.
+    /// Sets an attribute of the descriptor to a cuDNN handle.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -123,7 +123,7 @@ impl Descriptor {
         unsafe { self.set_raw(attribute, AttributeType::HANDLE, 1, (&raw const raw).cast()) }
     }
 
-    /// Sets a text.
+    /// Sets an attribute of the descriptor to a text.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -140,7 +140,7 @@ impl Descriptor {
         unsafe { self.set_raw(attribute, AttributeType::VOID_PTR, addresses.len(), addresses.as_ptr().cast()) }
     }
 
-    /// Ends the setting of attributes; cuDNN checks them.
+    /// Finalizes the descriptor: no attribute can be set afterwards, and cuDNN checks all of them.
     ///
     /// # Errors
     /// A cuDNN error about `subject`.
@@ -168,7 +168,7 @@ impl Descriptor {
         unsafe { self.get_raw(attribute, ty, 0, std::ptr::null_mut()) }
     }
 
-    /// Reads one 64-bit integer.
+    /// Reads an attribute that is one 64-bit integer.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -179,7 +179,7 @@ impl Descriptor {
         Ok(value)
     }
 
-    /// Reads one 32-bit integer.
+    /// Reads an attribute that is one 32-bit integer.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -190,7 +190,7 @@ impl Descriptor {
         Ok(value)
     }
 
-    /// Reads codes of an enumeration.
+    /// Reads an attribute that is a list of codes of an enumeration.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -205,7 +205,7 @@ impl Descriptor {
         Ok(values)
     }
 
-    /// Reads a text.
+    /// Reads an attribute that is a text.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -218,7 +218,7 @@ impl Descriptor {
         Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
     }
 
-    /// Reads descriptors of one kind: at most `limit`, or as many as cuDNN reports.
+    /// Reads an attribute that is a list of descriptors of one kind: at most `limit`, or as many as cuDNN reports.
     ///
     /// # Errors
     /// A cuDNN error.

@@ -7,7 +7,7 @@ use crate::plan::Plan;
 use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::sync::Arc;
 
-/// Buffers and scalars for the tensors of a plan, by id. It keeps the buffers alive.
+/// Buffers and scalars that a caller binds to the tensors of a plan, by id. The bindings keep the buffers alive.
 #[derive(Debug, Default)]
 pub struct OwnedBindings {
     buffers: Vec<(TensorId, Arc<Buffer>, u64)>,
@@ -33,7 +33,7 @@ impl OwnedBindings {
         self
     }
 
-    /// Binds a tensor to a scalar.
+    /// Binds a tensor to a scalar from host memory.
     #[must_use]
     pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
         self.values.push((tensor, value));
@@ -54,7 +54,7 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// Returns whether the device is done.
+    /// Returns whether the device has finished the execution.
     ///
     /// # Errors
     /// Returns a driver error, also if a kernel failed.
@@ -62,7 +62,7 @@ impl InFlight {
         Ok(self.event.passed()?)
     }
 
-    /// Waits until the device is done, and returns the workspace for the next execution.
+    /// Waits until the device has finished the execution, and returns the workspace for the next one.
     ///
     /// # Errors
     /// Returns a driver error, also if a kernel failed.

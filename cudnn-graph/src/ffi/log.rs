@@ -42,7 +42,7 @@ pub(super) unsafe extern "C" fn hear(_severity: i32, _user: *mut c_void, _debug:
     });
 }
 
-/// Runs `run`, and returns cuDNN's log messages of this thread.
+/// Calls `run`, and returns its result with the messages that cuDNN logged on this thread during the call.
 pub(crate) fn listen<T>(run: impl FnOnce() -> T) -> (T, Vec<String>) {
     HEARD.with(|heard| *heard.borrow_mut() = Some(Vec::new()));
     let result = run();
@@ -59,7 +59,8 @@ const EMPTY: [&str; 5] = [
     "knob must be set",
 ];
 
-/// Returns the distinct reasons in a log, the most exact one first. Leaves out source code of the library and uninformative messages.
+/// Returns the distinct reasons in cuDNN's log messages, the most exact one first. Leaves out source code of the library and
+/// uninformative messages.
 pub(crate) fn reasons(lines: &[String]) -> Vec<String> {
     let mut reasons: Vec<String> = Vec::new();
     for line in lines {

@@ -16,7 +16,8 @@ pub struct Pack {
 }
 
 impl Pack {
-    /// Creates a pack over device addresses, with one slot for the scalar of each by-value tensor.
+    /// Creates a pack over device addresses, with one slot for the scalar of each tensor that is passed by value. The `uids` identify the
+    /// tensors of the plan.
     ///
     /// # Errors
     /// Returns cuDNN's error.
@@ -39,7 +40,7 @@ impl Pack {
         Ok(Pack { descriptor, slots })
     }
 
-    /// Sets the value of the `n`th by-value tensor: `bytes` are the bytes of the scalar in memory order.
+    /// Sets the scalar of the `n`th tensor that is passed by value; `bytes` are its bytes in memory order.
     pub fn set_value(&mut self, n: usize, bytes: &[u8]) {
         if let Some(slot) = self.slots.get_mut(n) {
             let mut wide = [0u8; 8];
@@ -50,7 +51,7 @@ impl Pack {
         }
     }
 
-    /// Submits a plan to the handle's stream.
+    /// Submits one execution of a plan with this pack to the handle's stream.
     ///
     /// # Safety
     /// Every address of the pack is device memory of the handle's device, as large as the plan's tensor or workspace. No other work conflicts with

@@ -4,7 +4,8 @@ use super::backend::Handle;
 use crate::error::Error;
 use std::ops::Deref;
 
-/// One call through a handle. It begins on the handle's stream, and its end is recorded on the handle's lane.
+/// The work that one call submits through a handle. It begins on the handle's stream. The handle's lane, which marks the end of submitted
+/// work, delays the freeing of retired resources until that end.
 #[derive(Debug)]
 pub struct Submission<'h> {
     handle: &'h Handle<'h>,
@@ -12,7 +13,7 @@ pub struct Submission<'h> {
 }
 
 impl Handle<'_> {
-    /// Begins a call on the handle's stream. The handle's lane marks its end.
+    /// Begins a call on the handle's stream. The handle's lane marks the end of its work, before which retired resources are not freed.
     ///
     /// # Errors
     /// Returns a driver error.
@@ -22,7 +23,7 @@ impl Handle<'_> {
 }
 
 impl<'h> Submission<'h> {
-    /// Returns the handle.
+    /// Returns the handle through which the call submits its work.
     pub fn handle(&self) -> &'h Handle<'h> {
         self.handle
     }

@@ -4,7 +4,7 @@ use super::op::PagedLoad;
 use super::tensor::{Reordering, Tensor};
 
 impl PagedLoad {
-    /// Returns whether `y` is (b, h, d, s): its third axis is the innermost.
+    /// Returns whether the result `y` of a paged load is (b, h, d, s): its third axis is the innermost.
     pub(crate) fn transposed(&self, y: &Tensor) -> bool {
         match y.strides.0[..] {
             [_, _, third, last] => third < last,

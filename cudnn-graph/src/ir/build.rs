@@ -8,13 +8,13 @@ use super::tensor::{Ragged, Scalar, Storage, Tensor, TensorId};
 use super::ty::{DType, Dims, Strides};
 
 impl Graph {
-    /// Adds a tensor to the graph, unchanged, and returns its id.
+    /// Adds a tensor to the graph as it is, and returns its id.
     pub fn tensor(&mut self, tensor: Tensor) -> TensorId {
         self.tensors.push(tensor);
         TensorId(self.tensors.len() as u32 - 1)
     }
 
-    /// Adds an op to the graph, unchanged.
+    /// Adds an op to the graph as it is.
     pub fn push(&mut self, op: Op) {
         self.ops.push(op);
     }
@@ -45,7 +45,7 @@ impl Graph {
         id
     }
 
-    /// Changes the element type of a result.
+    /// Changes the element type of a tensor, and returns its id.
     pub fn set_dtype(&mut self, id: TensorId, dtype: DType) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.dtype = dtype;
@@ -53,7 +53,7 @@ impl Graph {
         id
     }
 
-    /// Changes the strides of a result, in elements.
+    /// Changes the strides of a tensor, in elements, and returns its id.
     pub fn set_strides(&mut self, id: TensorId, strides: impl Into<Strides>) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.strides = strides.into();
@@ -61,8 +61,8 @@ impl Graph {
         id
     }
 
-    /// Sets the ragged offsets of a result, which pack its batch entries contiguously. With `None`, the strides determine where batch
-    /// entries are.
+    /// Sets the ragged offsets of a tensor, which pack its batch entries contiguously, and returns its id. With `None`, the strides
+    /// determine where batch entries are.
     pub fn set_ragged(&mut self, id: TensorId, ragged: Option<Ragged>) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.ragged = ragged;
@@ -70,7 +70,7 @@ impl Graph {
         id
     }
 
-    /// Changes the alignment of a tensor's address, in bytes.
+    /// Changes the alignment of a tensor's address, in bytes, and returns its id.
     pub fn set_alignment(&mut self, id: TensorId, bytes: u32) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.alignment = bytes;
@@ -87,14 +87,14 @@ impl Graph {
         self.get(id).map_or_else(|| Dims(vec![1]), |t| t.dims.clone())
     }
 
-    /// Adds a virtual result named after its op and its number.
+    /// Adds the result of an op as a virtual tensor, which exists only inside the fused kernel. Its name consists of `op` and its number.
     pub fn result(&mut self, op: &str, dtype: DType, dims: Dims) -> TensorId {
         let name = format!("{op}{}", self.tensors.len());
         self.tensor(Tensor::virtual_(name, dtype, dims))
     }
 
-    /// Adds `y = mode(inputs)` in f32 arithmetic, and returns `y`; comparisons return booleans. The inputs are x, b and t in that order,
-    /// or dy and x for backward modes.
+    /// Adds `y = mode(inputs)` as an op in f32 arithmetic, and returns `y`; comparisons return booleans. The inputs are x, b and t in
+    /// that order, or dy and x for backward modes.
     pub fn pointwise(&mut self, mode: Mode, inputs: &[TensorId]) -> TensorId {
         let (compute, dtype) = match mode.signature() {
             Signature::Compare | Signature::LogicalBinary | Signature::LogicalUnary => (DType::Bool, DType::Bool),
@@ -114,7 +114,7 @@ impl Graph {
         y
     }
 
-    /// Adds `y = mode(inputs)` in f32 arithmetic, where `y` is an existing tensor.
+    /// Adds `y = mode(inputs)` as an op in f32 arithmetic, where `y` is an existing tensor.
     pub fn pointwise_into(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId) {
         self.push_pointwise(mode, inputs, y, DType::F32, Params::default());
     }
@@ -142,7 +142,7 @@ impl Graph {
         self.pointwise_as(Mode::GenIndex, &[x], DType::I32, DType::I32, Params { axis: Some(axis), ..Params::default() })
     }
 
-    /// Adds `a · b`, a virtual f32 tensor.
+    /// Adds a matrix product `a · b` over the last two axes, whose result is a virtual f32 tensor.
     pub fn matmul(&mut self, a: TensorId, b: TensorId) -> TensorId {
         let (da, db) = (self.dims(a).0, self.dims(b).0);
         let mut dims = da.clone();
@@ -164,7 +164,7 @@ impl Graph {
         y
     }
 
-    /// Adds a reshape: the elements of `x` with other extents and strides.
+    /// Adds a reshape, whose result has the elements of `x` with other extents and strides.
     pub fn reshape(&mut self, x: TensorId, dims: impl Into<Dims>, strides: impl Into<Strides>, mode: Option<ReshapeMode>) -> TensorId {
         let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
         let y = self.result("reshape", dtype, dims.into());
@@ -182,7 +182,7 @@ impl Graph {
         y
     }
 
-    /// Adds `x[start..limit]` along each axis.
+    /// Adds a slice, `x[start..limit]` along each axis.
     pub fn slice(&mut self, x: TensorId, start: &[i64], limit: &[i64]) -> TensorId {
         let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
         let dims = start.iter().zip(limit).map(|(s, l)| l.saturating_sub(*s)).collect();
@@ -200,7 +200,8 @@ impl Graph {
         y
     }
 
-    /// Masks out scores right of a diagonal (cuDNN 9.20): keeps `row + shift + align >= col`.
+    /// Adds a mask on the scores `x` right of a diagonal (cuDNN 9.20): it keeps `row + shift + align >= col`, and replaces other scores
+    /// by `fill`. `align` is `seq_kv − seq_q` if both `lengths` are given, and 0 otherwise.
     pub fn band_mask_right(
         &mut self,
         x: TensorId,
@@ -211,7 +212,8 @@ impl Graph {
         self.band_mask(x, fill, BandSide::Right, shift, None, lengths)
     }
 
-    /// Masks out scores left of a diagonal (cuDNN 9.20): keeps `col + left - align > row`.
+    /// Adds a mask on the scores `x` left of a diagonal (cuDNN 9.20): it keeps `col + left - align > row`, and replaces other scores by
+    /// `fill`. `align` is `seq_kv − seq_q` if both `lengths` are given, and 0 otherwise.
     pub fn band_mask_left(&mut self, x: TensorId, fill: TensorId, left: TensorId, lengths: Option<(TensorId, TensorId)>) -> TensorId {
         self.band_mask(x, fill, BandSide::Left, None, Some(left), lengths)
     }

@@ -13,15 +13,15 @@ pub enum Op {
     Pointwise(Pointwise),
     /// `c = a · b`.
     Matmul(Matmul),
-    /// Reduces the axes of `x` to their extents in `y`.
+    /// Reduces each axis of `x` to its extent in `y`.
     Reduction(Reduction),
-    /// The elements of `x` with other extents or strides.
+    /// Reads the elements of `x` with other extents or strides.
     Reshape(Reshape),
-    /// The axes of `x` in another order (from cuDNN 9.22 on).
+    /// Reorders the axes of `x` (from cuDNN 9.22 on).
     Transpose(Transpose),
-    /// Part of `x` (from cuDNN 9.22 on).
+    /// Takes a part of `x` along each axis (from cuDNN 9.22 on).
     Slice(Slice),
-    /// Random numbers.
+    /// Generates random numbers.
     Rng(Rng),
     /// Softmax over the last axis (from cuDNN 9.20 on).
     Softmax(Softmax),
@@ -74,7 +74,7 @@ pub struct Pointwise {
     pub x: TensorId,
     /// Second operand.
     pub b: Option<TensorId>,
-    /// The condition of a select.
+    /// The condition of a select; `None` for any other mode.
     pub t: Option<TensorId>,
     /// The incoming gradient of backward modes.
     pub dy: Option<TensorId>,
@@ -95,11 +95,11 @@ pub struct Matmul {
     pub b: TensorId,
     /// Result, (…, m, n).
     pub c: TensorId,
-    /// Number of valid rows of each batch entry.
+    /// Number of valid rows of `a` and `c` in each batch entry; `None` if all are valid.
     pub m_override: Option<TensorId>,
-    /// Number of valid columns of each batch entry.
+    /// Number of valid columns of `b` and `c` in each batch entry; `None` if all are valid.
     pub n_override: Option<TensorId>,
-    /// Number of valid inner elements of each batch entry.
+    /// Number of valid terms of each sum, in each batch entry; `None` if all are valid.
     pub k_override: Option<TensorId>,
     /// The value that invalid rows and columns of the result receive.
     #[serde(default, with = "super::float::optional")]
@@ -128,7 +128,7 @@ pub enum ReductionMode {
     Norm1,
     /// Root of the sum of squares.
     Norm2,
-    /// Product of all that are not zero.
+    /// Product of all elements that are not zero.
     MulNoZeros,
 }
 
@@ -187,7 +187,7 @@ pub enum ReshapeMode {
     Logical,
 }
 
-/// The elements of `x` with other extents or strides. Without a mode, the result is a view.
+/// A reshape: `y` has the elements of `x` with other extents or strides. Without a mode, it is a view.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reshape {
     /// The tensor that is read.
@@ -251,11 +251,11 @@ pub enum Seed {
 pub struct Rng {
     /// The tensor that is written.
     pub y: TensorId,
-    /// The distribution.
+    /// The distribution of the random numbers.
     pub distribution: Distribution,
-    /// The source of the seed.
+    /// The source of the seed: a constant or a tensor.
     pub seed: Seed,
-    /// The first position in the random number stream: one i64.
+    /// The tensor with the position of the first random number in the generator's sequence: one i64.
     pub offset: Option<TensorId>,
 }
 
@@ -282,10 +282,11 @@ pub struct Softmax {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BandSide {
-    /// Masks out scores right of the diagonal: keeps those with `row + shift + align ≥ col`.
+    /// Masks out scores right of the diagonal: keeps those with `row + shift_right + align ≥ col`, where `align` is `seq_kv − seq_q` if
+    /// both lengths are given, and 0 otherwise.
     Right,
-    /// Masks out scores left of the diagonal: keeps those with `col + left − align > row`. If lengths are fixed, `left` includes the
-    /// alignment.
+    /// Masks out scores left of the diagonal: keeps those with `col + left − align > row`, where `align` is `seq_kv − seq_q` if both
+    /// lengths are given, and 0 otherwise. If lengths are fixed, `left` includes the alignment.
     Left,
 }
 
@@ -310,20 +311,22 @@ pub struct BandMask {
     pub seq_kv: Option<TensorId>,
 }
 
-/// Gathers pages: `y[b, h, s, d]` (or its transpose) from `container[page_table[b, 0, s / block, 0], h, s % block, d]`.
+/// Gathers the pages of keys or values: `y[b, h, s, d]` (or its transpose) from
+/// `container[page_table[b, 0, s / block, 0], h, s % block, d]`, where `block` is the number of tokens per page.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PagedLoad {
-    /// The page pool, (blocks, h, block, d).
+    /// The page pool, (pages, h, block, d), where `block` is the number of tokens per page.
     pub container: TensorId,
-    /// Lengths, (b, 1, 1, 1), i32 or i64.
+    /// Number of tokens of each batch entry, (b, 1, 1, 1), i32 or i64.
     pub seq_len: TensorId,
-    /// Page numbers, (b, 1, ⌈max / block⌉, 1), i32.
+    /// Page number of each page of a batch entry, (b, 1, ⌈max / block⌉, 1), i32: `max` is the largest number of tokens of an entry, and
+    /// `block` the number per page.
     pub page_table: TensorId,
     /// Result, (b, h, s, d), or (b, h, d, s) if its strides make the third axis innermost.
     pub y: TensorId,
 }
 
-/// `y = x / scale` with one scale per block of neighbours along the blocked axis.
+/// A block quantization: `y = x / scale`, with one scale per block of neighbours along the blocked axis.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleQuantize {
     /// The tensor that is read.
@@ -338,7 +341,7 @@ pub struct BlockScaleQuantize {
     pub compute: DType,
 }
 
-/// `y = x · scale`, with one scale per block of neighbours along each blocked axis.
+/// A block dequantization: `y = x · scale`, with one scale per block of neighbours along each blocked axis.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleDequantize {
     /// The quantised elements, the input.
@@ -353,14 +356,14 @@ pub struct BlockScaleDequantize {
     pub compute: DType,
 }
 
-/// Ops on a score inside a unified attention op. They share the tensors of the outer graph.
+/// The ops that modify the scores inside a unified attention op. They share the tensors of the outer graph.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScoreGraph {
     /// The scaled score, virtual f32 (b, h_q, s_q, s_kv).
     pub input: TensorId,
     /// The modified score, which the softmax reads.
     pub output: TensorId,
-    /// The ops, in topological order.
+    /// The ops that compute `output` from `input`, in topological order.
     pub ops: Vec<Op>,
 }
 
@@ -374,7 +377,7 @@ pub struct Dropout {
     pub seed: TensorId,
     /// Number of random numbers to skip: one i64.
     pub offset: TensorId,
-    /// The random numbers as an output, for tests.
+    /// The tensor that receives the random numbers, for tests; `None` if they are not an output.
     pub rng_dump: Option<TensorId>,
 }
 
@@ -399,7 +402,7 @@ pub struct Fp8Scales {
     pub amax_o: TensorId,
 }
 
-/// `o = softmax(score(q·kᵀ · scale)) · v` in one op.
+/// Attention in one op: `o = softmax(score(q·kᵀ · scale)) · v`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SdpaForward {
     /// Queries, (b, h_q, s_q, d_qk).
@@ -422,7 +425,7 @@ pub struct SdpaForward {
     pub sum_exp: Option<TensorId>,
     /// An extra score per head that has no value: f32 (1, h_q, 1, 1) (from cuDNN 9.21 on).
     pub sink: Option<TensorId>,
-    /// Block mask with one bit per 128 × 128 tile, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (from cuDNN 9.14 on).
+    /// Block mask with one bit per 128 × 128 tile of scores, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (from cuDNN 9.14 on).
     pub block_mask: Option<TensorId>,
     /// Page table of `k`, (b, 1, pages, 1), i32 (from cuDNN 9.15 on).
     pub page_table_k: Option<TensorId>,

@@ -3,7 +3,7 @@
 use super::op::{Op, ScoreGraph, SdpaForward, Seed};
 use super::tensor::TensorId;
 
-/// One operand of an op: a field, and the tensor in it.
+/// One operand of an op: the name of a field of the op, and the tensor in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand {
     /// The name of the op's field.
@@ -54,7 +54,7 @@ impl Op {
         }
     }
 
-    /// Returns the tensors that the op reads and writes.
+    /// Returns the tensors that the op reads and writes, in field order.
     pub fn operands(&self) -> Operands {
         let none = Operands::default();
         match self {
@@ -114,7 +114,7 @@ impl Op {
         }
     }
 
-    /// Returns the score ops of a unified attention op; `None` for any other op, and without score ops.
+    /// Returns the ops that modify the scores inside a unified attention op; `None` for any other op, or if there are none.
     pub fn score(&self) -> Option<&ScoreGraph> {
         match self {
             Op::SdpaForward(s) => s.score.as_ref(),

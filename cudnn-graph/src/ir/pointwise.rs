@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The kind of operands and result of a pointwise mode.
+/// The number and kind of the operands of a pointwise mode, and the kind of its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signature {
     /// `y = f(x)` on floating point numbers.
@@ -42,7 +42,7 @@ macro_rules! modes {
                 match self { $(Mode::$variant => $name,)* }
             }
 
-            /// Returns the kind of operands and result of the mode.
+            /// Returns the number and kind of the operands of the mode, and the kind of its result.
             pub fn signature(self) -> Signature {
                 match self { $(Mode::$variant => Signature::$signature,)* }
             }

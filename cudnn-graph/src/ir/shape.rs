@@ -18,7 +18,7 @@ pub(crate) struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Derives the extents from q, k and v; the error names those that do not fit.
+    /// Derives the extents of an attention op from those of q, k and v; the error names those that do not fit.
     pub(crate) fn of(q: &[i64], k: &[i64], v: &[i64]) -> Result<AttentionShape, String> {
         let (&[batch, heads_q, seq_q, dim_qk], &[k_batch, heads_k, seq_kv, k_dim], &[v_batch, heads_v, v_seq, dim_v]) = (q, k, v) else {
             return Err("q, k and v are not (batch, heads, sequence, dim)".to_owned());
@@ -40,14 +40,14 @@ impl AttentionShape {
         Ok(AttentionShape { batch, heads_q, heads_k, heads_v, seq_q, seq_kv, dim_qk, dim_v })
     }
 
-    /// Returns (b, h_q, s_q, s_kv).
+    /// Returns the extents of the scores: (b, h_q, s_q, s_kv).
     pub(crate) fn scores(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
     }
 }
 
-/// Returns the extents of a forward op. With page tables, the key length is that of the score graph, or else the capacity of the shorter table.
-/// Missing tensors count as misshapen.
+/// Returns the extents of a forward attention op. With page tables, the key length is that of the score graph, or else the capacity of
+/// the shorter table. Missing tensors count as tensors with wrong extents.
 pub(crate) fn attention_shape(graph: &Graph, op: &SdpaForward) -> Result<AttentionShape, String> {
     let dims = |id: TensorId| graph.get(id).map_or(&[][..], |t| &t.dims.0[..]);
     let (q, k, v) = (dims(op.q), dims(op.k), dims(op.v));

@@ -75,17 +75,17 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// Where the elements of a tensor are stored.
+/// The place where a tensor's elements are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
-    /// In device memory, bound by the caller at execution.
+    /// The elements are in device memory, which the caller binds at execution.
     Device,
-    /// Nowhere: a virtual tensor exists only inside the fused kernel.
+    /// The elements have no memory: a virtual tensor exists only inside the fused kernel.
     Virtual,
-    /// A scalar in host memory, read at every execution. The graph supplies the value, or with `None` the caller does.
+    /// The element is a scalar in host memory, read at every execution. The graph supplies its value, or with `None` the caller does.
     ByValue(Option<Scalar>),
-    /// A scalar compiled into the kernel (cuDNN 9.22).
+    /// The element is a scalar that is compiled into the kernel (from cuDNN 9.22 on).
     Constant(Scalar),
 }
 
@@ -93,7 +93,7 @@ pub enum Storage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reordering {
-    /// The strides alone determine the order.
+    /// The strides alone determine the order of the elements.
     #[default]
     None,
     /// The interleaving of block scales for 8-bit tensor cores (cuDNN 9.7).
@@ -103,7 +103,8 @@ pub enum Reordering {
 /// Ragged offsets: they pack batch entries of different lengths contiguously.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Ragged {
-    /// The index of the first element of each batch entry, and the end of the last: (batch + 1, 1, 1, 1), i32 or i64.
+    /// The tensor with the index of the first element of each batch entry, and the end of the last entry: (batch + 1, 1, 1, 1), i32 or
+    /// i64.
     pub offsets: TensorId,
     /// Number of elements per unit of `offsets` (from cuDNN 9.24 on, unified form only). With `None`, offsets count elements.
     pub multiplier: Option<i64>,
@@ -120,7 +121,7 @@ pub struct Tensor {
     pub dims: Dims,
     /// Strides, in elements.
     pub strides: Strides,
-    /// Where the tensor's elements are stored.
+    /// The place where the tensor's elements are stored.
     pub storage: Storage,
     /// Alignment of the base address, in bytes.
     pub alignment: u32,

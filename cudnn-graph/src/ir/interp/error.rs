@@ -31,12 +31,12 @@ pub enum InterpError {
         /// Number of pages in the pool.
         blocks: i64,
     },
-    /// The interpreter does not define this op or option.
-    #[error("{at}: the interpreter does not support {what}")]
+    /// The interpreter has no definition of this op or of one of its options.
+    #[error("{at}: {what} is not defined here")]
     NotDefined {
         /// The op, as printed.
         at: String,
-        /// The operand or option that is not defined.
+        /// The operand or option of the op that the interpreter does not define.
         what: &'static str,
     },
     /// An op reads a tensor that has no value. This cannot happen for verified graphs with complete inputs.
@@ -56,7 +56,7 @@ pub enum BindingError {
     /// An input has no value.
     #[error("{tensor} {name:?} has no value; pass it as an input")]
     Missing {
-        /// The tensor.
+        /// The input without a value.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,
@@ -64,7 +64,7 @@ pub enum BindingError {
     /// The result of a random number generator has no value. Random bits depend on the library, so the caller must pass them.
     #[error("{at}: {tensor} {name:?} holds random numbers, which the interpreter cannot generate; pass its value as an input")]
     RandomBits {
-        /// The tensor.
+        /// The tensor that the random number generator writes.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,
@@ -82,7 +82,7 @@ pub enum BindingError {
     /// A value was passed for a tensor that needs none: a result, or a scalar that the graph supplies.
     #[error("{tensor} {name:?} is not an input of the graph")]
     NotAnInput {
-        /// The tensor.
+        /// The tensor for which the value was passed.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,
@@ -90,13 +90,13 @@ pub enum BindingError {
     /// A value was passed for a tensor that is not in this graph.
     #[error("{tensor} is not a tensor of this graph")]
     Unknown {
-        /// The tensor.
+        /// The id that is not in this graph.
         tensor: TensorId,
     },
     /// The extents of the value differ from those of the tensor.
     #[error("{tensor} {name:?}: got a value with extents {got:?}, expected {want:?}")]
     Extents {
-        /// The tensor.
+        /// The tensor for which the value was passed.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,
@@ -108,7 +108,7 @@ pub enum BindingError {
     /// The number of elements of the value differs from the product of its extents.
     #[error("{tensor} {name:?}: got a value of {got} elements, expected {want}")]
     Elements {
-        /// The tensor.
+        /// The tensor for which the value was passed.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,
@@ -120,7 +120,7 @@ pub enum BindingError {
     /// An element of the value is not a valid integer or boolean.
     #[error("element {index} of {tensor} {name:?}: got {value}, expected an element of the tensor's type")]
     Element {
-        /// The tensor.
+        /// The tensor for which the value was passed.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,
@@ -132,7 +132,7 @@ pub enum BindingError {
     /// A result has more elements than the interpreter computes.
     #[error("{tensor} {name:?} has more than {limit} elements, the limit of the interpreter")]
     TooLarge {
-        /// The tensor.
+        /// The tensor with too many elements.
         tensor: TensorId,
         /// The name of the tensor.
         name: String,

@@ -14,10 +14,10 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Converts `x` to the type `dtype`, of a tensor's element or of an arithmetic result.
+    /// Converts `x` to `dtype`, which is the type of a tensor's elements or of an arithmetic result.
     ///
-    /// Integers drop the fraction and saturate, and NaN becomes 0. A boolean is true if `x` differs from 0. This is a conversion, not rounding, and
-    /// is the same in either precision.
+    /// Integers drop the fraction and saturate, and NaN becomes 0. A boolean is true if `x` differs from 0. Both are the same in either
+    /// precision. Floats are rounded to `dtype` in [`Precision::F32`], and unchanged in [`Precision::F64`].
     pub fn convert(self, x: f64, dtype: DType) -> f64 {
         match dtype {
             DType::I8 => f64::from(x as i8),

@@ -32,8 +32,8 @@ pub struct Operand {
     pub index: i64,
 }
 
-/// Evaluates `mode` for one element, in the arithmetic of the type `compute`. Operands are converted to this type first (unless it is
-/// bool), and the result is converted last.
+/// Evaluates `mode` for one element, in arithmetic of the type `compute`. Unless the type is bool, the operands are first converted to
+/// it, and so is the result at the end.
 pub fn pointwise(mode: Mode, params: &Params, compute: DType, precision: Precision, operand: Operand) -> f64 {
     let into = |x: f64| if compute == DType::Bool { x } else { precision.convert(x, compute) };
     let Operand { x, b, t, dy, index } = operand;
