@@ -20,8 +20,8 @@ const PACKED: &str = "packed documents (cu_seqlens) compute only the pairs withi
                       which are known only at each call; n documents of one length have about n times fewer pairs, unless a window keeps fewer \
                       anyway";
 
-/// Returns sentences about the cost of a pass's masks, if masks may be decomposed into bands as `wanted` says. Returns none for bands and
-/// lengths, because engines compute only the tiles within these.
+/// Returns sentences about the cost of the masks of a pass. `wanted` says when masks are decomposed into bands. There are none for a mask
+/// that consists of a band and lengths, because engines compute only the tiles within these.
 pub fn notes(job: &Job, wanted: Pieces) -> Vec<String> {
     let problem = job.problem();
     let whole = problem.kept().rest.is_some() || problem.region().prefix.is_some();

@@ -19,7 +19,7 @@ use sdpa_nvidia::{Hosted, NvidiaExecutor};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, OnceLock};
 
-/// A cache of compiled plans, keyed by pass.
+/// A cache of the compiled plans of passes, keyed by pass.
 pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 
 /// Options of an executor.
@@ -49,11 +49,11 @@ pub struct CudnnOptions {
     /// with the number of configurations. A dispatcher also times the kernels of `sdpa::cuda` against the fastest configuration. Plans
     /// from files are used unchanged; saved plans are the fastest ones. The environment variable `SDPA_AUTOTUNE=off` turns timing off.
     pub tune: bool,
-    /// Ledgers of the caller, which `cargo sdpa prove cudnn` writes. The executor uses the last one that matches its cuDNN version and
-    /// compute capability, or else the ledger of this release.
+    /// The caller's ledgers of the features that cuDNN computes correctly, which `cargo sdpa prove cudnn` writes. The executor uses the
+    /// last one that matches its cuDNN version and compute capability, or else the ledger of this release.
     pub ledgers: Vec<Ledger>,
-    /// If true, the executor uses a ledger, which lists the features that cuDNN is proven to compute correctly. Without one, every
-    /// problem is unproven, and the dispatcher tries executors in the order for versions without a ledger.
+    /// If true, the executor uses a ledger, which lists the features that cuDNN is proven to compute correctly. If false, every problem
+    /// is unproven, and the dispatcher tries executors in the order for versions of cuDNN without a ledger.
     pub use_ledger: bool,
     /// If true, every cache hit rebuilds the graph of the pass, and refuses a plan of another graph. This makes hits slow; it is a test
     /// of cache keys.
@@ -103,21 +103,21 @@ impl CudnnOptions {
         self
     }
 
-    /// Sets the ledgers that take precedence over that of this release.
+    /// Sets the ledgers of proven features that take precedence over the ledger of this release.
     #[must_use]
     pub fn with_ledgers(mut self, ledgers: Vec<Ledger>) -> Self {
         self.ledgers = ledgers;
         self
     }
 
-    /// Sets whether to use a ledger.
+    /// Sets whether to use a ledger, which lists the features that cuDNN is proven to compute correctly.
     #[must_use]
     pub fn with_use_ledger(mut self, use_ledger: bool) -> Self {
         self.use_ledger = use_ledger;
         self
     }
 
-    /// Sets whether every cache hit rebuilds the graph: see [`CudnnOptions::recheck`].
+    /// Sets whether every cache hit rebuilds the graph of its pass: see [`CudnnOptions::recheck`].
     #[must_use]
     pub fn with_recheck(mut self, recheck: bool) -> Self {
         self.recheck = recheck;
@@ -151,7 +151,7 @@ pub struct CudnnExecutor {
     pub(crate) forward: Plans,
     pub(crate) backward: Plans,
     pub(crate) files: files::Files,
-    /// Uploads tables; created on first use.
+    /// The stream on which tables are copied to the device; created on first use.
     pub(crate) setup_stream: OnceLock<Stream>,
     pub(crate) tune: bool,
     pub(crate) recheck: bool,
@@ -203,7 +203,7 @@ impl CudnnExecutor {
         })
     }
 
-    /// Returns the ledger that the executor uses for its cuDNN version and architecture; `None` if there is none.
+    /// Returns the ledger of proven features for the executor's cuDNN version and architecture; `None` if there is none.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
@@ -257,8 +257,8 @@ impl CudnnExecutor {
         }
     }
 
-    /// Explains whether the plans of a pass are cached and what its masks cost. On a miss, it names the nearest key and the fields that
-    /// differ. It does not change the caches.
+    /// Explains whether the plans of a pass are cached, and what the pass's masks cost. If they are not cached, it names the nearest
+    /// cached key and the fields that differ. It does not change the caches.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
@@ -277,12 +277,12 @@ impl CudnnExecutor {
         explanation
     }
 
-    /// Returns the counters of both caches: forward, backward.
+    /// Returns the counters of the two plan caches: forward, backward.
     pub fn cache_stats(&self) -> [CacheStats; 2] {
         [self.forward.stats(), self.backward.stats()]
     }
 
-    /// Returns the full record of both caches. As JSON it is the input of `cargo sdpa cache report`.
+    /// Returns a snapshot of the two plan caches. As JSON it is the input of `cargo sdpa cache report`.
     pub fn cache_trace(&self) -> CacheTrace {
         let caches = vec![self.forward.snapshot(), self.backward.snapshot()];
         CacheTrace::new(self.library.version().to_string(), self.device.name(), caches)
@@ -327,7 +327,7 @@ impl CudnnExecutor {
         Ok((planned, there))
     }
 
-    /// Calls `call` with the plans of a pass, without touching their reference count.
+    /// Calls `call` with the plans of a pass, without changing their reference count.
     pub(crate) fn with<R>(&self, cache: &Plans, query: &JobQuery<'_>, call: impl FnOnce(&Planned) -> R) -> Result<R, Error> {
         cache.with(
             query,

@@ -22,8 +22,9 @@ fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
     tables.map(reason).collect()
 }
 
-/// Returns the reasons against a fact that hold on every version and device. [`unsupported::reasons`](crate::unsupported::reasons) asks for each fact
-/// first. An arm without reasons names the files that have rules for some versions, devices or combinations, and the file that lowers it.
+/// Returns the reasons why engines do not support a fact on any version of cuDNN and any device.
+/// [`unsupported::reasons`](crate::unsupported::reasons) asks for each fact first. An arm without reasons names the files that have rules
+/// for some versions, devices or combinations, and the file that lowers the fact.
 ///
 /// There is deliberately no wildcard arm: a new fact needs an arm here once `lower` or `schedule` computes it, or a reason.
 pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
@@ -60,8 +61,8 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
     }
 }
 
-/// Returns the bytes of a fact in the key of a plan file. Most facts have none: they change the programs sent to cuDNN or the schedule around these,
-/// whose digests are in the key.
+/// Returns the byte by which a fact changes the key of a plan file. Most facts have none: they change the programs sent to cuDNN or the
+/// schedule around these, whose digests are in the key.
 pub(crate) fn beside_programs(fact: &Fact<'_>) -> Option<u8> {
     match fact {
         // Determinism does not change the program. It restricts which of the program's engines may run.

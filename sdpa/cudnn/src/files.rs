@@ -68,8 +68,9 @@ impl CudnnExecutor {
         self.files.open.read().len()
     }
 
-    /// Adds every plan of both caches to a file, and creates the file if needed. Plans that are already there stay. Plans of engines that
-    /// were not compiled at run time have no JSON and are skipped. Returns the number of plans that were written.
+    /// Adds the plans in the executor's forward and backward caches to a file, and creates the file if needed. Plans that are already
+    /// there stay. Plans of engines that were not compiled at run time have no JSON and are skipped. Returns the number of plans that
+    /// were written.
     ///
     /// # Errors
     /// Fails if the file or its folder cannot be used, or if the environment fails.

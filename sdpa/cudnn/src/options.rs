@@ -5,34 +5,34 @@ use crate::pieces::{self, Part};
 use cudnn_graph::Policy;
 use serde::{Deserialize, Serialize};
 
-/// Options of attention plans: graph form, engines, and decomposition of masks.
+/// Options of attention plans: the form of their graphs, the rules for accepting engines, and the decomposition of masks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// The only graph form to try. With `None`, the better form is tried first, and then the other.
+    /// The only form of graphs to try, composite or unified. With `None`, the better form is tried first, and then the other.
     pub form: Option<Form>,
-    /// The rules for accepting engines.
+    /// The rules for accepting the engines that cuDNN offers.
     pub policy: Policy,
-    /// Whether masks that are unions of bands are computed band by band.
+    /// When to compute a pass band by band, if its mask is a union of bands.
     pub pieces: Pieces,
 }
 
 impl PlanOptions {
-    /// Sets the only graph form to try; `None` tries both forms.
+    /// Sets the only form of graphs to try, composite or unified; `None` tries both.
     #[must_use]
     pub fn with_form(mut self, form: impl Into<Option<Form>>) -> Self {
         self.form = form.into();
         self
     }
 
-    /// Sets the rules for accepting engines.
+    /// Sets the rules for accepting the engines that cuDNN offers.
     #[must_use]
     pub fn with_policy(mut self, policy: Policy) -> Self {
         self.policy = policy;
         self
     }
 
-    /// Sets whether masks that are unions of bands are computed band by band.
+    /// Sets when to compute a pass band by band, if its mask is a union of bands.
     #[must_use]
     pub fn with_pieces(mut self, pieces: Pieces) -> Self {
         self.pieces = pieces;
@@ -45,17 +45,18 @@ impl PlanOptions {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Pieces {
-    /// In pieces if the model of measured times predicts a speedup.
+    /// Compute the pass in pieces, one per band of its mask, if the model of measured times predicts a speedup.
     #[default]
     Auto,
-    /// In pieces whenever the mask is a union of several bands.
+    /// Compute the pass in pieces, one per band of its mask, whenever the mask is a union of several bands.
     Always,
-    /// Never in pieces.
+    /// Never compute a pass in pieces: always compute its whole mask at once.
     Never,
 }
 
 impl Pieces {
-    /// Returns the pieces of a pass, if it is to be computed in pieces. Operands of `job` are dense where engines need that.
+    /// Returns the pieces of a pass; `None` if this option does not compute it in pieces. In `job`, operands that engines cannot read in
+    /// place must already be dense.
     pub(crate) fn of(self, job: &Job) -> Option<Vec<Part>> {
         if job.problem().is_empty() {
             return None;

@@ -14,8 +14,8 @@ pub struct Part {
     pub piece: Piece,
     /// The pass that computes this piece.
     pub job: Job,
-    /// The results of rows that an earlier piece also writes. This piece writes them to the workspace, and a kernel merges them with the
-    /// earlier results or adds them.
+    /// The operands whose rows in this piece an earlier piece has written already. This piece writes them to the workspace, and a kernel
+    /// merges them with the earlier rows or adds them.
     pub beside: Vec<Operand>,
 }
 
@@ -60,8 +60,8 @@ fn cut(piece: &Piece, side: Side, at: i64) -> Vec<Piece> {
     [part(start..at), part(at..end)].into_iter().flatten().collect()
 }
 
-/// Returns the pieces of a pass; `None` if its mask is not a union of several bands, or if a piece cannot be computed alone. In `job`,
-/// operands that engines cannot read in place must already be dense.
+/// Returns the pieces of a pass, one or more for each band of its mask. `None` if the mask is not a union of several bands, or if a piece
+/// cannot be computed alone. In `job`, operands that engines cannot read in place must already be dense.
 pub fn parts(job: &Job) -> Option<Vec<Part>> {
     let problem = job.problem();
     let mut pieces = problem.kept().pieces(problem.extents())?;
@@ -116,12 +116,13 @@ fn results(job: &Job, side: Side) -> impl Iterator<Item = Operand> {
 /// The least predicted speedup for which pieces are used. The margin covers errors of the model.
 const GAIN: f64 = 1.1;
 
-/// Returns the pieces of a pass if the time model predicts that they are faster than one pass; `None` otherwise.
+/// Returns the pieces of a pass, one or more for each band of its mask, if the time model predicts that they are faster than one pass;
+/// `None` otherwise.
 pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
     parts(job).filter(|parts| gain(job, parts) > GAIN)
 }
 
-/// Returns the predicted speedup of the pieces over one pass.
+/// Returns the predicted speedup of computing the pass in the pieces `parts` instead of as a whole.
 pub(crate) fn gain(job: &Job, parts: &[Part]) -> f64 {
     let (problem, model) = (job.problem(), Model::of(job));
     let batch = problem.batch() as f64;

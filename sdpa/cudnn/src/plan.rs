@@ -24,19 +24,19 @@ pub use crate::options::{Pieces, PlanOptions};
 pub struct Planned {
     /// The pass that the attention plan computes, in which copied operands are dense.
     pub job: Job,
-    /// The attention graph, or the graph of the first piece.
+    /// The attention graph; for a pass that is computed in pieces, the graph of the first piece.
     pub lowered: Arc<Lowered>,
-    /// The attention plan, or the plan of the first piece.
+    /// The attention plan; for a pass that is computed in pieces, the plan of the first piece.
     pub plan: Arc<Plan>,
-    /// The graphs and plans of the other pieces; empty for a pass that is not computed in pieces.
+    /// The graphs and plans of the second and later pieces; empty for a pass that is not computed in pieces.
     pub pieces: Vec<Attention>,
     /// The memory that a call needs and the steps that it runs. The attention plan is one of the steps.
     pub schedule: Schedule<Arc<Plan>>,
-    /// The tag of the attention's engine, such as `eng2_k24=7` for engine 2 with a knob.
+    /// The tag of the attention's engine, such as `eng2_k24=7` for engine 2 with value 7 of knob 24.
     pub engine: String,
-    /// The build time of each phase.
+    /// The build time of each stage: lowering, heuristics, compiling, tuning and loading.
     pub time: BuildTime,
-    /// The tables of the schedule in device memory: see [`Planned::upload_tables`].
+    /// The tables that the schedule reads, in device memory: see [`Planned::upload_tables`].
     pub tables: Vec<Arc<Buffer>>,
     /// Whether kernels of this crate run.
     pub(super) launches: bool,
@@ -87,8 +87,8 @@ impl Planned {
         Ok(Planned { job, lowered, plan, pieces, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }
 
-    /// Builds the other plans of a pass around an existing plan of its attention graph. In that graph, operands that engines cannot use
-    /// in place must be dense.
+    /// Builds the plans of a pass whose attention graph has a plan already: those of copies, conversions and sums. In that graph,
+    /// operands that engines cannot use in place must be dense.
     ///
     /// # Errors
     /// Fails as [`build`] does.
@@ -250,7 +250,7 @@ impl From<cudnn_graph::Error> for Refusal {
     }
 }
 
-/// Queries cuDNN for the engines of a pass in one form, without compiling.
+/// Queries cuDNN for the engines of a pass in one form of graph, without compiling.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] with cuDNN's message, or with the reason why the form cannot express the pass. Any other error is a
@@ -272,8 +272,8 @@ fn told(form: Form, refusal: Refusal) -> Error {
     }
 }
 
-/// Returns the schedule of a pass in one form, with the graph pattern that is tried first. It needs only the version of cuDNN, not the
-/// library.
+/// Returns the schedule of a pass in one form of graph. It uses the graph pattern that is tried first. It needs only the version of
+/// cuDNN, not the library.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] if the form cannot express the pass.
@@ -426,7 +426,7 @@ fn first_form<T>(
     Err(unsupported(reasons))
 }
 
-/// Returns the form in which cuDNN has an engine for a pass on a device. It compiles and submits nothing.
+/// Returns the form of graph, composite or unified, in which cuDNN has an engine for a pass on a device. It compiles and submits nothing.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] with every reason if cuDNN has no such engine. Any other error is a failure of the environment.
@@ -462,7 +462,7 @@ fn refused(form: String, error: Error) -> Error {
     error
 }
 
-/// Builds the plans of a pass. Its tables must then be copied to device memory with [`Planned::upload_tables`].
+/// Builds the plans of a pass. The tables that they read must then be copied to device memory with [`Planned::upload_tables`].
 ///
 /// # Errors
 /// Fails as [`supports`] does. Out of memory and a missing library are failures of the environment, never *unsupported*.
@@ -519,7 +519,7 @@ fn build_pieces(
     Ok(planned)
 }
 
-/// The attention graph of a pass, and a plan of it.
+/// The attention graph of a pass, and the compiled plan of that graph.
 pub type Attention = (Arc<Lowered>, Arc<Plan>);
 
 /// Returns every configuration that cuDNN offers and compiles for a pass, in every form and pattern that the options allow.

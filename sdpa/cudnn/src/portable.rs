@@ -40,13 +40,13 @@ pub enum PayloadError {
     /// A plan in the bytes is for another graph than the one that the lowering returns now.
     #[error("{name}: the plan was built for another graph, by another release or for another pass; build it again")]
     Graph {
-        /// The role of the plan in its pass.
+        /// The role of the plan in its pass, such as the attention or a copy.
         name: String,
     },
-    /// The number of plans or their lengths differ from the header line.
+    /// The number or the lengths of the plans differ from those in the header line.
     #[error("{0}")]
     Plans(String),
-    /// cuDNN failed, or a graph could not be built.
+    /// cuDNN failed, or a graph of the pass could not be built.
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -123,12 +123,12 @@ struct Part {
     bytes: u64,
 }
 
-/// Returns the header of plan files for this cuDNN and this kind of device.
+/// Returns the header of plan files for this version of cuDNN and this kind of device.
 pub fn header(library: &Library, profile: &DeviceProfile) -> Header {
     Header { cudnn: library.version().to_string(), profile: profile.to_string(), lowering: VERSION }
 }
 
-/// Returns the key of a pass in plan files. All devices with the same kernels have the same key.
+/// Returns the key of a pass in plan files. The key is equal on all devices that can use the same kernels.
 ///
 /// # Errors
 /// Fails if the environment does, or because of a bug of the lowering.
@@ -176,7 +176,7 @@ fn bug(text: &str) -> Error {
 }
 
 impl Planned {
-    /// Serialises every plan with its compiled kernels, for [`Planned::from_bytes`].
+    /// Serialises every plan of a pass with its compiled kernels, for [`Planned::from_bytes`].
     ///
     /// # Errors
     /// Returns cuDNN's error. Plans of engines that were not compiled at run time cannot be serialised.
@@ -195,7 +195,7 @@ impl Planned {
         Ok(bytes)
     }
 
-    /// Deserialises the plans of a pass. Its tables must then be copied to device memory with [`Planned::upload_tables`].
+    /// Deserialises the plans of a pass. The tables that they read must then be copied to device memory with [`Planned::upload_tables`].
     ///
     /// # Safety
     /// The bytes must be unchanged output of [`Planned::to_bytes`]: they contain machine code, which the device runs.
@@ -245,7 +245,7 @@ impl Planned {
 }
 
 impl Planned {
-    /// Lowers a pass again and compares its graphs with those of these plans, to check that the plans may be called for it.
+    /// Checks that these plans may be called for the pass `job`: lowers the pass again, and compares its graphs with those of the plans.
     ///
     /// # Errors
     /// Returns [`Error::Bug`] if a graph differs.

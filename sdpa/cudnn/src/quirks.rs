@@ -6,7 +6,7 @@
 use cudnn_graph::Version;
 use std::ops::RangeInclusive;
 
-/// The directions of the passes that a quirk affects.
+/// The directions, forward or backward, of the passes that a quirk affects. A quirk is a known error of some cuDNN versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passes {
     /// Forward passes only.
@@ -17,14 +17,14 @@ pub enum Passes {
     Both,
 }
 
-/// One row of the table: a known error of some cuDNN versions.
+/// One row of the table of quirks: a known error of some cuDNN versions.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// The first and the last affected version of cuDNN.
     pub versions: (Version, Version),
     /// The affected compute capabilities, times ten: 90 is 9.0.
     pub sm: RangeInclusive<u32>,
-    /// The affected passes.
+    /// The affected passes, forward or backward.
     pub passes: Passes,
     /// The error, in a phrase.
     pub what: &'static str,
@@ -32,7 +32,7 @@ pub struct Row {
     pub handling: &'static str,
     /// The source that describes the error, or the run that showed it.
     pub source: &'static str,
-    /// A test, a case of `sdpa/conformance/cases`, or a part of the benchmark `device` that detects the error.
+    /// The test that detects the error: a test function, a case of `sdpa/conformance/cases`, or a part of the benchmark `device`.
     pub test: &'static str,
 }
 
@@ -49,15 +49,15 @@ const fn to(minor: u32, patch: u32) -> (Version, Version) {
 
 macro_rules! quirks {
     ($($name:ident { what: $what:literal, handling: $handling:literal, versions: $versions:expr, sm: $sm:expr, passes: $passes:ident, source: $source:literal, test: $test:literal, })*) => {
-        /// Known errors of cuDNN's engines.
+        /// Known wrong results of cuDNN's engines.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Quirk { $(#[doc = $what] $name,)* }
 
         impl Quirk {
-            /// Every row of the table.
+            /// Every known wrong result of cuDNN's engines, in the order of the table.
             pub const ALL: &'static [Quirk] = &[$(Quirk::$name),*];
 
-            /// Returns the quirk's row of the table.
+            /// Returns the row that describes this error of cuDNN: affected versions, devices and passes, and the workaround.
             pub const fn row(self) -> Row {
                 match self {
                     $(Quirk::$name => Row {
@@ -331,18 +331,18 @@ quirks! {
 }
 
 impl Quirk {
-    /// Returns whether a version of cuDNN has the quirk.
+    /// Returns whether a version of cuDNN has this error on some device.
     pub fn holds(self, runtime: Version) -> bool {
         let (first, last) = self.row().versions;
         (first..=last).contains(&runtime)
     }
 
-    /// Returns whether a version of cuDNN has the quirk on a compute capability (`sm` 90 is 9.0).
+    /// Returns whether a version of cuDNN has this error on a compute capability (`sm` 90 is 9.0).
     pub fn holds_on(self, runtime: Version, sm: u32) -> bool {
         self.holds(runtime) && self.row().sm.contains(&sm)
     }
 
-    /// Returns the affected versions as text.
+    /// Returns the versions of cuDNN that have this error, as text.
     pub fn versions(self) -> String {
         let (first, last) = self.row().versions;
         match (first == EVERY.0, last == EVERY.1) {
@@ -354,7 +354,7 @@ impl Quirk {
         }
     }
 
-    /// Returns all rows as a table in Markdown.
+    /// Returns the table of all known errors of cuDNN's engines, in Markdown.
     pub fn table() -> String {
         let mut text = "| quirk | cuDNN | compute capability | passes | error, reported as success | handling | source | test |\n|---|---|---|---|---|---|---|---|\n".to_owned();
         for quirk in Quirk::ALL {

@@ -29,8 +29,8 @@ pub type DeviceBackward<'a> = device::DeviceBackward<'a, DeviceSlice>;
 pub type DeviceCall<'a> = device::DeviceCall<'a, DeviceSlice>;
 
 impl Planned {
-    /// Copies the tables of graphs to device memory and loads the kernels that run around them. Waits until both are done. It must be
-    /// called before the first call of the plans.
+    /// Copies the tables that the graphs read to device memory, and loads the kernels of this crate that run before or after the graphs.
+    /// Waits until both are done. It must be called before the first call of the plans.
     ///
     /// # Errors
     /// Returns a failure of the environment.

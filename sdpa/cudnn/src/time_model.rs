@@ -20,7 +20,7 @@ const FORWARD: Model = Model { pair: 0.857, row: 128.0, merged: 180.0, launch: 1
 const BACKWARD: Model = Model { pair: 2.32, row: 861.0, merged: 21.0, launch: 20.9e6 };
 
 impl Model {
-    /// Returns the model for the direction of a pass.
+    /// Returns the time model for passes in the direction of `job`, forward or backward.
     pub(crate) fn of(job: &Job) -> &'static Model {
         match job {
             Job::Forward(_) => &FORWARD,
@@ -28,12 +28,13 @@ impl Model {
         }
     }
 
-    /// Returns the time of one attention in picoseconds, with this many pairs and queries per head, summed over the batch.
+    /// Returns the predicted time of one attention, in picoseconds. `pairs` and `rows` are the numbers of query-key pairs and of queries
+    /// per head, summed over the batch.
     pub(crate) fn attention(&self, problem: &Problem, pairs: f64, rows: f64) -> f64 {
         heads(problem) * (self.pair * pairs + self.row * rows) + self.launch
     }
 
-    /// Returns the time of merging rows of two results, in picoseconds.
+    /// Returns the predicted time of merging two results, in picoseconds. `rows` is the number of rows per head, summed over the batch.
     pub(crate) fn merge(&self, problem: &Problem, rows: f64) -> f64 {
         heads(problem) * self.merged * rows + self.launch
     }

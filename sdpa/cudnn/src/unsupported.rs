@@ -291,7 +291,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     reasons
 }
 
-/// Checks that cuDNN's engines support a scale. The scale is a value of the call, so each call checks it.
+/// Checks that cuDNN's engines support a scale of the scores. The scale is a value of the call, so each call checks it.
 ///
 /// # Errors
 /// Fails if the scale is not positive. For such a scale the fused kernels return NaN, because they keep the row maximum of unscaled

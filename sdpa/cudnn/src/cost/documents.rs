@@ -70,7 +70,7 @@ fn rule(problem: &Problem) -> Option<Rule> {
 pub enum Documents {
     /// Every document is a contiguous run of tokens. The field has the length of each run, for each batch entry.
     Runs(Vec<Vec<i64>>),
-    /// A document is not contiguous, or a token belongs to different documents as a query and as a key. The fields describe the first
+    /// A document is not contiguous, or a token belongs to one document as a query and to another as a key. The fields describe the first
     /// such token.
     Apart {
         /// The batch entry of the token.
@@ -81,8 +81,8 @@ pub enum Documents {
 }
 
 impl Documents {
-    /// Returns the documents of a document mask, which may also have bands and lengths; `None` for any other mask. `number(name, row,
-    /// token)` returns the value of a declared parameter.
+    /// Returns the documents of a document mask, which may also have bands and lengths; `None` for any other mask.
+    /// `number(name, row, token)` returns the value of the declared parameter `name` at a token of a batch entry.
     pub fn of(problem: &Problem, number: impl Fn(&str, i64, i64) -> Option<i64>) -> Option<Documents> {
         let rule = rule(problem)?;
         let mut rows = Vec::new();
@@ -108,12 +108,13 @@ impl Documents {
         Some(Documents::Runs(rows))
     }
 
-    /// Returns the number of documents; 0 if they are not contiguous.
+    /// Returns the number of documents in all batch entries; 0 if they are not contiguous.
     pub fn count(&self) -> usize {
         self.rows().iter().map(Vec::len).sum()
     }
 
-    /// Returns the number of query-key pairs within the mask's bands without packing, divided by their number with packed documents.
+    /// Returns by which factor packing reduces the number of query-key pairs: the pairs within the mask's bands, divided by those that
+    /// remain if the documents are packed as sequences.
     pub fn fewer_pairs(&self, problem: &Problem) -> f64 {
         let pairs = |tokens: i64| (0..tokens).map(|q| problem.kept().key_range(q, [tokens; 2]).count() as f64).sum::<f64>();
         let of = |tokens: &[i64]| tokens.iter().map(|&tokens| pairs(tokens)).sum::<f64>();
@@ -121,8 +122,8 @@ impl Documents {
         whole / self.rows().iter().map(|row| of(row)).sum::<f64>().max(1.0)
     }
 
-    /// Returns the predicted speedup of packing the documents as sequences. The model uses times that were measured on an H200, and
-    /// counts the tiles within the mask's bands.
+    /// Returns the predicted speedup of packing the documents as sequences. The model has times that were measured on an H200, and counts
+    /// the tiles within the mask's bands.
     pub fn gain(&self, job: &Job) -> f64 {
         let (problem, model) = (job.problem(), Model::of(job));
         let time = |all: &mut dyn Iterator<Item = i64>| {

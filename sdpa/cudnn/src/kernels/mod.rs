@@ -14,7 +14,7 @@ const SUMS: &str = concat!(include_str!("sums.ptx"), "\0");
 
 /// The number of offset tensors that one launch of [`Own::Documents`] can compute.
 pub const OFFSETS: usize = 9;
-/// The number of parameters of [`Own::Documents`] before the parameters for offsets.
+/// The number of parameters of the kernel [`Own::Documents`] that precede its parameters for offset tensors.
 pub const BEFORE_OFFSETS: usize = 10;
 
 /// A kernel of this crate, which runs before or after a cuDNN graph.
@@ -24,26 +24,26 @@ pub enum Own {
     Documents,
     /// Fills result rows of packed sequences that have queries but no keys, or keys but no queries.
     Unpaired,
-    /// Adds sinks to the denominators of rows that were computed without them.
+    /// Adds attention sinks to the softmax denominators of rows that cuDNN computed without them.
     SinkRows,
-    /// Computes partial sums of the gradients of sinks, each over some of the rows.
+    /// Computes partial sums of the gradients of attention sinks, each over some of the rows.
     SinkParts,
-    /// Adds up the partial sums of the gradients of sinks.
+    /// Adds up the partial sums of the gradients of attention sinks.
     SinkGradient,
     /// Clamps per-sequence lengths and the page table to values that engines can handle.
     Entries,
-    /// Writes 0 for the sums of exponentials of rows without keys.
+    /// Writes 0 as the sum of exponentials of rows without keys.
     RowSums,
-    /// Merges the result rows of one piece of the mask into rows that earlier pieces wrote.
+    /// Merges the result rows of one piece of a decomposed mask into rows that earlier pieces wrote.
     MergeRows,
-    /// Copies the row statistics of one piece of the mask to or from those of the whole pass.
+    /// Copies the row statistics of one piece of a decomposed mask to or from those of the whole pass.
     StatsRows,
-    /// Adds the gradient rows of one piece of the mask to rows that earlier pieces wrote.
+    /// Adds the gradient rows of one piece of a decomposed mask to rows that earlier pieces wrote.
     AddRows,
 }
 
 impl Own {
-    /// Every kernel. Kernels of the same PTX file are adjacent.
+    /// Every kernel of this crate. Kernels of the same PTX file are adjacent.
     pub const ALL: [Own; 10] = [
         Own::Documents,
         Own::Unpaired,
@@ -73,7 +73,7 @@ impl Own {
         }
     }
 
-    /// Returns the PTX that contains the kernel.
+    /// Returns the PTX text that contains the kernel.
     pub const fn ptx(self) -> &'static str {
         match self {
             Own::Documents | Own::Unpaired => DOCUMENTS,
@@ -85,7 +85,7 @@ impl Own {
     }
 }
 
-/// Kernels loaded on one device; each is loaded when a schedule first needs it.
+/// Kernels of this crate that are loaded on one device; each is loaded when a schedule first needs it.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     device: u32,
@@ -96,7 +96,8 @@ pub(crate) struct Loaded {
 static LOADED: Mutex<Vec<&'static Loaded>> = Mutex::new(Vec::new());
 
 impl Loaded {
-    /// Returns the kernels of a device and makes sure that the `needed` ones are loaded. Each is loaded once per process.
+    /// Returns the kernels of this crate on a device, and loads the `needed` ones if they are not loaded yet. Each is loaded once per
+    /// process.
     pub(crate) fn on(device: &'static Device, needed: impl Iterator<Item = Own>) -> Result<&'static Loaded, cudnn_graph::Error> {
         let mut all = LOADED.lock();
         let known = all.iter().find(|loaded| loaded.device == device.ordinal()).copied();

@@ -5,7 +5,7 @@ use super::{About, Ledger, features};
 use crate::lower::Job;
 use ahash::{AHashMap, AHashSet};
 
-/// The number of problems of different shapes with right results that prove a pair of features.
+/// The number of problems of different shapes that must have right results to prove that cuDNN computes a pair of features correctly.
 pub const ENOUGH: usize = 3;
 
 /// Features in a refused combination, at most, unless no smaller combination can be the cause of a wrong result.
@@ -14,7 +14,7 @@ const MOST_REFUSED: usize = 3;
 /// Batch, query heads, KV heads, `seq_q`, `seq_kv`, `dim_qk`, `dim_v`.
 type Extents = [i64; 7];
 
-/// The right and wrong results of passes on one version of cuDNN and one architecture.
+/// Right and wrong results of passes on one version of cuDNN and one architecture, from which a ledger is made.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
     right: Vec<(Features, Extents)>,
@@ -22,7 +22,7 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// Adds a pass whose results were compared with an oracle, and whether they were right.
+    /// Adds the result of a pass that was compared with an oracle. `is_right` is true if both agreed.
     ///
     /// A pass counts as wrong if its process crashed or returned no result in time.
     pub fn add(&mut self, job: &Job, is_right: bool) {
@@ -35,7 +35,8 @@ impl Evidence {
         }
     }
 
-    /// Creates the ledger of these results. It replaces the counts of right and wrong results in `about`.
+    /// Creates the ledger of proven and refused features from these results. It replaces the counts of right and wrong results in
+    /// `about`.
     pub fn ledger(&self, about: About) -> Ledger {
         let mut shapes: AHashMap<(Feature, Feature), AHashSet<Extents>> = AHashMap::new();
         for (of_pass, extents) in &self.right {

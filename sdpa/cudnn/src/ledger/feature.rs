@@ -6,7 +6,7 @@ use sdpa_core::expr::{Axes, Axis, Binary, Unary};
 use std::fmt;
 use std::sync::LazyLock;
 
-/// A range of extents of one dimension.
+/// A range of one extent of a problem: of a head dim, or of the number of queries or keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
     /// A length of 1.
@@ -27,7 +27,7 @@ pub enum Class {
     Above,
 }
 
-/// The order of the dimensions of an operand in memory, outermost first.
+/// The order of an operand's dimensions in memory, outermost first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Order {
     /// (batch, heads, tokens, dim).
@@ -49,7 +49,7 @@ pub enum Use {
     Mask,
 }
 
-/// A part of an expression that counts as a feature.
+/// A part of an expression, such as a function or a declared tensor, that counts as a feature of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Part {
     /// A declared scalar.
@@ -89,19 +89,20 @@ impl fmt::Display for Spans {
 
 macro_rules! features {
     ($($(#[doc = $doc:literal])+ $variant:ident $name:literal;)*) => {
-        /// A feature of a pass. [`features`](super::features) derives those of a pass from its facts.
+        /// A feature of a pass, for which a ledger counts right and wrong results. [`features`](super::features) derives those of a pass
+        /// from its facts.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Feature {
             $($(#[doc = $doc])+ $variant,)*
             /// Element type of `q`, `k` and `v`.
             Dtype(DType),
-            /// Range of the elements of a query and of a key.
+            /// The range of `dim_qk`, the number of elements of a query and of a key.
             DimQk(Class),
-            /// Range of the elements of a value.
+            /// The range of `dim_v`, the number of elements of a value.
             DimV(Class),
-            /// Range of the queries per head.
+            /// The range of `seq_q`, the number of queries per head.
             SeqQ(Class),
-            /// Range of the keys per head.
+            /// The range of `seq_kv`, the number of keys per head.
             SeqKv(Class),
             /// The order of an operand's dimensions in memory.
             Layout(Order),
@@ -146,7 +147,7 @@ features! {
     UpstreamDtype "d_o in another element type than q";
     /// `dq`, `dk` and `dv` have another element type than `q`.
     GradientDtype "dq, dk and dv in another element type than q";
-    /// Blocks of 32 elements have block scales.
+    /// Blocks of 32 elements of `q`, `k` and `v` have block scales.
     BlockScales "block scales";
     /// `dim_qk` or `dim_v` is 8 more than a multiple of 16.
     OddDim "a head dim that is no multiple of 16";
@@ -168,7 +169,7 @@ features! {
     WholeSeqKv "seq_kv a multiple of 64";
     /// `seq_kv` is no multiple of 64.
     RaggedSeqKv "seq_kv no multiple of 64";
-    /// Operands have different orders.
+    /// Operands have different orders of dimensions in memory.
     MixedLayouts "operands in different orders";
     /// An operand has gaps between its elements.
     Gaps "an operand with gaps";
@@ -346,7 +347,7 @@ static ALL: LazyLock<Vec<Feature>> = LazyLock::new(|| {
 });
 
 impl Feature {
-    /// Returns every feature.
+    /// Returns every feature that a ledger can list.
     pub fn all() -> &'static [Feature] {
         &ALL
     }
@@ -384,19 +385,19 @@ impl Features {
         self.0[at / 64] |= 1 << (at % 64);
     }
 
-    /// Returns whether every feature of the set is in another.
+    /// Returns whether every feature of this set is in the set `other`.
     pub fn is_within(&self, other: &Features) -> bool {
         self.0.iter().zip(other.0).all(|(own, other)| own & !other == 0)
     }
 
-    /// Returns the features of the set that are not in another.
+    /// Returns the features of this set that are not in the set `other`.
     pub fn without(&self, other: &Features) -> Features {
         let mut left = *self;
         left.0.iter_mut().zip(other.0).for_each(|(own, other)| *own &= !other);
         left
     }
 
-    /// Iterates over the features, in the order of [`Feature::all`].
+    /// Iterates over the features of the set, in the order of [`Feature::all`].
     pub fn iter(&self) -> impl Iterator<Item = Feature> {
         let words = self.0;
         let listed = Feature::all().iter().enumerate();

@@ -28,7 +28,7 @@ const RELEASED: [(Version, u32, &str); 2] = [
     (Version::new(9, 27, 0), 90, include_str!("../../ledgers/cudnn-9.27.0-sm90.json")),
 ];
 
-/// The version of this crate, which is stored in ledgers.
+/// The version of this crate. A ledger stores the version that made it.
 pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 /// The version of the file format.
@@ -37,7 +37,7 @@ const FORMAT: u32 = 1;
 /// The folder of ledgers within the user's folder.
 const FOLDER: &str = "ledgers";
 
-/// The features of attention that one version of cuDNN computes correctly on one architecture.
+/// A ledger: the features of attention that one version of cuDNN computes correctly on one architecture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ledger {
     about: About,
@@ -47,16 +47,16 @@ pub struct Ledger {
     refused: Vec<Features>,
 }
 
-/// Scope and origin of a ledger.
+/// Scope and origin of a ledger: cuDNN version, architecture, device, release and counts of results.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
     /// The version of cuDNN.
     pub cudnn: Version,
     /// The compute capability times ten: 90 is 9.0.
     pub sm: u32,
-    /// The device's name.
+    /// The name of the device on which the results were computed.
     pub device: String,
-    /// The version of this crate. Another version may lower problems to other graphs.
+    /// The version of this crate that made the ledger. Another version may lower problems to other graphs.
     pub release: String,
     /// The number of problems whose results were right.
     pub right: usize,
@@ -128,7 +128,7 @@ fn numbers(text: &str, end: usize) -> Result<Vec<usize>, String> {
 }
 
 impl Ledger {
-    /// Returns this release's ledger for a version of cuDNN and a compute capability (times ten).
+    /// Returns the ledger of this release for a version of cuDNN and a compute capability (`sm`, times ten).
     pub fn released(cudnn: Version, sm: u32) -> Option<Ledger> {
         let (.., text) = RELEASED.iter().find(|(version, architecture, _)| (*version, *architecture) == (cudnn, sm))?;
         // Parsing should never fail: a test parses every released ledger.
@@ -145,7 +145,7 @@ impl Ledger {
         &self.about
     }
 
-    /// Returns the number of proven pairs of features. A single feature counts as a pair with itself.
+    /// Returns the number of pairs of features that the ledger proves to work together. A single feature counts as a pair with itself.
     pub fn pairs(&self) -> usize {
         let of = |(at, (_, with)): (usize, &(Feature, Features))| self.proven[..=at].iter().filter(|(other, _)| with.has(*other)).count();
         self.proven.iter().enumerate().map(of).sum()
@@ -276,14 +276,14 @@ impl Ledger {
         missing
     }
 
-    /// Returns the unproven features of a pass; `None` if the pass is proven.
+    /// Returns the features of a pass that the ledger does not prove; `None` if it proves the pass.
     pub fn unproven(&self, job: &Job) -> Option<Unproven> {
         let missing = self.missing(&features(job));
         (!missing.is_empty()).then(|| unproven(self.about.cudnn, self.about.sm, Untested::Features(missing)))
     }
 
-    /// Returns the reason why the ledger refuses a pass, or `None`. It refuses a pass if some combination of its features had a wrong
-    /// result and no right one.
+    /// Returns the reason why the ledger refuses a pass, or `None` if it does not. It refuses a pass if some combination of the pass's
+    /// features had a wrong result and no right one.
     pub fn refuses(&self, job: &Job) -> Option<Reason> {
         let of_pass = features(job);
         let cause = self.refused.iter().find(|combination| combination.is_within(&of_pass))?;
@@ -296,7 +296,7 @@ impl Ledger {
     }
 }
 
-/// Describes unproven features on a version of cuDNN and an architecture.
+/// Describes features that are unproven on a version of cuDNN and an architecture.
 pub(crate) fn unproven(cudnn: Version, sm: u32, what: Untested) -> Unproven {
     Unproven::new(ExecutorName::CUDNN, format!("cuDNN {cudnn}, sm {sm}"), what)
 }

@@ -202,7 +202,7 @@ fn extents(job: &Job, operand: Operand) -> [i64; 4] {
     job.tensor(operand).map_or([1; 4], |tensor| tensor.dims)
 }
 
-/// Returns the features of a pass.
+/// Returns the features of a pass, for which a ledger counts right and wrong results.
 pub fn features(job: &Job) -> Features {
     let mut seen = Seen::default();
     seen.add(true, if job.name() == "forward" { Feature::Forward } else { Feature::Backward });

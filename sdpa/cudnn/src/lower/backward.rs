@@ -56,9 +56,9 @@ impl Ports {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueryGradient {
-    /// In an f32 accumulator, block by block.
+    /// The kernel sums dQ in an f32 accumulator, block by block.
     Summed,
-    /// In one GEMM, from dS in the workspace. The workspace grows with the product of the lengths.
+    /// One GEMM computes dQ from dS in the workspace. The workspace grows with the product of the lengths.
     AtOnce,
 }
 
@@ -72,8 +72,8 @@ pub struct Spelling {
 }
 
 impl Spelling {
-    /// Returns the graph pattern that is tried first for a problem. Engines that sum parameter gradients keep dS in the workspace. So do
-    /// the deterministic engines, except one that must be requested by number.
+    /// Returns the graph pattern to try first for a backward pass in the composite form. Engines that sum parameter gradients keep dS in
+    /// the workspace. So do the deterministic engines, except one that must be requested by number.
     pub fn usual(b: &BackwardProblem) -> Spelling {
         let at_once = b.deterministic() || b.wrt_scores().next().is_some();
         let query_gradient = if at_once { QueryGradient::AtOnce } else { QueryGradient::Summed };

@@ -9,7 +9,7 @@ use cudnn_graph::{DType, Graph};
 use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, BLOCK, BlockScale};
 
-/// The fewest keys that outnumber their scales. There are at least four scales along the keys.
+/// The smallest number of keys that block scales support: one more than the number of scales along the keys, which is at least four.
 pub(crate) const FEWEST_KEYS: i64 = 5;
 
 /// The block scales of a forward pass, and the tensor for the amax of its output.

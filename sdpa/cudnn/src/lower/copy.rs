@@ -10,7 +10,7 @@ use sdpa_core::spec::{Layout, TensorSpec};
 use sdpa_core::{Operand, packed};
 use sdpa_nvidia::Job;
 
-/// A graph that copies a tensor, the tensors to which memory is bound, and the number of its runs.
+/// A graph that copies a tensor, the tensors to which memory is bound, and the number of times that it runs.
 #[derive(Clone, Debug)]
 pub struct CopyGraph {
     /// The graph that copies.
@@ -19,7 +19,8 @@ pub struct CopyGraph {
     pub from: TensorId,
     /// The tensor that is written.
     pub to: TensorId,
-    /// A tensor of zeros that the graph reads, as large as the output. It may share the memory of the output.
+    /// A tensor of zeros that the graph reads, with as many elements as the output; `None` if it needs none. It may share the memory of
+    /// the output.
     pub zeros: Option<TensorId>,
     /// The number of times that the graph runs in one call.
     pub repeats: u64,
@@ -61,7 +62,7 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
     1 << bits.min(4)
 }
 
-/// Returns a graph that copies a tensor to one of the same extents and element type with other strides.
+/// Returns a graph that copies a tensor to another one with the same extents and element type but other strides.
 ///
 /// # Errors
 /// Returns an error of [`Graph::verify`], which is a bug of the lowering.
@@ -69,7 +70,8 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<CopyGrap
     convert([dtype, dtype], from, to)
 }
 
-/// Returns a graph that copies a tensor to one of the same extents, from one element type to another.
+/// Returns a graph that copies a tensor to another one with the same extents, and converts its elements from the first to the second of
+/// `dtypes`.
 ///
 /// # Errors
 /// Fails as [`copy`] does.
@@ -117,7 +119,8 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
     })
 }
 
-/// Returns a graph that broadcasts a dense declared tensor to more axes.
+/// Returns a graph that broadcasts a dense declared tensor from the extents `from` to the extents `to`, and converts its elements from
+/// the first to the second of `dtypes`.
 pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result<CopyGraph, cudnn_graph::Error> {
     let dense = Layout::Bhsd.strides(from);
     let strides = std::array::from_fn(|axis| if from[axis] == to[axis] { dense[axis] } else { 0 });
@@ -133,7 +136,7 @@ pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result
 /// Bytes of one vectorised access: base addresses and strides must be multiples of it.
 const VECTOR_BYTES: i64 = 16;
 
-/// Returns whether engines can use a tensor in place.
+/// Returns whether engines can use a tensor in place: its last axis is dense, and its address and strides are multiples of 16 bytes.
 pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
     let element = i64::from(dtype.bits() / 8);
     let steps = (0..3).filter(|&axis| tensor.dims[axis] > 1).map(|axis| tensor.strides[axis]);
@@ -141,7 +144,7 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
     dense && tensor.alignment >= VECTOR_BYTES as u32 && steps.into_iter().all(|s| s > 0 && s * element % VECTOR_BYTES == 0)
 }
 
-/// Makes every operand that cannot be used in place dense, and returns which those are.
+/// Returns the pass with every operand made dense that engines cannot use in place, and a list of these operands.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
     let problem = job.problem();
     // Check packed operands with at least two tokens: a sequence may begin at any token of a row, so the token stride always matters.

@@ -448,10 +448,11 @@ pub(super) enum Pass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Vectors {
-    /// As they are. The stats and the row sums count as two such tensors. Engines for compute capability 8.0 support no more; those for
-    /// 9.0 support two more.
+    /// The tensors are read as they are. The stats and the row sums count as two of them. Engines for compute capability 8.0 support no
+    /// more than these two; those for 9.0 support two more.
     AlongQueries,
-    /// Broadcast over keys. This allows any number of tensors, but takes memory that grows with the product of the lengths.
+    /// The tensors are first broadcast over keys. This allows any number of them, but takes memory that grows with the product of the
+    /// lengths.
     Spread,
 }
 

@@ -1,4 +1,4 @@
-//! A lowered pass: the graph, and what has to be bound to its tensors.
+//! A lowered pass: its graph, and the memory and numbers to bind to the graph's tensors.
 
 use super::Form;
 use super::backward::Spelling;
@@ -36,18 +36,18 @@ impl Table {
     }
 }
 
-/// Data of packed sequences that engines read in addition to the tensors, computed from `cu_seqlens`.
+/// Lengths or offsets of packed sequences, which a kernel computes from `cu_seqlens` and engines read in addition to the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// The length of each sequence on this side, in tokens, i32.
+    /// The length of each sequence of queries or keys, in tokens, i32.
     Lengths(Side),
-    /// The offset of each sequence on this side in tensors with this many elements per token, and the end of the last sequence: in
-    /// elements, i64.
+    /// The offset of each sequence of queries or keys, and the end of the last one, in elements, i64. The number is the elements per
+    /// token of the tensors to which the offsets apply.
     Offsets(Side, i64),
 }
 
 impl Told {
-    /// Returns whether the data describes queries or keys.
+    /// Returns whether the lengths or offsets are those of queries or of keys.
     pub fn side(self) -> Side {
         match self {
             Told::Lengths(side) | Told::Offsets(side, _) => side,
@@ -61,7 +61,7 @@ impl Told {
 pub struct Guarded {
     /// Whether these are lengths of queries or of keys.
     pub of: Side,
-    /// The extent of the side: lengths are clamped to the range from 0 to this value.
+    /// The maximum length on this side, queries or keys. Lengths are clamped to the range from 0 to this value.
     pub most: i64,
     /// True if the engines compute wrong results for sequences without keys. Such a sequence then gets one key and no queries.
     pub keyless: bool,
@@ -93,31 +93,32 @@ pub enum Supply {
         /// The extents in the caller's memory.
         dims: [i64; 4],
     },
-    /// Per-sequence lengths, clamped: see [`Guarded`].
+    /// Per-sequence lengths, clamped to values that engines can handle.
     Guarded(Guarded),
-    /// Data of packed sequences, computed on the device from `cu_seqlens`.
+    /// Lengths or offsets of packed sequences, computed on the device from `cu_seqlens`.
     Documents(Told),
-    /// The page table in units of engine pages, with every page number clamped to the pool.
+    /// The page table in units of engine pages, into which the caller's pages are divided. Every page number is clamped to the pool.
     Pages(Pages),
     /// A table that the executor keeps in device memory.
     Table(Table),
-    /// Workspace memory, whose contents do not matter to the caller.
+    /// Workspace memory, whose contents the caller neither supplies nor reads.
     Scratch,
-    /// The gradient of the declared parameter of this name.
+    /// The caller's memory for the gradient of the declared parameter of this name.
     Gradient(String),
     /// The caller's memory for an amax.
     Amax(Amax),
     /// The terms of the gradient of a declared parameter, in the workspace. They span queries and keys. Later steps sum them over the
     /// axes that the parameter does not span: see [`Lowered::sums`].
     Terms {
-        /// The name of the parameter.
+        /// The name of the declared parameter.
         name: String,
         /// The extents of the parameter's gradient.
         dims: [i64; 4],
     },
 }
 
-/// Returns the tensor of lengths of a side that are within its extent, if the graph has one: clamped lengths, or those of packed sequences.
+/// Returns the tensor of query or key lengths that are known to be within the extent: clamped lengths, or those of packed sequences.
+/// `None` if the graph has no such tensor.
 pub(crate) fn within(supplies: &[(TensorId, Supply)], side: Side) -> Option<TensorId> {
     let is = |supply: &Supply| match supply {
         Supply::Guarded(which) => which.of == side,
@@ -135,30 +136,30 @@ pub(crate) fn within(supplies: &[(TensorId, Supply)], side: Side) -> Option<Tens
     supplies.iter().find(|(_, supply)| is(supply)).map(|(tensor, _)| *tensor)
 }
 
-/// A pass as a graph, and the source of each of its tensors.
+/// A pass as a graph, and the source of the contents of each tensor of the graph.
 #[derive(Clone, Debug)]
 pub struct Lowered {
     /// The graph of the attention itself.
     pub graph: Verified,
-    /// The form of the graph.
+    /// The form of the graph: composite or unified.
     pub form: Form,
     /// The graph pattern of a backward pass in the composite form; `None` for other passes.
     pub spelling: Option<Spelling>,
-    /// The tensor of each strided operand.
+    /// Each strided operand of the pass, with its tensor in the graph.
     pub operands: Vec<(Operand, TensorId)>,
     /// The tensor of the scale that scores are multiplied by: one f32 from host memory.
     pub attn_scale: TensorId,
-    /// The tensor of `stats`: f32 (batch, heads_q, seq_q, 1).
+    /// The tensor of `stats`: f32 (batch, heads_q, seq_q, 1); `None` if the graph has none.
     pub stats: Option<TensorId>,
-    /// The tensor of the largest score of each row: f32 (batch, heads_q, seq_q, 1).
+    /// The tensor of the largest score of each row: f32 (batch, heads_q, seq_q, 1); `None` if the graph has none.
     pub row_max: Option<TensorId>,
-    /// The tensor of the sum of exponentials of each row: f32 (batch, heads_q, seq_q, 1).
+    /// The tensor of the sum of exponentials of each row: f32 (batch, heads_q, seq_q, 1); `None` if the graph has none.
     pub sum_exp: Option<TensorId>,
-    /// The tensor of the sums of `o · d_o` of each row, in the workspace of a backward pass in the composite form.
+    /// The workspace tensor with the sum of `o · d_o` of each row; only for backward passes in the composite form.
     pub row_sum: Option<TensorId>,
     /// The largest numbers of query and key tokens in a packed call, which determine the size of workspace tensors.
     pub totals: [i64; 2],
-    /// Every other tensor to which memory or a number must be bound, and the source of its contents.
+    /// Every tensor that is neither an operand nor a row statistic but needs memory or a number, with the source of its contents.
     pub supplies: Vec<(TensorId, Supply)>,
 }
 
@@ -185,8 +186,8 @@ impl Lowered {
         })
     }
 
-    /// Returns the bytes of device memory that a tensor's elements span. For packed sequences, this assumes the largest number of tokens
-    /// of a call.
+    /// Returns the size of the device memory that a tensor's elements span, in bytes. For packed sequences, this assumes the largest
+    /// number of tokens of a call.
     pub fn bytes(&self, id: TensorId) -> u64 {
         self.graph.graph().get(id).map_or(0, |t| {
             let mut dims = t.dims.0.clone();

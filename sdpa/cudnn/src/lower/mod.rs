@@ -49,7 +49,7 @@ use sdpa_core::spec::TensorSpec;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The graph pattern of a problem.
+/// The form of the graph of a pass: many primitive ops, or one attention op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
@@ -90,18 +90,18 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
     }
 }
 
-/// Returns whether the graph computes sinks. Otherwise a kernel adds them after the attention: for runtimes without sinks, and for one query, which
-/// NVIDIA's frontend refuses.
+/// Returns whether the graph computes attention sinks. Otherwise a kernel adds them after the attention: for versions of cuDNN without
+/// sinks, and for one query, which NVIDIA's frontend refuses.
 pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
 }
 
-/// Returns true if queries alone or keys alone have lengths (`Quirk::LengthsOfOneSide`).
+/// Returns true if batch entries have query lengths but no key lengths, or the reverse (`Quirk::LengthsOfOneSide`).
 pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
     problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys)
 }
 
-/// Returns the graph of a pass in one form, for a version of cuDNN.
+/// Returns the graph of a pass in one form, composite or unified, for a version of cuDNN.
 ///
 /// # Errors
 /// Returns [`LowerError::Unsupported`] if this form cannot express the pass, and [`LowerError::Bug`] if the graph breaks a rule of
@@ -129,7 +129,7 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     }
 }
 
-/// Returns the graph of a backward pass in the composite form with the graph pattern `spelling`.
+/// Returns the graph of a backward pass in the composite form, with the way of computing dQ and of reading tensors that `spelling` names.
 ///
 /// # Errors
 /// Fails as [`lower`] does.
@@ -140,7 +140,7 @@ pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spe
 /// The reason why a pass has no graph.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LowerError {
-    /// The form cannot express the pass, for this reason.
+    /// This form of graph cannot express the pass, for this reason.
     #[error("{0}")]
     Unsupported(String),
     /// The graph breaks a rule: a bug of the lowering.

@@ -10,18 +10,18 @@ use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Paged};
 
-/// The pages that cuDNN's engines read: a power of two of tokens each. A page of another size is divided into several contiguous engine
-/// pages.
+/// The pages that cuDNN's engines read. Each has a power of two of tokens. A page of another size is divided into several contiguous
+/// engine pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
     /// Number of tokens per engine page.
     pub tokens: i64,
-    /// Number of engine pages per page of the caller.
+    /// Number of engine pages into which each page of the caller is divided.
     pub parts: i64,
 }
 
 impl Pages {
-    /// Returns the engine pages for a problem; `None` if the caller's pages cannot be divided into such pages.
+    /// Returns the engine pages for a problem; `None` if the problem is not paged, or if its pages cannot be divided into engine pages.
     pub fn of(problem: &Problem) -> Option<Pages> {
         let paged = problem.paged()?;
         let tokens = 1 << paged.page_size.trailing_zeros();
@@ -30,7 +30,7 @@ impl Pages {
         (parts == 1 || even(problem.k()) && even(problem.v())).then_some(Pages { tokens, parts })
     }
 
-    /// Returns the number of engine pages for the longest batch entry.
+    /// Returns the number of engine pages of a batch entry with `seq_kv` keys.
     pub fn per_entry(self, seq_kv: i64) -> i64 {
         seq_kv.unsigned_abs().div_ceil(self.tokens.unsigned_abs()) as i64
     }
@@ -49,7 +49,7 @@ pub(super) struct Table {
     pub(super) lengths: TensorId,
 }
 
-/// Why pages are refused.
+/// The rule that the page size breaks if the caller's pages cannot be divided into engine pages, of a power of two of tokens.
 pub(crate) const UNEVEN: &str = "a power of two, or pages stored without gaps as (pages, page_size, heads_kv, dim)";
 
 /// Returns the page pool of an operand as a tensor of engine pages; other operands unchanged.

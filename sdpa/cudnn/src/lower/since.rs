@@ -105,7 +105,7 @@ fn takes(job: &Job, form: Form, runtime: Version) -> bool {
     needed.map(|row| row.since).all(|since| since.is_some_and(|since| runtime >= since))
 }
 
-/// Returns the forms to try for a pass on a version of cuDNN, the better one first.
+/// Returns the forms of graphs to try for a pass on a version of cuDNN, the better one first.
 ///
 /// Usually composite comes first. Measured on an H200 under 9.27, both are equally fast for plain bands, and the unified form skips no blocks of a
 /// mask lowered to ops. For one query over pages, unified comes first: it handles lengths itself. The composite form masks scores instead.

@@ -11,16 +11,16 @@ use cudnn_graph::ir::{Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
 use sdpa_core::spec::{Layout, TensorSpec};
 
-/// A graph that sums along one axis, and the tensors that a caller binds.
+/// A graph that sums a tensor along one axis, and the tensors that a caller binds.
 #[derive(Clone, Debug)]
 pub struct Sum {
     /// The graph that sums.
     pub graph: Verified,
     /// The tensor that is read.
     pub from: TensorId,
-    /// The tensor of ones, with one element per term.
+    /// The tensor of ones by which a GEMM multiplies the terms, with one element per term.
     pub ones: TensorId,
-    /// The number of terms that are summed.
+    /// The number of terms in each sum.
     pub terms: i64,
     /// Element type of the terms.
     pub dtype: DType,
@@ -28,14 +28,14 @@ pub struct Sum {
     pub to: TensorId,
 }
 
-/// The sums that reduce what the attention graph writes to the gradient of a parameter.
+/// The sums that compute the gradient of a declared parameter from its terms, which the attention graph writes.
 #[derive(Clone, Debug)]
 pub struct Sums {
-    /// The tensor that the attention graph writes.
+    /// The tensor with the terms, which the attention graph writes.
     pub tensor: TensorId,
-    /// The name of the parameter.
+    /// The name of the declared parameter.
     pub name: String,
-    /// One or two sums. Each reads the output of the one before it.
+    /// One or two sums, along queries, keys or both. The second reads the output of the first.
     pub steps: Vec<Sum>,
     /// The graph that rounds the last sum from f32 to the element type of the gradient.
     pub rounding: CopyGraph,
@@ -80,7 +80,7 @@ fn steps(dtype: DType, from: [i64; 4], to: [i64; 4]) -> Result<Vec<Sum>, cudnn_g
 }
 
 impl Lowered {
-    /// Returns the sums for all gradients that the graph writes over more axes than the parameter spans.
+    /// Returns the sums for every parameter gradient that the attention graph writes over more axes than the parameter spans.
     ///
     /// # Errors
     /// Returns an error of [`Graph::verify`], which is a bug of the lowering.

@@ -27,7 +27,7 @@ use sdpa_core::expr::Trace;
 use std::fmt;
 use std::sync::Arc;
 
-/// The id of a slot: its index in [`Schedule::slots`].
+/// The id of a slot, a range of device memory: its index in [`Schedule::slots`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotId(pub(super) usize);
 
@@ -43,7 +43,7 @@ impl SlotId {
 pub enum Source {
     /// The caller's memory of an operand, strided as the problem says.
     Operand(Operand),
-    /// The caller's memory of an operand from this byte offset on: the rows of one piece of the mask.
+    /// The caller's memory of an operand from this byte offset on: the rows of one piece of a decomposed mask.
     Rows(Operand, u64),
     /// The caller's memory of a row statistic: f32, (batch, heads_q, seq_q), dense.
     Statistic(Statistic),
@@ -55,13 +55,15 @@ pub enum Source {
     Amax(Amax),
     /// A table in device memory, by its index in [`Schedule::tables`].
     Table(usize),
-    /// Workspace memory at this byte offset after the workspace of the plans.
+    /// Workspace memory of the schedule, at this byte offset after the part that cuDNN's plans use.
     Scratch(u64),
-    /// Workspace memory with clamped lengths, or the parameter's own tensor if the caller promises that its lengths need no clamping.
+    /// Workspace memory with clamped lengths. If the caller promises that its lengths need no clamping, it is the caller's tensor
+    /// instead.
     Lengths {
-        /// The offset in the workspace, as in [`Source::Scratch`].
+        /// The byte offset in the workspace, as in [`Source::Scratch`].
         offset: u64,
-        /// The declared parameter of the lengths, as in [`Source::Param`]; `None` if engines need more than clamped lengths.
+        /// The index of the declared parameter with the caller's lengths, as in [`Source::Param`]; `None` if engines need more than
+        /// clamped lengths.
         param: Option<usize>,
     },
 }
@@ -73,9 +75,9 @@ pub struct Slot {
     pub name: String,
     /// The memory that the slot refers to.
     pub source: Source,
-    /// Number of bytes that steps access.
+    /// Number of bytes that steps access in the slot.
     pub bytes: u64,
-    /// Required alignment of the address, in bytes.
+    /// Required alignment of the slot's address, in bytes.
     pub alignment: u32,
 }
 
@@ -84,7 +86,7 @@ pub struct Slot {
 pub enum Contents {
     /// The numbers of a table for a mask or a score_mod.
     Numbers(Table),
-    /// This many ones of this element type, for sums by GEMM.
+    /// A table of ones: their element type and their number. A GEMM with them computes sums.
     Ones(DType, u64),
 }
 
@@ -101,32 +103,32 @@ pub enum Number {
     Of(Trace, Vec<usize>),
 }
 
-/// The purpose of a step.
+/// The purpose of a step of a pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Computes the attention, or its first piece.
+    /// Computes the attention; for a pass that is computed in pieces, its first piece.
     Attention,
-    /// Computes another piece of the attention. Pieces are numbered from 0.
+    /// Computes the piece of the attention with this number; the first piece has the number 0.
     Piece(usize),
-    /// Merges the results of the piece with this number with those of earlier pieces.
+    /// Merges the results of one piece of the attention, which has this number, with those of earlier pieces.
     Merge(usize),
     /// Copies an operand that engines cannot use in place.
     Copy(Operand),
     /// Converts the declared parameters of these names to a form that engines read.
     Conversion(Vec<String>),
-    /// Sums terms of the gradient of the parameter of this name. The number counts the sums of this gradient.
+    /// Sums terms of the gradient of the declared parameter of this name. A gradient has one or two sums; the number is 0 for the first.
     Sum(String, usize),
-    /// Rounds the last sum of the gradient of this parameter to its element type.
+    /// Rounds the gradient of the declared parameter of this name from f32, in which it was summed, to its element type.
     Rounding(String),
     /// Computes the lengths and offsets of packed sequences.
     Documents,
     /// Clamps the lengths and page tables of these names to values that engines can handle.
     Entries(Vec<String>),
-    /// Adds sinks to rows that were computed without them.
+    /// Adds attention sinks to rows that were computed without them.
     Sink,
-    /// Computes the gradient of the sinks.
+    /// Computes the gradient of the attention sinks.
     SinkGradient,
-    /// Writes 0 for the sums of exponentials of rows without keys.
+    /// Writes 0 as the sum of exponentials of rows without keys.
     RowSums,
     /// Fills result rows of packed sequences that have queries but no keys, or keys but no queries, in the result of this name.
     Unpaired(String),
@@ -152,14 +154,14 @@ impl fmt::Display for Role {
     }
 }
 
-/// The memory that is bound to one tensor of a graph.
+/// The memory slot that is bound to one tensor of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
     /// The tensor in the graph.
     pub tensor: TensorId,
     /// The slot with the memory.
     pub slot: SlotId,
-    /// Distance in bytes from the memory of one repetition to that of the next.
+    /// Distance in bytes from the memory of one run of the graph to that of the next, for a graph that runs repeatedly in one call.
     pub step: u64,
 }
 
@@ -170,13 +172,13 @@ pub struct Run<P> {
     pub role: Role,
     /// The graph that runs.
     pub graph: Arc<Verified>,
-    /// The memory of each tensor, in the order of the plan's arguments.
+    /// The memory of each tensor in device memory, in the order of the plan's arguments.
     pub ports: Vec<Port>,
-    /// The scalars, in the order of the plan's arguments.
+    /// The tensors that are scalars in host memory, with their values, in the order of the plan's arguments.
     pub numbers: Vec<(TensorId, Number)>,
     /// The number of times that the plan runs in one call.
     pub repeats: u64,
-    /// The state of the graph, such as its plan.
+    /// The state of the graph: `()` before it has a plan, or its plan.
     pub plan: P,
 }
 
@@ -185,7 +187,7 @@ pub struct Run<P> {
 pub enum Argument {
     /// The address of a slot.
     Slot(SlotId),
-    /// The number of tokens of a side for which the call has memory.
+    /// The number of query or key tokens for which the call has memory.
     Tokens(Side),
     /// A constant number.
     Fixed(i64),
@@ -202,21 +204,21 @@ pub struct Launch {
     pub grid: [u32; 2],
     /// One argument per kernel parameter, in order.
     pub arguments: Vec<Argument>,
-    /// The indices of declared parameters that the kernel clamps. The launch is skipped if the caller promises that none of them needs
-    /// clamping. If empty, the launch is never skipped.
+    /// The indices of the declared parameters that the kernel clamps. The launch is skipped if the caller promises that all of them are
+    /// within their extents. If the list is empty, the launch is never skipped.
     pub spared_by: Vec<usize>,
 }
 
-/// One operation on the stream; steps run in order.
+/// One operation of a pass on the stream; operations run in order.
 #[derive(Clone, Debug)]
 pub enum Step<P> {
     /// Executes the plan of a graph.
     Run(Box<Run<P>>),
     /// Launches a kernel of this crate.
     Launch(Launch),
-    /// Fills a slot with zeros.
+    /// Fills a memory slot with zeros.
     Zero(SlotId),
-    /// Copies the bytes of the first slot to the beginning of the second.
+    /// Copies the bytes of the first memory slot to the beginning of the second.
     Move(SlotId, SlotId),
 }
 
@@ -231,17 +233,17 @@ pub struct Schedule<P> {
 }
 
 impl<P> Schedule<P> {
-    /// Returns every slot of the pass.
+    /// Returns every slot of the pass: the ranges of device memory that steps read and write.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// Returns the slot with this id.
+    /// Returns the slot, a range of device memory, with this id.
     pub fn slot(&self, id: SlotId) -> &Slot {
         &self.slots[id.0]
     }
 
-    /// Returns every step, in order.
+    /// Returns every step of the pass, in order.
     pub fn steps(&self) -> &[Step<P>] {
         &self.steps
     }
@@ -251,17 +253,17 @@ impl<P> Schedule<P> {
         &self.tables
     }
 
-    /// Returns the names of the parameters for whose gradients the caller passes memory.
+    /// Returns the names of the declared parameters for whose gradients the caller passes memory.
     pub fn gradients(&self) -> &[String] {
         &self.gradients
     }
 
-    /// Returns the workspace size of all slots in bytes, without the workspace of the plans.
+    /// Returns the workspace size of all slots in bytes, without the workspace of cuDNN's plans.
     pub fn scratch(&self) -> u64 {
         self.scratch
     }
 
-    /// Returns the steps that execute a graph, in order.
+    /// Returns the steps that execute a cuDNN graph, in order.
     pub fn runs(&self) -> impl Iterator<Item = &Run<P>> {
         self.steps.iter().filter_map(|step| match step {
             Step::Run(run) => Some(&**run),
@@ -277,7 +279,7 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// Replaces the state of each graph by the result of `make`, such as a plan.
+    /// Replaces the state of each graph by the result of `make`, for example by its plan.
     ///
     /// # Errors
     /// Returns the first error of `make`.

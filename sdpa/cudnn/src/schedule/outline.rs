@@ -13,8 +13,8 @@ use std::sync::Arc;
 /// Alignment of workspace slots, in bytes.
 pub(in super::super) const PIECE: u64 = 256;
 
-/// Returns the schedule of the pass `job` around the attention graph `lowered`. The graph computes `dense`: the same pass, with every
-/// operand dense that engines cannot use in place.
+/// Returns the schedule of the pass `job` around the attention graph `lowered`. The graph computes the pass `dense`, which is `job` with
+/// every operand made dense that engines cannot use in place.
 ///
 /// # Errors
 /// Any error is a bug of the lowering.

@@ -10,28 +10,28 @@ use std::fmt;
 /// A schedule as text and numbers, for display and for machine-readable output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ScheduleReport {
-    /// The slots, by index.
+    /// The slots (ranges of device memory) of the schedule, by index.
     pub slots: Vec<SlotReport>,
-    /// The steps, in order.
+    /// The steps of the schedule, in order.
     pub steps: Vec<StepReport>,
-    /// The workspace size of all slots in bytes, without the workspace of the plans.
+    /// The workspace size of all slots in bytes, without the workspace of cuDNN's plans.
     pub scratch: u64,
 }
 
-/// The report of a slot.
+/// The report of a slot, a range of device memory.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SlotReport {
     /// The name of the slot.
     pub name: String,
     /// A description of the memory that the slot refers to.
     pub source: String,
-    /// Number of bytes that steps access.
+    /// Number of bytes that steps access in the slot.
     pub bytes: u64,
-    /// Required alignment of the address, in bytes.
+    /// Required alignment of the slot's address, in bytes.
     pub alignment: u32,
 }
 
-/// The report of a step.
+/// The report of a step of a schedule.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepReport {
     /// A description of the step.
@@ -40,12 +40,13 @@ pub struct StepReport {
     pub ops: usize,
     /// The number of times that the step runs in one call.
     pub repeats: u64,
-    /// Names of the parameters that the step clamps. The step is skipped if the caller promises that all of them are within their
-    /// extents. If empty, it is never skipped.
+    /// Names of the declared parameters that the step clamps. The step is skipped if the caller promises that all of them are within
+    /// their extents. If the list is empty, the step is never skipped.
     pub spared_by: Vec<String>,
-    /// The tensors of a graph, or `from` and `to` of a copy: the name, the index of its slot, and the bytes between repetitions.
+    /// The memory of the step: for each tensor or argument its name, the index of its slot, and the distance in bytes from one repetition
+    /// to the next.
     pub memory: Vec<(String, usize, u64)>,
-    /// The tensors that are scalars in host memory: the name, and a description of the value.
+    /// The scalars of the step: for each the name of its tensor or argument, and a description of the value.
     pub numbers: Vec<(String, String)>,
 }
 
