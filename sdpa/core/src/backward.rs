@@ -45,8 +45,9 @@ pub struct BackwardSpec {
     pub wrt: Vec<GradientSpec>,
     /// True if results must be bitwise equal on every run.
     pub deterministic: bool,
-    /// Element type of `d_o` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float. dS is rounded to this
-    /// type.
+    /// Element type of `d_o` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float. They round
+    /// dS to
+    /// this type too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub d_o_dtype: Option<DType>,
     /// Element type of `dq`, `dk` and `dv` if it differs from that of `q`. Only passes of 8-bit floats may set it, to the other 8-bit float, f16 or

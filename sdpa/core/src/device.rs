@@ -30,7 +30,7 @@ pub struct DeviceParam<'a, M> {
 /// The value of a declared parameter: a number, or the memory of a tensor. Exhaustive, because executors match every kind of value.
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceValue<M> {
-    /// The number of a scalar.
+    /// The value of a scalar parameter.
     Scalar(f32),
     /// The memory of a tensor: dense, of this element type, 16-byte aligned. A boolean is a byte, 0 or 1.
     Tensor(DType, M),
@@ -82,7 +82,7 @@ pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DevicePar
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceGradient<'a, M> {
-    /// The name of the parameter.
+    /// The name of the declared parameter whose gradient is written.
     pub name: &'a str,
     /// Memory for the gradient: dense, in the element type that the problem requests, 16-byte aligned.
     pub slice: M,

@@ -42,7 +42,7 @@ impl Dropout {
         1.0 - f64::from(self.p)
     }
 
-    /// Returns the factor of kept elements: `1 / (1 − p)`.
+    /// Returns the factor by which kept elements are multiplied: `1 / (1 − p)`.
     pub fn scale(self) -> f32 {
         (1.0 - self.p).recip()
     }

@@ -106,7 +106,7 @@ pub enum Reason {
         /// The library's message for every refusal, in order.
         text: String,
     },
-    /// The executor is not available.
+    /// The executor is not available on this machine, for this reason.
     #[error("{0}")]
     Absent(String),
     /// The check could not be completed, because memory ran out, or the driver or a compilation failed. A later attempt may succeed. The
@@ -130,7 +130,7 @@ pub enum Reason {
 pub struct Unsupported {
     /// The executor that refuses.
     pub executor: ExecutorName,
-    /// Every reason, in order.
+    /// Every reason why the executor does not run the problem.
     pub reasons: Vec<Reason>,
     /// Refusals of executors that were tried before, in that order. Only executor selection adds any.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -18,7 +18,8 @@ use crate::score_mod::Gradient;
 use crate::spec::TensorSpec;
 use crate::statistic::{Statistic, StatsBase};
 
-/// One property of a problem, present whether the option is on or off. Problems are equal if all of their facts are.
+/// One property of a problem. Every problem has all of these facts, also for options that are off. Problems are equal if all of their
+/// facts are.
 ///
 /// An executor has one function with one arm per variant, and returns a [`Reason`] for each property that it does not support. In short:
 ///

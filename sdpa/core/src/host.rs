@@ -86,7 +86,7 @@ pub struct HostBackward<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct HostGradient<'a> {
-    /// The name of the parameter.
+    /// The name of the declared parameter whose gradient is written.
     pub name: &'a str,
     /// Memory for the gradient: dense, over the axes of the parameter, in the element type that the problem requests; one element for a
     /// scalar.

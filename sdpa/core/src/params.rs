@@ -62,9 +62,9 @@ pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
 /// The kind of value that a call passes for a parameter, on the host or on a device.
 #[derive(Clone, Copy, Debug)]
 pub enum Supplied {
-    /// The value of a scalar.
+    /// The value of a scalar parameter.
     Scalar(f32),
-    /// A dense tensor, or memory for it.
+    /// The value of a tensor parameter: a dense tensor, or the memory that holds it.
     Tensor {
         /// The element type of the tensor.
         dtype: DType,

@@ -338,7 +338,7 @@ impl Problem {
     pub fn score_mod(&self) -> Option<&Arc<Trace>> {
         self.score_mod.as_ref()
     }
-    /// Returns the normal form of all masks.
+    /// Returns the normal form of all masks: bands, lengths, and the rest as a trace.
     #[inline]
     pub fn kept(&self) -> &Kept {
         &self.kept

@@ -245,7 +245,7 @@ pub struct Gradient {
 pub struct TableRead {
     /// Index into [`Gradient::wrt`] of the table's name.
     pub wrt: usize,
-    /// Index of the root of [`Gradient::trace`] that is the gradient of the read.
+    /// Index of the root of [`Gradient::trace`] that is the gradient of the value that was read.
     pub value: usize,
     /// Index of the root of [`Gradient::trace`] that is the position of the element: i32, in memory order, to be clamped to the table
     /// with [`ParamKind::within`](crate::expr::ParamKind::within).

@@ -5,8 +5,9 @@ use crate::expr::{Axes, Axis, Declared, ParamKind};
 use crate::problem::Problem;
 use crate::tensor::ParamValue;
 
-/// The name of the declared parameter with the sinks: f32 `[heads_q]`. Each is a term in the softmax's denominator of a query head, on the scale of
-/// scaled and modified scores. −∞ disables the sink.
+/// The name of the declared parameter with the attention sinks: f32 `[heads_q]`. The sink of a query head is one more score in the
+/// softmax's
+/// denominator, which neither the scale nor score_mods change. −∞ disables it.
 pub const SINK: &str = "sink";
 
 /// Returns the declared parameter that holds the attention sinks of a problem.

@@ -27,7 +27,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Every order.
+    /// Every order of the axes in memory.
     pub const ALL: [Layout; 3] = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd];
 
     /// Returns the name used in files and options.
@@ -62,7 +62,7 @@ impl Layout {
 /// A plain value: extents, strides and alignment describe a strided tensor completely, so it is written as a literal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorSpec {
-    /// (batch, head, seq, dim), in elements.
+    /// Extents of the axes batch, head, seq and dim, in elements.
     pub dims: [i64; 4],
     /// Distance between neighbours along each axis, in elements. The last stride must be 1, except that `d_o` of a backward pass may have
     /// 0.
@@ -330,7 +330,7 @@ impl AttentionSpec {
         self
     }
 
-    /// Adds an attention sink: a term per query head in the softmax's denominator that has no value, as in gpt-oss.
+    /// Adds an attention sink, as in gpt-oss: a term per query head in the softmax's denominator, to which no key and no value belong.
     ///
     /// The declared parameter [`SINK`](crate::SINK) holds the sinks. `o = Σ exp(sᵢ)·vᵢ / (Σ exp(sᵢ) + exp(sink))`, and `stats` is the logarithm of
     /// that denominator. Scale, score_mods and masks do not apply to the sink.

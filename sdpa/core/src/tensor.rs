@@ -144,7 +144,7 @@ impl From<f32> for ParamValue<'_> {
 /// Exhaustive: executors match every kind of value, so a new one stops them from compiling.
 #[derive(Clone, Copy, Debug)]
 pub enum ParamValue<'a> {
-    /// The number of a scalar.
+    /// The value of a scalar parameter.
     Scalar(f32),
     /// The elements of a tensor of f32.
     F32(&'a [f32]),

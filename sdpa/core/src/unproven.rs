@@ -21,7 +21,7 @@ pub struct Unproven {
     pub executor: ExecutorName,
     /// The executor's library and device: version and compute capability.
     pub runtime: String,
-    /// The missing evidence.
+    /// The evidence that is missing: all of it, or that for some features.
     pub what: Untested,
 }
 

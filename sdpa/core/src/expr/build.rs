@@ -20,14 +20,14 @@ pub struct Builder {
 /// Replacements for the inputs of a trace while it is copied into another trace.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Inputs {
-    /// Replaces [`Node::Score`]; `None` keeps it.
+    /// The value that replaces [`Node::Score`] in the copy; `None` keeps the node.
     pub score: Option<NodeId>,
-    /// Replaces [`Node::Upstream`]; `None` keeps it.
+    /// The value that replaces [`Node::Upstream`] in the copy; `None` keeps the node.
     pub upstream: Option<NodeId>,
     /// Constants that replace [`Node::Extent`], (batch, heads_q, seq_q, seq_kv). Indices along axes of extent 1 then become 0. `None`
     /// keeps extents and indices.
     pub extents: Option<[i64; 4]>,
-    /// Constants that are added to the indices (batch, head, q, k).
+    /// Constants that are added to the indices (batch, head, q, k) in the copy.
     pub origin: [i64; 4],
 }
 

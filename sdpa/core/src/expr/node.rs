@@ -51,7 +51,7 @@ impl Axis {
     }
 }
 
-/// The type of a value.
+/// The type of a value in an expression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Type {
     /// binary32.

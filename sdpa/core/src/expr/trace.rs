@@ -61,7 +61,7 @@ pub enum ExprError {
     NoDerivative {
         /// The function that has no derivative.
         function: String,
-        /// The reason why it has none.
+        /// The reason why the function has no derivative.
         rule: String,
     },
 }

@@ -33,7 +33,7 @@ use crate::expr::{ExprErrors, Trace, Type};
 pub struct ParseError {
     /// The expected kind: `mask` or `score_mod`.
     pub what: &'static str,
-    /// The given text.
+    /// The text that was to be parsed.
     pub text: String,
     /// The rule that the text breaks.
     pub rule: String,

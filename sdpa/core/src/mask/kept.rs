@@ -24,7 +24,7 @@ pub(super) fn length_of(name: &str) -> Declared {
     Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }, default: None }
 }
 
-/// The normal form of all masks of a problem.
+/// The normal form of all masks of a problem: bands, lengths, and the rest as a trace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Kept {
     /// A band, with an optional prefix.
