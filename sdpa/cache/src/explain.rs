@@ -34,7 +34,7 @@ impl<K: CacheKey> Query<K> for K {
 /// The fields of a key: the name and the value of each.
 pub type Fields = Vec<(&'static str, String)>;
 
-/// A cache key.
+/// A key of a cache, which reports its fields by name.
 pub trait CacheKey: Clone + Eq + Hash {
     /// Returns a short description of the key.
     fn label(&self) -> String;
@@ -65,7 +65,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// A key that is, or was, in the cache.
+/// A key that is or was in the cache, compared with the key of a lookup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Nearest {
@@ -102,7 +102,7 @@ pub enum State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// A short description of the key.
+    /// A short description of the key that was looked up.
     pub label: String,
     /// The state of the key in the cache.
     pub state: State,

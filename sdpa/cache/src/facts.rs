@@ -23,7 +23,7 @@ mod micros {
 pub struct CacheStats {
     /// Current number of entries.
     pub entries: usize,
-    /// Memory of the entries.
+    /// Memory that the values of all entries take.
     pub weight: Weight,
     /// Number of lookups that found an entry, or waited for a value that another thread was building.
     pub hits: u64,
@@ -57,7 +57,7 @@ pub struct BuildTime {
     /// The time of compiling graphs or sources to machine code.
     #[serde(with = "micros")]
     pub compile: Duration,
-    /// The time of running every configuration to find the fastest.
+    /// The time of running every engine configuration to find the fastest.
     #[serde(default, with = "micros")]
     pub tune: Duration,
     /// The time of reading the value from a plan file.
@@ -173,7 +173,7 @@ pub enum What {
     },
 }
 
-/// An event with its key and time.
+/// An event of a cache, with its key and time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheEvent {
     /// The time of the event, relative to the creation of the cache.
@@ -183,7 +183,7 @@ pub struct CacheEvent {
     pub label: String,
     /// Number of hits in the whole cache up to this event. Threads report their hits in batches, so the latest ones may be missing.
     pub hits_so_far: u64,
-    /// The event.
+    /// The kind of the event, with its details.
     #[serde(flatten)]
     pub what: What,
 }
@@ -217,7 +217,7 @@ pub struct CacheTrace {
     pub cudnn: String,
     /// The name of the device for which the entries were built.
     pub device: String,
-    /// A snapshot of each cache.
+    /// A snapshot of each cache of the executor.
     pub caches: Vec<CacheSnapshot>,
 }
 

@@ -8,9 +8,9 @@ use std::time::Duration;
 /// The memory of one value in bytes, as far as it is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
-    /// Bytes of host memory.
+    /// Bytes of host memory that the value takes.
     pub host: u64,
-    /// Bytes of device memory: code and tables.
+    /// Bytes of device memory that the value takes: code and tables.
     pub device: u64,
     /// Bytes of device memory that a call needs as workspace, for a value that can be called.
     pub workspace: u64,
@@ -43,7 +43,7 @@ impl AddAssign for Weight {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Limits {
-    /// The largest number of entries.
+    /// The largest number of entries that the cache holds.
     pub entries: NonZeroUsize,
     /// The largest sum of [`Weight::bytes`] over all entries.
     pub bytes: u64,
@@ -53,7 +53,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Sets the largest number of entries.
+    /// Sets the largest number of entries that the cache holds.
     #[must_use]
     pub fn with_entries(mut self, entries: NonZeroUsize) -> Self {
         self.entries = entries;
