@@ -139,7 +139,7 @@ impl std::error::Error for BindingErrors {}
 /// A tensor in device memory that an execution of a plan reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DevicePort {
-    /// The tensor in the graph.
+    /// The tensor in the graph that the memory belongs to.
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,

@@ -30,9 +30,9 @@ impl Source {
 /// An engine with its knobs that the caller requests by number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Pin {
-    /// The engine's number for the graph.
+    /// The number by which cuDNN identifies the engine for the graph.
     pub engine: i64,
-    /// The value of each tuning knob.
+    /// Tuning knobs of the engine, with the value of each.
     pub knobs: Vec<(KnobType, i64)>,
 }
 
@@ -57,9 +57,9 @@ pub struct Policy {
 pub struct Candidate {
     /// The first heuristic that offered this engine with these knobs.
     pub source: Source,
-    /// The engine's number for the graph.
+    /// The number by which cuDNN identifies the engine for the graph.
     pub engine: i64,
-    /// The value of each tuning knob.
+    /// Tuning knobs of the engine, with the value of each.
     pub knobs: Vec<(KnobType, i64)>,
     /// Size of the workspace in bytes, if known before compiling (from cuDNN 9.2 on).
     pub workspace: Option<u64>,

@@ -75,7 +75,7 @@ pub enum Error {
     OtherDevice {
         /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,
-        /// The ordinal of the handle's device.
+        /// The ordinal of the device of the handle that was to execute the plan.
         handle: u32,
     },
 }

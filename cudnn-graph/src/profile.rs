@@ -125,7 +125,7 @@ impl fmt::Display for DeviceProfile {
 /// The device for which plans are made.
 #[derive(Debug)]
 pub enum Target<'a> {
-    /// The device of a handle.
+    /// The device of a handle, which is present.
     Handle(&'a Handle<'a>),
     /// A device described by a profile, which need not be present.
     Profile(&'a DeviceProfile),

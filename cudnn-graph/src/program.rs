@@ -13,13 +13,13 @@ pub struct DescriptorId(pub(crate) usize);
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Values {
-    /// 64-bit integers.
+    /// The elements are 64-bit integers.
     I64(Vec<i64>),
-    /// 32-bit integers.
+    /// The elements are 32-bit integers.
     I32(Vec<i32>),
-    /// 32-bit floats.
+    /// The elements are 32-bit floats.
     F32(Vec<f32>),
-    /// 64-bit floats.
+    /// The elements are 64-bit floats.
     F64(Vec<f64>),
     /// One boolean.
     Bool(bool),
@@ -57,7 +57,7 @@ impl Values {
     }
 }
 
-/// One `cudnnBackendSetAttribute` call.
+/// One attribute of a backend descriptor: the arguments of a `cudnnBackendSetAttribute` call.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {
     /// The attribute that is set.
@@ -71,7 +71,7 @@ pub struct Setting {
 /// One backend descriptor as plain data: it is created, its attributes are set in this order, and it is finalized.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Descriptor {
-    /// The kind of descriptor.
+    /// The kind of the backend descriptor.
     pub kind: Kind,
     /// The name of a tensor or an operation, for messages.
     pub label: String,

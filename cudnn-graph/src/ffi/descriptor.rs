@@ -52,7 +52,7 @@ impl Descriptor {
         self.raw
     }
 
-    /// Returns the kind of descriptor.
+    /// Returns the kind of the descriptor.
     pub fn kind(&self) -> Kind {
         self.kind
     }

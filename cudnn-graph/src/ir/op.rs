@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "op")]
 pub enum Op {
-    /// `y = f(x, b, t)`, element by element.
+    /// A pointwise function, `y = f(x, b, t)`.
     Pointwise(Pointwise),
-    /// `c = a · b`.
+    /// A matrix product, `c = a · b`.
     Matmul(Matmul),
     /// Reduces each axis of `x` to its extent in `y`.
     Reduction(Reduction),
@@ -65,14 +65,14 @@ impl Op {
     }
 }
 
-/// `y = f(x, b, t)`, broadcasting axes of extent 1.
+/// A pointwise function, `y = f(x, b, t)`. Axes of extent 1 are broadcast.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pointwise {
-    /// The function that is applied.
+    /// The function that is applied to each element.
     pub mode: Mode,
     /// First operand; the forward input of backward modes.
     pub x: TensorId,
-    /// Second operand.
+    /// Second operand of the function; `None` if it has only one.
     pub b: Option<TensorId>,
     /// The condition of a select; `None` for any other mode.
     pub t: Option<TensorId>,
@@ -112,28 +112,28 @@ pub struct Matmul {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReductionMode {
-    /// Sum.
+    /// Sum of the elements.
     Add,
-    /// Product.
+    /// Product of the elements.
     Mul,
-    /// Smallest.
+    /// The smallest element.
     Min,
-    /// Largest.
+    /// The largest element.
     Max,
-    /// Largest magnitude.
+    /// The largest magnitude of an element.
     Amax,
-    /// Mean.
+    /// Mean of the elements.
     Avg,
-    /// Sum of magnitudes.
+    /// Sum of the magnitudes of the elements.
     Norm1,
-    /// Root of the sum of squares.
+    /// Square root of the sum of the squares of the elements.
     Norm2,
     /// Product of all elements that are not zero.
     MulNoZeros,
 }
 
 impl ReductionMode {
-    /// Every mode.
+    /// Every mode of a reduction.
     pub const ALL: [ReductionMode; 9] = [
         ReductionMode::Add,
         ReductionMode::Mul,
@@ -146,7 +146,7 @@ impl ReductionMode {
         ReductionMode::MulNoZeros,
     ];
 
-    /// Returns the name in printed graphs.
+    /// Returns the name of the mode in printed graphs.
     pub fn name(self) -> &'static str {
         match self {
             ReductionMode::Add => "add",
@@ -216,11 +216,11 @@ pub struct Slice {
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// First index of each axis.
+    /// First index of the slice along each axis of `x`.
     pub start: Vec<i64>,
-    /// One past the last index of each axis.
+    /// End of the slice along each axis of `x`, which is not part of the slice.
     pub limit: Vec<i64>,
-    /// Step along each axis.
+    /// Step between the indices of the slice along each axis of `x`.
     pub step: Vec<i64>,
 }
 
@@ -228,11 +228,11 @@ pub struct Slice {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Distribution {
-    /// 1 with this probability, else 0.
+    /// Each number is 1 with this probability, and 0 otherwise.
     Bernoulli(#[serde(with = "super::float::f64")] f64),
-    /// Uniform between the first number and the second.
+    /// Uniformly distributed between the first number and the second.
     Uniform(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
-    /// Normal, with the first number as mean and the second as standard deviation.
+    /// Normally distributed, with the first number as mean and the second as standard deviation.
     Normal(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
 }
 
@@ -242,7 +242,7 @@ pub enum Distribution {
 pub enum Seed {
     /// A seed that is compiled into the kernel.
     Value(i64),
-    /// One i64 in device or host memory.
+    /// A seed in this tensor: one i64 in device or host memory.
     Tensor(TensorId),
 }
 
@@ -268,9 +268,9 @@ pub struct Softmax {
     pub y: TensorId,
     /// `max + ln(sum_exp)` of each row, f32; the last axis has extent 1.
     pub stats: Option<TensorId>,
-    /// Row maximum, f32.
+    /// The maximum of each row, f32; the last axis has extent 1.
     pub max: Option<TensorId>,
-    /// Row sum of exponentials, f32.
+    /// The sum of `exp(x − max)` of each row, f32; the last axis has extent 1.
     pub sum_exp: Option<TensorId>,
     /// An extra score per head that takes probability and has no value, f32 (1, h, 1, 1).
     pub sink: Option<TensorId>,
@@ -299,7 +299,7 @@ pub struct BandMask {
     pub y: TensorId,
     /// The value of masked-out scores: one f32 by value.
     pub fill: TensorId,
-    /// The side that is masked out.
+    /// The side of the diagonal that is masked out.
     pub side: BandSide,
     /// The number of columns right of the diagonal that a right mask keeps: one i32 by value. `None` means 0.
     pub shift_right: Option<TensorId>,
@@ -333,7 +333,7 @@ pub struct BlockScaleQuantize {
     pub x: TensorId,
     /// The quantised elements, the output.
     pub y: TensorId,
-    /// One scale per block, an output.
+    /// The scales, one per block of elements, an output.
     pub scale: TensorId,
     /// Elements per block along the last axis.
     pub block: Vec<i32>,
@@ -346,7 +346,7 @@ pub struct BlockScaleQuantize {
 pub struct BlockScaleDequantize {
     /// The quantised elements, the input.
     pub x: TensorId,
-    /// One scale per block.
+    /// The scales, one per block of elements.
     pub scale: TensorId,
     /// The tensor that is written.
     pub y: TensorId,

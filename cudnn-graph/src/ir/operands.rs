@@ -6,7 +6,7 @@ use super::tensor::TensorId;
 /// One operand of an op: the name of a field of the op, and the tensor in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand {
-    /// The name of the op's field.
+    /// The name of the field of the op that holds the operand.
     pub field: &'static str,
     /// The tensor that the op reads or writes.
     pub tensor: TensorId,

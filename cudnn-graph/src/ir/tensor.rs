@@ -115,11 +115,11 @@ pub struct Ragged {
 pub struct Tensor {
     /// A name for messages and bindings; unique among the tensors that a caller binds.
     pub name: String,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: DType,
     /// Extents of the axes, outermost first.
     pub dims: Dims,
-    /// Strides, in elements.
+    /// Strides of the axes, in elements.
     pub strides: Strides,
     /// The place where the tensor's elements are stored.
     pub storage: Storage,
@@ -154,7 +154,7 @@ impl Tensor {
         Tensor { name: name.into(), dtype, dims, strides, storage, alignment: 16, reordering: Reordering::None, ragged: None }
     }
 
-    /// Sets the strides, in elements.
+    /// Sets the strides of the tensor, in elements.
     #[must_use]
     pub fn strides(mut self, strides: impl Into<Strides>) -> Tensor {
         self.strides = strides.into();

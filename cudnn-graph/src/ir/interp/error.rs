@@ -12,7 +12,7 @@ pub enum InterpError {
     /// A view maps an element of the result to an offset at which its input has no element.
     #[error("{at}: the view puts an element at memory offset {offset}, where its input has none")]
     View {
-        /// The op, as printed.
+        /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
         /// The offset without an element, in elements from the base address.
         offset: i64,
@@ -20,7 +20,7 @@ pub enum InterpError {
     /// A page table refers to a page outside the pool.
     #[error("{at}: page {page} of batch entry {batch}: got block {block}, expected a block below {blocks}")]
     Page {
-        /// The op, as printed.
+        /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
         /// The batch entry whose page is outside the pool.
         batch: i64,
@@ -34,7 +34,7 @@ pub enum InterpError {
     /// The interpreter has no definition of this op or of one of its options.
     #[error("{at}: {what} is not defined here")]
     NotDefined {
-        /// The op, as printed.
+        /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
         /// The operand or option of the op that the interpreter does not define.
         what: &'static str,
@@ -42,7 +42,7 @@ pub enum InterpError {
     /// An op reads a tensor that has no value. This cannot happen for verified graphs with complete inputs.
     #[error("{at}: {tensor} is read but has no value; pass it as an input")]
     NoValue {
-        /// The op, as printed.
+        /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
         /// The tensor without a value.
         tensor: TensorId,
@@ -76,7 +76,7 @@ pub enum BindingError {
         "{at}: dropout has no rng_dump, and the interpreter cannot generate its random numbers; add an rng_dump and pass its value as an input"
     )]
     HiddenRandomBits {
-        /// The op, as printed.
+        /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
     },
     /// A value was passed for a tensor that needs none: a result, or a scalar that the graph supplies.
@@ -142,7 +142,7 @@ pub enum BindingError {
     /// An attention op has more scores than the interpreter computes.
     #[error("{at}: more than {limit} scores, the limit of the interpreter")]
     HiddenTooLarge {
-        /// The op, as printed.
+        /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
         /// The largest number of scores that the interpreter computes.
         limit: i64,
