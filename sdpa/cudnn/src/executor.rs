@@ -22,7 +22,7 @@ use std::sync::{Arc, OnceLock};
 /// A cache of the compiled plans of passes, keyed by pass.
 pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 
-/// Options of an executor.
+/// Options of the cuDNN executor.
 ///
 /// ```
 /// use sdpa_cache::Limits;
@@ -39,7 +39,7 @@ pub struct CudnnOptions {
     pub search: Search,
     /// The ordinal of the device in the driver.
     pub ordinal: u32,
-    /// Options of the plans: graph pattern, engines, and decomposition of masks.
+    /// Options of the plans: form of the graphs, engines, and decomposition of masks.
     pub plan: PlanOptions,
     /// Limits of the plan cache of forward passes.
     pub forward: Limits,
@@ -235,7 +235,8 @@ impl CudnnExecutor {
         self.device
     }
 
-    /// Returns whether plan builds time their engine configurations: [`CudnnOptions::tune`], unless `SDPA_AUTOTUNE=off` is set.
+    /// Returns whether building a plan times every engine configuration that cuDNN offers: [`CudnnOptions::tune`], unless
+    /// `SDPA_AUTOTUNE=off` is set.
     pub fn tunes(&self) -> bool {
         self.tune
     }

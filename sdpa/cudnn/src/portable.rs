@@ -32,7 +32,7 @@ pub enum PayloadError {
     /// Another release of this crate wrote the bytes.
     #[error("got format version {found}, expected {known}; build the plans again with this release")]
     Version {
-        /// The format version of the bytes.
+        /// The version of the format in which the bytes were written.
         found: u32,
         /// The format version that this release reads.
         known: u32,

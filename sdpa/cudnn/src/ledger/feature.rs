@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 /// A range of one extent of a problem: of a head dim, or of the number of queries or keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
-    /// A length of 1.
+    /// One query, or one key.
     One,
     /// Head dims of at most 64, or lengths from 2 to 63.
     To64,
@@ -43,22 +43,22 @@ pub enum Order {
 /// The kind of expression that contains a [`Part`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Use {
-    /// The score_mods.
+    /// The expression is that of the score_mods.
     ScoreMod,
-    /// The part of the mask that is evaluated element by element.
+    /// The expression is the part of the mask that is evaluated element by element.
     Mask,
 }
 
 /// A part of an expression, such as a function or a declared tensor, that counts as a feature of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Part {
-    /// A declared scalar.
+    /// The expression reads a declared scalar.
     Scalar,
-    /// A declared tensor of this element type.
+    /// The expression reads a declared tensor of this element type.
     TensorOf(DType),
-    /// A declared tensor over these axes.
+    /// The expression reads a declared tensor that spans these axes.
     TensorOver(Spans),
-    /// More than one declared tensor.
+    /// The expression reads more than one declared tensor.
     Tensors,
     /// The index along the axis with this position in [`Axis::ALL`].
     Index(u8),
@@ -175,7 +175,7 @@ features! {
     Gaps "an operand with gaps";
     /// An operand repeats elements: it has a stride of 0 along an extent above 1.
     Repeats "an operand with a stride of 0";
-    /// The elements of a row are not next to one another.
+    /// The elements of an operand's rows are not next to one another.
     StridedRows "an operand with strided rows";
     /// The base address of an operand is a multiple of less than 16 bytes.
     Misaligned "an operand aligned to less than 16 bytes";
@@ -379,7 +379,7 @@ impl Features {
         self.0[at / 64] & 1 << (at % 64) != 0
     }
 
-    /// Adds a feature.
+    /// Adds a feature to the set.
     pub fn insert(&mut self, feature: Feature) {
         let at = feature.index();
         self.0[at / 64] |= 1 << (at % 64);

@@ -82,7 +82,7 @@ impl Guarded {
 pub enum Supply {
     /// A scalar in host memory: a function of declared scalars, which is computed at each call.
     Number(Trace),
-    /// The declared tensor of this name.
+    /// The caller's tensor for the declared parameter of this name.
     Param(String),
     /// The declared tensor of this name, converted for engines: booleans become numbers, and the tensor is broadcast over more axes.
     Spread {
@@ -90,7 +90,7 @@ pub enum Supply {
         name: String,
         /// The element type in the caller's memory; a boolean is a byte.
         dtype: DType,
-        /// The extents in the caller's memory.
+        /// The extents of the tensor in the caller's memory.
         dims: [i64; 4],
     },
     /// Per-sequence lengths, clamped to values that engines can handle.

@@ -53,9 +53,9 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
-    /// Attention as primitive ops.
+    /// Attention as a graph of primitive ops, which engines recognise by pattern.
     Composite,
-    /// Attention as one op, with a score_mod and masks as its subgraph.
+    /// Attention as one op, with the score_mods and masks as its inner graph.
     Unified,
 }
 

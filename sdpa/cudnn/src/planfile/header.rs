@@ -24,9 +24,9 @@ pub enum Mismatch {
     /// The file was written with another version of cuDNN.
     #[error("cudnn: the plan file was made for {file}, expected {here}")]
     Cudnn {
-        /// The version of cuDNN in the file.
+        /// The version of cuDNN with which the file was written.
         file: String,
-        /// The version of cuDNN in this process.
+        /// The version of cuDNN that this process uses.
         here: String,
     },
     /// The plans of the file are for another kind of device.
@@ -42,7 +42,7 @@ pub enum Mismatch {
     /// The file was written with another version of the lowering.
     #[error("lowering: the plan file has version {file}, expected {here}")]
     Lowering {
-        /// The version of the lowering in the file.
+        /// The version of the lowering with which the file was written.
         file: u32,
         /// The version of the lowering in this release.
         here: u32,

@@ -157,9 +157,9 @@ impl fmt::Display for Role {
 /// The memory slot that is bound to one tensor of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
-    /// The tensor in the graph.
+    /// The tensor in the graph that the memory is bound to.
     pub tensor: TensorId,
-    /// The slot with the memory.
+    /// The slot, a range of device memory, that is bound to the tensor.
     pub slot: SlotId,
     /// Distance in bytes from the memory of one run of the graph to that of the next, for a graph that runs repeatedly in one call.
     pub step: u64,
@@ -212,7 +212,7 @@ pub struct Launch {
 /// One operation of a pass on the stream; operations run in order.
 #[derive(Clone, Debug)]
 pub enum Step<P> {
-    /// Executes the plan of a graph.
+    /// Executes the plan of a cuDNN graph.
     Run(Box<Run<P>>),
     /// Launches a kernel of this crate.
     Launch(Launch),
