@@ -3,7 +3,8 @@
 use super::{Align, Mask};
 use serde::Serialize;
 
-/// A bottom-right aligned band: in a batch entry with these lengths, a query attends to keys with `lower < (k − q) − (len_kv − len_q) ≤ upper`.
+/// A bottom-right aligned band: in a batch entry with `len_q` queries and `len_kv` keys, a query attends to keys with
+/// `lower < (k − q) − (len_kv − len_q) ≤ upper`.
 ///
 /// Lengths are those of the mask [`padding`](Mask::padding), clamped to the extent, or the extent on a side that has none; packed sequences have
 /// their own. A bound that no pair within the lengths violates is absent.
