@@ -4,8 +4,8 @@ use super::backend::Handle;
 use crate::error::Error;
 use std::ops::Deref;
 
-/// The work that one call submits through a handle. It begins on the handle's stream. The handle's lane, which marks the end of submitted
-/// work, delays the freeing of retired resources until that end.
+/// The work that one call submits through a handle. It begins on the handle's stream. The handle's lane marks the end of the work, so
+/// that resources which it may still use are freed only later.
 #[derive(Debug)]
 pub struct Submission<'h> {
     handle: &'h Handle<'h>,
@@ -13,7 +13,8 @@ pub struct Submission<'h> {
 }
 
 impl Handle<'_> {
-    /// Begins a call on the handle's stream. The handle's lane marks the end of its work, before which retired resources are not freed.
+    /// Begins a call on the handle's stream. The handle's lane marks the end of its work, so that resources which it may still use are
+    /// freed only later.
     ///
     /// # Errors
     /// Returns a driver error.

@@ -286,7 +286,7 @@ pub enum BandSide {
     /// both lengths are given, and 0 otherwise.
     Right,
     /// Masks out scores left of the diagonal: keeps those with `col + left − align > row`, where `align` is `seq_kv − seq_q` if both
-    /// lengths are given, and 0 otherwise. If lengths are fixed, `left` includes the alignment.
+    /// lengths are given, and 0 otherwise. Without lengths, `left` must include any alignment.
     Left,
 }
 
