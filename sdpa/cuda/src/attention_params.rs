@@ -1,4 +1,4 @@
-//! Builds the parameters that all kernels share from the attention of a pass.
+//! Builds the kernel parameters that forward and backward kernels share, from the attention problem of a pass.
 
 use crate::params::{AttentionParams, FAR};
 use crate::schedule::{Address, BlockLists, Builder, Number};
@@ -9,9 +9,9 @@ use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, SINK, Side};
 /// The tile height and the L2 head section, which a kernel reads from its parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiling {
-    /// Queries of a tile.
+    /// Number of queries of each head in a query tile.
     pub(crate) queries: u32,
-    /// Number of heads that are processed together, so that their operands fit L2.
+    /// Number of heads, over all batch entries, that are processed together so that their operands fit L2.
     pub(crate) heads_in_l2: i64,
 }
 
@@ -21,7 +21,7 @@ fn bound(x: Option<i64>, none: i32) -> i32 {
 }
 
 impl Builder<'_> {
-    /// Returns the parameters that all kernels share.
+    /// Returns the values of the parameters that all kernels share.
     pub(crate) fn attention_params(&mut self, tiling: Tiling, lists: &BlockLists) -> AttentionParams {
         let attention = self.attention;
         let (region, ends, [batch, heads_q, seq_q, seq_kv]) = (attention.region, attention.ends, attention.extents);

@@ -12,21 +12,23 @@ use sdpa_core::{DType, SINK, Side, packed};
 use sdpa_nvidia::JobQuery;
 use std::sync::Arc;
 
-/// Root index of the gradient along the score in a gradient's trace, after the score; gradients of parameters follow.
+/// Index of the root (output) of a score_mod's gradient trace that holds the gradient of the score. Root 0 is the modified score;
+/// gradients of parameters follow.
 pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
-/// A declared parameter whose gradient is computed.
+/// A declared parameter of a score_mod whose gradient is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
     /// The name of the parameter.
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient is dense. A scalar has no axes; for a table, these are its extents.
+    /// The axes of the parameter, over which its gradient is dense. A scalar has no axes. For a table, this field contains the table's
+    /// extents.
     pub axes: Axes,
-    /// For each read of a table, two root indices of [`Backward::gradient`]: the gradient of the read, and the position of the element to
-    /// which it is added.
+    /// For each read of a table (a tensor read at a computed index), two root indices of [`Backward::gradient`]: the gradient of the
+    /// value that was read, and the index of the table element to which it is added.
     pub reads: Vec<[usize; 2]>,
 }
 
@@ -37,12 +39,12 @@ pub struct Backward {
     pub forward: Forward,
     /// Extents and strides of `d_o`. Any stride may be 0, because a layout that TMA does not support is copied first.
     pub d_o: TensorSpec,
-    /// Extents and strides of `dq`, `dk` and `dv`.
+    /// Extents and strides of `dq`, `dk` and `dv`, in this order.
     pub gradients: [TensorSpec; 3],
-    /// The trace with the derivative of the score_mod. Its second root is the gradient of the score; the roots after it belong to
-    /// [`Backward::along`].
+    /// The expression graph of the score_mod and its derivatives; `None` without a score_mod. Its roots (outputs) are the modified score,
+    /// the gradient of the score, and then those of the parameters in [`Backward::along`].
     pub gradient: Option<Arc<Trace>>,
-    /// Parameters of score_mods whose gradients are computed, in the order of the roots.
+    /// Parameters of score_mods whose gradients are computed, in the order of their roots in [`Backward::gradient`].
     pub along: Vec<Along>,
     /// Whether gradients of parameters are summed in a fixed order.
     pub deterministic: bool,
@@ -51,8 +53,8 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// Returns the cost of the traces for one score, like [`Forward::weight`], for a pass that recomputes scores and computes their
-    /// derivatives.
+    /// Returns the cost of the score_mod and the mask for one score, in units of an addition (as [`Forward::weight`] does), for a pass
+    /// that recomputes scores and computes their derivatives.
     pub(crate) fn weight(&self) -> u32 {
         let slopes = self.gradient.as_deref().map_or(0, |trace| self.forward.weight_of(trace));
         slopes.max(self.forward.weight())
@@ -79,7 +81,7 @@ impl Backward {
         Ok(Backward::of_supported(problem, Forward::of_supported(problem.forward())))
     }
 
-    /// Creates the view of a supported problem.
+    /// Creates the kernels' form of a backward problem without support checks. `forward` is the form of its attention problem.
     pub(crate) fn of_supported(problem: &BackwardProblem, mut forward: Forward) -> Backward {
         let gradient = problem.gradient().map(|gradient| Arc::new(gradient.trace.clone()));
         let traces = [forward.score_mod.as_deref(), gradient.as_deref(), forward.keep.as_deref()];

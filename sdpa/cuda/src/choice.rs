@@ -8,14 +8,15 @@ use sdpa_core::expr::{Node, ParamKind, Trace, Unary};
 use sdpa_core::{BackwardProblem, DType, Problem, Side};
 use std::fmt;
 
-/// A class of problems for which cuDNN's kernels were faster.
+/// A class of problems for which cuDNN's kernels were faster than the native CUDA kernels, so that cuDNN is tried first.
 #[derive(Clone, Copy, Debug)]
 pub struct Exception {
     /// A description of the problems, in a phrase.
     pub what: &'static str,
     /// The cause, as far as it is known.
     pub cause: &'static str,
-    /// cuDNN's time divided by the time of these kernels: the median over the measured problems. Below 1, cuDNN is faster.
+    /// cuDNN's time divided by the time of the native CUDA kernels: the median over the measured problems of this class. Below 1, cuDNN
+    /// is faster.
     pub speed: f64,
     passes: Passes,
     holds: fn(&Problem) -> bool,
@@ -34,13 +35,13 @@ impl fmt::Display for Exception {
     }
 }
 
-/// Returns the exception that covers a forward problem on kernels of this family. Returns `None` if no exception does, and for element
-/// types that cuDNN does not support.
+/// Returns the exception because of which cuDNN is tried before the kernels of `family` for a forward problem. Returns `None` if no
+/// exception covers the problem, or if its element type is neither f16 nor bf16.
 pub fn cudnn_first(family: Family, problem: &Problem) -> Option<&'static Exception> {
     found(family, Passes::Forward, problem)
 }
 
-/// Returns the exception that covers a backward problem on kernels of this family; see [`cudnn_first`].
+/// Returns the exception because of which cuDNN is tried before the kernels of `family` for a backward problem; see [`cudnn_first`].
 pub fn cudnn_first_backward(family: Family, problem: &BackwardProblem) -> Option<&'static Exception> {
     found(family, Passes::Backward, problem.forward())
 }
@@ -59,7 +60,7 @@ fn exceptions(family: Family) -> &'static [Exception] {
     }
 }
 
-/// The exceptions for the WGMMA kernels, measured on an H100.
+/// The classes of problems for which cuDNN is tried before the WGMMA kernels, with the speeds measured on an H100.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
         what: "more than 128 queries, a score_mod with 2 to 15 calls of sin or cos, no element-wise mask",

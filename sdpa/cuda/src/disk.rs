@@ -95,7 +95,8 @@ impl KernelCache {
     }
 }
 
-/// The kernel cache of an executor, which may be replaced while the executor runs. Only builds of kernels access it.
+/// The disk cache of an executor's kernels. It can be replaced while the executor runs, and is read and written only when a kernel is
+/// built.
 #[derive(Debug)]
 pub(crate) struct Disk {
     cache: RwLock<Option<KernelCache>>,

@@ -1,4 +1,4 @@
-//! The entry points of the kernel sources. A launch identifies its kernel by one.
+//! The entry points of the kernel sources: the `__global__` functions that launches name.
 
 use std::ffi::CStr;
 use std::fmt::{self, Display};
@@ -6,29 +6,29 @@ use std::fmt::{self, Display};
 /// A `__global__` function of a kernel source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryPoint {
-    /// Computes the forward pass, in both families.
+    /// Computes the forward pass. The WGMMA and the `mma.sync` kernel sources each have this function.
     Forward,
-    /// Lists the query tiles for the forward kernel, for packed sequences and split-KV. It runs before that kernel.
+    /// Lists the query tiles for the forward kernel, for packed sequences and split-KV. It runs before the forward kernel.
     TileList,
     /// Merges the splits of split-KV. It runs after the forward kernel.
     Combine,
-    /// Creates the block-sparse index lists of masks that read tensors. It runs before either pass.
+    /// Creates the block-sparse index lists of masks that read tensors. It runs before the kernels of a forward or backward pass.
     BlockLists,
     /// Computes the backward pass with `wgmma`.
     Backward,
-    /// Computes the log-sum-exp and the delta of each row. It runs before either backward kernel.
+    /// Computes the log-sum-exp and delta (the sum of `o` times `d_o`) of each row. It runs before the backward kernels of either family.
     BackwardPreprocess,
-    /// Converts the dQ accumulator, for head dims for which the main backward kernel does not convert it.
+    /// Converts the f32 dQ accumulator to the element type of `dq`, for head dims for which the main backward kernel does not do so.
     ConvertDq,
     /// Computes dQ with `mma.sync`.
     BackwardDq,
     /// Computes dK, dV and gradients of parameters with `mma.sync`.
     BackwardDkv,
-    /// Computes the gradient of the sinks, in the `mma.sync` family.
+    /// Computes the gradient of the sinks, in the `mma.sync` family of kernels.
     SinkGradient,
-    /// Sums a gradient of a parameter in a fixed order, in the `mma.sync` family.
+    /// Sums the partial sums of a parameter's gradient in a fixed order, in the `mma.sync` family of kernels.
     ReduceGradient,
-    /// Rounds a gradient of a parameter to its element type.
+    /// Rounds the f32 gradient of a parameter to its element type.
     ConvertGradient,
 }
 

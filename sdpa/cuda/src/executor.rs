@@ -212,8 +212,8 @@ impl CudaExecutor {
         self.plans.get_or_build(&JobQuery::Backward(problem), build)
     }
 
-    /// Returns whether kernels are as fast as those for which the [exceptions](crate::EXCEPTIONS) were measured. NVRTC before 12.9
-    /// compiles slower ones.
+    /// Returns whether the executor's NVRTC compiles kernels as fast as those for which the [exceptions](crate::EXCEPTIONS) were
+    /// measured. NVRTC before 12.9 compiles slower kernels.
     pub fn is_as_measured(&self) -> bool {
         kernel::is_fast(self.nvrtc.version())
     }

@@ -9,18 +9,19 @@ use sdpa_nvidia::JobQuery;
 /// Rows of a TMA swizzle pattern. Pages must be whole multiples.
 const LEAST_PIECE: i64 = 8;
 
-/// Checks queries or keys per head, for kernels of both families.
+/// Checks that `extent`, the number of queries or keys per head, is below the limit of the kernels of both families.
 pub(crate) fn extent(check: &mut Check, name: &str, extent: i64) {
     // Kernels add indices and bounds in i32, so the sums must fit too.
     check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
 }
 
-/// Checks a head dim, for kernels of both families.
+/// Checks that `dim`, a head dim, is at most the limit of the kernels of both families.
 pub(crate) fn dim(check: &mut Check, name: &str, dim: i64) {
     check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
 }
 
-/// Checks tokens of packed sequences, for kernels of both families: they are counted like indices.
+/// Checks that the packed tokens of one side (queries or keys) are below the limit of the kernels of both families, which count them in
+/// i32.
 pub(crate) fn tokens(check: &mut Check, pass: JobQuery<'_>, side: Side) {
     if pass.problem().packs(side) {
         let total = pass.problem().total(side);
@@ -36,7 +37,7 @@ fn through_tma(pass: JobQuery<'_>, operand: Operand) -> Option<TensorSpec> {
     tensor.filter(|_| pass.problem().dtype() != DType::F32 && operand != Operand::DO)
 }
 
-/// Adds a reason for each limit of the kernels that a fact of a pass breaks.
+/// Adds a reason to `check` if the WGMMA kernels do not support `fact`, a property of the problem of a pass.
 ///
 /// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {

@@ -31,7 +31,7 @@ impl Family {
         }
     }
 
-    /// Returns a description of its compute capabilities.
+    /// Returns a description of the compute capabilities on which the family's kernels run.
     pub(crate) fn devices(self) -> &'static str {
         match self {
             Family::Wgmma => "9.0 for the kernels with wgmma",

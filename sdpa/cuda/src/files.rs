@@ -1,4 +1,4 @@
-//! Kernel files: an executor looks kernels up there before it compiles, and saves compiled ones there.
+//! Kernel files, in which an executor looks for kernels before it compiles them, and to which it saves compiled ones.
 
 use crate::CudaExecutor;
 use crate::kernel::{Kernel, KernelKey, MachineCode};
@@ -33,10 +33,10 @@ impl KernelHead {
     }
 }
 
-/// The version of this build.
+/// The header that this build writes to kernel files. Only files with the same header can be used.
 pub(crate) const HERE: KernelHead = KernelHead { kernels: 1 };
 
-/// The error for a file with another key format.
+/// The error for a kernel file whose kernel keys have another format than those of this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OtherKeys {
     file: u32,
@@ -68,11 +68,11 @@ pub enum KernelFileError {
     Mismatch(OtherKeys),
 }
 
-/// Attached files, in the order of attachment.
+/// The kernel files that are attached to an executor, in the order of attachment.
 #[derive(Debug, Default)]
 pub(crate) struct Files(RwLock<Vec<Arc<PlanFile<KernelHead>>>>);
 
-/// GPU machine code is an ELF file.
+/// The first bytes of GPU machine code, which is an ELF file.
 pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 impl Files {
@@ -80,7 +80,7 @@ impl Files {
         self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    /// Returns the machine code of a key, from the first file that has it.
+    /// Returns the machine code of the kernel with this key from the first attached file that has it; `None` if no file has it.
     pub(crate) fn code(&self, key: &KernelKey, nvrtc: [i32; 2]) -> Option<Vec<u8>> {
         self.open().iter().find_map(|file| match of_file(file, key, nvrtc) {
             Ok(code) => Some(code),
@@ -111,8 +111,8 @@ fn digest(key: &KernelKey, [major, minor]: [i32; 2]) -> Digest {
     Digest::parts().part(compiler.as_bytes()).part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
 }
 
-/// Checks that kernels can be added to a file without losing any. It must not exist, or be a kernel file of this version in which every
-/// kernel is readable; [`add`] drops unreadable ones.
+/// Checks that [`add`] can add kernels to a file without losing any. The file must not exist, or must be a kernel file of this version in
+/// which every kernel is readable, because [`add`] drops unreadable ones.
 ///
 /// # Errors
 /// Fails if the file exists but is not such a kernel file.
@@ -174,8 +174,9 @@ impl CudaExecutor {
         Ok(kernels)
     }
 
-    /// Returns, for each attached file in order, why it lacks a kernel that this executor has in memory: the file has no such kernel, or
-    /// an unusable one. Only kernels that no attached file has are considered. `None` if there is no such kernel.
+    /// Returns, for each attached file in order, why it did not supply a kernel that this executor has in memory: the file has no such
+    /// kernel, or an unusable one. Kernels that another attached file has do not count. The reason is `None` if attached files have all
+    /// kernels.
     pub fn without_kernels(&self) -> Vec<Option<String>> {
         let (files, nvrtc) = (self.files.open(), self.nvrtc().version());
         let keys = self.kernels.values().into_iter().map(|(key, _)| key);
@@ -183,12 +184,13 @@ impl CudaExecutor {
         files.iter().map(|file| compiled.iter().find_map(|key| of_file(file, key, nvrtc).err())).collect()
     }
 
-    /// Returns the number of attached files.
+    /// Returns the number of attached kernel files.
     pub fn attached(&self) -> usize {
         self.files.open().len()
     }
 
-    /// Adds every cached kernel to a file, and creates the file if needed. Existing kernels stay. Returns the number of cached kernels.
+    /// Adds every kernel that this executor has in memory to a file, and creates the file if needed. Existing kernels stay. Returns the
+    /// number of kernels that were in memory.
     ///
     /// ```no_run
     /// use sdpa_cuda::{CudaExecutor, CudaOptions};

@@ -28,9 +28,10 @@ pub(crate) struct HeadSections {
     pub behind: i64,
     /// Number of query tiles that have a dQ accumulator in memory.
     pub places: i64,
-    /// Number of work items for KV blocks, over all KV heads and column parts.
+    /// Number of work items that process KV blocks, over all KV heads and column parts.
     pub blocks: i64,
-    /// Number of work items after the KV blocks that convert the accumulators of each of the last sections.
+    /// Number of work items that convert the dQ accumulators of each of the last `behind` sections. They come after the work items for KV
+    /// blocks.
     pub tail: i64,
 }
 
@@ -77,8 +78,8 @@ fn uneven(backward: &Backward, tile: &BackwardTile) -> f64 {
     }
 }
 
-/// Returns the query tiles of a head: of a batch entry, or of all packed sequences. Those fill at most their tokens, plus one partial tile per
-/// sequence.
+/// Returns the number of query tiles of a head: in one batch entry, or over all packed sequences. Packed sequences fill at most the tiles
+/// of their tokens, plus one partial tile per sequence.
 pub(crate) fn head_tiles(backward: &Backward, tile: &BackwardTile) -> i64 {
     let ([batch, _, seq_q, _], packed) = (backward.forward.extents, backward.forward.packed);
     packed.map_or(steps(seq_q, tile.queries), |packs| packs.totals[Side::Queries as usize] / i64::from(tile.queries) + batch)

@@ -19,7 +19,7 @@ const CLOSE: f64 = 1.03;
 /// The most KV blocks whose loops are sampled.
 const LOOKED_AT: i64 = 32;
 
-/// Lengths of the loops over the query tiles of one head, one loop per KV block: the longest and the mean.
+/// The lengths of the loops over the query tiles of one head in a backward pass, one loop per KV block: the longest and the mean.
 pub(crate) struct StepCounts {
     longest: f64,
     mean: f64,
@@ -98,7 +98,7 @@ impl Backward {
         self.forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1))
     }
 
-    /// Returns the lengths of the pass's loops over query tiles.
+    /// Returns the lengths of the pass's loops over query tiles, one loop per KV block: the longest and the mean.
     pub(crate) fn walks(&self, tile: &BackwardTile) -> StepCounts {
         StepCounts::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
     }

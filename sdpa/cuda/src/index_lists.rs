@@ -13,11 +13,12 @@ pub const PARTLY: u32 = 1 << 31;
 /// If lists differ between heads or batch entries, those of further heads follow, and then those of further batch entries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockMap {
-    /// Index in `blocks` of the start of each list, and the end of the last list.
+    /// Index in `blocks` of the start of each list, and after them the end of the last list.
     pub begin: Vec<u32>,
     /// The items of all lists: KV blocks in descending order, or query tiles in ascending order. [`PARTLY`] marks partial blocks.
     pub blocks: Vec<u32>,
-    /// The number of batch entries and of heads that have their own lists. It is 1 where all share them.
+    /// The number of batch entries and the number of heads that have their own lists. A number is 1 if all batch entries or all heads
+    /// share them.
     pub rows: [i64; 2],
 }
 
@@ -74,7 +75,7 @@ impl BlockMap {
         Some(list.map)
     }
 
-    /// Returns the size of the lists in device memory, in bytes.
+    /// Returns the size of `begin` and `blocks` in device memory, in bytes.
     pub fn bytes(&self) -> u64 {
         4 * (self.begin.len() + self.blocks.len()) as u64
     }

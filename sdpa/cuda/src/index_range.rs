@@ -11,7 +11,8 @@ const PLACES: i64 = 1 << 21;
 /// The most rows of a tile or a block. Indices exceed the extents by fewer.
 const MOST_ROWS: i64 = 256;
 
-/// Returns the captured values of traces in a problem of these extents, in the form of these kernels.
+/// Returns the declared parameters that these traces read, for a problem of extents (batch, heads_q, seq_q, seq_kv), in the form of these
+/// kernels.
 pub(crate) fn captured<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents: [i64; 4]) -> Captured {
     let captured = Captured::of(traces, extents).in_dialect(Dialect::Cuda);
     if extents.iter().all(|extent| extent + MOST_ROWS <= PLACES) { captured.with_places_below(PLACES) } else { captured }

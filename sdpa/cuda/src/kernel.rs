@@ -63,9 +63,9 @@ pub struct Kernel {
     pub module: Module,
     /// The entry points of the machine code, in the order of [`KernelKey::entries`].
     pub entries: Vec<(EntryPoint, Entry)>,
-    /// The machine code, for files.
+    /// The machine code, which is kept so that it can be saved to a kernel file.
     pub(crate) code: Vec<u8>,
-    /// The origin of the code.
+    /// The origin of the machine code: a file, the disk cache, or NVRTC.
     pub(crate) origin: Origin,
     /// Bytes of the source, which the key keeps.
     source_bytes: u64,
@@ -83,7 +83,7 @@ impl CacheValue for Kernel {
     }
 }
 
-/// The cache of loaded kernels, keyed by source.
+/// The cache of loaded kernels in memory, keyed by their source.
 pub type Kernels = PlanCache<KernelKey, Arc<Kernel>, Unsupported>;
 
 /// Compiles a kernel source to machine code for compute capability 9.0 (`sm_90a`).
@@ -111,19 +111,19 @@ pub fn serialized(compiled: &Compiled) -> Option<&str> {
 /// The oldest NVRTC that keeps WGMMAs concurrent. 12.6 and 12.8 serialise them in kernels of more than one tile configuration.
 const SIDE_BY_SIDE_FROM: [i32; 2] = [12, 9];
 
-/// Returns whether an NVRTC of this version compiles kernels as fast as the measured ones.
+/// Returns whether NVRTC of this version (major, minor) compiles kernels as fast as the benchmarked ones: 12.9 or later.
 pub(crate) fn is_fast(version: [i32; 2]) -> bool {
     version >= SIDE_BY_SIDE_FROM
 }
 
-/// The machine code of a kernel, in the form in which files store it.
+/// The machine code of a kernel, with its key and the compiler's version, as kernel files store it.
 #[derive(Debug)]
 pub struct MachineCode {
-    /// The key of its source.
+    /// The key of the kernel: its source, its entry points and its architecture.
     pub(crate) key: KernelKey,
-    /// The version of NVRTC: major, minor.
+    /// The version of NVRTC that compiled it: major, minor.
     pub(crate) compiler: [i32; 2],
-    /// An ELF file.
+    /// The machine code: the bytes of an ELF file.
     pub(crate) code: Vec<u8>,
 }
 
@@ -147,7 +147,7 @@ impl MachineCode {
 }
 
 impl Kernel {
-    /// Loads a kernel from an attached file or the disk cache; otherwise compiles it and stores it in the cache.
+    /// Loads a kernel from an attached file or the disk cache. If neither has it, compiles it and stores it in the disk cache.
     pub(crate) fn build(nvrtc: &Nvrtc, files: &Files, disk: &Disk, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
         let start = Instant::now();
         if let Some(code) = files.code(key, nvrtc.version()) {

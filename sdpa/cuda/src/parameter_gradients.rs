@@ -1,4 +1,5 @@
-//! Gradients of declared parameters in the schedule of a backward pass: kernels add to f32, and a kernel rounds to other types.
+//! Gradients of declared parameters in the schedule of a backward pass: kernels add to f32 accumulators, and another kernel rounds these
+//! to other types.
 
 use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
@@ -9,7 +10,7 @@ use sdpa_core::{DType, SINK};
 /// Threads per block of the rounding kernel.
 const THREADS: u32 = 256;
 
-/// A gradient of a declared parameter.
+/// The gradient of a declared parameter in a schedule: its destination and its f32 accumulator.
 #[derive(Clone, Debug)]
 pub(crate) struct ParameterGradient {
     pub(crate) name: String,
@@ -17,19 +18,20 @@ pub(crate) struct ParameterGradient {
     elements: i64,
     /// The caller's memory.
     to: Address,
-    /// The f32 accumulator: the caller's memory, or a slot that is rounded into it.
+    /// The f32 accumulator: the caller's memory, or a workspace slot that is rounded to the caller's memory.
     pub(crate) sum: Address,
 }
 
 impl ParameterGradient {
-    /// Returns whether the accumulator is a slot.
+    /// Returns whether the accumulator is a workspace slot, which must be rounded to the caller's memory.
     pub(crate) fn is_rounded(&self) -> bool {
         self.dtype != DType::F32
     }
 }
 
 impl Backward {
-    /// Adds the accumulator slots of parameter gradients, and returns the gradients. That of the sinks is the last.
+    /// Adds the accumulator slots of parameter gradients to the schedule, and returns the gradients. The gradient of the sinks is the
+    /// last.
     pub(crate) fn parameter_gradients(&self, builder: &mut Builder<'_>) -> Vec<ParameterGradient> {
         let extents = self.forward.extents;
         let along = self.along.iter().map(|along| (along.name.as_str(), along.dtype, along.axes.dims(extents).iter().product()));
@@ -42,7 +44,7 @@ impl Backward {
         .collect()
     }
 
-    /// Returns the accumulator of the sinks' gradient, if it is computed.
+    /// Returns the address of the f32 accumulator of the sinks' gradient; [`Address::Null`] if this gradient is not computed.
     pub(crate) fn sink_gradient_of(&self, gradients: &[ParameterGradient]) -> Address {
         self.sink_gradient.and(gradients.last()).map_or(Address::Null, |gradient| gradient.sum)
     }

@@ -32,7 +32,7 @@ macro_rules! params {
         $(#[$top])*
         #[derive(Clone, Copy, Debug)]
         pub(crate) struct $name {
-            /// The fields that all kernels have.
+            /// The fields that all kernels share.
             pub(crate) attention: $crate::params::AttentionParams,
             $($own)*
         }
@@ -62,17 +62,17 @@ pub(crate) use params;
 
 params! {
     shared
-    /// The fields that all kernels have: device addresses, then numbers.
+    /// The parameters that forward and backward kernels of both families share: device addresses, then numbers.
     AttentionParams, AttentionTypes {
-        /// Address of the lengths of queries, one i32 per batch entry.
+        /// Address of the number of queries of each batch entry, one i32 per batch entry.
         seq_len_q: Address = "const int* ",
-        /// Address of the lengths of keys, one i32 per batch entry.
+        /// Address of the number of keys of each batch entry, one i32 per batch entry.
         seq_len_kv: Address = "const int* ",
         /// Address of the sinks, one f32 per query head.
         sink: Address = "const float* ",
-        /// Address of the start of each block list in `block_list`, u32.
+        /// Address of the start index of each block list in `block_list`, u32.
         block_list_begin: Address = "const uint* ",
-        /// Address of their ends.
+        /// Address of the end index of each block list in `block_list`, u32.
         block_list_end: Address = "const uint* ",
         /// Address of the items of the block lists, u32: KV blocks of a query tile, or query tiles of a KV block. The highest bit marks partial
         /// blocks.
@@ -83,32 +83,33 @@ params! {
         boundaries_kv: Address = "const void* ",
         /// Address of the seed of dropout, i64.
         dropout_seed: Address = "const ulong64* ",
-        /// Address of the offset of its random numbers, i64.
+        /// Address of the offset of dropout in the sequence of random numbers, i64.
         dropout_offset: Address = "const ulong64* ",
-        /// Batch entries.
+        /// Number of batch entries.
         batch: i32 = "int ",
-        /// Query heads.
+        /// Number of query heads.
         heads_q: i32 = "int ",
-        /// Query heads per KV head.
+        /// Number of query heads per KV head.
         group: i32 = "int ",
-        /// Queries.
+        /// Number of queries per head; for packed sequences, of the longest sequence.
         seq_q: i32 = "int ",
-        /// Keys.
+        /// Number of keys per head; for packed sequences, of the longest sequence.
         seq_kv: i32 = "int ",
-        /// Columns of values and outputs.
+        /// Number of columns of values and outputs.
         dim_v: i32 = "int ",
-        /// Packed query tokens for which the call has memory.
+        /// Number of packed query tokens for which the call has memory.
         tokens_q: Number = "int ",
-        /// Packed key tokens for which the call has memory.
+        /// Number of packed key tokens for which the call has memory.
         tokens_kv: Number = "int ",
-        /// Query tiles, of the longest sequence.
+        /// Number of query tiles of the longest sequence.
         tiles: i32 = "int ",
-        /// Heads, over all batch entries, that are processed together so that their operands fit L2: query heads, or KV heads in the WGMMA backward
-        /// pass.
+        /// Number of heads, over all batch entries, that are processed together so that their operands fit L2. They are KV heads in the
+        /// WGMMA backward pass, and otherwise query heads.
         section_heads: i32 = "int ",
-        /// Stride of batch entries in lists, in units of the lists of a head; 0 if all share them.
+        /// Distance between the block lists of adjacent batch entries, in units of the lists of a head; 0 if all batch entries share
+        /// lists.
         block_list_batch: i32 = "int ",
-        /// Stride of heads in lists, in units of the lists of a head; 0 if all share them.
+        /// Distance between the block lists of adjacent heads, in units of the lists of a head; 0 if all heads share lists.
         block_list_head: i32 = "int ",
         /// Keys at `k - q <= lower` are masked out.
         lower: i32 = "int ",
@@ -120,18 +121,18 @@ params! {
         ends_lower: i32 = "int ",
         /// Keys at `(k - q) - (len_kv - len_q) > ends_upper` are masked out.
         ends_upper: i32 = "int ",
-        /// Whether scores are multiplied by `scale` first: 1 or 0.
+        /// Whether scores are multiplied by `scale` before the softmax (1), or the scale is part of `softmax_scale_log2` (0).
         natural: Number = "int ",
-        /// `attn_scale`.
+        /// The factor of the scores, `attn_scale`.
         scale: Number = "float ",
-        /// Factor from a score to the exponent of 2: positive.
+        /// The positive factor from a score to the exponent in base 2: log₂(e), times `scale` if `natural` is 0.
         softmax_scale_log2: Number = "float ",
         /// The largest random number for which an element of P is kept.
         dropout_threshold: i32 = "int ",
-        /// Factor of the kept elements of P.
+        /// The factor of the elements of P that dropout keeps.
         dropout_scale: f32 = "float ",
     }
 }
 
-/// An absent bound: no difference of a query's and a key's index reaches it.
+/// The value of an absent bound of a band: no difference between the index of a key and that of a query reaches it.
 pub(crate) const FAR: i32 = 1 << 30;

@@ -1,4 +1,4 @@
-//! The kernels' view of a problem.
+//! The form of a forward problem that the native CUDA kernels use.
 
 use crate::index_range::captured;
 use crate::unsupported::{checked, unsupported};
@@ -18,19 +18,19 @@ pub struct Forward {
     pub dtype: DType,
     /// Extents, strides and alignment of `q`, `k`, `v` and `o`.
     pub tensors: [TensorSpec; 4],
-    /// The mask's band and prefix.
+    /// The mask's diagonal band (bounds on `k - q`) and its prefix, for prefix-LM masks.
     pub region: Region,
-    /// The mask's bottom-right aligned band.
+    /// The mask's band that is bottom-right aligned per sequence.
     pub ends: Ends,
-    /// True if the problem has a query length for each batch entry.
+    /// Whether the problem has a query length for each batch entry.
     pub seq_len_q: bool,
-    /// True if the problem has a key length for each batch entry.
+    /// Whether the problem has a key length for each batch entry.
     pub seq_len_kv: bool,
     /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
     /// The function that modifies the scaled score.
     pub score_mod: Option<Arc<Trace>>,
-    /// The declared parameters that `keep` and `score_mod` read.
+    /// The declared parameters (tensors and scalars of the caller) that `keep` and `score_mod` read.
     pub captured: Captured,
     /// Whether each query head has an attention sink.
     pub sink: bool,
@@ -53,15 +53,15 @@ pub struct Forward {
 /// The layout of packed sequences, without `cu_seqlens`, which belong to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packs {
-    /// True if keys are packed too, not only queries.
+    /// Whether keys are packed too, not only queries.
     pub keys: bool,
     /// Whether `cu_seqlens` are i64, not i32.
     pub wide: bool,
-    /// The largest numbers of query and key tokens in a call.
+    /// The largest number of query tokens and the largest number of key tokens in a call.
     pub totals: [i64; 2],
 }
 
-/// The time at which block-sparse index lists are created.
+/// The time at which the block-sparse index lists of a mask are created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lists {
     /// Never: the mask consists of bands and lengths.
@@ -82,7 +82,7 @@ impl Forward {
         if check.0.is_empty() { Ok(Forward::of_supported(problem)) } else { Err(unsupported(check.0)) }
     }
 
-    /// Creates the view of a supported problem.
+    /// Creates the kernels' form of a forward problem without support checks.
     pub(crate) fn of_supported(problem: &Problem) -> Forward {
         let kept = problem.kept();
         let traces = [problem.score_mod().map(|trace| &**trace), kept.rest.as_deref()];
@@ -116,28 +116,30 @@ impl Forward {
         self.statistics[statistic as usize]
     }
 
-    /// Returns whether each split must store its row maxima. The row's maximum, and the base of its sum, are those of no single split.
+    /// Returns whether each split of split-KV must store its row maxima. `row_max` and `sum_exp` need them, because their values combine
+    /// all splits of a row.
     pub(crate) fn leaves_largest(&self) -> bool {
         self.writes(Statistic::RowMax) || self.writes(Statistic::SumExp)
     }
 
-    /// Returns whether a side is packed.
+    /// Returns whether one side (queries or keys) is packed.
     pub fn packs(&self, side: Side) -> bool {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
 
-    /// Returns the cost of the mask and the score_mod for one score in machine code, in units of an addition.
+    /// Returns the cost of evaluating the mask and the score_mod for one score, in units of an addition.
     pub(crate) fn weight(&self) -> u32 {
         [&self.score_mod, &self.keep].into_iter().map(|trace| trace.as_deref().map_or(0, |trace| self.weight_of(trace))).sum()
     }
 
-    /// Returns the cost of one trace for one score. It leaves out values that all scores of a head share.
+    /// Returns the cost of evaluating a trace for one score, in units of an addition. It leaves out values that all scores of a head
+    /// share.
     pub(crate) fn weight_of(&self, trace: &Trace) -> u32 {
         let nodes = trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| of.varies());
         nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()
     }
 
-    /// Returns when the block-sparse index lists of `keep` are created.
+    /// Returns when the block-sparse index lists of the mask are created.
     pub fn lists(&self) -> Lists {
         match &self.keep {
             None => Lists::None,
@@ -146,7 +148,8 @@ impl Forward {
         }
     }
 
-    /// Returns the number of batch entries and of heads that have their own block lists. It is 1 where `keep` is the same for all.
+    /// Returns the number of batch entries and the number of heads that have their own block lists. A number is 1 if the mask is the same
+    /// for all of them.
     pub fn list_rows(&self) -> [i64; 2] {
         let [batch, heads, ..] = self.extents;
         let differs = |axis| {

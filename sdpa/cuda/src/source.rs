@@ -1,4 +1,4 @@
-//! Kernel sources: constants, the pieces of `kernels/`, and generated functions.
+//! Builds the CUDA sources of kernels from constants, the files in `kernels/`, and generated functions.
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::mma::WarpPartials;
@@ -42,7 +42,7 @@ const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
 /// The piece of kernel source for the query tiles of a KV block.
 pub(crate) const Q_BLOCKS: (&str, &str) = piece!("q_blocks.cuh");
 const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
-/// dP and dS, of every backward kernel.
+/// The piece of kernel source that computes dP and dS, for every backward kernel.
 pub(crate) const BACKWARD_SOFTMAX: (&str, &str) = piece!("backward_softmax.cuh");
 const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
 pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
@@ -62,15 +62,16 @@ pub(crate) const EXACT_LSE: (&str, &str) = piece!("exact_lse.cuh");
 const PADDING: (&str, &str) = piece!("padding.cuh");
 const BACKWARD_2CTA: (&str, &str) = piece!("backward_2cta.cu");
 
-/// Compiler options other than the architecture. They make functions without a qualifier device functions. They do not enable approximate
-/// division or flushing to zero, which kernels request where they need it.
+/// Options with which NVRTC compiles all kernels, in addition to the architecture. They make functions without a qualifier device
+/// functions. They do not enable approximate division or flushing to zero, which kernels request where they need it.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
-/// Shared memory of [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists) in bytes: 4 bytes for each of its 32 warps.
+/// Shared memory of the kernel [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists) in bytes: 4 bytes for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
-/// The largest weight of traces that are compiled separately for full and partial blocks. Heavier traces are compiled once for both,
-/// because compiling them for 64 scores takes long and the mask costs little in comparison.
+/// The largest cost of mask and score_mod for one score, in units of an addition, with which they are compiled separately for full and
+/// partial blocks. Costlier ones are compiled once for both, because compiling them for 64 scores takes long and the mask costs little in
+/// comparison.
 pub(crate) const HEAVY: u32 = 24;
 
 /// Returns for how many scores of a thread a trace of this weight is unrolled; 0 for all. Very long traces are compiled once and process scores
@@ -121,14 +122,15 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
     ]
 }
 
-/// Returns the constants of [`STATISTICS`].
+/// Returns the constants that [`STATISTICS`] reads, as names and values.
 pub(crate) fn statistics(problem: &Forward) -> [(&'static str, u32); 4] {
     let [stats, row_max, sum_exp] = problem.statistics.map(u32::from);
     let two = u32::from(problem.stats_base == StatsBase::Two);
     [("WITH_STATS", stats), ("WITH_ROW_MAX", row_max), ("WITH_SUM_EXP", sum_exp), ("WITH_BASE_TWO", two)]
 }
 
-/// Returns the source up to the pieces of a pass. `engines` is its last piece, and `weight` is that of all traces of the pass.
+/// Returns the beginning of a kernel source: constants, common pieces and traced functions, then the pieces `engines`. `weight` is the
+/// cost of all traces of the pass for one score.
 pub(crate) fn begin(
     problem: &Forward,
     weight: u32,
@@ -158,7 +160,7 @@ pub(crate) fn begin(
 /// Precedes the generated WGMMA wrappers.
 const GENERATED: &str = "\n#line 1 \"generated\"\n";
 
-/// Returns the type of `cu_seqlens`.
+/// Returns the declaration of the integer type of `cu_seqlens` offsets.
 pub(crate) fn boundary(problem: &Forward) -> String {
     let of = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
     format!("typedef {of} CuSeqlen;\n")
@@ -177,7 +179,7 @@ fn held(sixteens: u32, dim: i64) -> u32 {
     (4 * sixteens.min(steps(dim, COLUMNS) as u32)).max(1)
 }
 
-/// Returns the CUDA source of the forward kernel of a problem with this tile.
+/// Returns the CUDA source of the WGMMA forward kernel of a problem with this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
     let own = [
@@ -227,7 +229,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text
 }
 
-/// Returns the CUDA source of the kernels of a backward pass with this tile.
+/// Returns the CUDA source of the WGMMA kernels of a backward pass with this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
     let tight = forward.is_tight();
@@ -290,7 +292,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     text
 }
 
-/// Returns the functions of a backward pass that modify a score and compute its derivative.
+/// Returns the CUDA functions of a backward pass that apply the score_mod to a score and compute its derivative.
 pub(crate) fn score_functions(problem: &Backward) -> Vec<String> {
     let captured = &problem.forward.captured;
     let score_mod = problem.forward.score_mod.as_deref();
@@ -298,12 +300,12 @@ pub(crate) fn score_functions(problem: &Backward) -> Vec<String> {
     score_mod.map(|trace| captured.score_mod(trace)).into_iter().chain(slope).collect()
 }
 
-/// Returns the function of the mask's part that is neither a band nor a length.
+/// Returns the CUDA function of the part of the mask that is neither a band nor a length; `None` if the mask has no such part.
 pub(crate) fn keep_function(forward: &Forward) -> Option<String> {
     forward.keep.as_deref().map(|trace| forward.captured.keep(trace))
 }
 
-/// Returns the functions that compute a score's contribution to the gradient of each parameter.
+/// Returns the CUDA functions that compute a score's contribution to the gradient of each parameter.
 pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
     let captured = &problem.forward.captured;
     let of_axes = |trace| {
@@ -318,7 +320,7 @@ pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
     problem.gradient.as_deref().into_iter().flat_map(|trace| of_axes(trace).chain(of_reads(trace))).collect()
 }
 
-/// Returns the structure with the accumulator addresses of parameter gradients.
+/// Returns the CUDA structure with the addresses of the parameter gradients' accumulators.
 pub(crate) fn gradients_structure(along: &[Along]) -> String {
     let members: String = (0..along.len()).map(|n| format!("    float* to_{n};\n")).collect();
     format!("struct Gradients {{\n{members}}};\n")
@@ -329,8 +331,8 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// Returns the function that adds each score's contribution to parameter gradients: to their elements, or to a warp's partial sums according to
-/// `partials`.
+/// Returns the CUDA function that adds each score's contribution to the parameter gradients. It adds to the elements of a gradient, or to
+/// the warp's partial sums if `partials` has them for this gradient.
 pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], partials: &[Option<WarpPartials>]) -> String {
     let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"

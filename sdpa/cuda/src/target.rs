@@ -41,7 +41,7 @@ impl Target {
         Target::new(device.sm(), device.sm_count())
     }
 
-    /// Returns the keys of the kernels of a pass, in the order of compilation.
+    /// Returns the keys of the kernels that a pass needs on this device, in the order of compilation.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -61,7 +61,7 @@ impl Target {
         Ok(self.schedule_of(job)?.kernels)
     }
 
-    /// Returns the workspace of a pass, and the work that its calls submit.
+    /// Returns the memory that a pass uses on this device in addition to its operands, and the work that its calls submit.
     ///
     /// ```
     /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};

@@ -13,20 +13,20 @@ pub struct Tile {
     pub keys: u32,
     /// Number of pipeline stages, which is the number of KV blocks in shared memory at once.
     pub stages: u32,
-    /// Whether warpgroups use ping-pong scheduling: the softmax of one overlaps with the GEMMs of another.
+    /// Whether consumer warpgroups use ping-pong scheduling: the softmax of one overlaps with the GEMMs of another.
     pub turns: bool,
-    /// True if the output has its own shared memory, so that the next queries can be loaded while the output is stored.
+    /// Whether the output has its own shared memory, so that the next queries can be loaded while the output is stored.
     pub output_apart: bool,
-    /// Columns of queries that a consumer warpgroup keeps in registers for all keys of a tile, in units of 16 columns. WGMMA reads these
-    /// columns from shared memory only once.
+    /// Number of columns of Q that a consumer warpgroup keeps in registers for all keys of a tile, in units of 16 columns. WGMMA reads
+    /// these columns from shared memory only once.
     pub held: u32,
     /// Number of registers per consumer thread.
     pub group_registers: u32,
     /// Number of registers per producer thread.
     pub bring_registers: u32,
-    /// The packed GQA tile, for few queries; `None` for tiles of one head.
+    /// The packed GQA tile (several query heads in one tile), for few queries; `None` for tiles of one head.
     pub few: Option<Few>,
-    /// True if split-KV is possible: several thread blocks may process the keys of a tile, and a combine kernel merges their results.
+    /// Whether split-KV is possible: several thread blocks may process the keys of a tile, and a combine kernel merges their results.
     pub split: bool,
 }
 
@@ -40,7 +40,7 @@ pub struct Few {
     pub heads: u32,
 }
 
-/// Queries of a warpgroup.
+/// Number of query rows that a consumer warpgroup processes.
 pub(crate) const GROUP_QUERIES: u32 = 64;
 /// Bytes of mbarriers and tile indices.
 const BARRIERS: u32 = 256;
@@ -48,7 +48,7 @@ const BARRIERS: u32 = 256;
 const TILE_ITEMS: u32 = 256;
 /// Bytes of a row of a panel in shared memory.
 const ROW_BYTES: u32 = 128;
-/// Columns of a panel.
+/// Number of columns of a panel, the part of an operand that a row of 128 bytes in shared memory holds.
 pub(crate) const PANEL: u32 = 64;
 /// The largest shared memory of a thread block in bytes, on compute capability 9.0.
 pub const SHARED_BYTES: u32 = 232_448;
@@ -99,7 +99,7 @@ const fn usual_tile(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
     }
 }
 
-/// The largest head dim that has a tile.
+/// The largest head dim for which the kernels have a tile.
 pub const MOST_DIM: i64 = 256;
 
 impl Tile {
@@ -108,7 +108,7 @@ impl Tile {
         TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
-    /// Returns the tile for many keys with these head dims; `None` if there is none.
+    /// Returns the tile for rows that attend to many keys, with these head dims; `None` if there is none.
     pub fn of_long(dim_qk: i64, dim_v: i64) -> Option<Tile> {
         Tile::of(dim_qk, dim_v).filter(|usual| (usual.dim_qk, usual.dim_v) == (LONG_TILE.dim_qk, LONG_TILE.dim_v)).map(|_| LONG_TILE)
     }
@@ -124,7 +124,7 @@ impl Tile {
         dim_qk <= i64::from(self.dim_qk) && dim_v <= i64::from(self.dim_v)
     }
 
-    /// Iterates over every tile.
+    /// Iterates over every tile of the forward kernel.
     pub fn all() -> impl Iterator<Item = Tile> {
         TILES.into_iter().chain([LONG_TILE]).chain(FEW_TILES)
     }
@@ -177,7 +177,7 @@ pub struct BackwardTile {
     pub queries: u32,
     /// Number of parts into which the columns of the gradients are divided, each for another thread block: 1 or 2.
     pub parts: u32,
-    /// True if two CTAs form a cluster. Each then computes the scores of half the keys, and only dQ is divided into column parts.
+    /// Whether two CTAs form a cluster. Each then computes the scores of half the keys, and only dQ is divided into column parts.
     pub two_cta: bool,
     /// Number of thread blocks that share the query heads of a KV head: 1, or more if there are too few KV blocks.
     pub shares: u32,
@@ -185,7 +185,7 @@ pub struct BackwardTile {
     pub stages: u32,
     /// Number of pipeline stages of dO.
     pub output_stages: u32,
-    /// Columns of keys and of values that a consumer warpgroup keeps in registers for all queries, in units of 16 columns. WGMMA reads
+    /// Number of columns of K and of V that a consumer warpgroup keeps in registers for all queries, in units of 16 columns. WGMMA reads
     /// these columns from shared memory only once.
     pub held: [u32; 2],
     /// Number of registers per consumer thread.
@@ -258,7 +258,7 @@ impl BackwardTile {
         if self.two_cta { 2 } else { 1 }
     }
 
-    /// Iterates over every tile.
+    /// Iterates over every tile of the backward kernel.
     pub fn all() -> impl Iterator<Item = BackwardTile> {
         BACKWARD_TILES.into_iter().chain(TWO_CTA_TILES)
     }

@@ -1,4 +1,4 @@
-//! Limits of the WGMMA kernels, and the reasons of a refusal.
+//! Limits of the WGMMA kernels, and the error that lists those that a problem breaks.
 
 use crate::fact::supports_fact;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
@@ -7,12 +7,12 @@ use sdpa_core::{Operand, Problem};
 use sdpa_nvidia::JobQuery;
 use std::fmt::Display;
 
-/// Returns the error of a problem that the kernels do not support.
+/// Returns the error for a problem that the kernels do not support for these reasons.
 pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported::new(ExecutorName::CUDA, reasons)
 }
 
-/// Collects the limits that a problem breaks.
+/// The limits that a problem breaks, one reason for each.
 pub(crate) struct Check(pub(crate) Vec<Reason>);
 
 /// Returns whether TMA can step along an axis of elements of this size.
@@ -48,14 +48,14 @@ impl Check {
         }
     }
 
-    /// Checks the number of thread blocks of a grid, one per `of_head` rows.
+    /// Checks that a grid with `of_head` thread blocks per query head has fewer than 2³¹ thread blocks.
     pub(crate) fn blocks(&mut self, problem: &Problem, of_head: i64) {
         let blocks = problem.batch() * problem.heads_q() * of_head;
         self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 thread blocks");
     }
 }
 
-/// Returns the limits of the kernels that a pass breaks.
+/// Checks a pass against the limits of the kernels, and returns those that it breaks.
 pub(crate) fn checked(pass: JobQuery<'_>) -> Check {
     let mut check = Check(Vec::new());
     pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));

@@ -36,7 +36,8 @@ impl Operands {
     }
 }
 
-/// Generates the WGMMAs of the forward kernel: m64nNk16, where N is keys or columns of V.
+/// Generates the CUDA wrappers of the WGMMAs of the forward kernel: m64nNk16, where N is the number of keys (S = Q Kᵀ) or of columns of V
+/// (O = P V).
 pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: u32) -> String {
     let mut text = String::new();
     product(&mut text, element, columns_of_scores, Operands::SharedK);
@@ -45,7 +46,8 @@ pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: 
     text
 }
 
-/// Generates the WGMMAs of the backward kernels: S and dP of 64 keys by 64 queries, dK and dV of `columns`, dQ of one panel of columns.
+/// Generates the CUDA wrappers of the WGMMAs of the backward kernels: S and dP of 64 keys by 64 queries, dK and dV of `columns`, and dQ
+/// of one panel of columns.
 pub(crate) fn backward(element: &str, columns: [u32; 2]) -> String {
     let mut text = String::new();
     product(&mut text, element, 64, Operands::SharedK);

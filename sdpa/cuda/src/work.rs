@@ -20,12 +20,12 @@ const LONG: i64 = 8192;
 /// Bytes of L2 for operands. Of its 50 MB, this much is near all SMs.
 const CACHE_BYTES: i64 = 32 << 20;
 
-/// Returns the number of heads of this many bytes each that fit L2 together: a power of two.
+/// Returns the number of heads whose operands, `bytes` bytes for each head, fit L2 together: at least 1, rounded down to a power of two.
 pub(crate) fn heads_in_cache(bytes: i64) -> i64 {
     1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
 }
 
-/// Returns the number of steps that cover `extent`.
+/// Returns the number of steps of length `step` that cover `extent`.
 pub(crate) fn steps(extent: i64, step: u32) -> i64 {
     let step = i64::from(step);
     extent.div_euclid(step) + i64::from(extent % step != 0)
@@ -49,7 +49,7 @@ impl Forward {
         Ok(Tile { split, ..long.unwrap_or(tile) })
     }
 
-    /// Returns whether registers are short: dropout and long traces need them.
+    /// Returns whether registers are short, because dropout or long traces need many.
     pub(crate) fn is_tight(&self) -> bool {
         self.dropout.is_some() || self.weight() > HEAVY
     }
@@ -110,18 +110,18 @@ impl Forward {
         self.most_tiles(tile) < each * i64::from(multiprocessors) && enough()
     }
 
-    /// Returns the smallest number of KV blocks in a split.
+    /// Returns the smallest number of KV blocks that a split of split-KV may have.
     pub(crate) fn least_blocks(&self, tile: &Tile) -> u32 {
         LEAST_BLOCKS[usize::from(tile.few.is_none())]
     }
 
-    /// Returns the requested number of splits over all tiles; some tiles have one more.
+    /// Returns the requested number of splits over all tiles, for split-KV; some tiles have one more.
     pub(crate) fn most_parts(&self, tile: &Tile, multiprocessors: u32) -> i64 {
         PARTS_EACH[usize::from(tile.few.is_none())] * i64::from(multiprocessors)
     }
 
-    /// Returns the number of keys that one TMA load of a KV block has. With pages, it is the greatest common divisor of page size and
-    /// block size.
+    /// Returns the number of keys that one TMA load of a KV block brings to shared memory. For a paged KV cache, it is the greatest
+    /// common divisor of page size and block size.
     pub(crate) fn piece(&self, tile: &Tile) -> u32 {
         let common = |mut a: i64, mut b: i64| {
             while b != 0 {

@@ -22,7 +22,7 @@ use sdpa_nvidia::JobQuery;
 const THREADS: u32 = 256;
 const ROWS: u32 = 32;
 
-/// Returns the schedule of a backward pass with this tile configuration.
+/// Returns the schedule (memory and launches) of a backward pass with this tile configuration.
 pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &TileConfig, gpu: Gpu) -> Schedule {
     let forward = &backward.forward;
     let label = format!("backward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);

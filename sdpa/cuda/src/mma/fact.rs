@@ -5,7 +5,7 @@ use crate::unsupported::Check;
 use sdpa_core::{DType, Direction, Fact};
 use sdpa_nvidia::JobQuery;
 
-/// Adds a reason for each limit of the kernels that a fact of a pass breaks.
+/// Adds a reason to `check` if the `mma.sync` kernels do not support `fact`, a property of the problem of a pass.
 ///
 /// There is deliberately no wildcard arm: a new fact needs an arm here once the kernels compute it, or a reason.
 pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {

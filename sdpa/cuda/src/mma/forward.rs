@@ -52,7 +52,7 @@ pub(super) fn params(builder: &mut Builder<'_>, blocking: Blocking, lists: &Bloc
     builder.structure(|to| params.push(to))
 }
 
-/// Returns the schedule of a forward pass with this tile configuration.
+/// Returns the schedule (memory and launches) of a forward pass with this tile configuration.
 pub(crate) fn schedule(problem: &Problem, forward: &Forward, config: &TileConfig, gpu: Gpu) -> Schedule {
     let label = format!("forward mma.sync {} x {} of {}, {}", config.own, config.step, config.dim_qk, config.dim_v);
     let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Mma, gpu), label);

@@ -6,12 +6,12 @@ use crate::schedule::arguments::{Arguments, Member};
 use sdpa_core::Operand;
 use sdpa_core::spec::TensorSpec;
 
-/// A tensor of any strides.
+/// A four-dimensional tensor with any strides, as the kernels receive it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Strided {
     /// Address of the first element.
     at: Address,
-    /// Strides in elements of batch entries, heads, rows and columns.
+    /// Distances between batch entries, heads, rows and columns, in elements.
     strides: [i64; 4],
 }
 
@@ -26,10 +26,10 @@ impl Strided {
     /// The structure in CUDA C++, with the same layout.
     pub(super) const CUDA: &str = "struct Strided {\n    Element* at;\n    long batch;\n    long head;\n    long row;\n    long dim;\n};\n";
 
-    /// No tensor: the kernels of the pass do not read it.
+    /// A null tensor, for an operand that the kernels of the pass do not read.
     pub(crate) const NONE: Strided = Strided { at: Address::Null, strides: [0; 4] };
 
-    /// Describes an operand. For a packed one, the tokens of all sequences are its rows.
+    /// Describes an operand for the kernels. For a packed operand, the rows are the tokens of all sequences.
     pub(crate) fn of(operand: Operand, tensor: &TensorSpec, packed: bool) -> Strided {
         let [batch, head, row, dim] = tensor.strides;
         Strided { at: Address::Operand(operand), strides: [if packed { 0 } else { batch }, head, row, dim] }
@@ -37,7 +37,7 @@ impl Strided {
 }
 
 params! {
-    /// The parameters of the kernels of both passes: operands, device addresses, then numbers.
+    /// The parameters of the forward and backward kernels: operands, device addresses, then numbers.
     MmaParams as "MmaParams" {
         /// Queries.
         q: Strided = "Strided ",
@@ -61,9 +61,10 @@ params! {
         row_max: Address = "float* ",
         /// Destination of the sum of exponentials of each row, in the order of `stats`.
         sum_exp: Address = "float* ",
-        /// Address of the log-sum-exps in base 2, in the order of `stats`.
+        /// Address of the log-sum-exp of each row in base 2, in the order of `stats`.
         lse: Address = "float* ",
-        /// Address of the log-sum-exps as two f32 each, a score and the remainder in base 2, in the order of `stats`.
+        /// Address of the log-sum-exp of each row as two f32, in the order of `stats`: the largest score, and the base-2 logarithm of the
+        /// sum of exponentials relative to it.
         exact_lse: Address = "float2* ",
         /// Address of delta, the row sums of `o` times `d_o`, in the order of `stats`.
         delta: Address = "float* ",
@@ -88,11 +89,11 @@ params! {
         seq_kv,
         tokens_q,
         tokens_kv,
-        /// Columns of queries and keys.
+        /// Number of columns of queries and keys.
         dim_qk: i32 = "int ",
         dim_v,
         tiles,
-        /// Blocks of keys.
+        /// Number of KV blocks.
         blocks: i32 = "int ",
         section_heads,
         block_list_batch,
@@ -107,11 +108,11 @@ params! {
         softmax_scale_log2,
         dropout_threshold,
         dropout_scale,
-        /// Tokens per page.
+        /// Number of tokens per page of the paged KV cache.
         page_size: i32 = "int ",
-        /// Pages of each pool.
+        /// Number of pages in each page pool of the paged KV cache.
         pages: i32 = "int ",
-        /// Page-table stride of batch entries.
+        /// Number of page-table entries per batch entry.
         table_row: i32 = "int ",
     }
 }

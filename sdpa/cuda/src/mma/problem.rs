@@ -1,4 +1,4 @@
-//! Support checks of the `mma.sync` kernels, which support any strides and head dims.
+//! Support checks of the `mma.sync` kernels, and their form of a problem. They support any strides, and head dims up to 256.
 
 use super::fact::supports_fact;
 use super::tile_config::TileConfig;

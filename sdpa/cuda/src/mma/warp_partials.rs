@@ -7,23 +7,25 @@ use sdpa_core::expr::Axis;
 /// The largest size in bytes of the partial sums of all parameter gradients of a pass.
 pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 
-/// The partial sums of one gradient: (batch, heads_q, slots, inner) numbers, f32.
+/// The partial sums of the gradient of one parameter: (batch, heads_q, slots, inner) numbers, f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WarpPartials {
-    /// Number of batch entries and of query heads with partial sums.
+    /// Number of batch entries and number of query heads. Each head of each batch entry has its own partial sums.
     pub(crate) rows: [i64; 2],
-    /// True for each of these two axes that the gradient spans.
+    /// Whether the gradient has a batch axis, and whether it has a head axis. Over an axis that it lacks, partial sums are added.
     pub(crate) spans: [bool; 2],
-    /// Number of warps with keys, 16 keys each. It is 1 if the parameter spans keys, because one warp then owns each key.
+    /// Number of partial sums per head of a batch entry: one for each warp, which owns 16 keys. It is 1 if the parameter has a key axis,
+    /// because each key then belongs to one warp.
     pub(crate) slots: i64,
     /// Number of elements of the gradient for one head of one batch entry.
     pub(crate) inner: i64,
-    /// Whether the lanes of a warp contribute to the same element; otherwise one thread owns it.
+    /// Whether the lanes of a warp add to the same element of the partial sum; otherwise each element belongs to one thread.
     pub(crate) shared: bool,
 }
 
 impl WarpPartials {
-    /// Returns the partial sums of a gradient, with KV blocks of this tile configuration.
+    /// Returns the partial sums of the gradient of `along`, for extents (batch, heads_q, seq_q, seq_kv) and the KV blocks of this tile
+    /// configuration.
     pub(crate) fn of(along: &Along, [batch, heads, seq_q, seq_kv]: [i64; 4], config: &TileConfig) -> WarpPartials {
         let has = |axis| !along.axes.is_table() && along.axes.has(axis);
         let slots = if has(Axis::K) { 1 } else { seq_kv.unsigned_abs().next_multiple_of(config.own.into()) as i64 / 16 };
@@ -32,12 +34,12 @@ impl WarpPartials {
         WarpPartials { rows: [batch, heads], spans: [has(Axis::Batch), has(Axis::Head)], slots, inner, shared: !has(Axis::K) }
     }
 
-    /// Returns whether every number is an element of the gradient, so that nothing remains to be summed.
+    /// Returns whether each partial sum is already an element of the gradient, so that nothing remains to be summed.
     pub(crate) fn is_whole(&self) -> bool {
         self.slots == 1 && self.rows.iter().zip(self.spans).all(|(extent, spans)| spans || *extent == 1)
     }
 
-    /// Returns the bytes of all numbers; saturates.
+    /// Returns the size of the partial sums in bytes; saturates.
     pub(crate) fn bytes(&self) -> i64 {
         let [batch, heads] = self.rows;
         [batch, heads, self.slots, self.inner].into_iter().fold(4, i64::saturating_mul)
@@ -50,8 +52,8 @@ impl WarpPartials {
 }
 
 impl Backward {
-    /// Iterates over the gradients of parameters. Returns partial sums for one that is summed in a fixed order, and `None` for one that kernels write
-    /// directly.
+    /// Iterates over the parameters whose gradients are computed. Yields the partial sums of a gradient that is summed in a fixed order,
+    /// and `None` for a gradient that kernels write directly.
     pub(crate) fn warp_partials<'a>(&'a self, config: &'a TileConfig) -> impl Iterator<Item = Option<WarpPartials>> + 'a {
         let of = |along| {
             Some(WarpPartials::of(along, self.forward.extents, config)).filter(|partials| self.deterministic && !partials.is_whole())
@@ -59,7 +61,7 @@ impl Backward {
         self.along.iter().map(of)
     }
 
-    /// Returns the bytes of all partial sums.
+    /// Returns the size of the partial sums of all parameter gradients, in bytes; saturates.
     pub(crate) fn partial_bytes(&self, config: &TileConfig) -> i64 {
         self.warp_partials(config).flatten().fold(0, |bytes, partials| bytes.saturating_add(partials.bytes()))
     }

@@ -1,4 +1,4 @@
-//! The values of a call that a plan's schedule leaves open.
+//! The values of a call that a plan's schedule leaves open: addresses, scalars and token counts.
 
 use super::Home;
 use crate::schedule::arguments::{Fill, Value, write_u32};
@@ -7,16 +7,16 @@ use sdpa_core::device::{DeviceCall, DeviceValue};
 use sdpa_driver::DeviceSlice;
 use smallvec::SmallVec;
 
-/// The arguments of all launches of a call.
+/// The arguments of all launches of a call, as 8-byte words.
 pub(super) type Words = SmallVec<[u64; 256]>;
 
-/// A call, with values that several of its arguments need.
+/// A call of a plan, with values that several of its kernel arguments need.
 pub(super) struct Call<'a> {
     schedule: &'a Schedule,
     homes: &'a [Home],
     call: &'a DeviceCall<'a, DeviceSlice>,
     workspace: u64,
-    /// Packed query and key tokens for which there is memory.
+    /// Number of packed query tokens and of packed key tokens for which the call has memory.
     pub(super) tokens: [i64; 2],
     scale: f32,
     /// Whether scores are multiplied by the scale first.
@@ -49,7 +49,7 @@ impl<'a> Call<'a> {
         self.call.gradients.iter().find(|g| g.name == name).map_or(DeviceSlice { address: 0, bytes: 0 }, |g| g.slice)
     }
 
-    /// Returns an address in this call; 0 if the call has no such memory.
+    /// Returns the device address that `address` names in this call; 0 if the call has no such memory.
     pub(super) fn address(&self, address: Address) -> u64 {
         match address {
             Address::Null => 0,
@@ -92,7 +92,7 @@ impl<'a> Call<'a> {
         words
     }
 
-    /// Returns a range of memory in this call.
+    /// Returns the device memory that `memory` names in this call.
     pub(super) fn memory(&self, memory: &Memory) -> DeviceSlice {
         match memory {
             Memory::Gradient(gradient) => self.gradient(*gradient),

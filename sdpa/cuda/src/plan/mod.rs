@@ -193,7 +193,7 @@ impl CudaPlan {
         format!("{}, {registers} registers", self.schedule.label)
     }
 
-    /// Returns the compiled kernels of the main source.
+    /// Returns the compiled kernels of the main source of this plan.
     pub fn kernel(&self) -> &Kernel {
         &self.resources.main
     }

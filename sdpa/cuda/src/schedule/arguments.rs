@@ -23,13 +23,13 @@ pub(crate) enum Address {
 /// A 4-byte number that a call fills in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
-    /// The number 1 if scores are multiplied by the scale first, and otherwise 0.
+    /// The number 1 if scores are multiplied by the scale before the softmax, and otherwise 0.
     Natural,
     /// The scale of the call, `attn_scale`.
     Scale,
-    /// The factor from a score to the exponent of 2.
+    /// The factor from a score to the exponent in base 2.
     Unit,
-    /// The number of packed tokens of a side for which the call has memory; 0 if the side is not packed.
+    /// The number of packed tokens of one side (queries or keys) for which the call has memory; 0 if the side is not packed.
     Tokens(Side),
 }
 
@@ -49,11 +49,11 @@ pub(crate) struct Fill {
     pub(crate) value: Value,
 }
 
-/// An argument of a kernel, by the index of its first word.
+/// An argument of a kernel, by the index of its first 8-byte word in [`Arguments`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockId(pub(crate) usize);
 
-/// The arguments of all kernels, each aligned to 8 bytes. Values that a call fills in are 0 here.
+/// The arguments of all kernels of a schedule, each aligned to 8 bytes. Values that a call fills in are 0 here.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Arguments {
     words: Vec<u64>,
@@ -70,7 +70,7 @@ impl Arguments {
         &self.fills
     }
 
-    /// Adds an argument whose members `push` adds. An empty structure takes a byte.
+    /// Adds an argument (a structure) whose members `push` adds. An empty structure takes a byte.
     pub(crate) fn block(&mut self, push: impl FnOnce(&mut Arguments)) -> BlockId {
         self.bytes = 8 * self.words.len();
         let block = BlockId(self.words.len());
@@ -109,7 +109,7 @@ pub(crate) fn write_u32(words: &mut [u64], at: usize, bits: u32) {
     }
 }
 
-/// A member of a kernel's structure, with C layout.
+/// A member of a kernel's parameter structure, with C layout.
 pub(crate) trait Member {
     fn push(&self, to: &mut Arguments);
 }
@@ -154,7 +154,7 @@ impl Member for Number {
     }
 }
 
-/// A declared scalar.
+/// The f32 value of a declared scalar, as a member of a structure.
 pub(crate) struct Scalar(pub(crate) ParamId);
 
 impl Member for Scalar {

@@ -1,4 +1,5 @@
-//! Block-sparse index lists of a kernel: a table of the plan, or made by a launch before the pass if the mask reads tensors.
+//! Block-sparse index lists that a kernel reads: a constant table of the plan, or made by a launch before the pass if the mask reads
+//! tensors.
 
 use super::{Address, Argument, Builder, KernelId, Launch, Source, Step};
 use crate::entry_point::EntryPoint;
@@ -11,14 +12,14 @@ use smallvec::smallvec;
 /// Threads per block of the kernel that makes lists, one list per block.
 const THREADS: u32 = 1024;
 
-/// The query tiles and KV blocks that a kernel iterates over.
+/// The extents of the query tiles and KV blocks that a kernel iterates over, and the direction of its lists.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocking {
-    /// Number of queries of a tile.
+    /// Number of queries in a query tile.
     pub(crate) queries: u32,
-    /// Number of keys of a block.
+    /// Number of keys in a KV block.
     pub(crate) keys: u32,
-    /// Whether each KV block has a list of query tiles; otherwise each query tile has one of KV blocks.
+    /// Whether there is a list of query tiles for each KV block; otherwise there is a list of KV blocks for each query tile.
     pub(crate) by_keys: bool,
 }
 
@@ -30,15 +31,16 @@ impl Blocking {
     }
 }
 
-/// Addresses of the lists of a kernel, and the number that a launch makes.
+/// Device addresses of the block-sparse index lists that a kernel reads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockLists {
-    /// The start and the end of each list in `blocks`.
+    /// Address of the start index of each list in `blocks`. `end` has the end indices.
     pub(crate) begin: Address,
     pub(crate) end: Address,
-    /// The items of all lists.
+    /// Address of the items of all lists.
     pub(crate) blocks: Address,
-    /// Strides of batch entries and heads, in units of the lists of a head.
+    /// Distances between the lists of adjacent batch entries and of adjacent heads, in units of the lists of a head; 0 if they share
+    /// lists.
     pub(crate) strides: [i32; 2],
     /// The number of lists that a launch makes at each call.
     made: Option<i64>,
@@ -50,7 +52,7 @@ fn strides([batch, head]: [i64; 2]) -> [i32; 2] {
 }
 
 impl Builder<'_> {
-    /// Adds the slot of the lists that a kernel reads.
+    /// Adds the slot of the block-sparse index lists that a kernel reads, and returns their addresses.
     pub(crate) fn block_lists(&mut self, name: &'static str, blocking: Blocking) -> BlockLists {
         let none = BlockLists { begin: Address::Null, end: Address::Null, blocks: Address::Null, strides: [0; 2], made: None };
         match self.attention.lists() {
@@ -76,7 +78,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds the launch that makes the lists, if the mask reads tensors.
+    /// Adds the launch that makes the block-sparse index lists, if the mask reads tensors.
     pub(crate) fn make_block_lists(&mut self, lists: &BlockLists, kernel: KernelId, arguments: [Argument; 2]) {
         if let Some(made) = lists.made {
             self.step(Step::Launch(Launch {

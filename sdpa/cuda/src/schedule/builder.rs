@@ -15,7 +15,7 @@ use sdpa_core::{Operand, Problem, Side, TensorSpec};
 use sdpa_nvidia::JobQuery;
 use std::borrow::Cow;
 
-/// Returns the size of a one-dimensional grid.
+/// Converts the number of thread blocks of a one-dimensional grid to u32; saturates.
 pub(crate) fn grid(blocks: i64) -> u32 {
     u32::try_from(blocks).unwrap_or(u32::MAX)
 }
@@ -55,12 +55,14 @@ impl<'a> Builder<'a> {
         self.job.problem()
     }
 
-    /// Returns an operand as it is in memory: paged, or packed.
+    /// Returns extents and strides of an operand as it is stored: as a page pool, or as packed tokens. `None` if the pass does not have
+    /// the operand.
     pub(crate) fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
         self.job.in_memory(operand)
     }
 
-    /// Adds a kernel source, with its entry points and their shared memory. If calls make block lists, every source contains the kernel that does.
+    /// Adds a kernel source with its entry points, each with its shared memory in bytes. If calls make block lists, each source also gets
+    /// the kernel for this.
     pub(crate) fn kernel(&mut self, source: String, mut entries: Vec<(EntryPoint, u32)>) -> KernelId {
         entries.extend((self.attention.lists() == Lists::AtCall).then_some((EntryPoint::BlockLists, MAP_SHARED_BYTES)));
         let (tile, architecture) = (self.schedule.label.clone(), self.architecture.clone());
@@ -81,12 +83,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Returns the number of slots, for [`Builder::zero_slots`].
+    /// Returns the number of slots that were added so far, as an argument for [`Builder::zero_slots`].
     pub(crate) fn slots(&self) -> usize {
         self.schedule.slots.len()
     }
 
-    /// Adds a step that sets all slots from the `first` one on to 0.
+    /// Adds a step that sets all slots with index `first` or later to 0.
     pub(crate) fn zero_slots(&mut self, first: usize) {
         let all = first..self.slots();
         if !all.is_empty() {
@@ -151,40 +153,40 @@ impl<'a> Builder<'a> {
         }))
     }
 
-    /// Returns the address of a declared tensor; [`Address::Null`] if the pass declares none of this name.
+    /// Returns the address of the declared tensor `name`; [`Address::Null`] if the pass declares no such tensor.
     pub(crate) fn param(&mut self, name: &str) -> Address {
         if self.declared().iter().any(|declared| declared.name == name) { Address::Param(self.param_id(name)) } else { Address::Null }
     }
 
-    /// Returns the address of the `cu_seqlens` of a side; [`Address::Null`] if it is not packed.
+    /// Returns the address of the `cu_seqlens` of one side (queries or keys); [`Address::Null`] if this side is not packed.
     pub(crate) fn boundaries(&mut self, side: Side) -> Address {
         let packed = self.problem().packed();
         packed.map_or(Address::Null, |packed| self.param(packed.boundaries(side)))
     }
 
-    /// Returns the address of the caller's gradient of a declared parameter.
+    /// Returns the address of the caller's memory for the gradient of the declared parameter `name`.
     pub(crate) fn gradient(&mut self, name: &str) -> Address {
         self.schedule.gradients.push(name.to_owned());
         Address::Gradient(GradientId(self.schedule.gradients.len() - 1))
     }
 
-    /// Adds a tensor map.
+    /// Adds the tensor map of an operand as a kernel argument.
     pub(crate) fn map(&mut self, map: OperandMap) -> Argument {
         self.schedule.maps.push(map);
         Argument::Map(MapId(self.schedule.maps.len() - 1))
     }
 
-    /// Adds an argument that is a structure.
+    /// Adds a kernel argument that is a structure, whose members `push` adds.
     pub(crate) fn structure(&mut self, push: impl FnOnce(&mut Arguments)) -> Argument {
         Argument::Block(self.schedule.arguments.block(push))
     }
 
-    /// Adds an argument that is one number or address.
+    /// Adds a kernel argument that is one number or address.
     pub(crate) fn value(&mut self, member: impl Member) -> Argument {
         self.structure(|to| member.push(to))
     }
 
-    /// Adds the structure of captured parameters: addresses of tensors, then scalars.
+    /// Adds the kernel argument with the declared parameters that traces read: addresses of tensors, then scalars.
     pub(crate) fn captured(&mut self) -> Argument {
         let captured = &self.attention.captured;
         let tensors: Vec<ParamId> = captured.tensors().into_iter().map(|(name, ..)| self.param_id(name)).collect();

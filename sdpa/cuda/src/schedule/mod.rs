@@ -105,7 +105,7 @@ pub(crate) enum Argument {
 pub(crate) struct Launch {
     pub(crate) kernel: KernelId,
     pub(crate) entry: EntryPoint,
-    /// Thread blocks; grids are one-dimensional.
+    /// Number of thread blocks of the one-dimensional grid.
     pub(crate) grid: u32,
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
@@ -120,7 +120,8 @@ pub(crate) enum Step {
     Launch(Launch),
 }
 
-/// A pass on a device. It depends on the device's compute capability and its number of SMs.
+/// The schedule of a pass on a device: its kernels, memory and steps. It depends on the device's compute capability and its number of
+/// SMs.
 #[derive(Clone, Debug)]
 pub(crate) struct Schedule {
     /// The tile configuration of the main kernel, for reports.
@@ -136,14 +137,15 @@ pub(crate) struct Schedule {
     /// Names of the declared parameters whose gradients kernels write.
     pub(crate) gradients: Vec<String>,
     pub(crate) tokens: Option<PackedTokens>,
-    /// The scale of a call that sets none.
+    /// The factor of the scores in a call without `attn_scale`.
     pub(crate) default_scale: f32,
     /// Whether a score_mod reads scaled scores, so that the scale cannot be part of the exponent.
     pub(crate) has_score_mod: bool,
 }
 
 impl Schedule {
-    /// Returns the offset of each slot in the workspace, and the size of the workspace. Slots for which `is_resident` holds are not in it.
+    /// Returns the byte offset of each slot in the workspace, and the size of the workspace in bytes. Slots for which `is_resident` holds
+    /// are not in it.
     pub(crate) fn layout(&self, is_resident: impl Fn(&Slot) -> bool) -> (Vec<Option<u64>>, u64) {
         let mut end = 0;
         let place = |slot: &Slot| {

@@ -36,7 +36,7 @@ pub struct SlotReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StepReport {
-    /// Sets memory to 0. The field has the names of slots, or of a parameter gradient.
+    /// Sets memory to 0. The field contains the names of the slots, or of the parameter gradient, that are set.
     Zero(Vec<String>),
     /// Launches a kernel.
     Launch(LaunchReport),
@@ -45,7 +45,7 @@ pub enum StepReport {
 /// A kernel launch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LaunchReport {
-    /// The index of the kernel source that contains the kernel.
+    /// The index of the kernel source that contains the kernel, from 0 on; 0 is the main source.
     pub source: usize,
     /// The name of the entry point.
     pub kernel: String,

@@ -1,10 +1,10 @@
-//! Tensor maps of operands, for TMA.
+//! Tensor maps (TMA descriptors) of operands.
 
 use super::Address;
 use sdpa_core::{Side, TensorSpec};
 use sdpa_driver::{Error, Submission, TensorMap, Tiled};
 
-/// The tensor map of an operand, without the values of a call.
+/// The tensor map (TMA descriptor) of an operand, without the address and token counts of a call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OperandMap {
     pub(crate) address: Address,
@@ -14,13 +14,13 @@ pub(crate) struct OperandMap {
 }
 
 impl OperandMap {
-    /// Describes an operand whose box has these numbers of rows and heads.
+    /// Describes the tensor map of an operand with a box of these numbers of rows and heads.
     pub(crate) fn new(address: Address, tensor: &TensorSpec, rows_and_heads: [u32; 2]) -> OperandMap {
         OperandMap { address, tiled: tiled(tensor, rows_and_heads), packed: None }
     }
 
-    /// Describes packed tokens of an operand. Two axes both step along tokens, and the first ends after one box, so that a kernel can choose where a
-    /// box ends.
+    /// Describes the tensor map of an operand with packed tokens. Two axes both step along tokens, and the first ends after one box, so
+    /// that a kernel can choose where a box ends.
     pub(crate) fn packed(address: Address, side: Side, tensor: &TensorSpec, [rows, of_heads]: [u32; 2]) -> OperandMap {
         let [_, heads, _, dim] = tensor.dims.map(|d| d.max(1) as u64);
         let bytes = |axis: usize| 2 * tensor.strides[axis].unsigned_abs();
@@ -29,7 +29,8 @@ impl OperandMap {
         OperandMap { address, tiled, packed: Some(side) }
     }
 
-    /// Encodes the map for an operand at this address. That of packed tokens begins one box before them.
+    /// Encodes the tensor map of the operand at `address`, for these numbers of query and key tokens. With packed tokens, the map begins
+    /// one box before `address`.
     pub(crate) fn encode(&self, submission: &Submission<'_>, address: u64, tokens: [i64; 2]) -> Result<TensorMap, Error> {
         let Some(side) = self.packed else { return submission.tensor_map(address, &self.tiled) };
         let Tiled { extents: [dim, rows, heads, _], strides, tile } = self.tiled;

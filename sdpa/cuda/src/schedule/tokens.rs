@@ -17,7 +17,8 @@ pub(crate) struct PackedTokens {
 }
 
 impl PackedTokens {
-    /// Returns the operands of a packed pass; `None` if no side is packed.
+    /// Returns the operands of a packed pass whose buffer sizes determine the number of tokens; `None` if neither queries nor keys are
+    /// packed.
     pub(crate) fn of(
         problem: &Problem,
         attention: &Forward,
@@ -33,8 +34,8 @@ impl PackedTokens {
         })
     }
 
-    /// Returns the query and key tokens for which every operand of a call has memory, at most those of the problem. If both sides share `cu_seqlens`,
-    /// both numbers are the smaller one.
+    /// Returns the numbers of query and key tokens for which every operand of a call has memory, at most the totals of the problem. If
+    /// queries and keys share `cu_seqlens`, both numbers are the smaller one.
     pub(crate) fn of_call(&self, call: &DeviceCall<'_, DeviceSlice>) -> [i64; 2] {
         let mut least = self.packs.totals;
         let mut has = |side: Side, tensor: &TensorSpec, elements: u64| {

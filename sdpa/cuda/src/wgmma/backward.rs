@@ -56,7 +56,7 @@ fn readable(backward: &Backward) -> TensorSpec {
     if backward.copies_d_o() { TensorSpec { strides: [heads * seq * row, seq * row, row, 1], ..backward.d_o } } else { backward.d_o }
 }
 
-/// Returns the schedule of a backward pass with this tile configuration.
+/// Returns the schedule (memory and launches) of a backward pass with this tile configuration.
 pub(crate) fn schedule(
     problem: &BackwardProblem,
     backward: &Backward,

@@ -103,7 +103,7 @@ fn blocks(forward: &Forward, tile: &Tile, multiprocessors: u32) -> i64 {
     (forward.most_tiles(tile) + splits).min(multiprocessors.into())
 }
 
-/// Returns the schedule of a forward pass with this tile configuration.
+/// Returns the schedule (memory and launches) of a forward pass with this tile configuration.
 pub(crate) fn schedule(problem: &Problem, forward: &Forward, tile: &Tile, gpu: Gpu) -> Schedule {
     let multiprocessors = gpu.multiprocessors;
     let mut builder = Builder::new(JobQuery::Forward(problem), forward, (Family::Wgmma, gpu), label(tile));

@@ -4,9 +4,9 @@ use crate::params::params;
 use crate::schedule::Address;
 
 params! {
-    /// The parameters of the forward kernels in addition to tensor maps: device addresses, strides in elements, then numbers.
+    /// The parameters of the WGMMA forward kernels in addition to tensor maps: device addresses, strides in elements, then numbers.
     ForwardParams as "Params" {
-        /// Destination of the log-sum-exp of each row, f32 (batch, heads_q, seq_q); 0 if they are not computed.
+        /// Destination of the log-sum-exp of each row, f32 (batch, heads_q, seq_q); 0 if it is not requested.
         stats: Address = "float* ",
         /// Destination of the largest score of each row, in the order of `stats`.
         row_max: Address = "float* ",
@@ -18,26 +18,27 @@ params! {
         block_list_begin,
         block_list_end,
         block_list,
-        /// Address of the tile counter, i32, from which each CTA takes its tiles after the first: 0 when the kernel begins. The number of items of a
-        /// tile list, i32, follows.
+        /// Address of the tile counter, i32, from which each CTA takes its tiles after the first; it is 0 when the kernel begins. The
+        /// number of items in the tile list, i32, follows the counter.
         tile_counter: Address = "int* ",
         /// Address of the tile list, if there is one.
         tile_items: Address = "TileItem* ",
-        /// Address of the first item of each tile of each batch entry, i32, with split-KV.
+        /// Address of the index in `tile_items` of the first item of each tile of each batch entry, i32, for split-KV.
         first_items: Address = "int* ",
-        /// Address of the outputs of splits: f32 (item, head or group of heads, row of a tile, column of the tile).
+        /// Address of the outputs of splits: f32 (item of the tile list, head or group of heads, row of a tile, column of the tile).
         split_o: Address = "float* ",
-        /// Address of the log-sum-exps of splits, two f32 each: origin, and logarithm in base 2 (item, head or group of heads, row of a tile).
+        /// Address of the log-sum-exps of splits, two f32 each: origin, and base-2 logarithm of the sum relative to it (item, head or
+        /// group of heads, row of a tile).
         split_lse: Address = "float2* ",
-        /// Address of the row maxima of splits, f32 in the same order, if row statistics need them.
+        /// Address of the row maxima of splits, f32 in the order of `split_lse`; 0 if no row statistic needs them.
         split_row_max: Address = "float* ",
         /// Address of the output, for tiles that do not store it with TMA.
         o: Address = "void* ",
         /// Batch stride of the output, in elements.
         o_batch: i64 = "long ",
-        /// Head stride of the output.
+        /// Head stride of the output, in elements.
         o_head: i64 = "long ",
-        /// Query stride of the output.
+        /// Query stride of the output, in elements.
         o_row: i64 = "long ",
         /// Address of the page table, one i32 per page of each batch entry.
         page_table: Address = "const int* ",
@@ -51,21 +52,21 @@ params! {
         seq_q,
         seq_kv,
         dim_v,
-        /// Heads of a batch entry, or packed GQA groups of heads.
+        /// Number of heads of a batch entry, or of packed GQA groups of heads.
         head_groups: i32 = "int ",
-        /// Tiles of the heads of a GQA group.
+        /// Number of tiles that cover the query heads of a GQA group.
         head_tiles: i32 = "int ",
-        /// The most splits of the keys.
+        /// The requested number of splits over all tiles; some tiles have one more.
         max_splits: i32 = "int ",
-        /// Tokens per page.
+        /// Number of tokens per page of the paged KV cache.
         page_size: i32 = "int ",
-        /// Pages of each pool.
+        /// Number of pages in each page pool of the paged KV cache.
         pages: i32 = "int ",
-        /// Page-table stride of batch entries.
+        /// Number of page-table entries per batch entry.
         table_row: i32 = "int ",
         tokens_q,
         tokens_kv,
-        /// The most items of the list.
+        /// The largest number of items that the tile list can hold.
         max_items: i32 = "int ",
         tiles,
         section_heads,
@@ -85,7 +86,7 @@ params! {
 }
 
 params! {
-    /// The parameters of the backward kernels in addition to tensor maps: device addresses, strides in elements, then numbers.
+    /// The parameters of the WGMMA backward kernels in addition to tensor maps: device addresses, strides in elements, then numbers.
     BackwardParams as "BackwardParams" {
         /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q).
         stats: Address = "const float* ",
@@ -97,11 +98,12 @@ params! {
         d_o_copy: Address = "Element* ",
         /// Address of the gradient of the queries.
         dq: Address = "void* ",
-        /// Address of the stats in units of the exponent of 2, f32 (batch, heads_q, tiles, queries of a tile).
+        /// Number of packed query tokens for which the call has memory.
         lse: Address = "float* ",
-        /// Address of the log-sum-exps as two f32 each, a score and the remainder in base 2, in the order of `lse`.
+        /// Address of the log-sum-exp of each row as two f32, in the order of `lse`: the largest score, and the base-2 logarithm of the
+        /// sum of exponentials relative to it.
         exact_lse: Address = "float2* ",
-        /// Address of the flag whether any of them is large, i32; 0 when the kernels begin.
+        /// Address of an i32 flag: whether any log-sum-exp is so large that kernels must use `exact_lse`. It is 0 when the kernels begin.
         any_large_lse: Address = "int* ",
         /// Address of the queries.
         q: Address = "const void* ",
@@ -109,17 +111,18 @@ params! {
         k: Address = "const void* ",
         /// Address of delta, the row sums of `o` times `d_o`, in the order of `lse`.
         delta: Address = "float* ",
-        /// Address of the dQ accumulator, f32, in thread order; 0 when the kernels begin.
+        /// Address of the f32 dQ accumulator, in the order in which threads hold its elements; it is 0 when the kernels begin.
         dq_accum: Address = "float* ",
-        /// Address of the dK and dV accumulators that several CTAs share, f32, in thread order; 0 when the kernels begin.
+        /// Address of the f32 accumulators of dK and dV that several CTAs share, in the order in which threads hold the elements; 0 when
+        /// the kernels begin.
         dkv_accum: Address = "float* ",
-        /// Address of the number of these CTAs that are done with each KV block, i32; 0 when the kernels begin.
+        /// Address of the number of CTAs that have finished their share of each KV block, i32; 0 when the kernels begin.
         splits_done: Address = "int* ",
-        /// Address of the counter of KV blocks, i32; 0 when the kernels begin, like the next two.
+        /// Address of the counter from which CTAs take work items, i32; 0 when the kernels begin.
         tile_counter: Address = "int* ",
-        /// Address of the number of finished KV blocks, one i32 per head section.
+        /// Address of the number of finished KV blocks, one i32 per head section; 0 when the kernels begin.
         blocks_done: Address = "int* ",
-        /// Address of the number of converted dQ accumulator slices, one i32 per head section.
+        /// Address of the number of converted dQ accumulator slices, one i32 per head section; 0 when the kernels begin.
         slices_converted: Address = "int* ",
         seq_len_q,
         seq_len_kv,
@@ -170,32 +173,32 @@ params! {
         batch,
         heads_q,
         group,
-        /// CTAs that share the query heads of a GQA group.
+        /// Number of CTAs that share the query heads of a GQA group.
         head_splits: i32 = "int ",
         seq_q,
         seq_kv,
-        /// Columns of queries and keys.
+        /// Number of columns of queries and keys.
         dim_qk: i32 = "int ",
         dim_v,
         tiles,
-        /// Query tiles of a head, over all packed sequences of a call.
+        /// Number of query tiles of a head; for packed sequences, over all sequences of a call.
         head_tiles: i32 = "int ",
-        /// KV blocks, of the longest sequence.
+        /// Number of KV blocks of the longest sequence.
         blocks: i32 = "int ",
         tokens_q,
         tokens_kv,
         section_heads,
-        /// Head sections.
+        /// Number of head sections (KV heads that are processed together so that their operands fit L2).
         sections: i32 = "int ",
-        /// Head sections whose dQ accumulators are in memory at once; 0 if every query tile has its own.
+        /// Number of head sections whose dQ accumulators are in memory at once; 0 if every query tile has its own accumulator.
         ring_sections: i32 = "int ",
-        /// Number of head sections after which the dQ accumulators of a section are converted.
+        /// Number of later head sections that are processed before the dQ accumulators of a section are converted.
         conversion_lag: i32 = "int ",
-        /// Work items for KV blocks, over all KV heads, column parts and shares.
+        /// Number of work items that process KV blocks, over all KV heads, column parts and shares of a GQA group.
         block_items: i32 = "int ",
-        /// Work items after them that convert the dQ accumulators of each of the last head sections.
+        /// Number of work items, after those for KV blocks, that convert the dQ accumulators of each of the last head sections.
         conversion_items: i32 = "int ",
-        /// All work items.
+        /// Number of all work items: KV blocks and conversions.
         all_items: i32 = "int ",
         block_list_batch,
         block_list_head,
