@@ -19,8 +19,8 @@ pub(crate) fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice
     }
 }
 
-/// Checks a call of a pass against its job. `workspace_bytes` is the size that the pass needs. Packed operands and statistics may have
-/// memory for any number of tokens, because the pass accesses only tokens for which there is memory.
+/// Checks a call of a pass against its job: the problem and the direction. `workspace_bytes` is the size that the pass needs. Packed
+/// operands and statistics may have memory for any number of tokens, because the pass accesses only tokens for which there is memory.
 ///
 /// # Errors
 /// Returns every mistake in the call:

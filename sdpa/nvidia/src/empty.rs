@@ -17,8 +17,8 @@ struct Empty {
     failed: fn(sdpa_driver::Error) -> Error,
 }
 
-/// Returns the pass of a problem without batch entries, queries or keys; `None` for any other. Executors try it before they look for a
-/// kernel. `failed` converts a driver error to an error of the executor.
+/// Prepares the pass of a problem without batch entries, queries or keys; returns `None` for any other problem. Executors try it before
+/// they look for a kernel. `failed` converts a driver error to an error of the executor.
 ///
 /// # Errors
 /// Fails for results with gaps between their rows, and for row statistics of a problem with a sink, because the value of the sink is in

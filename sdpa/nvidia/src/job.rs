@@ -14,9 +14,9 @@ use serde::Serialize;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Job {
-    /// From `q`, `k` and `v` to `o` and stats.
+    /// A forward pass, from `q`, `k` and `v` to `o` and row statistics.
     Forward(Box<Problem>),
-    /// From `q`, `k`, `v`, `o`, `stats` and `d_o` to gradients.
+    /// A backward pass, from `q`, `k`, `v`, `o`, `stats` and `d_o` to gradients.
     Backward(Box<BackwardProblem>),
 }
 
@@ -54,12 +54,12 @@ impl Job {
         self.direction().name()
     }
 
-    /// Iterates over every strided operand of the pass, with its extents, strides and alignment.
+    /// Iterates over every operand of the pass that has strides, with its extents, strides and alignment.
     pub fn tensors(&self) -> impl Iterator<Item = (Operand, TensorSpec)> {
         self.direction().operands().iter().filter_map(|&operand| Some((operand, *self.tensor(operand)?)))
     }
 
-    /// Returns a strided operand; `None` if the pass does not have it.
+    /// Returns the extents, strides and alignment of an operand; `None` if the pass does not have it.
     pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
         match self {
             Job::Forward(problem) => problem.tensor(operand),
@@ -67,12 +67,13 @@ impl Job {
         }
     }
 
-    /// Iterates over every fact of the pass: see [`Problem::facts`].
+    /// Iterates over the properties of the pass that an executor must support: see [`Problem::facts`].
     pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
         JobQuery::from(self).facts()
     }
 
-    /// Returns a strided operand as it is in memory: see [`Problem::in_memory`]. `None` if the pass does not have it.
+    /// Returns extents and strides of an operand as it is stored, in pages or packed: see [`Problem::in_memory`]. `None` if the pass does
+    /// not have the operand.
     pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
         JobQuery::from(self).in_memory(operand)
     }
@@ -90,7 +91,7 @@ impl Job {
         operand.written(self.direction()) == Some(true)
     }
 
-    /// Returns every declared parameter of the pass.
+    /// Returns every parameter (tensor or scalar) that the pass declares.
     pub fn params(&self) -> &[Declared] {
         match self {
             Job::Forward(problem) => problem.params(),
@@ -106,7 +107,7 @@ impl Job {
         }
     }
 
-    /// Returns the pass with one operand made [dense](TensorSpec::densely).
+    /// Returns the pass with the strides of one operand replaced by [dense](TensorSpec::densely) ones.
     pub fn densely(self, operand: Operand) -> Job {
         match self {
             Job::Forward(problem) => Job::Forward(Box::new(problem.densely(operand))),

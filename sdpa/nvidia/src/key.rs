@@ -1,4 +1,4 @@
-//! Passes as cache keys.
+//! Passes as keys of plan caches: their equality, labels, fields and advice.
 
 use crate::job::Job;
 use sdpa_cache::{CacheKey, Difference, Fields, Query};
@@ -20,7 +20,7 @@ fn strides(tensor: &TensorSpec) -> String {
     dense.map_or_else(|| format!("{:?}", tensor.strides), |layout| layout.name().to_owned())
 }
 
-/// A borrowed pass, which finds a [`Job`] in a cache without copying the problem.
+/// A borrowed pass (problem and direction), which finds a [`Job`] in a cache without copying the problem.
 #[derive(Clone, Copy, Debug, Hash)]
 pub enum JobQuery<'a> {
     /// A forward pass over this problem.
@@ -46,7 +46,7 @@ impl<'a> JobQuery<'a> {
         }
     }
 
-    /// Iterates over every fact of the pass: see [`Problem::facts`].
+    /// Iterates over the properties of the pass that an executor must support: see [`Problem::facts`].
     pub fn facts(self) -> impl Iterator<Item = Fact<'a>> {
         let (forward, backward) = match self {
             JobQuery::Forward(problem) => (Some(problem.facts()), None),
@@ -55,7 +55,8 @@ impl<'a> JobQuery<'a> {
         forward.into_iter().flatten().chain(backward.into_iter().flatten())
     }
 
-    /// Returns a strided operand as it is in memory: see [`Problem::in_memory`]. `None` if the pass does not have it.
+    /// Returns extents and strides of an operand as it is stored, in pages or packed: see [`Problem::in_memory`]. `None` if the pass does
+    /// not have the operand.
     pub fn in_memory(self, operand: Operand) -> Option<TensorSpec> {
         match self {
             JobQuery::Forward(problem) => problem.in_memory(operand),

@@ -1,4 +1,4 @@
-//! The user's folder of this library: compiled kernels, ledgers.
+//! The user's cache folder of this library, with compiled kernels and ledgers (records of which features computed correctly together).
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -33,9 +33,9 @@ pub fn are_caches_on() -> Result<bool, SettingError> {
     switch(|name| std::env::var_os(name))
 }
 
-/// Returns the folder `name` of this user. It is in `SDPA_CACHE_DIR` if that environment variable is set. Otherwise it is in the folder
-/// `sdpa` in `XDG_CACHE_HOME`, or in `~/.cache/sdpa` (on macOS `~/Library/Caches/sdpa`). Returns `None` if the user has no home folder.
-/// It does not access the disk.
+/// Returns the path of the subfolder `name` of the user's cache folder. It is in `SDPA_CACHE_DIR` if that environment variable is set.
+/// Otherwise it is in the folder `sdpa` in `XDG_CACHE_HOME`, or in `~/.cache/sdpa` (on macOS `~/Library/Caches/sdpa`). Returns `None` if
+/// the user has no home folder. It does not access the disk.
 ///
 /// # Errors
 /// Fails if `SDPA_CACHE_DIR` is not an absolute path.

@@ -16,7 +16,7 @@ impl Digest {
         Digest(Sha256::digest(bytes).into())
     }
 
-    /// Starts a digest of several parts. The digest depends on the parts and on the boundaries between them.
+    /// Starts a digest of several byte strings (parts). It depends on the parts and on the boundaries between them.
     pub fn parts() -> Parts {
         Parts(Sha256::new())
     }

@@ -50,7 +50,7 @@ pub enum PlanFileError {
     Damaged {
         /// The path of the file.
         path: PathBuf,
-        /// The part that the checksum covers.
+        /// The part of the file that the checksum covers.
         what: String,
     },
     /// A field of the file breaks a rule of the format.
@@ -139,7 +139,7 @@ impl PlanFileError {
     }
 }
 
-/// A field that breaks a rule of the format.
+/// A field of a plan file that breaks a rule of the format.
 #[derive(Debug)]
 pub struct Fault {
     pub(super) what: String,
@@ -148,17 +148,17 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// Creates a fault from the field, its value, and the rule.
+    /// Creates a fault from the name of the field, its value, and the rule that it breaks.
     pub fn new(what: impl Into<String>, value: impl ToString, rule: impl Into<String>) -> Fault {
         Fault { what: what.into(), value: value.to_string(), rule: rule.into() }
     }
 
-    /// Converts it to the error of reading a file.
+    /// Converts the fault to the error of reading the plan file at `path`.
     pub(super) fn read(self, path: &Path) -> PlanFileError {
         PlanFileError::Corrupt { path: path.to_owned(), what: self.what, value: self.value, rule: self.rule }
     }
 
-    /// Converts it to the error of writing a file.
+    /// Converts the fault to the error of writing the plan file at `path`.
     pub(super) fn unwritten(self, path: &Path) -> PlanFileError {
         PlanFileError::Refused { path: path.to_owned(), what: self.what, value: self.value, rule: self.rule }
     }

@@ -12,19 +12,20 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// A plan to store in a file.
+/// A plan or kernel to store in a file, with its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The key of the plan.
+    /// The key by which the record is found.
     pub key: Digest,
-    /// A description of the plan, for display.
+    /// A description of the record, for display.
     pub label: String,
-    /// The serialised plan.
+    /// The serialised plan or kernel.
     pub payload: Vec<u8>,
 }
 
-/// Writes a file with exactly these records, which replaces any regular file. Of several records with one key, the last one is written.
-/// Equal calls write equal files. It takes no lock, so records that another process adds at the same time may be lost.
+/// Writes a plan file with exactly these records, and replaces an existing regular file. If several records have the same key, the last
+/// one is written. Calls with equal arguments write identical files. It takes no lock, so records that another process adds at the same
+/// time may be lost.
 ///
 /// # Errors
 /// Returns a [`PlanFileError`]. An existing file is then unchanged, unless only the flush of the new file to disk failed.
@@ -33,7 +34,7 @@ pub fn write(path: impl AsRef<Path>, header: &impl Head, records: impl IntoItera
     replace(&target, header, &by_key(records))
 }
 
-/// Adds records to a file; they replace records with the same keys. If several processes add at once, all of their records are kept.
+/// Adds records to a plan file; they replace records with the same keys. If several processes add at once, all of their records are kept.
 ///
 /// It creates a missing file, and replaces a file that is truncated, damaged or has a header that does not match. Existing records with a
 /// damaged payload are dropped. Files of newer formats, and files that are not plan files, stay unchanged.

@@ -1,4 +1,4 @@
-//! Device memory for calls of a pass, which all contenders share.
+//! Device memory for the calls of a pass that is timed. All contenders (executors or configurations) use the same memory.
 //!
 //! Floats are random, lengths the longest that the problem permits, and pages consecutive. Other integers are 0. Declared scalars are the default
 //! scale, which is small and not 0.
@@ -192,7 +192,7 @@ impl<'a> Memory<'a> {
         Ok(Memory { stream, job, operands, statistics, params, gradients, amax, workspace })
     }
 
-    /// Calls `submit` with a call over this memory, and returns its result.
+    /// Calls `submit` with the arguments of a call that uses this memory, and returns its result.
     pub fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
         let scale = self.job.problem().default_scale();
         let value = |tensor: &Option<Tensor>| match tensor {
@@ -229,7 +229,7 @@ impl<'a> Memory<'a> {
         written.chain(statistics).chain(self.gradients.iter().map(|(name, tensor)| (*name, tensor)))
     }
 
-    /// Fills every result with NaN.
+    /// Fills every result of the pass with NaN, so that elements that are not written show.
     ///
     /// # Errors
     /// Returns a driver error.

@@ -16,7 +16,7 @@ const ROUNDS: usize = 7;
 /// A contender that takes this many times as long as the fastest drops out of the next round.
 const HOPELESS: f32 = 1.5;
 
-/// A pass that is timed against others.
+/// A prepared pass that [`race`] times against others.
 #[derive(Clone, Copy, Debug)]
 pub struct Contender<'a> {
     /// The name of the executor or configuration, for logs.
@@ -25,7 +25,7 @@ pub struct Contender<'a> {
     pub ready: &'a dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>,
 }
 
-/// The reason why nothing was timed.
+/// The reason why [`race`] timed nothing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RaceError {
@@ -37,8 +37,9 @@ pub enum RaceError {
     Pass(#[from] sdpa_core::Error),
 }
 
-/// Returns, for each contender, the shortest time of a whole pass, on random numbers, the longest lengths and consecutive pages. The
-/// first contender is the reference; `None` stands for a contender whose results are not close to those of the reference.
+/// Times prepared passes of one problem against each other, on random numbers, the longest lengths and consecutive pages. Returns the
+/// shortest time of a whole pass for each contender. The first contender is the reference; `None` stands for a contender whose results
+/// are not close to those of the reference.
 ///
 /// # Errors
 /// Returns a failure of the environment, or the error of a contender's call.
