@@ -115,12 +115,12 @@ impl Device {
         Ok((id, graph))
     }
 
-    /// Returns the number of a stream's capture.
+    /// Returns the number of a stream's capture, which is unique in the process.
     pub(crate) fn capture_of(&self, stream: Ptr) -> Result<u64, Error> {
         self.capture_info(stream).map(|(id, _)| id)
     }
 
-    /// Makes the graph of a stream's capture keep a resource.
+    /// Makes the CUDA graph that a stream's capture builds keep a resource alive.
     pub(crate) fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
         let thing = CAPTURING.with_borrow_mut(|all| match all.iter_mut().find(|(captured, _)| *captured == stream) {
             Some((_, left)) => {
@@ -263,7 +263,7 @@ impl Stream {
 }
 
 impl Captured {
-    /// Returns the number of nodes of the graph: kernels, copies and other captured work.
+    /// Returns the number of nodes of the captured graph: kernels, copies and other captured work.
     pub fn nodes(&self) -> usize {
         self.nodes
     }

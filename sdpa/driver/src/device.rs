@@ -184,7 +184,7 @@ impl Device {
         self.later.modules.as_ref().map_err(Clone::clone)
     }
 
-    /// Returns the graph functions, where an error would be ignored.
+    /// Returns the driver functions for CUDA graphs; `None` if the driver lacks them. It is for callers that would ignore the error.
     pub(crate) fn graphs_if_any(&self) -> Option<&GraphTable> {
         self.later.graphs.as_ref().ok()
     }
@@ -219,8 +219,8 @@ impl Device {
         self.check("cuCtxSynchronize", unsafe { (self.table.context_synchronize)() })
     }
 
-    /// Returns a number that no later stream shares; the stream's address if the driver has no such numbers. `None` during capture: the query would
-    /// invalidate the capture in any mode (H200, driver 580).
+    /// Returns a number that no later stream shares, or the stream's address if the driver has no such numbers. Returns `None` during
+    /// capture: the query would invalidate the capture in any mode (H200, driver 580).
     pub(crate) fn stream_id(&self, stream: Ptr) -> Option<u64> {
         if self.is_capturing(stream) {
             return None;

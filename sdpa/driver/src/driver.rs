@@ -25,7 +25,7 @@ table! {
 }
 
 table! {
-    /// Driver functions that only a real device needs. A null driver has none of them.
+    /// Driver functions that only a real device needs. A null driver, which has no device and serves only for planning, has none of them.
     DeviceTable {
         device_name: "cuDeviceGetName" fn(*mut c_char, c_int, c_int);
         device_memory: "cuDeviceTotalMem_v2" fn(*mut usize, c_int);
@@ -148,8 +148,8 @@ impl Driver {
         Ok(device)
     }
 
-    /// Runs a function that allocates, frees, loads, unloads or waits, which would otherwise invalidate a capture by this or another thread. It must
-    /// not touch streams under capture.
+    /// Runs a function that allocates, frees, loads, unloads or waits, so that it does not invalidate a capture by this or another
+    /// thread. The function must not touch streams under capture.
     pub(crate) fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
         /// Restores the previous mode, even in a panic.
         struct Mode(unsafe extern "C" fn(*mut c_int) -> i32, c_int);

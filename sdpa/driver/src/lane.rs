@@ -10,8 +10,9 @@ use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// Marks the end of the work that one submitter (a thread or a handle) has submitted so far. Resources passed to [`Device::retire`] are
-/// freed only after the marked ends of all lanes. Lanes live as long as the process, and later submitters reuse them.
+/// Marks the end of the work that one submitter (a thread or a handle) has submitted so far, by an event on the stream. Resources passed
+/// to [`Device::retire`] are freed only after the device has passed the marks of all lanes. Lanes live as long as the process, and later
+/// submitters reuse them.
 #[derive(Debug, Default)]
 pub struct Lane {
     ends: Mutex<Ends>,
@@ -56,7 +57,7 @@ pub(crate) fn of_thread(device: &'static Device) -> Option<&'static Lane> {
     found.ok().flatten()
 }
 
-/// The lanes of a device.
+/// The lanes of a device: those in use and those for reuse.
 #[derive(Debug, Default)]
 pub(crate) struct Lanes {
     all: Mutex<Vec<&'static Lane>>,
@@ -64,7 +65,7 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    /// Returns an unused lane.
+    /// Returns a lane that no submitter uses.
     pub(crate) fn take(&self) -> &'static Lane {
         if let Some(lane) = self.free.lock().pop() {
             return lane;
@@ -74,12 +75,12 @@ impl Lanes {
         lane
     }
 
-    /// Makes a lane reusable. Its ends still count.
+    /// Returns a lane for reuse by a later submitter. Retired resources still wait for the ends of work that the lane has marked.
     pub(crate) fn give_back(&self, lane: &'static Lane) {
         self.free.lock().push(lane);
     }
 
-    /// Returns the ends of all work marked so far that may not have passed yet.
+    /// Returns the events that mark the ends of submitted work on all lanes, without those that the device has certainly passed.
     pub(crate) fn ends(&self) -> Vec<Arc<Event>> {
         let lanes = self.all.lock().clone();
         let mut ends = Vec::new();
@@ -92,7 +93,8 @@ impl Lanes {
     }
 }
 
-/// Returns whether the stream has certainly passed an event. After an error the context is lost, and nothing may be unloaded from it.
+/// Returns whether the stream has certainly passed an event. An error counts as not passed: the context is then lost, and nothing may be
+/// unloaded from it.
 pub(crate) fn passed(event: &Event) -> bool {
     matches!(event.passed(), Ok(true))
 }

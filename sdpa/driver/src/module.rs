@@ -8,7 +8,7 @@ use crate::submission::Submission;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 table! {
-    /// Driver functions for native kernels. A null driver may lack them.
+    /// Driver functions for native kernels. A null driver, which has no device and serves only for planning, may lack them.
     ModuleTable {
         unload: "cuModuleUnload" fn(Ptr);
         attribute: "cuFuncGetAttribute" fn(*mut c_int, c_int, Ptr);

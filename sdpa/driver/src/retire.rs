@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// A resource that is dropped later.
 type Retired = Box<dyn Send>;
 
-/// Resources, each with the events that must pass first.
+/// Retired resources of a device, each with the events that the device must pass before the resource is dropped.
 #[derive(Default)]
 pub(crate) struct Waiting(Mutex<Vec<(Vec<Arc<Event>>, Retired)>>);
 
@@ -22,7 +22,7 @@ impl fmt::Debug for Waiting {
 }
 
 impl Waiting {
-    /// Adds a resource that nothing uses any more, from code where it must not be dropped.
+    /// Adds a resource that nothing uses any more, from code that must not drop the resource itself.
     pub(crate) fn push(&self, retired: Retired) {
         self.0.lock().push((Vec::new(), retired));
     }
@@ -40,8 +40,8 @@ impl Device {
         self.waiting().0.lock().push((ends, thing));
     }
 
-    /// Drops all retired resources that the device no longer needs, and returns how many others still wait. Retirements, captures and
-    /// workspace allocations do this too.
+    /// Drops all retired resources that the device no longer needs, and returns the number of retired resources that still wait.
+    /// Retirements, captures and workspace allocations do this too.
     pub fn release_retired(&'static self) -> usize {
         // Drop the resources outside the lock: dropping calls the driver, which may call back and retire more.
         let waiting = std::mem::take(&mut *self.waiting().0.lock());

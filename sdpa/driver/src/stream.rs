@@ -140,7 +140,7 @@ impl Event {
         Ok(Event { device, raw })
     }
 
-    /// Moves it to the current end of a live stream of its device, whose context is current.
+    /// Moves the event to the current end of a live stream of its device, whose context is current.
     pub(crate) fn record(&self, _: &Entered<'_>, stream: Ptr) -> Result<(), Error> {
         // SAFETY: the event and the stream are live and belong to one context.
         self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(self.raw, stream) })

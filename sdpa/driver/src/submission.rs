@@ -7,8 +7,8 @@ use crate::lane::{self, Lane};
 use crate::memory::DeviceSlice;
 use crate::stream::Stream;
 
-/// One call on a stream, within the context of its device. The capture status of the stream is queried once, at the beginning. Until the
-/// submission is dropped, the submitter must neither begin nor end a capture of the stream.
+/// The work that one call submits to a stream, within the context of the stream's device. The capture status of the stream is queried
+/// once, at the beginning. Until the submission is dropped, the submitter must neither begin nor end a capture of the stream.
 #[derive(Debug)]
 pub struct Submission<'s> {
     stream: &'s Stream,
@@ -18,7 +18,7 @@ pub struct Submission<'s> {
 }
 
 impl Stream {
-    /// Begins a call on this stream. A lane of this thread marks its end.
+    /// Begins a call on this stream. The [`Lane`] of this thread marks the end of the submitted work.
     ///
     /// # Errors
     /// Returns a driver error.
@@ -26,8 +26,8 @@ impl Stream {
         self.begin_on(lane::of_thread(self.device()))
     }
 
-    /// Begins a call on this stream whose end is marked on `lane`. Until then nothing else may use the lane. With `None`, no end is
-    /// marked.
+    /// Begins a call on this stream. `lane` marks the end of the submitted work; until then nothing else may use the lane. With `None`,
+    /// the end is not marked.
     ///
     /// # Errors
     /// Returns a driver error.
