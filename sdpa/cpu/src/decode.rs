@@ -20,7 +20,7 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
     [rows * dim_qk, rows * dim_v, rows, rows, keys * dim_qk, keys * dim_v, rows * keys, dim_v]
 }
 
-/// Computes one piece.
+/// Computes one piece of the work (few rows against some keys) and stores the result in `sink`.
 pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: &Piece, sink: Sink<'_, T>) {
     let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale, .. } = call;
     let strip = &schedule.strips[piece.strip];

@@ -32,13 +32,13 @@ impl Dropper {
         Dropper { left, batch: 0, rows: Vec::new(), squares: vec![None; group], bits: Vec::new() }
     }
 
-    /// Starts a batch entry.
+    /// Selects a batch entry for the next calls.
     pub(super) fn entry(&mut self, batch: usize) {
         self.batch = batch;
         self.squares.fill(None);
     }
 
-    /// Stores the rows of tile `tile`, one per lane.
+    /// Stores the rows of the tile with index `tile`, one row per lane.
     pub(super) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row>) {
         if self.rows.len() <= tile {
             self.rows.resize_with(tile + 1, Vec::new);

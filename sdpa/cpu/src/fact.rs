@@ -3,7 +3,7 @@
 use sdpa_core::Fact;
 use sdpa_core::error::Reason;
 
-/// Returns an error if this executor does not support a fact. It supports all facts that exist.
+/// Returns an error if the CPU executor does not support `fact`, a property of a problem. It supports all facts that exist.
 ///
 /// The match deliberately has no wildcard arm: a new fact needs an arm here, with the file that computes it or with a [`Reason`].
 pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {

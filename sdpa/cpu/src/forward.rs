@@ -17,7 +17,7 @@ use sdpa_core::problem::Problem;
 use sdpa_core::{ElementsMut, HostForward, Param};
 use std::time::Instant;
 
-/// A problem and the instruction set. The schedule depends on the threads of a call.
+/// A prepared forward pass: the problem and the instruction set. Each call makes a schedule for its number of threads.
 #[derive(Debug)]
 pub(crate) struct CpuPrepared {
     pub(crate) isa: Isa,
@@ -43,7 +43,7 @@ impl Prepared for CpuPrepared {
     }
 }
 
-/// The data that every piece reads.
+/// The data of a call that all pieces of its work read.
 #[derive(Debug)]
 pub(crate) struct Call<'a, T> {
     pub(crate) schedule: &'a Schedule,
@@ -57,23 +57,24 @@ pub(crate) struct Call<'a, T> {
     pub(crate) known: Option<&'a Known<'a>>,
 }
 
-/// Softmax statistics of rows from an earlier pass. With them, each P belongs to the complete softmax and can be rounded on its own.
+/// The softmax statistics of each row from an earlier pass. With them, each P belongs to the complete softmax and can be rounded on its
+/// own.
 #[derive(Debug)]
 pub(crate) struct Known<'a> {
     /// The largest score of each row.
     pub(crate) max: View<'a, f32>,
-    /// The logarithm of the sum of exponentials of each row, relative to that.
+    /// The natural logarithm of the sum of exponentials of each row, relative to `max`.
     pub(crate) log: &'a [f32],
     /// Rounds P to 8 bits.
     pub(crate) weights: &'a fp8::Rounder,
 }
 
-/// How a call is split.
+/// The division of a call's work: a strip is some rows of one KV head, and a piece is a strip with some or all of its keys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Cut<'a> {
-    /// Strips in as many pieces as keep threads busy.
+    /// Strips are divided into as many pieces as keep threads busy.
     Pieces,
-    /// Strips in one piece each.
+    /// Each strip is one piece. The field has softmax statistics from an earlier pass, if there are any.
     Whole(Option<&'a Known<'a>>),
 }
 
@@ -95,7 +96,8 @@ impl CpuPrepared {
         })
     }
 
-    /// Binds parameters, splits the problem, and computes the call.
+    /// Runs a call: binds its parameters, divides its work by `cut`, and passes the result to `compute`, with the sinks and the packed
+    /// sequences.
     pub(crate) fn with<T: Element>(
         &self,
         [q, k, v]: [&[T]; 3],
@@ -138,7 +140,7 @@ impl CpuPrepared {
     }
 }
 
-/// The error for operands of different types. Validation of the call has excluded them.
+/// Returns the error for operands of different element types, which the validation of a call excludes.
 pub(crate) fn wrong_types() -> Error {
     Error::Spec(SpecErrors(vec![SpecError::new("operands", "several types", "the problem's type for all")]))
 }
@@ -149,7 +151,7 @@ pub(crate) fn report(started: Instant, isa: Isa, threads: usize, workspace: usiz
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Computes all pieces.
+    /// Computes all pieces of the call, and writes the results of each strip to its target.
     pub(crate) fn run(&self, targets: Vec<output::Target<'_, T>>) {
         let schedule = self.schedule;
         let dim_v = schedule.extents.dim_v;

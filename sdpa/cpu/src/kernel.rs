@@ -14,7 +14,7 @@ use pulp::{Simd, WithSimd};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// One step over a tile.
+/// One step of the computation over a tile of rows, such as scores or softmax.
 pub(super) trait TileStep {
     /// Returns the number of registers per tile: 1 to 4, or 1 and 2 where the instruction set has few registers.
     fn vectors(&self) -> usize;
@@ -23,7 +23,7 @@ pub(super) trait TileStep {
     fn step<S: Simd, const VECTORS: usize>(self, simd: S);
 }
 
-/// Runs a step that is compiled for the width of its tile.
+/// Runs a [`TileStep`] in code that is compiled for the number of registers of its tile.
 #[derive(Debug)]
 pub(super) struct Tiled<Step>(pub(super) Step);
 
@@ -184,7 +184,7 @@ impl TileStep for Softmax<'_> {
     }
 }
 
-/// `o[c] = o[c] · scale + Σ_key p[key] · v[key][c]`.
+/// Multiplies P by the values and adds the result to the rescaled output: `o[c] = o[c] · scale + Σ_key p[key] · v[key][c]`.
 #[derive(Debug)]
 pub(super) struct Values<'a> {
     pub(super) vectors: usize,
@@ -233,13 +233,13 @@ impl TileStep for Values<'_> {
     }
 }
 
-/// Casts to groups of `VECTORS` registers.
+/// Casts a slice to groups of `VECTORS` registers. Each group holds one element for every row of a tile.
 #[inline(always)]
 pub(super) fn tile<S: Simd, const VECTORS: usize>(x: &[f32]) -> &[[S::f32s; VECTORS]] {
     S::as_simd_f32s(x).0.as_chunks().0
 }
 
-/// Casts to writable groups of `VECTORS` registers.
+/// Casts a writable slice to groups of `VECTORS` registers. Each group holds one element for every row of a tile.
 #[inline(always)]
 pub(super) fn tile_mut<S: Simd, const VECTORS: usize>(x: &mut [f32]) -> &mut [[S::f32s; VECTORS]] {
     S::as_mut_simd_f32s(x).0.as_chunks_mut().0

@@ -57,7 +57,7 @@ impl<T: Element> Rows<'_, T> {
     }
 }
 
-/// The destination of a strip.
+/// The destination of the results of a strip: rows of the output and of row statistics.
 #[derive(Debug)]
 pub(super) struct Target<'a, T> {
     o: Rows<'a, T>,
@@ -312,7 +312,7 @@ impl Denominator {
 }
 
 impl<T: Element> Target<'_, T> {
-    /// Writes every row.
+    /// Normalises the sums of every row of the strip and writes the results.
     pub(super) fn write(self, sums: Sums<'_>) {
         let Target { o, statistics, base, norms, sinks } = self;
         let of = |place: usize| Denominator::new(sums.max[place], sums.sum[place], sinks.map(|sinks| sinks.of(place)));
@@ -329,7 +329,7 @@ impl<T: Element> Target<'_, T> {
     }
 }
 
-/// The destination of a piece's sums.
+/// The destination of the sums that a piece computes: the results, or memory for a later merge.
 #[derive(Debug)]
 pub(super) enum Sink<'a, T> {
     /// The piece has all keys of its strip.
@@ -339,7 +339,7 @@ pub(super) enum Sink<'a, T> {
 }
 
 impl<T: Element> Sink<'_, T> {
-    /// Stores every row.
+    /// Stores the sums of every row of the piece.
     pub(super) fn take(self, sums: Sums<'_>) {
         match self {
             Sink::Target(target) => target.write(sums),

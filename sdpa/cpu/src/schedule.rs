@@ -95,7 +95,7 @@ impl Extents {
         start..(band.end.min(ends.end) as usize).clamp(start, self.len_kv)
     }
 
-    /// Returns true if a window depends on the lengths of entries by more than truncation at the lengths.
+    /// Returns whether a window is at a position that depends on the lengths of batch entries, not only truncated at them.
     pub(super) fn moves(&self) -> bool {
         !self.ends.is_full()
     }
@@ -133,7 +133,7 @@ pub(super) struct Blocks {
     pub(super) block_keys: usize,
 }
 
-/// The rows of one KV head that are computed together.
+/// A strip: rows of one KV head that are computed together.
 #[derive(Clone, Debug)]
 pub(super) struct Strip {
     pub(super) batch: usize,
@@ -143,7 +143,7 @@ pub(super) struct Strip {
     pub(super) n_pieces: usize,
 }
 
-/// A strip of rows with some of its keys.
+/// A piece of the work of a call: a strip of rows with some or all of its keys.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     /// Index of the strip.
@@ -153,7 +153,7 @@ pub(super) struct Piece {
     pub(super) pairs: usize,
 }
 
-/// A problem split into pieces.
+/// The work of a call, divided into pieces.
 #[derive(Debug)]
 pub(super) struct Schedule {
     pub(super) extents: Extents,

@@ -62,7 +62,7 @@ fn columns(tiles: impl Iterator<Item = (Range<usize>, usize, usize)>, o: &mut [f
     })
 }
 
-/// Computes one piece.
+/// Computes one piece of the work (many rows against some keys) and stores the result in `sink`.
 pub(super) fn run<T: Element>(
     call: &Call<'_, T>,
     scratch: &mut Scratch,

@@ -9,7 +9,7 @@ use crate::schedule::Schedule;
 use crate::{decode, tiles};
 use sdpa_core::error::{Error, ExecutorName, Reason, Unsupported};
 
-/// Returns the bytes of scratch memory of a forward pass.
+/// Returns the size in bytes of the scratch memory of a forward pass, for all workers and for partial results.
 pub(crate) fn workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
     let parts = schedule.strips.iter().filter(|strip| strip.n_pieces > 1);
     let partials: usize = parts.map(|strip| strip.n_pieces * Partial::bytes(strip.rows.len(), schedule.extents.dim_v)).sum();
@@ -23,7 +23,8 @@ pub(crate) fn most_workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> us
     schedule.threads * of_worker(schedule, isa, rules, Long::most_bytes) + schedule.most_parts() * partial
 }
 
-/// Returns the bytes of scratch memory of one worker. `long_sums` returns those of its f64 sums for a number of elements and rows.
+/// Returns the size in bytes of the scratch memory of one worker. `long` returns the size of its f64 sums for a number of elements and a
+/// number of rows.
 pub(crate) fn of_worker(schedule: &Schedule, isa: Isa, rules: &Rules, long: fn(&Schedule, usize, usize) -> usize) -> usize {
     let lens = scratch_lens(schedule, isa);
     let kept = 4 * kept_len(schedule, rules.drop());
@@ -34,7 +35,8 @@ pub(crate) fn scratch_lens(schedule: &Schedule, isa: Isa) -> Vec<usize> {
     if schedule.blocks.few_rows { decode::scratch_lens(schedule, isa).to_vec() } else { tiles::scratch_lens(schedule, isa).to_vec() }
 }
 
-/// Returns the number of elements of a mask that a worker holds: those of a tile and a block.
+/// Returns the number of mask elements that a worker holds: those of a tile against a block of keys, or 0 if no mask is evaluated
+/// (`drop`).
 pub(crate) fn kept_len(schedule: &Schedule, drop: bool) -> usize {
     if drop { schedule.blocks.block_keys * schedule.blocks.tile_rows } else { 0 }
 }

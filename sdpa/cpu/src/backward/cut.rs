@@ -30,7 +30,7 @@ const BAND_ROWS: usize = 64;
 /// Keys of a block: its scores and their gradients stay in the L1 cache.
 const BLOCK_KEYS: usize = 48;
 
-/// Some rows of a KV head against some of its keys, by their indices.
+/// A cell of a backward pass: some rows of a KV head against some of its keys, by the indices of these strips.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cell {
     /// Index of the strip of rows, and of this cell among the terms of its sum over keys.
@@ -50,7 +50,7 @@ pub(super) struct Grid {
     pub(super) parts_of_keys: Vec<usize>,
 }
 
-/// A problem split into cells.
+/// A backward problem whose work is split into cells: some rows of a KV head against some of its keys.
 #[derive(Debug)]
 pub(super) struct Cut {
     pub(super) extents: Extents,

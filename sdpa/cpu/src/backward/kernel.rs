@@ -18,10 +18,10 @@ use std::ops::Range;
 pub(crate) struct Slopes<'a> {
     pub(crate) vectors: usize,
     pub(crate) n_keys: usize,
-    /// Log-sum-exp of each row, in two parts: an f32, and a correction that is added to it.
+    /// Log-sum-exp of each row as two f32: a rounded value, and the correction to add to it.
     pub(crate) lse: &'a [f32],
     pub(crate) lse_rest: &'a [f32],
-    /// `Σ d_o · o` of each row.
+    /// Delta of each row: `Σ d_o · o`.
     pub(crate) delta: &'a [f32],
     /// The scores, which become P, in the layout `[key][row]`.
     pub(crate) p: &'a mut [f32],
@@ -57,7 +57,8 @@ impl TileStep for Slopes<'_> {
     }
 }
 
-/// `sums[key][column] += Σ_row weights[key][row] · rows[row][column]`: the lanes are columns.
+/// Adds rows, weighted by P or dS, to the sums of keys: `sums[key][column] += Σ_row weights[key][row] · rows[row][column]`. The lanes are
+/// columns.
 #[derive(Debug)]
 pub(super) struct KeySums<'a> {
     pub(super) n_keys: usize,
@@ -130,7 +131,7 @@ impl KeySums<'_> {
     }
 }
 
-/// `delta[row] = Σ d_o · o`.
+/// Computes delta of each row: `delta[row] = Σ d_o · o`.
 #[derive(Debug)]
 pub(super) struct Delta<'a, T> {
     pub(super) o: &'a View<'a, T>,

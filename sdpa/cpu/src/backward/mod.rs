@@ -58,7 +58,7 @@ use std::time::Instant;
 use sums::{Pool, Sum};
 use tile::Gradients;
 
-/// A problem and the instruction set.
+/// A prepared backward pass: the problem and the instruction set.
 #[derive(Debug)]
 pub(super) struct CpuBackward {
     isa: Isa,
@@ -74,12 +74,12 @@ impl CpuBackward {
         CpuBackward::unchecked(isa, problem)
     }
 
-    /// Skips the comparison of supplied gradients.
+    /// Prepares a backward pass without comparing supplied gradients of score_mods with derived ones.
     pub(super) fn unchecked(isa: Isa, problem: &BackwardProblem) -> CpuBackward {
         CpuBackward { isa, problem: problem.clone(), rules: Rules::with_gradient(problem) }
     }
 
-    /// Returns the maximum bytes of scratch memory, without those for rows with large statistics.
+    /// Returns the largest size in bytes of the scratch memory, without that for rows with large statistics.
     pub(super) fn most_workspace(&self) -> usize {
         let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads(), Lengths::default());
         // Sums that may be incomplete at the same time: all strips of a head, for as many heads as there are threads, and two more per
@@ -145,7 +145,7 @@ impl CpuBackward {
         &self.problem
     }
 
-    /// Computes the gradients. With `inside`, P and dS are rounded to 8-bit floats.
+    /// Computes the gradients of one call. With `inside`, P and dS are rounded to 8-bit floats.
     pub(super) fn run<T: Element>(
         &self,
         inputs: [Elements<'_>; 5],

@@ -54,7 +54,7 @@ pub(super) struct Gradients<'a> {
     pub(super) dv: &'a mut [f32],
 }
 
-/// Computes one cell.
+/// Computes the contribution of one cell (some rows against some keys) to the gradients.
 pub(super) fn run<T: Element>(
     call: &Call<'_, T>,
     scratch: &mut Scratch,

@@ -68,7 +68,7 @@ pub(super) struct Code {
     pub(super) n_registers: usize,
 }
 
-/// A compiled trace.
+/// A trace (an expression graph) that was compiled to steps over registers.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(super) trace: Trace,

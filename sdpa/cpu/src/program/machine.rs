@@ -8,10 +8,10 @@ use sdpa_core::expr::{self, Axis, Declared, Node, ParamKind, Precision, Type};
 use sdpa_core::tensor::ParamValue;
 use std::ops::Range;
 
-/// Number of pairs that are computed at a time: enough to amortise the overhead of a step, and few enough for the L1 cache.
+/// Number of (row, key) pairs that are computed at a time: enough to amortise the overhead of a step, and few enough for the L1 cache.
 pub(crate) const CHUNK: usize = 512;
 
-/// A program, and the parameters of a call.
+/// A compiled score_mod or mask, bound to the parameters of a call.
 #[derive(Clone, Debug)]
 pub(crate) struct Bound<'a> {
     program: &'a Program,
@@ -22,7 +22,7 @@ pub(crate) struct Bound<'a> {
 }
 
 impl<'a> Bound<'a> {
-    /// `values` are those of `declared`.
+    /// Binds a program to the parameters of a call. `values` are the values of the parameters `declared`, in the same order.
     pub(crate) fn new(program: &'a Program, isa: Isa, extents: [i64; 4], declared: &[Declared], values: &[ParamValue<'a>]) -> Bound<'a> {
         let tensor = |p: &Declared| {
             let value = declared.iter().position(|d| d.name == p.name).map_or(ParamValue::Scalar(f32::NAN), |n| values[n]);
@@ -48,7 +48,7 @@ pub(crate) fn strides(kind: ParamKind, extents: [i64; 4]) -> [usize; 4] {
     }
 }
 
-/// The position of a row.
+/// The position of a row within a batch entry: its query head and its query.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     pub(crate) head: usize,
@@ -62,7 +62,7 @@ struct Tile {
     registers: Vec<Vec<u32>>,
 }
 
-/// Runs a bound program for one worker.
+/// Runs a compiled and bound score_mod or mask, for one worker.
 #[derive(Debug)]
 pub(crate) struct Machine<'a> {
     bound: &'a Bound<'a>,
@@ -106,12 +106,12 @@ impl<'a> Machine<'a> {
         Machine { bound, batch: 0, entry, first_key: 0, keys, tiles, pairs, places }
     }
 
-    /// Returns the number of keys that are computed at a time, for tiles of this width.
+    /// Returns the number of keys that are computed at a time, for tiles of `width` rows.
     pub(crate) fn keys_at_a_time(width: usize) -> usize {
         (CHUNK / width).max(1)
     }
 
-    /// Starts a batch entry.
+    /// Selects a batch entry, and computes the values that depend on it alone.
     pub(crate) fn entry(&mut self, batch: usize) {
         let Bound { program, extents, tensors, .. } = self.bound;
         self.batch = batch;
@@ -140,7 +140,7 @@ impl<'a> Machine<'a> {
         }));
     }
 
-    /// Computes the values that depend on the keys of a block alone.
+    /// Selects a block of keys, and computes the values that depend on these keys alone.
     pub(crate) fn keys(&mut self, keys: &Range<usize>) {
         let Machine { bound, batch, entry, keys: to, .. } = self;
         let Bound { program, isa, tensors, .. } = *bound;
@@ -188,7 +188,7 @@ impl<'a> Machine<'a> {
         run(bound, &code.steps, to, len, &mut input);
     }
 
-    /// Selects tile `tile`.
+    /// Selects a tile whose rows were stored by [`Machine::rows`]. It must precede [`Machine::first`].
     pub(crate) fn tile(&mut self, tile: usize) {
         let Machine { bound, entry, tiles, pairs, .. } = self;
         let Program { level, rows, pairs: code, .. } = bound.program;
@@ -205,20 +205,22 @@ impl<'a> Machine<'a> {
         });
     }
 
-    /// Computes the first root for some keys and the rows of this tile, `[key][row]`. `given` are their scores.
+    /// Computes the first root (output) of the program for some keys and the rows of `tile`, in the layout `[key][row]`. `given` are
+    /// their scores.
     pub(crate) fn first(&mut self, tile: usize, keys: &Range<usize>, given: &[f32]) -> &[u32] {
         let steps = &self.bound.program.pairs.steps[..self.bound.program.pairs.split];
         self.run(steps, tile, keys, given, &[]);
         self.root(0, keys.len() * self.tiles[tile].rows.len())
     }
 
-    /// Computes the other roots for the pairs of the last call of [`Machine::first`]. `upstream` is the gradient of the modified score.
+    /// Computes the other roots (outputs) of the program for the pairs of the last call of [`Machine::first`]. `upstream` is the gradient
+    /// of the modified score.
     pub(crate) fn others(&mut self, tile: usize, keys: &Range<usize>, given: &[f32], upstream: &[f32]) {
         let steps = &self.bound.program.pairs.steps[self.bound.program.pairs.split..];
         self.run(steps, tile, keys, given, upstream);
     }
 
-    /// Returns the first `len` numbers of a root.
+    /// Returns the first `len` values of root (output) number `n`, as the bits of f32 or i32.
     pub(crate) fn root(&self, n: usize, len: usize) -> &[u32] {
         let program = self.bound.program;
         &self.pairs[program.pairs.place[program.trace.roots()[n].index()]][..len]

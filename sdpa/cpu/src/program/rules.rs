@@ -14,7 +14,7 @@ use sdpa_core::problem::Problem;
 use sdpa_core::tensor::ParamValue;
 use std::ops::Range;
 
-/// The programs of a problem.
+/// The compiled score_mod and mask of a problem, and whether it has dropout.
 #[derive(Debug)]
 pub(crate) struct Rules {
     mods: Option<Program>,
@@ -28,27 +28,28 @@ impl Rules {
         Rules { mods, mask: problem.kept().rest.as_ref().map(|trace| Program::new(trace)), dropout: problem.dropout().is_some() }
     }
 
-    /// Compiles the score_mod with its gradients.
+    /// Compiles the rules of a backward problem: the score_mod with its gradients, and the mask.
     pub(crate) fn with_gradient(problem: &BackwardProblem) -> Rules {
         Rules { mods: problem.gradient().map(|gradient| Program::new(&gradient.trace)), ..Rules::new(problem.forward()) }
     }
 
-    /// Returns the bytes of memory of one worker.
+    /// Returns the size in bytes of the registers that one worker needs.
     pub(crate) fn bytes(&self) -> usize {
         [&self.mods, &self.mask].into_iter().flatten().map(Program::bytes).sum()
     }
 
-    /// Returns true if the mask may exclude keys of a row's interval.
+    /// Returns whether the problem has a mask besides bands and lengths, so that a key of a row's interval may be masked out.
     pub(crate) fn drop(&self) -> bool {
         self.mask.is_some()
     }
 
-    /// Returns true if scores and P are used unchanged, for every key of a row's interval.
+    /// Returns whether scores and P are used unchanged for all keys that bands and lengths leave: there is no score_mod, other mask or
+    /// dropout.
     pub(crate) fn is_empty(&self) -> bool {
         self.mods.is_none() && self.mask.is_none() && !self.dropout
     }
 
-    /// Binds the parameters of a call.
+    /// Binds the rules to the parameters of a call. `values` are the values of the parameters `declared`, in the same order.
     pub(crate) fn bind<'a>(&'a self, problem: &Problem, isa: Isa, declared: &[Declared], values: &[ParamValue<'a>]) -> RulesOf<'a> {
         let bind = |program: &'a Option<Program>| program.as_ref().map(|p| Bound::new(p, isa, problem.extents(), declared, values));
         let left = problem.dropout().zip(problem.dropout_of(declared, values));
@@ -57,7 +58,7 @@ impl Rules {
     }
 }
 
-/// The programs of a problem, and the parameters of a call.
+/// The score_mod, mask and dropout of a problem, bound to the parameters of a call.
 #[derive(Debug)]
 pub(crate) struct RulesOf<'a> {
     isa: Isa,
@@ -68,19 +69,19 @@ pub(crate) struct RulesOf<'a> {
 }
 
 impl RulesOf<'_> {
-    /// Returns true if the mask may exclude keys of a row's interval.
+    /// Returns whether the problem has a mask besides bands and lengths, so that a key of a row's interval may be masked out.
     pub(crate) fn drop(&self) -> bool {
         self.mask.is_some()
     }
 
-    /// Returns the state of one worker.
+    /// Creates the state with which one worker evaluates the score_mod, the mask and dropout.
     pub(crate) fn worker(&self) -> Worker<'_> {
         let dropper = self.dropout.map(|(left, group)| Dropper::new(left, group));
         Worker { isa: self.isa, mods: self.mods.as_ref().map(Machine::new), mask: self.mask.as_ref().map(Machine::new), dropper }
     }
 }
 
-/// The programs and dropout state of one worker.
+/// The state with which one worker evaluates the score_mod, the mask and dropout of a call.
 #[derive(Debug)]
 pub(crate) struct Worker<'a> {
     isa: Isa,
@@ -94,25 +95,25 @@ impl<'a> Worker<'a> {
         [&mut self.mods, &mut self.mask].into_iter().flatten()
     }
 
-    /// Starts a batch entry.
+    /// Selects a batch entry for the next calls.
     pub(crate) fn entry(&mut self, batch: usize) {
         self.each().for_each(|machine| machine.entry(batch));
         self.dropper.iter_mut().for_each(|dropper| dropper.entry(batch));
     }
 
-    /// Selects a block of keys.
+    /// Selects a block of keys for the next calls.
     pub(crate) fn keys(&mut self, keys: &Range<usize>) {
         self.each().for_each(|machine| machine.keys(keys));
     }
 
-    /// Stores the rows of tile `tile`, one per lane.
+    /// Stores the rows of the tile with index `tile`, one row per lane.
     pub(crate) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row> + Clone) {
         self.each().for_each(|machine| machine.rows(tile, rows.clone()));
         self.dropper.iter_mut().for_each(|dropper| dropper.rows(tile, rows.clone()));
     }
 
-    /// Evaluates the mask for some keys and a tile of this width: `kept`, `[key][row]`, is nonzero where the row attends to the key. Returns false if no pair
-    /// remains. Without a mask it returns true and writes nothing.
+    /// Evaluates the mask for some keys and a tile of `width` rows. An element of `kept`, in the layout `[key][row]`, becomes nonzero
+    /// where the row attends to the key. Returns false if no pair remains. Without a mask it returns true and writes nothing.
     pub(crate) fn keep(&mut self, tile: usize, width: usize, keys: &Range<usize>, kept: &mut [u32]) -> bool {
         let Some(mask) = &mut self.mask else { return true };
         mask.tile(tile);
@@ -126,12 +127,13 @@ impl<'a> Worker<'a> {
         any != 0
     }
 
-    /// Applies dropout to P of some keys, `[key][row]`: sets elements to 0 or multiplies them by the dropout scale. dP gets the same factors.
+    /// Applies dropout to P of some keys, in the layout `[key][row]`: sets elements to 0 or multiplies them by the dropout scale. dP gets
+    /// the same factors.
     pub(crate) fn drop_out(&mut self, tile: usize, keys: &Range<usize>, weights: &mut [f32]) {
         self.dropper.iter_mut().for_each(|dropper| dropper.multiply(tile, keys, weights));
     }
 
-    /// Applies the score_mod to scores, `[key][row]`.
+    /// Applies the score_mod to the scores of some keys and a tile of `width` rows, in the layout `[key][row]`.
     pub(crate) fn modify(&mut self, tile: usize, width: usize, keys: &Range<usize>, scores: &mut [f32]) {
         let Some(mods) = &mut self.mods else { return };
         mods.tile(tile);
@@ -166,7 +168,7 @@ impl WithSimd for Keep<'_> {
     }
 }
 
-/// Sets scores that the mask excludes to -inf.
+/// A step that sets scores to -inf where the mask excludes the key.
 #[derive(Debug)]
 pub(crate) struct DropUnkept<'a> {
     pub(crate) kept: &'a [u32],
@@ -184,7 +186,7 @@ impl WithSimd for DropUnkept<'_> {
     }
 }
 
-/// Number of queries and keys of each batch entry that are not padding; empty without padding.
+/// The number of queries and the number of keys of each batch entry that are not padding; empty without padding.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Lengths {
     of: Vec<[usize; 2]>,
@@ -192,7 +194,8 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// `values` are those of `declared`, and `documents` are the packed sequences that they describe.
+    /// Reads the lengths from the parameters of a call. `values` are the values of the parameters `declared`, and `documents` are the
+    /// packed sequences, if any.
     pub(crate) fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], documents: Option<&Documents>) -> Lengths {
         let kept = problem.kept();
         if documents.is_none() && !kept.seq_len_q && !kept.seq_len_kv {
