@@ -492,11 +492,11 @@ fn dense([_, heads, rows, dim]: [usize; 4], [b, h, s]: [usize; 3]) -> usize {
 pub struct Gradients {
     /// The gradient `dq`, (batch, heads_q, seq_q, dim_qk).
     pub dq: Gradient,
-    /// The gradient `dk`, (batch, heads_kv, seq_kv, dim_qk).
+    /// The gradient `dk`, (batch, heads_kv, seq_kv, dim_qk), summed over the query heads of a GQA group.
     pub dk: Gradient,
-    /// The gradient `dv`, (batch, heads_kv, seq_kv, dim_v).
+    /// The gradient `dv`, (batch, heads_kv, seq_kv, dim_v), summed over the query heads of a GQA group.
     pub dv: Gradient,
-    /// Gradients of the requested parameters. If the problem has a sink, its gradient comes last.
+    /// Gradients of the requested parameters of the score_mod. If the problem has a sink, the gradient of the sink comes last.
     pub along: Vec<Gradient>,
 }
 
@@ -523,12 +523,12 @@ pub fn largest_slope(p: &Problem<'_>, d_o: Tensor<'_>, (o, stats): (Tensor<'_>, 
     compute(&worker(p, d_o, given, Rates::new(p, &given)), &|_| (), &mut |_, _, _, _| ()).1
 }
 
-/// The results of an executor's backward pass.
+/// The results of an executor's backward pass, to be compared with the oracle's gradients.
 #[derive(Clone, Copy)]
 pub struct Results<'a> {
     /// The executor's `dq`, `dk` and `dv`.
     pub operands: [Tensor<'a>; 3],
-    /// The executor's gradients of parameters, that of the sink last, each with the type to which it was rounded.
+    /// The executor's gradients of parameters, that of the sink last, each with the element type to which it was rounded.
     pub along: &'a [(Tensor<'a>, Element)],
 }
 
@@ -546,7 +546,8 @@ pub fn check_gradients(
     all.pop().unwrap_or_default()
 }
 
-/// Computes the gradients once, and compares the results of several executors or runs with them.
+/// Computes the gradients once, and compares the results of several executors or runs with them. `done` receives the number of rows that
+/// each step completed.
 pub fn check_each_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,

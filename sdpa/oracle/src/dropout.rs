@@ -9,7 +9,7 @@ pub struct Dropout {
     pub p: f64,
     /// The seed of the random numbers.
     pub seed: i64,
-    /// The offset of the call in the sequence of random numbers.
+    /// The offset in the sequence of random numbers at which the call begins.
     pub offset: i64,
 }
 

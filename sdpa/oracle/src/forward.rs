@@ -81,7 +81,7 @@ pub fn attention(p: &Problem<'_>) -> Answer {
 pub struct Statistics<'a> {
     /// The log-sum-exp of each row, natural logarithm.
     pub stats: Option<&'a dyn Numbers>,
-    /// The largest score of each row.
+    /// The largest unmasked score of each row, or the sink if it is larger.
     pub row_max: Option<&'a dyn Numbers>,
     /// The sum of exponentials of each row, relative to `row_max`.
     pub sum_exp: Option<&'a dyn Numbers>,
@@ -102,7 +102,8 @@ pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &
     check_each(p, &[(o, statistics)], done).pop().unwrap_or_default()
 }
 
-/// Computes every row once, and compares the results of several executors or runs with it.
+/// Computes every row once, and compares the results of several executors or runs with the computed rows. `done` receives the number of
+/// rows that each step completed.
 pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], done: &(dyn Fn(u64) + Sync)) -> Vec<Distance> {
     let [_, heads_q, _, seq_q, seq_kv, _, dim_v] = p.shape;
     let distances = blocks(p, |at| {
@@ -136,12 +137,12 @@ pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], don
     all
 }
 
-/// Returns the error of a score of `dim_qk` products whose magnitudes sum to `size`.
+/// Returns a bound on the error of a score in f32, which sums `dim_qk` products whose magnitudes add up to `size`.
 pub(crate) fn score_error(p: &Problem<'_>, dim_qk: usize, size: f64) -> f64 {
     (sum_of(dim_qk) + if p.narrow.is_some() { products_of(dim_qk) } else { 0.0 }) * size
 }
 
-/// Evaluates the score_mod. An infinite result counts as exact.
+/// Evaluates a score_mod with a bound on its error. An infinite result counts as exact.
 pub(crate) fn modified(function: &dyn Modify, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Rough {
     let value = function.value(score, at, scratch);
     let error = if value.value.is_finite() { value.error } else { 0.0 };

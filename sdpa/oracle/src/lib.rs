@@ -80,7 +80,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// A problem and its operands.
+/// An attention problem with its operands, as the oracle receives it.
 #[derive(Clone, Copy)]
 pub struct Problem<'a> {
     /// The extents: batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
@@ -116,7 +116,8 @@ pub enum Given<'a> {
     Rounded,
     /// `o` and stats of the executor's own forward pass.
     Own,
-    /// These numbers: the oracle computes the gradient of a pass that receives them. Stats are in row-major (batch, heads_q, seq_q).
+    /// The given `o` and stats: the oracle computes the gradient of a pass that receives them. Stats are in row-major (batch, heads_q,
+    /// seq_q).
     These {
         /// The output that the pass receives.
         o: Tensor<'a>,

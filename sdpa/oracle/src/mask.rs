@@ -25,11 +25,11 @@ pub enum Mask<'a> {
     },
     /// A window around the diagonal through the last query and the last key of each batch entry (bottom-right aligned per sequence).
     Ends {
-        /// The number of keys up to and including the diagonal; `None` means no bound.
+        /// The number of keys up to and including the diagonal of the batch entry; `None` means no bound.
         left: Option<i64>,
-        /// The number of keys past the diagonal; `None` means no bound.
+        /// The number of keys past the diagonal of the batch entry; `None` means no bound.
         right: Option<i64>,
-        /// Returns the number of queries and keys of a batch entry.
+        /// Returns the number of queries and the number of keys of a batch entry, given its index.
         lengths: Box<dyn Fn(i64) -> [i64; 2] + Sync + 'a>,
     },
     /// Attends to the first `len` keys, and to keys that are not after the query.
@@ -37,13 +37,13 @@ pub enum Mask<'a> {
         /// Number of keys in the prefix.
         len: i64,
     },
-    /// Attends where a function returns true.
+    /// Attends to the keys for which a function of the position returns true.
     Rule(Box<dyn Fn(Place) -> bool + Sync + 'a>),
-    /// Attends where all of these masks do.
+    /// Attends to the keys to which all of these masks attend.
     All(Vec<Mask<'a>>),
-    /// Attends where at least one of these masks does.
+    /// Attends to the keys to which at least one of these masks attends.
     Any(Vec<Mask<'a>>),
-    /// Attends where this mask does not.
+    /// Attends to the keys to which this mask does not attend.
     Not(Box<Mask<'a>>),
 }
 

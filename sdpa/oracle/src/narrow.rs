@@ -11,25 +11,26 @@
 
 use crate::tolerance::Element;
 
-/// The scales and types of the tensors that an executor rounds to 8-bit floats.
+/// The scales and types of the tensors that an executor rounds to 8-bit floats (FP8).
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
-    /// Scale of P before it is rounded.
+    /// The factor by which P is multiplied before it is rounded to 8 bits.
     pub weights: f64,
-    /// Scale of the output before it is rounded. The output has the type [`stored`](crate::Problem::stored) of the problem.
+    /// The factor by which the output is multiplied before it is rounded. The output has the type [`stored`](crate::Problem::stored) of
+    /// the problem.
     pub o: f64,
-    /// Scale of dS before it is rounded; dS already includes the attention scale.
+    /// The factor by which dS is multiplied before it is rounded to 8 bits; dS already includes the attention scale.
     pub slopes: f64,
-    /// Type of dS, which is the type of the gradient of the output.
+    /// Type to which dS is rounded. It is the type of the gradient of the output.
     pub slope: Element,
-    /// Scales of `dq`, `dk` and `dv` before they are rounded.
+    /// The factors by which `dq`, `dk` and `dv` are multiplied before they are rounded.
     pub gradients: [f64; 3],
-    /// Type of `dq`, `dk` and `dv`.
+    /// Type to which `dq`, `dk` and `dv` are rounded.
     pub gradient: Element,
 }
 
 impl Narrow {
-    /// Creates the scales of a forward pass: `weights` for P, and `o` for the output.
+    /// Creates the scales of a forward pass: `weights` is the factor of P, and `o` that of the output.
     #[must_use]
     pub fn forward(weights: f64, o: f64) -> Narrow {
         Narrow { weights, o, slopes: 1.0, slope: Element::E4M3, gradients: [1.0; 3], gradient: Element::E4M3 }

@@ -3,12 +3,12 @@
 use crate::tolerance::{F32_ROUNDOFF, sum_of};
 use crate::{Place, Problem};
 
-/// A number with a bound on the error of its f32 evaluation.
+/// The value of an expression, with a bound on the error of evaluating it in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Rough {
-    /// The number.
+    /// The exact value of the expression.
     pub value: f64,
-    /// The bound on the error, to first order.
+    /// The bound on the error of the f32 evaluation, to first order.
     pub error: f64,
 }
 
@@ -40,8 +40,8 @@ pub trait Modify: Sync {
     /// Returns the derivatives with their errors: with respect to the score, and then to each parameter whose gradient is requested.
     fn slopes(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Vec<Rough>;
 
-    /// Returns the derivatives of [`Modify::slopes`] times `upstream`, for products that are not finite. The product is 0, not NaN, for a
-    /// parameter on which the function does not depend.
+    /// Returns the derivatives of [`Modify::slopes`] multiplied by `upstream`. It is called if one of these products is not finite. The
+    /// product is 0, not NaN, for a parameter on which the function does not depend.
     fn passed_on(&self, score: f64, upstream: f64, at: Place) -> Vec<f64> {
         self.slopes(Rough::exact(score), at, &mut Vec::new()).iter().map(|slope| slope.value * upstream).collect()
     }
@@ -64,10 +64,10 @@ pub trait Modify: Sync {
     }
 }
 
-/// A function of a score and its position.
+/// A function of a score and of its position, in f64.
 pub type Real<'a> = &'a (dyn Fn(f64, Place) -> f64 + Sync);
 
-/// A caller's score_mod and mask as closures. `None` has no effect.
+/// A caller's score_mod and mask as closures. A field that is `None` has no effect.
 #[derive(Clone, Copy, Default)]
 pub struct Closures<'a> {
     /// Returns the modified score.
@@ -77,13 +77,13 @@ pub struct Closures<'a> {
     /// Returns a bound on the executor's own roundings of the modified score, in units of the f32 roundoff. It excludes roundings that
     /// are relative to the size of the modified score.
     pub rounding: Option<Real<'a>>,
-    /// Returns whether the query attends to the key. The masks of the problem apply in addition.
+    /// Returns whether the query of a position attends to its key. The masks of the problem apply in addition.
     pub keep: Option<&'a (dyn Fn(Place) -> bool + Sync)>,
     /// The parameters of the score_mod whose gradients are requested.
     pub along: &'a [Along<'a>],
 }
 
-/// A parameter of a score_mod.
+/// A parameter of a score_mod whose gradient is requested.
 #[derive(Clone, Copy)]
 pub struct Along<'a> {
     /// Returns the derivative of the modified score with respect to the element that the position reads.
@@ -95,7 +95,7 @@ pub struct Along<'a> {
 }
 
 impl Closures<'_> {
-    /// Calls `call` with `problem`, to which the score_mod and the mask of these closures are added.
+    /// Adds the score_mod and the mask of these closures to `problem`, and passes the result to `call`.
     pub fn with<T>(&self, problem: &Problem<'_>, call: impl FnOnce(&Problem<'_>) -> T) -> T {
         let modified = Modified { closures: self, relative: sum_of(problem.shape[5]) };
         let modify = self.modify.is_some().then_some(&modified as &dyn Modify).or(problem.modify);

@@ -86,7 +86,7 @@ impl Element {
         }
     }
 
-    /// Returns the largest finite number if conversions saturate at it.
+    /// Returns the largest finite number of the type if conversions to it saturate; `None` if they overflow to infinity.
     pub(crate) fn saturates(self) -> Option<f64> {
         match self {
             Element::F32 | Element::F16 | Element::BF16 => None,
@@ -95,22 +95,23 @@ impl Element {
         }
     }
 
-    /// Returns the value of `x` after scaling and saturation, without rounding, and the error that rounding adds.
+    /// Returns `x` times `scale`, saturated and divided by `scale` again, without rounding, and the error that rounding to this type
+    /// adds.
     pub(crate) fn scaled(self, x: f64, scale: f64) -> (f64, f64) {
         let most = self.saturates().map_or(f64::INFINITY, |most| most / scale.abs());
         (if x.is_nan() { x } else { x.max(-most).min(most) }, self.roundoff() * x.abs().min(most) + self.least() / scale.abs())
     }
 }
 
-/// The expected value of an element, and its tolerance.
+/// The expected value of an element of a result, and its tolerance.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub(crate) value: f64,
     /// The largest accepted distance from `value`.
     pub(crate) tolerance: f64,
-    /// The sum of magnitudes of the terms; a larger tolerance accepts any result.
+    /// The sum of the magnitudes of the terms that the element adds up. A larger tolerance accepts any result.
     pub(crate) magnitude: f64,
-    /// The type of the result.
+    /// The type to which the executor rounds the element.
     pub(crate) stored: Element,
 }
 
@@ -159,7 +160,7 @@ impl Worst {
     }
 }
 
-/// The distance of an executor's results from the oracle's results.
+/// The distance of an executor's forward results from the oracle's results.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Distance {
     /// The element of the output with the largest ratio of error and tolerance.
@@ -172,7 +173,7 @@ pub struct Distance {
     pub sum_exp: Option<Worst>,
     /// The comparison of the largest P, if the executor reported it.
     pub amax_s: Option<Worst>,
-    /// The oracle's largest P.
+    /// The oracle's largest P, with the range that rounding allows.
     pub(crate) largest: Largest,
     /// Norms of the output, stats, row maxima and sums of exponentials.
     norms: [Norms; 4],
@@ -181,14 +182,14 @@ pub struct Distance {
 }
 
 impl Distance {
-    /// Returns whether every element and every norm is within its tolerance.
+    /// Returns whether every element, the norm of every tile of rows and, if it was compared, the largest P are within their tolerances.
     #[must_use]
     pub fn passes(&self) -> bool {
         let elements = self.o.ratio <= 1.0 && self.statistics().iter().chain([&self.amax_s]).flatten().all(|s| s.ratio <= 1.0);
         elements && self.norms.iter().all(|norms| norms.bound() <= 1.0)
     }
 
-    /// Returns whether the results passed, failed or are undecided.
+    /// Returns the outcome of the comparison: whether the results passed, failed or are undecided.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         let decided = self.norms.iter().all(|norms| norms.undecided() == 0) && self.amax_s.is_none_or(|amax| amax.undecided == 0);
@@ -201,7 +202,7 @@ impl Distance {
         self.norms
     }
 
-    /// Ends a tile of rows.
+    /// Ends a tile of rows, whose norm is then compared with its limit.
     pub(crate) fn close(mut self) -> Distance {
         self.norms.iter_mut().for_each(Norms::close);
         self
@@ -219,13 +220,13 @@ impl Distance {
         self.o.undecided + self.statistics().iter().flatten().map(|s| s.undecided).sum::<u64>()
     }
 
-    /// Returns the relative error of the output's norm, ‖o − want‖ / ‖want‖, over finite elements.
+    /// Returns the error of the output relative to its norm, ‖o − want‖ / ‖want‖, over finite elements.
     #[must_use]
     pub fn o_relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// Returns the distance of this result and another one together.
+    /// Combines the distances of two parts of the results.
     #[must_use]
     pub fn and(self, other: Distance) -> Distance {
         let worse = |a: Option<Worst>, b: Option<Worst>| match (a, b) {
@@ -247,18 +248,18 @@ pub fn sum_of(n: usize) -> f64 {
     4.0 * (n as f64).sqrt() * F32_ROUNDOFF
 }
 
-/// Returns the part of `error` that the size of a score excuses: all of it up to 1, and 0 above 1. A correct executor subtracts the row
+/// Returns the error of a score that its size excuses: `error` if it is at most 1, and otherwise 0. A correct executor subtracts the row
 /// maximum first, and the difference of equal scores is 0 however large they are.
 #[must_use]
 pub fn of_difference(error: f64) -> f64 {
     if error > 1.0 { 0.0 } else { error }
 }
 
-/// One row of the oracle, and the magnitudes that rounding errors are proportional to.
+/// The oracle's results of one row, and the magnitudes to which rounding errors are proportional.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Row {
     pub(crate) o: Vec<f64>,
-    /// Σ p·|v|, for each element of `o`.
+    /// Σ p·|v| over the keys of the row, for each element of `o`.
     pub(crate) o_magnitude: Vec<f64>,
     /// Error of each element of `o` that comes from the errors of its own P, as a sum of magnitudes.
     pub(crate) o_error: Vec<f64>,
@@ -266,9 +267,9 @@ pub(crate) struct Row {
     pub(crate) values: Vec<f64>,
     /// Log-sum-exp; a row that attends to no key has −∞, or the sink.
     pub(crate) stats: f64,
-    /// The row attends to no key: stats of −∞ are accepted too.
+    /// Whether the row attends to no key, so that stats of −∞ are accepted too.
     pub(crate) keyless: bool,
-    /// See [`Answer`](crate::Answer).
+    /// The largest Σ |q·k|·|scale| over the unmasked keys of the row: see [`Answer`](crate::Answer).
     pub(crate) score_magnitude: f64,
     /// Relative error of the softmax denominator.
     pub(crate) weight_error: f64,
@@ -284,21 +285,21 @@ pub(crate) struct Row {
     pub(crate) largest: Largest,
 }
 
-/// Sums over the keys of a row, weighted by the norms of their values.
+/// Sums over the keys of a row in which P is weighted by the norm ‖v‖ of each key's value.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sums {
-    /// Σ p·‖v‖.
+    /// Σ p·‖v‖ over the keys of the row.
     pub(crate) weights: f64,
-    /// Σ p²·‖v‖².
+    /// Σ p²·‖v‖² over the keys of the row.
     pub(crate) squares: f64,
-    /// Σ ‖v‖ times the error of P that comes from its own score.
+    /// Σ ‖v‖ times the error of P that comes from the error of the key's own score.
     pub(crate) errors: f64,
     /// Σ ‖v‖² over the keys that dropout keeps.
     pub(crate) values: f64,
 }
 
 impl Sums {
-    /// Adds a key: P, the error of P, the dropout factor, and ‖v‖².
+    /// Adds the contribution of a key: its P, the error of that P, the dropout factor, and ‖v‖².
     pub(crate) fn add(&mut self, [weight, error, factor, square]: [f64; 4]) {
         self.weights += weight * square.sqrt();
         self.squares += weight * weight * square;
@@ -338,7 +339,7 @@ fn small_weights(element: Element) -> f64 {
     if element == Element::F16 { element.least() } else { 0.0 }
 }
 
-/// Bounds the error of P whose score is off by `score_error`.
+/// Returns a bound on the error of a P equal to `weight` whose score is off by `score_error`.
 pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
     // P is at most 1, so its error is too. A P of 0 has no error.
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }

@@ -37,24 +37,25 @@ use std::ops::Range;
 /// Factor of absolute errors in the magnitude of an element. They do not grow with the number, so they must not make it undecided.
 pub(crate) const ABSOLUTE: f64 = 4.0;
 
-/// The errors of an executor's steps. All 0: no error.
+/// The error bounds of the steps of an executor's backward pass. An executor without errors has 0 everywhere.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rates {
-    /// Relative error of P.
+    /// Relative error of P that does not depend on the magnitude of its score or of stats.
     pub(crate) weight: f64,
     /// Relative error of P for each unit of the magnitude of its score.
     pub(crate) score: f64,
     /// Relative error of P for each unit of the magnitude of its row's stats.
     pub(crate) stats: f64,
-    /// How often the error of the softmax denominator counts in P: once if the same run computed it.
+    /// Factor of the relative error of the softmax denominator in P: 1 if the executor's own forward pass computed the stats, and
+    /// otherwise 0.
     pub(crate) sum: f64,
-    /// Error of `dP` and `δ`.
+    /// Error of `dP` and `δ`, relative to the sum of the magnitudes of their products.
     pub(crate) product: f64,
-    /// Error of `o`, relative to itself.
+    /// Error of the output `o` as an input of the backward pass, relative to `|o|`.
     pub(crate) output: f64,
-    /// Error of `o`, relative to Σ p·|v|.
+    /// Error of the output `o` as an input of the backward pass, relative to Σ p·|v|.
     pub(crate) computed_output: f64,
-    /// Error of `o` for each unit of the error of the softmax denominator.
+    /// Error of the output `o` for each unit of the relative error of the softmax denominator.
     pub(crate) computed_output_score: f64,
     /// The part of `computed_output` that comes from f32.
     pub(crate) computed_output_fine: f64,
@@ -67,13 +68,13 @@ pub(crate) struct Rates {
     pub(crate) round_slope: f64,
     /// Error of a derivative, besides the effect of the error of the score.
     pub(crate) slope: f64,
-    /// Error of a sum over keys and its result, relative to the sum of magnitudes.
+    /// Error of a sum over keys and of rounding its result, relative to the sum of the magnitudes of its terms.
     pub(crate) over_keys: f64,
-    /// Error of a sum over queries and its result, relative to the sum of magnitudes.
+    /// Error of a sum over queries and of rounding its result, relative to the sum of the magnitudes of its terms.
     pub(crate) over_queries: f64,
-    /// Error of a sum over scores, without the rounding of its result.
+    /// Error of a sum over all scores, relative to the sum of the magnitudes of its terms, without the rounding of its result.
     pub(crate) over_scores: f64,
-    /// A P below this may be 0.
+    /// The magnitude below which a P may be rounded to 0.
     pub(crate) tiny: f64,
     /// Absolute error of rounding a small number.
     pub(crate) small: f64,
@@ -83,12 +84,12 @@ pub(crate) struct Rates {
     /// Absolute errors of elements of `dq`, `dk` and `dv`, and of `o`.
     pub(crate) small_results: [f64; 3],
     pub(crate) small_output: f64,
-    /// Error of `o` for each unit of Σ |v|.
+    /// Error of the output `o` for each unit of Σ |v|, the sum over unmasked keys.
     pub(crate) computed_output_values: f64,
 }
 
 impl Rates {
-    /// Returns the errors for the extents and types of a problem.
+    /// Returns the error bounds of an executor for the extents and types of a problem, and the given `o` and stats.
     pub(crate) fn new(p: &Problem<'_>, given: &Given<'_>) -> Rates {
         let [batch, heads_q, heads_kv, seq_q, seq_kv, _, dim_v] = p.shape;
         let (element, u, e) = (p.element, p.element.roundoff(), F32_ROUNDOFF);
@@ -165,13 +166,13 @@ impl Rates {
     }
 }
 
-/// A term that is added to an element of a gradient, or a factor of such terms.
+/// A number with its error, which is added to an element of a gradient or multiplies a row that is added.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Term {
     pub(crate) value: f64,
     /// Bound on the error of the value.
     pub(crate) error: f64,
-    /// The sum of magnitudes of the terms, and the smallest numbers of the type.
+    /// The sum of the magnitudes of the terms of the number, including the absolute errors of small numbers.
     pub(crate) magnitude: f64,
 }
 
@@ -182,7 +183,7 @@ impl Term {
     }
 }
 
-/// A gradient of the oracle, in row-major order. It is 0 everywhere if no query attends to a key.
+/// A gradient that the oracle computed, with error bounds, in row-major order. It is 0 everywhere if no query attends to a key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradient {
     /// The elements of the gradient.
@@ -198,7 +199,7 @@ impl Gradient {
         Gradient { value: vec![0.0; len], error: vec![0.0; len], magnitude: vec![0.0; len] }
     }
 
-    /// Adds `factor` times `row`, with an error of the sum of `sum` relative to each term.
+    /// Adds `factor` times `row` to the elements from offset `from` on. `sum` is the error of the sum over terms, relative to each term.
     pub(crate) fn add(&mut self, from: usize, row: &[f64], factor: Term, sum: f64) {
         let factor = factor.in_sum(sum);
         let range = from..from + row.len();
@@ -210,14 +211,14 @@ impl Gradient {
         }
     }
 
-    /// Adds one number.
+    /// Adds one number, with its error and magnitude, to the element at offset `at`.
     pub(crate) fn add_one(&mut self, at: usize, term: Term) {
         self.value[at] += term.value;
         self.error[at] += term.error;
         self.magnitude[at] += term.magnitude;
     }
 
-    /// Adds another gradient of equal length.
+    /// Adds another gradient of the same length, element by element.
     pub(crate) fn merge(&mut self, other: &Gradient) {
         for (to, from) in [(&mut self.value, &other.value), (&mut self.error, &other.error), (&mut self.magnitude, &other.magnitude)] {
             to.iter_mut().zip(from).for_each(|(to, x)| *to += x);
@@ -238,7 +239,7 @@ impl Gradient {
     }
 }
 
-/// The gradient of a parameter.
+/// The gradient of a parameter, with the noise of each element for the limits of norms.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Along {
     pub(crate) sum: Gradient,
@@ -250,7 +251,7 @@ impl Along {
         Along { sum: Gradient::zeros(len), noise: vec![Noise::default(); len] }
     }
 
-    /// Adds one number.
+    /// Adds one number, with its error and noise, to the element at offset `at`.
     pub(crate) fn add(&mut self, at: usize, term: Term, noise: Noise) {
         self.sum.add_one(at, term);
         self.noise[at].fine += noise.fine;
@@ -258,13 +259,13 @@ impl Along {
         self.noise[at].shared += noise.shared;
     }
 
-    /// Returns an element as a term of another sum.
+    /// Returns an element, with its error and noise, as a term of another sum.
     pub(crate) fn term(&self, at: usize) -> (Term, Noise) {
         (Term { value: self.sum.value[at], error: self.sum.error[at], magnitude: self.sum.magnitude[at] }, self.noise[at])
     }
 }
 
-/// An element whose error exceeds its tolerance.
+/// An element of a gradient whose error exceeds its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct First {
     /// The index of the element in row-major order.
@@ -277,10 +278,10 @@ pub struct First {
     pub tolerance: f64,
 }
 
-/// The distance of one gradient from the oracle's.
+/// The distance of one of an executor's gradients from the oracle's gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// The worst element.
+    /// The element with the largest ratio of error and tolerance.
     pub worst: Worst,
     /// The first element past its tolerance, in row-major order; `None` if there is none.
     pub first: Option<First>,
@@ -289,19 +290,20 @@ pub struct Tally {
     norms: Norms,
 }
 
-/// The elements of a row that are compared.
+/// A range of the oracle's gradient that is compared with one row of an executor's gradient.
 pub(crate) struct Piece<'a> {
-    /// The oracle's gradient.
+    /// The oracle's gradient, of which `range` is compared.
     pub(crate) want: &'a Gradient,
     pub(crate) range: Range<usize>,
-    /// Row-major index of the first of them in the complete gradient.
+    /// The row-major index in the complete gradient of the first compared element.
     pub(crate) first: usize,
-    /// Noise of their norm.
+    /// Bounds on the rounding errors in the norm of the compared elements.
     pub(crate) noise: Noise,
 }
 
 impl Tally {
-    /// Compares a piece with row `got.1` of a result of type `element`. `rounded`: the oracle's errors do not include the rounding to that type.
+    /// Compares a piece with row `got.1` of the tensor `got.0`, whose elements have type `element`. `rounded` is true if the oracle's
+    /// errors do not include the rounding to that type.
     pub(crate) fn compare(&mut self, piece: &Piece<'_>, got: (&Tensor<'_>, [usize; 3]), element: Element, rounded: bool) {
         let row = self.compare_elements(piece, got, element, rounded);
         let (want, magnitude) = (&piece.want.value[piece.range.clone()], &piece.want.magnitude[piece.range.clone()]);
@@ -332,7 +334,7 @@ impl Tally {
         row
     }
 
-    /// Compares a parameter's complete gradient.
+    /// Compares a parameter's complete gradient with the tensor `got`, whose elements have type `element`.
     pub(crate) fn compare_along(&mut self, want: &Along, [_, heads, rows, dim]: [usize; 4], got: &Tensor<'_>, element: Element) {
         let len = want.noise.len();
         self.norms = Norms::of_parameter();
@@ -357,7 +359,7 @@ impl Tally {
         self.norms.close();
     }
 
-    /// Returns the relative error of the norm, ‖got − want‖ / ‖want‖, over finite elements.
+    /// Returns the error of the gradient relative to its norm, ‖got − want‖ / ‖want‖, over finite elements.
     #[must_use]
     pub fn relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
@@ -369,7 +371,7 @@ impl Tally {
         self.norms.bound()
     }
 
-    /// Returns whether every element and every norm is within its tolerance.
+    /// Returns whether every element and the norm of every tile of rows is within its tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.worst.ratio <= 1.0 && self.bound() <= 1.0
@@ -395,12 +397,13 @@ pub struct GradientDistance {
 }
 
 impl GradientDistance {
-    /// Iterates over the distances of all gradients.
+    /// Iterates over the distances of all gradients: `dq`, `dk`, `dv`, then those of parameters.
     pub fn all(&self) -> impl Iterator<Item = &Tally> {
         self.operands.iter().chain(&self.along)
     }
 
-    /// Returns whether every element and every norm of every gradient is within its tolerance.
+    /// Returns whether every element and every norm of every gradient is within its tolerance. The largest `|dS|` must be too, if it was
+    /// compared.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.all().all(Tally::passes) && self.amax_dp.as_ref().is_none_or(|amax| amax.ratio <= 1.0)

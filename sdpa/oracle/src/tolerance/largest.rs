@@ -11,7 +11,7 @@ pub struct Largest {
 }
 
 impl Largest {
-    /// Adds an element and the bound on its error.
+    /// Adds an element of the tensor, and the bound on its error.
     pub(crate) fn add(&mut self, value: f64, error: f64) {
         let size = value.abs();
         // An unknown (NaN) error accepts any value.
@@ -19,7 +19,7 @@ impl Largest {
         *self = self.and(Largest { value: size, least: (size - error).max(0.0), most: size + error });
     }
 
-    /// Returns the larger magnitude and the range of both.
+    /// Combines two parts of a tensor: returns the larger magnitude, and the range within which rounding may move it.
     #[must_use]
     pub(crate) fn and(self, other: Largest) -> Largest {
         Largest { value: self.value.max(other.value), least: self.least.max(other.least), most: self.most.max(other.most) }

@@ -79,14 +79,14 @@ pub(crate) struct Noise {
 }
 
 impl Noise {
-    /// Adds errors that multiply a row of this squared norm.
+    /// Adds the errors `of` of a factor that multiplies a row. `square` is the squared norm of that row.
     pub(crate) fn add(&mut self, of: Noise, square: f64) {
         self.fine += of.fine * square.sqrt();
         self.variance += of.variance * square;
         self.shared += of.shared * square;
     }
 
-    /// Adds the errors of another part of this sum.
+    /// Adds the errors of another part of the same sum.
     pub(crate) fn merge(&mut self, of: Noise) {
         self.add(of, 1.0);
     }
@@ -166,12 +166,13 @@ pub struct Norms {
 }
 
 impl Norms {
-    /// Norms of a parameter's gradient, which is decided with all its tiles together: one tile may be one number, which is small by chance.
+    /// Creates the norms of a parameter's gradient, which is decided with all its tiles together: one tile may be one number, which is
+    /// small by chance.
     pub(crate) fn of_parameter() -> Norms {
         Norms { whole: Some(Tile::default()), ..Norms::default() }
     }
 
-    /// Adds a row to the open tile.
+    /// Adds a row of a result to the tile of rows that is not complete yet.
     pub(crate) fn add(&mut self, row: &NormRow<'_>) {
         let Noise { fine, variance, shared, elements, small } = row.noise;
         // Skip rows where the oracle has an infinity or NaN: the comparison of elements requires the same value there.
@@ -196,7 +197,7 @@ impl Norms {
         tile.shared += known(shared);
     }
 
-    /// Adds the row (batch, head, row) to its tile. Rows arrive in order.
+    /// Adds the row (batch, head, row) of a result to its tile. Callers add rows in order.
     pub(crate) fn add_at(&mut self, [batch, head, row]: [usize; 3], of: &NormRow<'_>) {
         let at = [batch, head, row / TILE];
         if at != self.at {
