@@ -30,19 +30,19 @@ pub struct Case {
     /// Element type of the output; by default that of the operands.
     #[serde(default)]
     pub o_dtype: Option<DType>,
-    /// True if each block of 32 elements has a scale (MXFP8), instead of each tensor.
+    /// Whether each block of 32 elements has a scale (MXFP8), instead of each tensor.
     #[serde(default)]
     pub block_scaled: bool,
     /// Memory order of the axes.
     #[serde(default = "bhsd")]
     pub layout: Layout,
-    /// The masks, in the syntax of the command line. With score_mods, they are names of the library.
+    /// The masks, in the syntax of the command line. If the case has score_mods, these are names of predefined masks (the library).
     #[serde(default)]
     pub mask: Vec<String>,
-    /// Score_mods, by their names in the library.
+    /// Names of predefined score_mods (the library).
     #[serde(default)]
     pub score_mod: Vec<String>,
-    /// Whether query heads have attention sinks.
+    /// Whether each query head has an attention sink.
     #[serde(default)]
     pub sink: bool,
     /// Dropout probability of P.
@@ -72,23 +72,23 @@ pub struct Case {
     /// Gap in elements between rows of `o`.
     #[serde(default)]
     pub o_gap: i64,
-    /// True if `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
+    /// Whether `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
     #[serde(default)]
     pub packed_qkv: bool,
-    /// The packed sequences (varlen), if batch entries are packed. `layout` is then that of `(total, heads, dim)`; `bhsd` means
+    /// The packed sequences (varlen), if batch entries are packed. `layout` is then the layout of `(total, heads, dim)`; `bhsd` means
     /// head-major.
     #[serde(default)]
     pub packed: Option<Packing>,
-    /// The paging of keys and values, if they are paged. `layout` is then that of `q` and `o`.
+    /// The paging of keys and values, if they are in a paged KV cache. `layout` is then the layout of `q` and `o`.
     #[serde(default)]
     pub paged: Option<Paging>,
     /// Standard deviation of the random inputs.
     #[serde(default = "one")]
     pub spread: f64,
-    /// Executors on which the case does not run, by name, each with the reason.
+    /// Reasons why the case does not run on an executor, by the executor's name.
     #[serde(default)]
     pub skip: BTreeMap<String, String>,
-    /// Options of the backward pass, if the case has any.
+    /// Options of the backward pass, if the case tests one.
     #[serde(default)]
     pub backward: Option<Backward>,
 }
@@ -245,7 +245,7 @@ impl Case {
         Case::parse(include_str!("../cases/functions.toml"))
     }
 
-    /// Returns the cases of `score_mod.toml`: score_mods and masks of the library.
+    /// Returns the cases of `score_mod.toml`, which combine predefined score_mods and masks (the library).
     ///
     /// # Errors
     /// Fails as [`Case::parse`] does.
@@ -253,8 +253,8 @@ impl Case {
         Case::parse(COMBINED)
     }
 
-    /// Returns every case with score_mods and masks of the library: those of `score_mod.toml`, and one for each name of the library. Each
-    /// runs as a forward and as a backward pass.
+    /// Returns every case with predefined score_mods and masks (the library): those of `score_mod.toml`, and one for each predefined
+    /// name. Each runs as a forward and as a backward pass.
     ///
     /// # Errors
     /// Fails as [`Case::parse`] does.
@@ -271,8 +271,8 @@ impl Case {
         Case::parse(&text)
     }
 
-    /// Returns the closures and parameters of the case's score_mods and masks. Returns `None` if there are no score_mods and the oracle
-    /// evaluates all masks itself.
+    /// Returns closures and parameter values for the case's score_mods and masks. Returns `None` if there are no score_mods and the
+    /// oracle evaluates all masks itself.
     ///
     /// # Errors
     /// Fails if the library does not have one of the names.

@@ -5,20 +5,20 @@ use sdpa::DType;
 pub use sdpa_oracle::{Distance, GradientDistance, Verdict};
 use sdpa_oracle::{Norms, Numbers, Results, Statistics, Tally, Tensor, Worst};
 
-/// The distance of an executor's results from the oracle's, as a tally uses it.
+/// The distance of an executor's results from the oracle's, as test summaries count and print it.
 pub trait Measured {
-    /// Returns the largest ratio of an error and its tolerance: above 1 fails.
+    /// Returns the largest ratio of the error of a result and its tolerance; above 1 the results fail.
     fn worst(&self) -> f64;
     /// Returns the verdict that `--check` reports: passed, failed or undecided.
     fn verdict(&self) -> Verdict;
     /// Returns a description of the distance.
     fn told(&self) -> String;
 
-    /// Returns the number of elements whose tolerance accepts any result.
+    /// Returns the number of elements of the results whose tolerance accepts any value.
     fn undecided(&self) -> u64;
 
-    /// Returns whether everything is within its tolerance and no element is undecided. Norms may be undecided: the tests `cpu::replaced`
-    /// list these cases.
+    /// Returns whether all results are within their tolerances and no element is undecided. Norms may be undecided: the tests
+    /// `cpu::replaced` list these cases.
     fn holds(&self) -> bool {
         self.verdict() != Verdict::Failed && self.undecided() == 0
     }
@@ -126,10 +126,10 @@ impl Measured for GradientDistance {
     }
 }
 
-/// An executor's gradient of a parameter.
+/// An executor's gradient of a parameter of the score_mod, or of the sinks.
 #[derive(Clone, Debug)]
 pub struct GotAlong {
-    /// The element type that was requested.
+    /// The element type that was requested for the gradient.
     pub dtype: DType,
     /// The elements of the gradient.
     pub value: Vec<f64>,
@@ -146,7 +146,7 @@ fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String
 pub struct Outputs {
     /// The output.
     pub o: Vec<f64>,
-    /// The requested row statistics, in the order of `sdpa::Statistic::ALL`.
+    /// The row statistics that were requested, in the order of `sdpa::Statistic::ALL`; `None` for others.
     pub of_rows: [Option<Vec<f64>>; 3],
     /// The largest P that the executor reported, for a problem with 8-bit floats.
     pub amax_s: Option<f64>,
@@ -157,22 +157,22 @@ pub struct Outputs {
 pub struct GotGradients {
     /// The gradients `dq`, `dk` and `dv`.
     pub operands: [Vec<f64>; 3],
-    /// The gradients of parameters. If there is a sink, its gradient comes last.
+    /// The gradients of parameters. If the problem has a sink, the gradient of the sink comes last.
     pub along: Vec<GotAlong>,
     /// The largest gradient of a score that the executor reported, for a problem with 8-bit floats.
     pub slopes: Option<Slopes>,
 }
 
-/// The largest gradient of a score, times the scale, that a backward pass reported, and the inputs of that pass.
+/// The largest magnitude of dS, times the scale, that a backward pass reported, and the inputs of that pass.
 #[derive(Clone, Debug)]
 pub struct Slopes {
-    /// The magnitude that the pass reported.
+    /// The magnitude that the backward pass reported.
     pub amax_dp: f64,
     /// The inputs `o`, descaled, and `stats`, in row-major order.
     pub given: [Vec<f64>; 2],
 }
 
-/// Compares several results with the oracle's, which is computed once.
+/// Compares the outputs of several executors or runs with the oracle's outputs, which are computed once.
 pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -> Vec<Distance> {
     let mut results = Vec::new();
     for got in all {
@@ -182,7 +182,7 @@ pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -
     p.with(closures, |problem| sdpa_oracle::check_each(problem, &results, &|_| ()))
 }
 
-/// Compares `o` and row statistics with the oracle's.
+/// Compares an executor's `o` and row statistics with the oracle's.
 ///
 /// # Errors
 /// Returns a message that names the results that are NaN.
@@ -194,7 +194,7 @@ pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, got: &Outputs) -> Resul
     Ok(distance)
 }
 
-/// Compares several sets of gradients with the oracle's, which is computed once.
+/// Compares the gradients of several executors or runs with the oracle's gradients, which are computed once.
 ///
 /// # Errors
 /// Returns a message if a gradient of a parameter does not have the length of the oracle's gradient.
@@ -236,7 +236,7 @@ pub fn compare_each_gradients(
     Ok(distances)
 }
 
-/// Compares gradients with the oracle's.
+/// Compares an executor's gradients with the oracle's.
 ///
 /// # Errors
 /// Returns a message if a result is NaN, or if a gradient of a parameter does not have the length of the oracle's gradient.

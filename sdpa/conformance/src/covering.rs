@@ -23,12 +23,12 @@ pub struct Factor {
     pub values: &'static [&'static str],
 }
 
-/// A rule that no row combines certain values of one factor with certain values of another.
+/// A rule that excludes rows: no row has one of certain values of one factor together with one of certain values of another.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
-    /// The name of a factor, and values of it.
+    /// The name of one factor, and those of its values that the rule is about.
     pub one: (&'static str, &'static [&'static str]),
-    /// The name of another factor, and values of it.
+    /// The name of another factor, and those of its values that no row has together with values of `one`.
     pub other: (&'static str, &'static [&'static str]),
     /// The reason for the rule.
     pub why: &'static str,
@@ -40,33 +40,33 @@ pub type Row = Vec<usize>;
 /// (factor, value), in the order of factors.
 type Combination = Vec<(usize, usize)>;
 
-/// The specification of a covering array.
+/// The specification of a covering array, as the input of [`cover`].
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// Every factor of a row.
     pub factors: &'a [Factor],
-    /// The values that no row combines.
+    /// The rules that every row obeys.
     pub rules: &'a [Rule],
     /// The names of the factors whose combinations are covered.
     pub of: &'a [&'a str],
     /// The number of factors in a combination.
     pub strength: usize,
-    /// The number of rows that must contain each combination.
+    /// The number of rows that must contain each combination of values.
     pub times: usize,
     /// A factor, and those of its values for which a problem computes nothing. A row with such a value covers only combinations that
     /// contain it.
     pub hollow: (&'a str, &'a [&'a str]),
 }
 
-/// The rows of a covering, and the combinations that it does not cover.
+/// The rows of a covering array, and the combinations of values that they do not cover.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Covering {
-    /// The rows.
+    /// The rows of the covering array.
     pub rows: Vec<Row>,
-    /// The combinations that no rule forbids directly, but that are in too few rows. Either rules for other factors exclude every row, or
-    /// no supported row was found.
+    /// The combinations of values that no rule forbids, but for which the generator found fewer rows than requested. Either the rules for
+    /// other factors forbid every further row that contains the combination, or no such row is supported.
     pub impossible: Vec<Combination>,
-    /// The number of combinations that are in enough rows.
+    /// The number of combinations of values that are in as many rows as requested.
     pub covered: usize,
 }
 
@@ -281,8 +281,8 @@ impl Builder<'_> {
     }
 }
 
-/// Returns supported rows that contain each allowed combination as often as requested. The other factors vary too. Equal calls return
-/// identical rows.
+/// Generates a covering array: supported rows that contain each combination of values as often as requested. The values of the other
+/// factors vary too. Calls with equal arguments return identical rows.
 pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
     let asked = &mut Asked::new(supports);
     let factors = wanted.factors;

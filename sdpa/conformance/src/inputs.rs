@@ -1,11 +1,11 @@
-//! Strided operands with random contents, in the operands' own type.
+//! Strided operands with random contents, in the operands' own element type.
 
 use crate::packing::Laid;
 use crate::random::Random;
 use half::{bf16, f16};
 use sdpa::{DType, Elements, ElementsMut, F8E4M3, F8E5M2, TensorSpec};
 
-/// One operand in host memory.
+/// The elements of one operand in host memory, including the gaps between them.
 #[derive(Clone, Debug)]
 pub enum Operand {
     /// binary32.
@@ -21,7 +21,7 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// Returns an operand of `len` elements, including gaps, that are all `value`.
+    /// Returns an operand whose `len` elements, including those in gaps, are all `value`.
     pub fn filled(dtype: DType, len: usize, value: f32) -> Operand {
         match dtype {
             DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
@@ -32,7 +32,7 @@ impl Operand {
         }
     }
 
-    /// Returns the elements, for a call that reads them.
+    /// Returns the elements of the operand, gaps included, for a call that reads them.
     pub fn elements(&self) -> Elements<'_> {
         match self {
             Operand::F32(x) => Elements::F32(x),
@@ -43,7 +43,7 @@ impl Operand {
         }
     }
 
-    /// Returns the elements, for a call that writes them.
+    /// Returns the elements of the operand, gaps included, for a call that writes them.
     pub fn elements_mut(&mut self) -> ElementsMut<'_> {
         match self {
             Operand::F32(x) => ElementsMut::F32(x),
@@ -54,7 +54,7 @@ impl Operand {
         }
     }
 
-    /// Returns the elements if they are f32, and otherwise `None`.
+    /// Returns the elements of the operand if they are f32, and otherwise `None`.
     pub fn numbers_mut(&mut self) -> Option<&mut [f32]> {
         match self {
             Operand::F32(x) => Some(x),
@@ -62,7 +62,7 @@ impl Operand {
         }
     }
 
-    /// Returns the elements if they are f32, and otherwise an empty slice.
+    /// Returns the elements of the operand if they are f32, and otherwise an empty slice.
     pub fn numbers(&self) -> &[f32] {
         match self {
             Operand::F32(x) => x,
@@ -81,7 +81,7 @@ impl Operand {
         }
     }
 
-    /// Returns the element at offset `at`, exactly.
+    /// Returns the element at offset `at`, which may be in a gap, exactly.
     pub fn get(&self, at: usize) -> f64 {
         match self {
             Operand::F32(x) => f64::from(x[at]),
@@ -93,17 +93,18 @@ impl Operand {
     }
 }
 
-/// Returns random elements with NaN in the gaps between them, so that reading a gap shows in the result.
+/// Returns an operand with random elements of standard deviation `spread`, and NaN in the gaps between them, so that reading a gap shows
+/// in the result.
 pub fn random(tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
     random_about(0.0, tensor, dtype, spread, random)
 }
 
-/// Returns random elements around a mean, with NaN in the gaps between them.
+/// Returns an operand with random elements of mean `mean` and standard deviation `spread`, and NaN in the gaps between them.
 pub fn random_about(mean: f64, tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
     fill(&tensor.into(), dtype, || f64::from((mean + random.normal() * spread) as f32))
 }
 
-/// Sets rows past the length of their batch entry to NaN.
+/// Sets the rows of an operand past the length of their batch entry to NaN.
 pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     let [_, heads, rows, dim] = tensor.dims.map(|d| d as usize);
     for (n, place) in Laid::from(tensor).places().into_iter().enumerate() {
@@ -114,7 +115,7 @@ pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     }
 }
 
-/// Replaces NaN in the gaps of a tensor by numbers.
+/// Replaces NaN in the gaps of an operand by numbers.
 pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
     for place in Laid::from(tensor).places().into_iter().flatten() {
         if operand.get(place).is_nan() {
@@ -123,7 +124,7 @@ pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
     }
 }
 
-/// Stores elements that are given in row-major order, rounded to the type `dtype`, with NaN in the gaps between them.
+/// Returns an operand with elements that are given in row-major order, rounded to the type `dtype`, and NaN in the gaps between them.
 pub fn scatter(tensor: impl Into<Laid>, dtype: DType, elements: &[f64]) -> Operand {
     let laid = tensor.into();
     let mut operand = Operand::filled(dtype, laid.elements(), f32::NAN);
@@ -163,12 +164,12 @@ pub fn written_gap(tensor: impl Into<Laid>, operand: &Operand) -> Option<usize> 
     (0..belongs.len()).find(|&at| !belongs[at] && operand.get(at) != f64::from(GAP))
 }
 
-/// Returns the elements in row-major order, exactly; 0 past the end of a sequence.
+/// Returns the elements of an operand in row-major order, exactly; 0 past the end of a sequence.
 pub fn gather(tensor: impl Into<Laid>, operand: &Operand) -> Vec<f64> {
     gather_or(0.0, tensor, operand)
 }
 
-/// Returns the elements in row-major order, with `rest` past the end of a sequence.
+/// Returns the elements of an operand in row-major order, exactly, with `rest` past the end of a sequence.
 pub fn gather_or(rest: f64, tensor: impl Into<Laid>, operand: &Operand) -> Vec<f64> {
     tensor.into().places().into_iter().map(|at| at.map_or(rest, |at| operand.get(at))).collect()
 }

@@ -1,4 +1,4 @@
-//! Every score_mod and mask of the library as plain closures, with random values for their parameters.
+//! Every predefined score_mod and mask (the library) as plain closures, with random values for their parameters.
 //!
 //! The closures are written by name from the publications; they do not evaluate traces.
 
@@ -25,7 +25,7 @@ type Real = Box<dyn Fn(f64, Here) -> f64 + Send + Sync>;
 /// Returns the offset of the table element that a position reads.
 type Reading = Box<dyn Fn(Here) -> usize + Send + Sync>;
 
-/// The value of a parameter.
+/// The value of a declared parameter: a scalar, or the elements of a tensor in row-major order.
 #[derive(Clone, Debug)]
 pub enum Values {
     /// A scalar.
@@ -38,7 +38,7 @@ pub enum Values {
     BF16(Vec<bf16>),
     /// A tensor of i32.
     I32(Vec<i32>),
-    /// Offsets of i64.
+    /// A tensor of i64, such as `cu_seqlens` offsets.
     I64(Vec<i64>),
     /// A tensor of booleans.
     Bool(Vec<bool>),
@@ -154,11 +154,11 @@ struct Stage {
     reads: Vec<(&'static str, Reading)>,
 }
 
-/// Score_mods and masks of the library as closures, with randomly drawn parameters.
+/// Predefined score_mods and masks as closures for the oracle, with randomly drawn parameters.
 pub struct Library {
     stages: Vec<Stage>,
     keeps: Vec<Box<dyn Fn(Here) -> bool + Send + Sync>>,
-    /// The bound parameters. A scalar that is not in the list keeps its default.
+    /// The parameters of the score_mods and masks, with their values. A scalar that is not in the list keeps its default.
     pub bound: Vec<Bound>,
     pads: bool,
     /// Whether the oracle evaluates windows, prefixes and their combinations itself.
@@ -168,7 +168,8 @@ pub struct Library {
 }
 
 impl Library {
-    /// Draws the parameters of the named functions for a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// Creates the closures of the named score_mods and masks, and draws their parameters, for a problem of extents (batch, heads_q,
+    /// seq_q, seq_kv).
     ///
     /// # Errors
     /// Fails if the library does not have one of the names.
@@ -176,7 +177,7 @@ impl Library {
         Library::draw_packed(mods, masks, extents, None, random)
     }
 
-    /// Draws the parameters of the named functions for packed sequences.
+    /// Creates the closures of the named score_mods and masks, and draws their parameters, for packed sequences.
     ///
     /// # Errors
     /// Fails if the library does not have one of the names.
@@ -192,7 +193,8 @@ impl Library {
         Ok(Library { packing: packing.cloned(), ..library })
     }
 
-    /// Draws the parameters of the named functions for a paged KV cache, with or without packed queries.
+    /// Creates the closures of the named score_mods and masks, and draws their parameters, for a paged KV cache, with or without packed
+    /// queries.
     ///
     /// # Errors
     /// Fails if the library does not have one of the names.
@@ -226,14 +228,14 @@ impl Library {
         Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: None, cache: None })
     }
 
-    /// Creates a library for packed sequences without score_mods. The oracle evaluates the masks itself.
+    /// Creates a library without score_mods, for packed sequences. The oracle evaluates the masks itself.
     pub fn of_documents(packing: Packing) -> Library {
         let bound = packing.bound(&Side::ALL);
         Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing), cache: None }
     }
 
-    /// Creates a library for a paged KV cache, with or without packed queries, in a problem of extents (batch, heads_q, seq_q, seq_kv).
-    /// The oracle evaluates the masks itself.
+    /// Creates a library without score_mods, for a paged KV cache, with or without packed queries, in a problem of extents (batch,
+    /// heads_q, seq_q, seq_kv). The oracle evaluates the masks itself.
     pub fn of_cache(paging: &Paging, packing: Option<Packing>, extents: [i64; 4], random: &mut Random) -> Library {
         let paging = paging.beside(packing.as_ref());
         let mut bound = packing.as_ref().map_or_else(Vec::new, |packing| packing.bound(&[Side::Queries]));
@@ -246,7 +248,8 @@ impl Library {
         Library { stages: Vec::new(), keeps: vec![Box::new(there)], bound, pads: false, beside_masks: true, packing, cache: Some(cache) }
     }
 
-    /// Draws per-sequence lengths for a problem of extents (batch, heads_q, seq_q, seq_kv). The oracle evaluates other masks itself.
+    /// Creates a library with only the mask `padding`, and draws per-sequence lengths for a problem of extents (batch, heads_q, seq_q,
+    /// seq_kv). The oracle evaluates other masks itself.
     ///
     /// # Errors
     /// Never fails, because the library has the mask `padding`.
@@ -255,7 +258,7 @@ impl Library {
         Ok(Library { beside_masks: true, ..library })
     }
 
-    /// Returns the masks that the oracle evaluates itself: those without a closure.
+    /// Returns those of `masks` that the oracle evaluates itself: the masks for which this library has no closure.
     pub fn word_for_word(&self, masks: &[Mask]) -> Vec<Mask> {
         let read = |mask: &&Mask| match mask {
             Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::All(_) | Mask::Any(_) | Mask::Not(_) => self.beside_masks,
@@ -264,7 +267,7 @@ impl Library {
         masks.iter().filter(read).cloned().collect()
     }
 
-    /// Returns the memory positions of an operand's elements.
+    /// Returns the memory position of each element of an operand. `side` tells whether its rows are queries or keys.
     pub fn laid(&self, tensor: &TensorSpec, side: Side) -> Laid {
         match (&self.cache, side) {
             (Some(cache), Side::Keys) => Laid::paged(tensor, cache),
@@ -319,12 +322,12 @@ impl Library {
         self.stages.iter().zip(&values).zip(&slopes).fold(0.0, |sum, ((stage, &x), &slope)| sum * through(slope) + of(stage, x))
     }
 
-    /// Calls `call` with the closures of all score_mods and masks. `along` names the parameters whose derivatives are requested.
+    /// Passes the closures of all score_mods and masks to `call`. `along` names the parameters whose derivatives are requested.
     pub fn with<T>(&self, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
         self.with_tanh_off(along, 0.0, call)
     }
 
-    /// Calls `call` with the closures of all score_mods and masks, for an executor whose `tanh` has a relative error of `tanh` times the
+    /// Passes the closures of all score_mods and masks to `call`, for an executor whose `tanh` has a relative error of `tanh` times the
     /// f32 roundoff.
     pub fn with_tanh_off<T>(&self, along: &[&str], tanh: f64, call: impl FnOnce(&Closures<'_>) -> T) -> T {
         let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);

@@ -4,22 +4,23 @@ use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};
 pub use sdpa_oracle::{Along, Answer, Closures, Dropout, Given, Gradient, Gradients};
 
-/// The numbers of a problem, in row-major order (batch, head, seq, dim).
+/// An attention problem for the oracle, with its numbers in row-major order (batch, head, seq, dim).
 #[derive(Clone, Debug)]
 pub struct Problem<'a> {
     /// The extents: batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
     pub shape: [usize; 7],
-    /// Queries.
+    /// Queries, (batch, heads_q, seq_q, dim_qk).
     pub q: &'a [f64],
-    /// Keys.
+    /// Keys, (batch, heads_kv, seq_kv, dim_qk).
     pub k: &'a [f64],
-    /// Values.
+    /// Values, (batch, heads_kv, seq_kv, dim_v).
     pub v: &'a [f64],
     /// The type in which an executor computes.
     pub dtype: DType,
     /// The attention scale.
     pub scale: f64,
-    /// The masks. A query attends to a key if all of them attend to it. Traced masks are passed as closures instead.
+    /// The masks that the oracle evaluates itself. A query attends to a key if all of them attend to it. Traced masks are passed as
+    /// closures instead.
     pub masks: &'a [Mask],
     /// The number of queries and keys of each batch entry; empty if all entries have all of them.
     pub lengths: &'a [[i64; 2]],
@@ -60,7 +61,7 @@ fn word_for_word<'a>(mask: &Mask, lengths: &'a (dyn Fn(i64) -> [i64; 2] + Sync))
     }
 }
 
-/// Returns the oracle's name of a type.
+/// Returns the oracle's equivalent of an element type.
 pub fn element(dtype: DType) -> Element {
     match dtype {
         DType::F16 => Element::F16,
@@ -73,7 +74,7 @@ pub fn element(dtype: DType) -> Element {
 }
 
 impl Problem<'_> {
-    /// Calls `call` with the oracle's form of this problem.
+    /// Converts this problem, with the closures, to the oracle's form, and passes the result to `call`.
     pub fn with<T>(&self, closures: &Closures<'_>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
         let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = self.shape;
         let lengths = |b: i64| self.lengths.get(b as usize).copied().unwrap_or([seq_q as i64, seq_kv as i64]);
@@ -102,7 +103,7 @@ impl Problem<'_> {
     }
 }
 
-/// Computes attention with the oracle.
+/// Computes the output and row statistics of a problem with the oracle.
 pub fn attention(p: &Problem<'_>, closures: &Closures<'_>) -> Answer {
     p.with(closures, sdpa_oracle::attention)
 }

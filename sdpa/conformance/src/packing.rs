@@ -14,19 +14,19 @@ use std::ops::Range;
 pub struct Packing {
     /// Number of query tokens of each sequence, and of key tokens unless `lengths_kv` is given.
     pub lengths_q: Vec<i64>,
-    /// Number of key tokens of each sequence; with pages, the number of keys of each batch entry.
+    /// Number of key tokens of each sequence; with a paged KV cache, the number of keys of each batch entry.
     #[serde(default)]
     pub lengths_kv: Option<Vec<i64>>,
-    /// Number of tokens before the first sequence.
+    /// Number of unused tokens before the first sequence.
     #[serde(default)]
     pub before: i64,
-    /// Number of tokens after the last sequence.
+    /// Number of unused tokens after the last sequence.
     #[serde(default)]
     pub slack: i64,
-    /// True if the problem does not state the largest number of tokens.
+    /// Whether the problem leaves the largest number of tokens open.
     #[serde(default)]
     pub unbounded: bool,
-    /// True if `cu_seqlens` are i64, not i32.
+    /// Whether `cu_seqlens` are i64, not i32.
     #[serde(default)]
     pub wide: bool,
 }
@@ -62,7 +62,7 @@ impl Packing {
         }
     }
 
-    /// Returns the number of tokens of each sequence on one side.
+    /// Returns the number of tokens of each sequence on one side: queries or keys.
     pub fn lengths(&self, side: Side) -> &[i64] {
         match side {
             Side::Queries => &self.lengths_q,
@@ -70,7 +70,7 @@ impl Packing {
         }
     }
 
-    /// Returns the `cu_seqlens` of one side.
+    /// Returns the `cu_seqlens` offsets of one side: queries or keys.
     pub fn boundaries(&self, side: Side) -> Vec<i32> {
         let mut at = self.before;
         let ends = self.lengths(side).iter().map(|length| {
@@ -84,7 +84,7 @@ impl Packing {
         self.boundaries(side).windows(2).map(|pair| i64::from(pair[0])..i64::from(pair[1])).collect()
     }
 
-    /// Returns the number of tokens in memory, including those outside of any sequence.
+    /// Returns the number of tokens of one side (queries or keys) in memory, including those outside of any sequence.
     pub fn tokens(&self, side: Side) -> i64 {
         self.before + self.lengths(side).iter().sum::<i64>() + self.slack
     }
@@ -95,7 +95,7 @@ impl Packing {
         Packed::new().with_cross(self.lengths_kv.is_some()).with_wide(self.wide).with_totals(total(Side::Queries), total(Side::Keys))
     }
 
-    /// Returns the `cu_seqlens` of `sides` as parameters.
+    /// Returns the `cu_seqlens` of `sides` (queries, keys) as parameters of a call.
     pub fn bound(&self, sides: &[Side]) -> Vec<Bound> {
         let mut sides: Vec<_> = sides.iter().map(|side| (self.packed().boundaries(*side), *side)).collect();
         sides.dedup_by_key(|(name, _)| *name);
@@ -109,13 +109,13 @@ impl Packing {
         sides.into_iter().map(bind).collect()
     }
 
-    /// Returns whether a position (batch, head, query, key) is within its sequence.
+    /// Returns whether both the query and the key of a position (batch, head, query, key) are within their sequences.
     pub fn has(&self, [b, _, q, k]: [i64; 4]) -> bool {
         q < self.lengths(Side::Queries)[b as usize] && k < self.lengths(Side::Keys)[b as usize]
     }
 }
 
-/// A tensor with the memory layout of its batch entries.
+/// Extents and strides of a tensor, with the memory layout of its batch entries: at a constant stride, packed, or paged.
 #[derive(Clone, Debug)]
 pub struct Laid {
     tensor: TensorSpec,
@@ -139,18 +139,18 @@ impl From<&TensorSpec> for Laid {
 }
 
 impl Laid {
-    /// Returns the layout of a tensor on one side.
+    /// Returns the layout of a tensor whose rows are queries or keys (`side`), packed if `packing` is given.
     pub fn of(tensor: &TensorSpec, side: Side, packing: Option<&Packing>) -> Laid {
         let packed = |packing: &Packing| Entries::Packed(packing.documents(side), packing.tokens(side));
         Laid { tensor: *tensor, entries: packing.map_or(Entries::Apart, packed) }
     }
 
-    /// Returns the layout of keys or values in pages.
+    /// Returns the layout of keys or values in the pages of a KV cache.
     pub fn paged(tensor: &TensorSpec, cache: &Cache) -> Laid {
         Laid { tensor: *tensor, entries: Entries::Paged(cache.clone()) }
     }
 
-    /// Returns the number of elements in memory.
+    /// Returns the number of elements in memory, including gaps.
     pub fn elements(&self) -> usize {
         let whole = match &self.entries {
             Entries::Apart => self.tensor,

@@ -49,7 +49,7 @@ pub struct Cache {
 }
 
 impl Paging {
-    /// Draws the paging of a paged specification. It draws lengths if the specification has a traced mask.
+    /// Draws the pages of a specification with a paged KV cache. It also draws lengths if the specification has a traced mask.
     pub fn draw(spec: &AttentionSpec, paged: &Paged, random: &mut Random) -> Paging {
         let padded = spec.masks.iter().any(|mask| matches!(mask, Mask::Traced(_)));
         let mut lengths = |most: i64| {
@@ -64,7 +64,7 @@ impl Paging {
         Paging { page_size: paged.page_size, layout: page_major(), lengths_q, lengths_kv, in_order, shared, spare: spare - shared }
     }
 
-    /// Returns the paging for a specification of `batch` entries with up to `seq_kv` keys.
+    /// Returns the page size and number of pages for a specification of `batch` entries with up to `seq_kv` keys.
     pub fn paged(&self, batch: i64, seq_kv: i64) -> Paged {
         Paged::new(self.page_size, batch * pages_of(seq_kv, self.page_size) + self.shared + self.spare)
     }
@@ -83,7 +83,7 @@ impl Paging {
         }
     }
 
-    /// Returns the lengths of the case as parameters of a call.
+    /// Returns the per-sequence lengths of the case as parameters of a call.
     pub fn lengths(&self) -> Vec<Bound> {
         let given = [("seq_len_q", &self.lengths_q), ("seq_len_kv", &self.lengths_kv)];
         given.into_iter().filter_map(|(name, lengths)| Some(bound(name, lengths.as_ref()?.iter().map(|n| *n as i32), 1))).collect()
@@ -132,12 +132,12 @@ impl Cache {
         (key < self.keys[batch as usize]).then(|| [page(key), key % self.page_size])
     }
 
-    /// Returns whether the batch entry of a position has the key.
+    /// Returns whether the page table has a page for the key of a position (batch, head, query, key).
     pub fn has(&self, [b, _, _, k]: [i64; 4]) -> bool {
         k < self.keys[b as usize]
     }
 
-    /// Returns the page pool of a tensor.
+    /// Returns extents and strides of the page pool that holds the keys or values `tensor`.
     pub fn container(&self, tensor: &TensorSpec) -> TensorSpec {
         let [_, heads, _, dim] = tensor.dims;
         TensorSpec { dims: [self.pages, heads, self.page_size, dim], ..*tensor }

@@ -49,7 +49,7 @@ pub struct Answer {
     /// The row from which [`Answer::problem`] builds the problem again. It is empty in files of earlier versions.
     #[serde(default)]
     pub row: Row,
-    /// The verdict on the results.
+    /// The verdict on the executor's results.
     pub verdict: Verdict,
     /// The distance from the oracle, the reason why the problem is unsupported, or the error.
     pub told: String,
@@ -74,13 +74,13 @@ impl Answer {
         Answer { seconds: start.elapsed().as_secs_f64(), ..Answer::without(problem, verdict, told) }
     }
 
-    /// Creates an answer without a measurement.
+    /// Creates an answer with this verdict and text for a problem, with a duration of 0.
     pub fn without(problem: &Problem, verdict: Verdict, told: String) -> Answer {
         let Problem { case, features, row, .. } = problem;
         Answer { name: case.name.clone(), features: features.clone(), row: row.clone(), verdict, told, seconds: 0.0 }
     }
 
-    /// Returns the problem of the answer, built from its row.
+    /// Rebuilds the problem of the answer from its row.
     ///
     /// # Errors
     /// Fails if the answer has no row, or if its row has other features in this version of [`FACTORS`](crate::covering::FACTORS).

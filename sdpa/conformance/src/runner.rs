@@ -60,7 +60,7 @@ pub enum Outcome<D = Distance> {
     Fail(String),
 }
 
-/// Counts of outcomes for a summary, including skipped cases.
+/// Counts of passed, skipped and failed cases, for a summary.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     /// Number of passed cases.
@@ -126,7 +126,7 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
 }
 
 impl<D: Measured + 'static> Outcome<D> {
-    /// Boxes the distance, so that outcomes of forward and backward passes have one type.
+    /// Moves the distance to a box, so that outcomes of forward and backward passes have one type.
     pub fn boxed(self) -> Outcome<Box<dyn Measured>> {
         match self {
             Outcome::Pass(distance, report) => Outcome::Pass(Box::new(distance), report),
@@ -227,7 +227,8 @@ fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, 
     }
 }
 
-/// Runs a specification with score_mods and masks of the library, whose closures replace all masks of the specification.
+/// Runs a specification on one executor and compares it with the oracle. The oracle evaluates the closures of `library` in place of
+/// score_mods and of masks that it cannot evaluate itself.
 pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, executor: &dyn Executor) -> Outcome {
     let (compared, report) = match computed(spec, draw, library, executor, compare) {
         Ok(done) => done,
@@ -362,7 +363,7 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Returns the specification with a layout that TMA supports: dense rows of a multiple of 16 bytes, and pages of a multiple of 8 tokens.
+/// Changes a specification to a layout that TMA supports: dense rows of a multiple of 16 bytes, and pages of a multiple of 8 tokens.
 pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
     if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
         paged.page_size *= 8;
@@ -462,7 +463,7 @@ pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
-/// Draws a random specification whose mask is a union of bands.
+/// Draws a random specification whose mask is a union of diagonal bands.
 pub fn random_pieces(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     // Choose strides that engines read without copies, and no statistic except stats: passes over other problems are not split into

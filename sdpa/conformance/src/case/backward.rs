@@ -4,7 +4,8 @@ use super::Case;
 use sdpa::{BackwardSpec, DType, ExecutorName, Layout, Side, TensorSpec};
 use serde::Deserialize;
 
-/// The `backward` table of a case. Without it, each gradient has the strides of its operand, and `d_o` has those of `o`.
+/// Options of the backward pass of a case: its `backward` table. Without it, each gradient has the strides of its operand, and `d_o` has
+/// those of `o`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backward {
@@ -24,13 +25,13 @@ pub struct Backward {
     pub d_o_dtype: Option<DType>,
     /// Element type of `dq`, `dk` and `dv`; by default that of the operands.
     pub gradient_dtype: Option<DType>,
-    /// True if all KV heads read the memory of one KV head. The gradient of each head has its own memory.
+    /// Whether all KV heads read the memory of one KV head. The gradient of each head has its own memory.
     pub repeated_heads: bool,
     /// The mean of the queries; the mean of the keys is its negative. Scores then have a mean of about `−scale·dim_qk·shift²`.
     pub shift: f64,
 }
 
-/// The memory layout of a tensor.
+/// The memory layout of a tensor: order of axes, gaps, and axes with stride 0.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Place {

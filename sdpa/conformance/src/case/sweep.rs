@@ -17,7 +17,8 @@ fn text(name: &str, Extents { batch, seq_q, seq_kv }: Extents, mask: &str, more:
 }
 
 impl Case {
-    /// Returns bands, prefixes and lengths that end at every position of a block of `block` keys or queries. Some leave rows that attend to no key.
+    /// Returns cases with bands, prefixes and lengths that end at every position of a block of `block` keys or queries. Some leave rows
+    /// that attend to no key.
     ///
     /// # Errors
     /// Fails as [`Case::parse`] does.

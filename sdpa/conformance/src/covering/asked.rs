@@ -3,7 +3,7 @@
 use super::Row;
 use std::collections::HashMap;
 
-/// A function that returns whether an executor supports a row. The answer must depend on the row alone.
+/// A function that returns whether an executor supports the problem of a row. The answer must depend on the row alone.
 pub type Supports<'a> = dyn Fn(&Row) -> bool + 'a;
 
 /// Remembers which rows are supported, because a query to cuDNN takes tens of milliseconds. One thread asks: most rows that several threads would query ahead

@@ -8,8 +8,8 @@ use sdpa::Executor;
 /// Sets of axes of a declared parameter.
 const AXES: &[&str] = &["", "b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
 
-/// Every factor of the covered problems. In addition, each problem has NaN in memory that no query attends to: past lengths, sequences
-/// and pages.
+/// Every factor of the covered problems, with its values. In addition, each problem has NaN in memory that no query attends to: past
+/// lengths, sequences and pages.
 pub const FACTORS: [Factor; 19] = [
     Factor { name: "pass", values: &["forward", "backward", "backward of its own forward"] },
     Factor { name: "dtype", values: &["f32", "f16", "bf16", "f8e4m3", "f8e5m2"] },
@@ -71,8 +71,8 @@ pub const FACTORS: [Factor; 19] = [
     Factor { name: "scale", values: &["default", "0", "-0.1", "0.15"] },
 ];
 
-/// The factors whose values occur together in every combination of three. They are the factors of faults that tests of two features would
-/// not have found.
+/// The factors of which any three values occur together in a problem of [`Strength::Three`]. They are the factors of known faults that
+/// tests of two features at a time would not have found.
 pub const THREE_WAY: [&str; 8] = ["pass", "dtype", "dims", "parameter", "axes", "use", "gradient of the parameter", "container"];
 
 const TENSORS_AXES: &[&str] = &["b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
@@ -202,7 +202,7 @@ pub fn features(combination: &[(usize, usize)]) -> Vec<String> {
     combination.iter().map(|&(factor, value)| format!("{}: {}", FACTORS[factor].name, FACTORS[factor].values[value])).collect()
 }
 
-/// One problem of a covering.
+/// An attention problem that was made from a row of a covering array.
 #[derive(Clone, Debug)]
 pub struct Problem {
     /// The extents, options and inputs of the problem.
@@ -244,7 +244,7 @@ impl Strength {
         }
     }
 
-    /// Returns supported rows that cover the combinations of this strength.
+    /// Returns rows that a function supports and that cover the combinations of features of this strength.
     pub fn rows(self, supports: &Supports<'_>) -> Covering {
         let every: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
         let (of, strength, times) = match self {
@@ -256,7 +256,7 @@ impl Strength {
         cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow }, supports)
     }
 
-    /// Returns the problems of every row, whether an executor supports them or not.
+    /// Returns the problems of rows that cover the combinations of this strength, whether an executor supports them or not.
     ///
     /// # Errors
     /// Fails if a case does not parse, which is a bug of this crate.
@@ -264,12 +264,12 @@ impl Strength {
         self.problems_of(&self.rows(&|_| true).rows)
     }
 
-    /// Returns rows that cover the combinations of this strength and that an executor supports.
+    /// Returns rows that an executor supports and that cover the combinations of features of this strength.
     pub fn rows_for(self, executor: &dyn Executor) -> Covering {
         self.rows(&|row| Problem::of("", row).is_ok_and(|problem| problem.is_supported(executor)))
     }
 
-    /// Returns the problems of the rows that an executor supports.
+    /// Returns the problems of the rows that [`Strength::rows_for`] returns.
     ///
     /// # Errors
     /// Fails as [`Strength::problems`] does.
@@ -277,7 +277,7 @@ impl Strength {
         self.problems_of(&self.rows_for(executor).rows)
     }
 
-    /// Returns the problems of `rows`.
+    /// Returns the problems of the given rows.
     ///
     /// # Errors
     /// Fails as [`Strength::problems`] does.
@@ -302,7 +302,7 @@ impl Strength {
 }
 
 impl Problem {
-    /// Returns the problem of a row.
+    /// Creates the problem that a row of a covering array describes.
     ///
     /// # Errors
     /// Fails if the row does not fit [`FACTORS`], and as [`Strength::problems`] does.

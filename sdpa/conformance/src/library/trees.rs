@@ -192,7 +192,7 @@ impl Tree {
 }
 
 impl Library {
-    /// Draws a score_mod of up to `ops` functions, as text and as closures, with masks of the library.
+    /// Draws a random score_mod of up to `ops` functions, as text and as closures, together with the named predefined masks.
     ///
     /// # Errors
     /// The library does not have a mask.

@@ -87,7 +87,8 @@ impl State {
         Ok(State { path: path.to_owned(), file, answers, coverings })
     }
 
-    /// Returns the rows of a strength that the executor supports. They are read from the file, or computed and appended to it.
+    /// Returns supported rows that cover the combinations of features of a strength. They are read from the file, or computed for the
+    /// executor and appended to the file.
     ///
     /// # Errors
     /// Returns [`ProveError::Io`] if the file cannot be written.
@@ -109,8 +110,8 @@ impl State {
         &self.path
     }
 
-    /// Returns whether the file has an answer to this problem that is not bad. A case whose features have changed counts as another
-    /// problem.
+    /// Returns whether the file has an answer to this problem whose verdict is not bad. A case whose features have changed counts as
+    /// another problem.
     pub fn has(&self, problem: &Problem) -> bool {
         self.of(problem).is_some_and(|answer| !answer.verdict.is_bad())
     }
@@ -140,7 +141,7 @@ impl State {
         Ok(())
     }
 
-    /// Counts the answers to these problems.
+    /// Counts the answers in the file to these problems, by verdict.
     pub fn summary(&self, problems: &[Problem]) -> Summary {
         let mut summary = Summary { answers: BTreeMap::new(), reasons: BTreeMap::new(), bad: Vec::new() };
         for answer in problems.iter().filter_map(|problem| self.of(problem)) {
@@ -162,7 +163,7 @@ fn write_line(file: &mut File, path: &Path, value: &impl Serialize) -> Result<()
     line.and_then(|line| file.write_all(line.as_bytes())).map_err(ProveError::io(path, "writing"))
 }
 
-/// Counts of answers.
+/// Counts of the answers to some problems.
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
     /// Number of answers of each verdict.

@@ -45,7 +45,7 @@ fn say(begin: &str, text: &str) -> std::io::Result<()> {
     out.flush()
 }
 
-/// The progress of a run.
+/// The progress of a run of worker processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
     /// Number of answered problems.
@@ -56,16 +56,16 @@ pub struct Count {
     pub bad: usize,
 }
 
-/// The configuration of worker processes, and the limits that end a run.
+/// The configuration of worker processes that run problems, and the limits that end a run.
 pub struct Workers<'a> {
     /// Returns the command that starts a worker, which calls [`serve`]. Its stdin and stdout become pipes. `RAYON_NUM_THREADS` becomes 1, because the processes
     /// share the processors.
     pub command: &'a (dyn Fn() -> Command + Sync),
     /// Number of worker processes that run concurrently.
     pub processes: usize,
-    /// Number of bad answers that end a run.
+    /// Number of bad answers after which a run ends.
     pub most_bad: usize,
-    /// Time limit per problem. A process that exceeds it is killed, and the verdict is [`Verdict::Exit`].
+    /// Time limit for one problem. A process that exceeds it is killed, and the verdict is [`Verdict::Exit`].
     pub time_limit: Duration,
 }
 
@@ -76,7 +76,7 @@ impl<'a> Workers<'a> {
         Workers { command, processes, most_bad: MOST_BAD, time_limit: Duration::from_secs(120) }
     }
 
-    /// Runs each problem without a good answer in the state, and adds the answers. Calls `progress` after each answer.
+    /// Runs each problem that has no good answer in the state, and adds the answers to the state. Calls `progress` after each answer.
     ///
     /// # Errors
     /// Fails if a worker does not start, or if the state cannot be written. The state keeps all answers before the error.
@@ -85,7 +85,7 @@ impl<'a> Workers<'a> {
         self.ask(&open, state, progress)
     }
 
-    /// Runs problems, including those with answers, and adds the answers. Calls `progress` after each answer.
+    /// Runs all of these problems, including those with answers, and adds the answers to the state. Calls `progress` after each answer.
     ///
     /// # Errors
     /// Fails as [`Workers::prove`] does.

@@ -27,10 +27,10 @@ pub enum Source {
 }
 
 impl Source {
-    /// Both sources.
+    /// Both forward passes from which a backward pass can get `o` and `stats`.
     pub const ALL: [Source; 2] = [Source::Oracle, Source::Executor];
 
-    /// Returns the suffix that names of cases have for this source.
+    /// Returns the suffix that marks cases with this source in their names.
     pub fn suffix(self) -> &'static str {
         match self {
             Source::Oracle => "",
@@ -75,7 +75,8 @@ pub fn run_backward(spec: &BackwardSpec, draw: &Draw, source: Source, executor: 
     run_backward_with(spec, draw, None, source, executor)
 }
 
-/// Runs a backward specification with score_mods and masks of the library, whose closures replace all masks of the specification.
+/// Runs a backward specification on one executor and compares it with the oracle. The oracle evaluates the closures of `library` in place
+/// of score_mods and of masks that it cannot evaluate itself.
 pub fn run_backward_with(
     spec: &BackwardSpec,
     draw: &Draw,
@@ -297,7 +298,8 @@ pub fn random_padded_backward(random: &mut Random, dtypes: &[DType]) -> Backward
     gradients_elsewhere(forward, random)
 }
 
-/// Returns the backward specification of an attention, with other strides for some of its tensors.
+/// Returns a backward specification of this forward specification, in which `d_o` and gradients may have other strides, and all KV heads
+/// may share memory.
 pub fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let packed = forward.packed;
     if random.between(0, 9) == 0 {

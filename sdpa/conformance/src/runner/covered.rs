@@ -1,4 +1,4 @@
-//! Problems of a covering on one executor.
+//! Runs problems of covering arrays on one executor.
 
 use super::{Outcome, Tally, run_backward_case, run_case};
 use crate::compare::Measured;
@@ -6,7 +6,7 @@ use crate::covering::Problem;
 use sdpa::Executor;
 use std::sync::{Mutex, PoisonError};
 
-/// Runs a problem. A problem that the executor supports but does not run is a failure.
+/// Runs a problem of a covering array on an executor. If the executor claims to support it but does not run it, the outcome is a failure.
 ///
 /// # Panics
 /// Panics if the case is not a valid problem, which is a bug of this crate.
@@ -22,7 +22,7 @@ pub fn covered(problem: &Problem, executor: &dyn Executor) -> Outcome<Box<dyn Me
     }
 }
 
-/// Runs a problem with [`covered`] and counts the outcome.
+/// Runs a problem with [`covered`], and adds the outcome to `tally`.
 ///
 /// # Panics
 /// Panics as [`covered`] does.

@@ -52,19 +52,20 @@ fn rule(kind: u64, random: &mut Random) -> String {
     }
 }
 
-/// A rule with floats, or with integer quotients and remainders. It is used as a mask, or as a choice between two scores.
+/// A rule on the indices of query and key, with floats or with integer quotients and remainders. It is used as a mask, or as a choice
+/// between two scores.
 #[derive(Clone, Debug)]
 pub struct Edges {
-    /// The text of the rule.
+    /// The text of the rule, in the expression language.
     pub text: String,
-    /// True if the rule is used as a mask.
+    /// Whether the rule is used as a mask, not as a choice between two scores.
     pub is_mask: bool,
     /// The element type of operands.
     pub dtype: DType,
 }
 
-/// The result of a comparison: the number of compared elements of P, or a message about the first wrong one. `None` if the executor does
-/// not support the rule.
+/// The result of testing a rule: the number of compared elements of P, or a message about the first wrong one. `None` if the executor
+/// does not support the rule.
 pub type Looked = Result<Option<usize>, String>;
 
 fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Option<T>, String> {
@@ -76,7 +77,7 @@ fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Opti
     }
 }
 
-/// Tests the rules of these seeds on an executor that supports all of them, and prints the number of compared elements of P.
+/// Tests the rules that these seeds draw on an executor that supports all of them, and prints the number of compared elements of P.
 ///
 /// # Panics
 /// Panics if an element of P is wrong, or if a rule is unsupported.
@@ -90,7 +91,8 @@ pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
 }
 
 impl Edges {
-    /// Draws the rule of a seed. Every third of three times as many seeds as kinds covers all kinds, types and forms.
+    /// Draws the rule of a seed. Its kind depends on `seed / 3`, so that 36 consecutive seeds cover all 12 kinds. The element type and
+    /// the use as a mask are random.
     pub fn drawn(seed: u64) -> Edges {
         let mut random = Random::new(seed * 7919 + 61);
         Edges {
@@ -146,7 +148,7 @@ impl Edges {
         Ok((weights, stats))
     }
 
-    /// Compares every element of P in the forward and in the backward pass.
+    /// Compares every element of P with the rule, in the forward and in the backward pass.
     ///
     /// # Errors
     /// Returns a message about the first wrong element.

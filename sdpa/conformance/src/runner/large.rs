@@ -8,20 +8,20 @@ use sdpa::{
 };
 use sdpa_oracle::{Element, Given, Modify, Place, Problem, Rough, Tensor, attention, gradients};
 
-/// Biases that are added to the scores of some rows or keys.
+/// The biases that make scores very low or very high: each is added to the scores of some rows or keys.
 pub const ADDED: [f32; 10] = [-1e4, -1e9, 1e9, -1e10, -1e30, 1e30, f32::MIN, f32::MAX, 1e6, -700.0];
 
-/// The scores that get the bias.
+/// The scores to which the bias is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Where {
     /// Every score of each third row.
     Rows,
-    /// The scores of the last keys: rows of causal masks attend to none, some or all of them.
+    /// The scores of the last keys. Rows of causal masks attend to none, some or all of these keys.
     Keys,
 }
 
 impl Where {
-    /// Both choices of scores.
+    /// Both selections of scores.
     pub const ALL: [Where; 2] = [Where::Rows, Where::Keys];
 
     fn holds(self, [_, _, q, k]: Place, from: i64) -> bool {
@@ -277,7 +277,7 @@ pub struct LargeScores {
     pub place: Where,
     /// The bias that makes scores large.
     pub added: f32,
-    /// True if the problem has sinks.
+    /// Whether the problem has attention sinks.
     pub sink: bool,
 }
 

@@ -8,7 +8,8 @@ use crate::library::Library;
 use crate::random::Random;
 use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, ScoreMod, Shape};
 
-/// Runs every case with score_mods and masks of the library, and every case with packed sequences: forward, and backward alone and chained.
+/// Runs every case with predefined score_mods and masks, and every case with packed sequences: forward, and backward alone and chained to
+/// the executor's own forward pass. Returns the counts of forward and of backward passes.
 ///
 /// # Errors
 /// Fails if a case does not parse.
@@ -23,7 +24,7 @@ pub fn library_suite(label: &str, executor: &dyn Executor) -> Result<[Tally; 2],
     Ok([forward, backward])
 }
 
-/// The outcome of one random score_mod.
+/// The outcomes of the forward and the backward pass with one random score_mod.
 #[derive(Debug)]
 pub struct Tree {
     /// The text of the score_mod, its masks, and the extents of the problem.

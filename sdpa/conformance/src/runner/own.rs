@@ -4,7 +4,7 @@ use crate::random::Random;
 use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, Param, SINK};
 use sdpa_oracle::Dropout;
 
-/// Their values, for the call and for the oracle.
+/// The values of sinks and of the seed and offset of dropout, for the call and for the oracle.
 pub(super) struct Own {
     sinks: Option<Vec<f32>>,
     widened: Option<Vec<f64>>,
@@ -34,7 +34,7 @@ impl Own {
         Own { sinks, widened, seed, offset, p: spec.dropout.map(|dropout| dropout.p()) }
     }
 
-    /// Appends them to other parameters of a call.
+    /// Appends the sinks, the seed and the offset to other parameters of a call.
     pub(super) fn params<'a>(&'a self, mut params: Vec<Param<'a>>) -> Vec<Param<'a>> {
         params.extend(self.sinks.as_ref().map(|sinks| Param::new(SINK, sinks)));
         if self.p.is_some() {

@@ -24,17 +24,17 @@ pub enum Replacement {
     Twice,
     /// The result has the opposite sign.
     Negative,
-    /// One element is NaN.
+    /// One element of the result is NaN.
     Nan,
-    /// One element is infinite.
+    /// One element of the result is infinite.
     Infinite,
-    /// One head has the result of the next head.
+    /// One head of the result is replaced by the next head.
     Head,
-    /// One batch entry has the result of the next entry.
+    /// One batch entry of the result is replaced by the next entry.
     Batch,
-    /// The tile of 64 rows with the largest norm is all zeros.
+    /// The tile of 64 rows with the largest norm is set to zeros.
     LargeTile,
-    /// The tile of 64 rows with the smallest norm above zero is all zeros.
+    /// The tile of 64 rows with the smallest norm above zero is set to zeros.
     SmallTile,
 }
 
@@ -138,7 +138,7 @@ enum Said {
     Passed,
 }
 
-/// The verdicts on the results of a pass and on every replacement.
+/// The verdicts of the check on the right results of a pass, and on wrong results that replaced them.
 #[derive(Clone, Debug, Default)]
 pub struct Replaced {
     /// Number of verdicts, by tensor and replacement.
@@ -165,7 +165,7 @@ impl Replaced {
         }
     }
 
-    /// Adds the counts of another pass.
+    /// Adds the counts and descriptions of another pass.
     pub fn merge(&mut self, other: &Replaced) {
         for (key, counts) in &other.counts {
             for (said, n) in counts {
@@ -174,13 +174,13 @@ impl Replaced {
         }
     }
 
-    /// Returns the number of replacements that differ from the right result.
+    /// Returns the number of replacements that differ from the right result by more than rounding.
     #[must_use]
     pub fn seen(&self) -> usize {
         self.counts.values().flatten().filter(|(said, _)| **said != Said::Same).map(|(_, n)| n).sum()
     }
 
-    /// Returns a table of failed, undecided and equal replacements, with a line per tensor.
+    /// Returns a table of the verdicts on replacements (failed, undecided, equal), with a line per tensor.
     #[must_use]
     pub fn table(&self) -> String {
         let mut table = "replaced by".to_owned();
@@ -343,7 +343,7 @@ fn gradients(
     Ok(replaced)
 }
 
-/// Checks the replacements of a forward pass of a specification.
+/// Replaces each result of a forward pass by wrong ones, and records the verdicts of the check.
 ///
 /// # Errors
 /// Returns the outcome of the pass if the executor does not compute it.
@@ -351,7 +351,7 @@ pub fn replaced(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     computed(spec, draw, library, executor, outputs).map(|(replaced, _)| replaced).map_err(|outcome| format!("{outcome:?}"))
 }
 
-/// Checks the replacements of a backward pass of a specification.
+/// Replaces each result of a backward pass by wrong ones, and records the verdicts of the check.
 ///
 /// # Errors
 /// Fails as [`replaced`] does.
@@ -366,7 +366,7 @@ pub fn replaced_backward(
     done.map_err(|outcome| format!("{outcome:?}"))?.0
 }
 
-/// Checks the replacements of the forward pass of a case.
+/// Replaces each result of the forward pass of a case by wrong ones, and records the verdicts of the check.
 ///
 /// # Errors
 /// Fails as [`replaced`] does, and if the case does not parse.
@@ -375,7 +375,7 @@ pub fn replaced_case(case: &Case, executor: &dyn Executor) -> Result<Replaced, S
     replaced(&case.spec()?, &draw, case.library()?.as_ref(), executor)
 }
 
-/// Checks the replacements of the backward pass of a case.
+/// Replaces each result of the backward pass of a case by wrong ones, and records the verdicts of the check.
 ///
 /// # Errors
 /// Fails as [`replaced_case`] does.

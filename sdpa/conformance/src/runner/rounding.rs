@@ -116,7 +116,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     if rounded < n / 4 { Err(format!("only {rounded} of {n} results show anything")) } else { Ok(()) }
 }
 
-/// Tests rounding to nearest for one query of four heads, and for four queries of one head.
+/// Tests that an executor rounds 16-bit results to nearest, for one query of four heads, and for four queries of one head.
 ///
 /// # Errors
 /// Returns a message about the first result that is not the nearest number.

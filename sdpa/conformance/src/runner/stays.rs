@@ -8,7 +8,7 @@ use crate::runner::Outcome;
 use half::f16;
 use sdpa::{AttentionSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Executor, HostBackward, HostForward, Layout, Param, Shape};
 
-/// The number of dropout mask bits that were compared.
+/// The number of dropout mask bits that were compared in each pass.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stays {
     /// Number of bits that were compared in the forward pass.
@@ -39,7 +39,7 @@ fn ones(n: i64, at: impl Fn(i64) -> bool) -> Operand {
     Operand::F16((0..n).map(|n| f16::from_f32(f32::from(u8::from(at(n))))).collect())
 }
 
-/// Compares every bit of an executor's dropout mask.
+/// Compares every bit of an executor's dropout mask, in the forward and in the backward pass.
 ///
 /// # Errors
 /// Returns a message about the first wrong bit, with its position.
