@@ -77,7 +77,7 @@ impl Captured {
         self.params.iter().find(|param| param.name == name).map_or_else(String::new, |param| self.read(param))
     }
 
-    /// Returns the names of the scalar parameters, in the order in which their buffer holds the values, one f32 each.
+    /// Returns the names of the scalar parameters in the order of their values in the scalar buffer, which holds one f32 for each.
     pub fn scalars(&self) -> Vec<&str> {
         self.params.iter().filter(|p| p.kind == ParamKind::Scalar).map(|p| p.name.as_str()).collect()
     }
@@ -115,8 +115,8 @@ impl Captured {
         self.function("float score_mod(float score, Place at, Captured captured)", trace, 0)
     }
 
-    /// Emits root number `root` of a gradient's trace as a function: `float score_mod_gradient(float score, float upstream, Place at, Captured
-    /// captured)`.
+    /// Emits output number `root` of the trace of a score_mod's gradient as a function: `float score_mod_gradient(float score, float
+    /// upstream, Place at, Captured captured)`.
     pub fn gradient(&self, trace: &Trace, root: usize) -> String {
         self.function("float score_mod_gradient(float score, float upstream, Place at, Captured captured)", trace, root)
     }

@@ -1,4 +1,4 @@
-//! The output languages, and their differences in names.
+//! The output languages of emitted functions, and their names of element types.
 
 use sdpa_core::DType;
 

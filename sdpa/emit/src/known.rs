@@ -1,15 +1,15 @@
-//! Analyses of a trace before it is emitted.
+//! Analyses of a trace (an expression graph) before it is emitted as source code.
 
 use sdpa_core::expr::{Axis, Binary, Const, Depends, Node, NodeId, Trace, Type, Unary};
 
 /// Integers below this magnitude convert to float without a conversion instruction: added to the bits of 1.5 · 2^23 they count in the last place.
 const SMALL: f64 = 4_194_304.0;
 
-/// Analysis results for each value.
+/// Analysis results for each value of a trace.
 pub(crate) struct Known {
-    /// The inputs on which it depends.
+    /// The inputs on which each value depends.
     pub(crate) depends: Vec<Depends>,
-    /// Whether it decides a discontinuity.
+    /// Whether each value decides a discontinuity, such as the outcome of a comparison.
     pub(crate) decisive: Vec<bool>,
     /// Its least and greatest possible value.
     ranges: Vec<Option<[f64; 2]>>,
@@ -18,7 +18,8 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// Analyses a trace in a problem of these extents. `places`, if known, is an exclusive upper bound of the indices.
+    /// Analyses a trace for a problem of extents (batch, heads_q, seq_q, seq_kv). `places`, if known, is an exclusive upper bound of the
+    /// indices.
     pub(crate) fn of(trace: &Trace, extents: [i64; 4], places: Option<i64>) -> Known {
         let ranges = places.map(|below| trace.ranges([[0, below - 1]; 4], extents)).unwrap_or_else(|| vec![None; trace.nodes().len()]);
         let depends = trace.depends();
@@ -26,19 +27,20 @@ impl Known {
         Known { depends, decisive: trace.decisive(), ranges, slopes }
     }
 
-    /// Returns the derivatives along query and key (0 if unknown) of an integer that is small enough to become a float without a conversion
-    /// instruction.
+    /// Returns the derivatives of a value along query and key (0 if unknown). Returns `None` unless the value is an integer so small that
+    /// it becomes a float without a conversion instruction.
     pub(crate) fn small(&self, id: NodeId) -> Option<[i64; 2]> {
         let [least, most] = self.ranges[id.index()]?;
         (least >= -SMALL && most < SMALL).then(|| self.slopes[id.index()].unwrap_or([0; 2]))
     }
 
-    /// Returns whether it varies between scores and decides no discontinuity, so that an error in its last digits affects only one score.
+    /// Returns whether a value varies between scores and decides no discontinuity, so that an error in its last digits affects only one
+    /// score.
     pub(crate) fn varies_smoothly(&self, id: NodeId) -> bool {
         !self.decisive[id.index()] && self.depends[id.index()].varies()
     }
 
-    /// Returns whether its magnitude is at most `most`.
+    /// Returns whether the magnitude of a value is certainly at most `most`.
     pub(crate) fn within(&self, id: NodeId, most: f64) -> bool {
         self.ranges[id.index()].is_some_and(|range| range.into_iter().all(|x| x.abs() <= most))
     }
