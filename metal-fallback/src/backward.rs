@@ -16,24 +16,25 @@ use sdpa_core::{DType, Reason, TensorSpec};
 use sdpa_emit::Captured;
 use std::sync::Arc;
 
-/// The slot in which one kernel of a backward pass passes results to another.
+/// The buffer slot of delta: one kernel of a backward pass writes the sum of `o · d_o` of each row, and the others read it.
 pub(crate) const DELTA_SLOT: u32 = 9;
 
-/// Root index of the gradient along the score in a gradient's trace, after the score; gradients of parameters follow.
+/// Index of the root (output) of a score_mod's gradient trace that holds the gradient of the score. Root 0 is the modified score;
+/// gradients of parameters follow.
 pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
 /// The most elements of a parameter's gradient. The number of threadgroups depends on it.
 const GRADIENT_LIMIT: i64 = 1 << 34;
 
-/// A declared parameter whose gradient is computed.
+/// A declared parameter of a score_mod whose gradient is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
     /// The name of the parameter.
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient is dense. A scalar has none.
+    /// The axes of the parameter, over which its gradient is dense. A scalar has no axes.
     pub axes: Axes,
 }
 
@@ -50,10 +51,10 @@ pub struct Backward {
     pub dk: TensorSpec,
     /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
-    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient. Its second root is the gradient of the
-    /// score; the roots after it belong to [`Backward::along`]. It is `None` if the attention has no score_mod.
+    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient; `None` if the attention has no
+    /// score_mod. Its second root (output) is the gradient of the score; the roots after it belong to [`Backward::along`].
     pub gradient: Option<Arc<Trace>>,
-    /// Parameters whose gradients are computed, in the order of the roots.
+    /// Parameters whose gradients are computed, in the order of their roots in [`Backward::gradient`].
     pub along: Vec<Along>,
     /// Element type of the gradient of the sinks, if it is computed: f32, f16 or bf16.
     pub sink_gradient: Option<DType>,
@@ -125,7 +126,7 @@ impl Backward {
         }
     }
 
-    /// Returns the pass with kernels that suit the lengths of the problem, including their sources.
+    /// Plans the backward pass: selects kernels that suit the lengths of the problem, and generates their sources.
     ///
     /// # Errors
     /// Fails as [`Backward::supports`] does.
@@ -135,7 +136,8 @@ impl Backward {
         self.plan_with(if forward.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// Returns the pass with these kernels instead of those that [`Backward::plan`] chooses. Gradients of parameters always use tiles.
+    /// Plans the backward pass with the given kernels instead of those that [`Backward::plan`] chooses. Gradients of parameters always
+    /// use tiles.
     ///
     /// # Errors
     /// Fails as [`Backward::supports`] does, and with every limit of these kernels that the problem breaks.
@@ -171,7 +173,7 @@ impl Backward {
         Ok(vec![self.delta(), self.one(&DQ, &constants, dq), self.one(&DKV, &constants, dkv)])
     }
 
-    /// Returns the bytes of `q`, `d_o`, `k` and `v` in threadgroup memory.
+    /// Returns the threadgroup memory for `q`, `d_o`, `k` and `v`: the MSL element type and the size in bytes of each.
     pub(crate) fn memory(&self, tiles: &Tiles, own_queries: bool) -> Vec<(&'static str, usize)> {
         tiles.backward_bytes(own_queries).into_iter().map(|bytes| (self.forward.element(), bytes)).collect()
     }
@@ -233,12 +235,12 @@ impl Backward {
         Operand::Scratch(Scratch::new("log-sum-exps", &[&rows[..], &[2]].concat()))
     }
 
-    /// Binds the buffer that kernels read instead of the caller's stats.
+    /// Returns the binding of the log-sum-exp of each row as two floats, which kernels read instead of the caller's stats.
     pub(crate) fn lse_read(&self) -> Binding {
         Binding::read(STATS_SLOT, "float", self.lse_memory())
     }
 
-    /// Binds the sums for reading.
+    /// Returns the binding of the sum of `o · d_o` of each row, for kernels that read it.
     pub(crate) fn delta_read(&self) -> Binding {
         Binding::read(DELTA_SLOT, "float", self.delta_memory())
     }
@@ -256,7 +258,7 @@ impl Backward {
         self.forward.captured(self.gradient.as_deref())
     }
 
-    /// Returns the buffers that every kernel that computes P reads, followed by `more`.
+    /// Returns the bindings that all kernels computing P share, followed by `more`.
     pub(crate) fn operands(&self, more: &[Binding]) -> Vec<Binding> {
         let mut buffers = self.forward.operands_with(&self.captured(), BackwardParams::NAME);
         buffers.extend([Binding::read(3, self.forward.element(), Operand::DO), self.lse_read(), self.delta_read()]);
@@ -269,7 +271,8 @@ impl Backward {
         self.kernel(kernel, constants, cut, (ALONG_SCORE, None))
     }
 
-    /// Makes the plan of a kernel that uses one root of the gradient. `along` is MSL's type of a parameter's gradient, if the kernel writes one.
+    /// Makes the plan of a kernel that uses root (output) number `root` of the score_mod's gradient trace. `along` is MSL's type of a
+    /// parameter's gradient, if the kernel writes one.
     pub(crate) fn kernel(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut, (root, along): (usize, Option<&str>)) -> Plan {
         let source = Source {
             problem: &self.forward,

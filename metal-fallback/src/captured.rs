@@ -1,9 +1,10 @@
-//! How kernels receive the parameters of score_mods and masks.
+//! Passes the declared parameters of score_mods and masks to kernels.
 
 use sdpa_emit::{Captured, Dialect};
 use std::fmt::Write;
 
-/// Returns the structure that carries the parameters, and the macros by which a kernel receives and passes it.
+/// Returns the MSL structure with the declared parameters of score_mods and masks, and the macros by which a kernel receives and passes
+/// it.
 pub(crate) fn declaration(captured: &Captured, scalars_slot: u32, tensors_slot: u32) -> String {
     let (mut members, mut passed) = (String::new(), Vec::new());
     let mut argument = |name: String, space: &str, element: &str, slot: u32| {

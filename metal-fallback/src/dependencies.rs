@@ -2,8 +2,8 @@
 
 use crate::plan::{Operand, Plan};
 
-/// Returns, for each plan, whether the dispatches before it must end first. They must if the plan reads memory that one of them writes,
-/// or writes memory that one of them accesses. Dispatches between two waits may run concurrently.
+/// Returns, for each plan, whether it must wait until the dispatches of earlier plans have ended. It must if it reads memory that an
+/// earlier plan writes, or writes memory that an earlier plan accesses. Dispatches between two waits may run concurrently.
 pub fn waits(plans: &[Plan]) -> Vec<bool> {
     let mut running: Vec<(&Operand, bool)> = Vec::new();
     let mut wait = Vec::with_capacity(plans.len());

@@ -41,13 +41,13 @@ pub struct Forward {
     pub v: TensorSpec,
     /// Output, (batch, heads_q, seq_q, dim_v).
     pub o: TensorSpec,
-    /// The mask's band.
+    /// The mask's diagonal band, with its bounds and its prefix.
     pub band: Region,
-    /// A second band, which is bottom-right aligned.
+    /// A second diagonal band, which is bottom-right aligned per sequence.
     pub ends: Ends,
-    /// True if each batch entry has a query length. Queries at and past this length attend to no key.
+    /// Whether each batch entry has a query length. Queries at and past this length attend to no key.
     pub seq_len_q: bool,
-    /// True if each batch entry has a key length. Keys at and past this length are masked out.
+    /// Whether each batch entry has a key length. Keys at and past this length are masked out.
     pub seq_len_kv: bool,
     /// The layout of packed sequences, if batch entries are packed. Extents are then those of the longest sequence, and the stride of the
     /// batch axis has no effect.
@@ -59,7 +59,7 @@ pub struct Forward {
     pub score_mod: Option<Arc<Trace>>,
     /// The part of the mask that is neither a band nor a length: keys are masked out where it is false.
     pub keep: Option<Arc<Trace>>,
-    /// True if each query head has an attention sink: the parameter [`SINK`](sdpa_core::SINK).
+    /// Whether each query head has an attention sink: the parameter [`SINK`](sdpa_core::SINK).
     pub sink: bool,
     /// Dropout of P; the parameters [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`] select the elements.
     pub dropout: Option<Dropout>,
@@ -79,7 +79,7 @@ impl Forward {
         [self.q.dims[0], self.q.dims[1], self.q.dims[2], self.k.dims[2]]
     }
 
-    /// Returns the parameters of all traces, including that of a derivative.
+    /// Returns the declared parameters that the score_mod, the mask and `gradient`, the trace of the score_mod's derivative, read.
     pub(crate) fn captured(&self, gradient: Option<&Trace>) -> Captured {
         let captured = Captured::of([self.score_mod.as_deref(), self.keep.as_deref(), gradient].into_iter().flatten(), self.extents());
         let numbers = self.dropout.map(|_| [DROPOUT_SEED, DROPOUT_OFFSET]);
@@ -123,7 +123,8 @@ impl Forward {
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
 
-    /// Checks the declared parameters.
+    /// Checks that the kernels support the declared parameters of the score_mod, the mask and `gradient`, the trace of the score_mod's
+    /// derivative.
     pub(crate) fn check_captured(&self, check: &mut Check, gradient: Option<&Trace>) {
         let captured = self.captured(gradient);
         let tensors = captured.tensors();
@@ -145,7 +146,8 @@ impl Forward {
         [bound(self.band.lower, -seq_q), bound(self.band.upper, seq_kv), prefix]
     }
 
-    /// Returns the bottom-right aligned band in the same form: lower and upper. Every pair within the lengths satisfies an absent bound.
+    /// Returns the bounds of the bottom-right aligned band as 32-bit numbers: lower and upper. Every pair within the lengths satisfies an
+    /// absent bound.
     pub(crate) fn ends_bounds(&self) -> [i32; 2] {
         let (seq_q, seq_kv) = (self.q.dims[2], self.k.dims[2]);
         let bound = |x: Option<i64>, vacuous: i64| x.unwrap_or(vacuous).clamp(-seq_kv, seq_q) as i32;
@@ -157,24 +159,24 @@ impl Forward {
         Dialect::Msl.element(self.dtype)
     }
 
-    /// Returns the elements of a query and of a value.
+    /// Returns the number of elements of a query, and that of a value.
     pub(crate) fn dims(&self) -> [u32; 2] {
         [self.q.dims[3] as u32, self.v.dims[3] as u32]
     }
 
-    /// Returns the number of queries of a GQA group.
+    /// Returns the number of query rows that share a KV head: queries times the query heads of a GQA group.
     pub(crate) fn shared_queries(&self) -> u64 {
         (self.q.dims[1] / self.k.dims[1] * self.q.dims[2]).unsigned_abs()
     }
 
-    /// Returns the tiles, or why there are none.
+    /// Returns the tile configuration that `choose` selects for the head dims and the element size, or the reason why no tile fits.
     pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Reason>> {
         let [dim_qk, dim_v] = self.dims();
         let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
         tiles.ok_or_else(|| vec![limit("dims", format!("{dim_qk} and {dim_v}"), "dims whose tiles fit the threadgroup memory")])
     }
 
-    /// Checks the limits of kernels that a caller selects.
+    /// Checks that the problem is within the limits of kernels that a caller selected.
     pub(crate) fn takes(&self, kernels: Kernels) -> Result<(), Vec<Reason>> {
         match kernels {
             Kernels::Tiled => Ok(()),
@@ -211,7 +213,7 @@ impl Forward {
         }
     }
 
-    /// Returns the pass with kernels that suit the lengths of the problem, including their sources.
+    /// Plans the forward pass: selects kernels that suit the lengths of the problem, and generates their sources.
     ///
     /// # Errors
     /// Fails as [`Forward::supports`] does.
@@ -220,7 +222,7 @@ impl Forward {
         self.plan_with(if self.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// Returns the pass with these kernels instead of those that [`Forward::plan`] chooses.
+    /// Plans the forward pass with the given kernels instead of those that [`Forward::plan`] chooses.
     ///
     /// # Errors
     /// Fails as [`Forward::supports`] does, and with every limit of these kernels that the problem breaks.
@@ -336,7 +338,7 @@ impl Forward {
         cut.plan(source.text(kernel, &constants), kernel.entry, Numbers::Forward(self.params()))
     }
 
-    /// Binds the lengths of batch entries.
+    /// Returns the bindings of the per-sequence lengths, for each side (queries or keys) that has them.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = Binding> {
         let queries = self.seq_len_q.then(|| Binding::read(SEQ_LEN_Q_SLOT, "int", Operand::SeqLenQ));
         queries.into_iter().chain(self.seq_len_kv.then(|| Binding::read(SEQ_LEN_KV_SLOT, "int", Operand::SeqLenKv)))
@@ -353,7 +355,8 @@ impl Forward {
         self.operands_with(&self.captured(None), ForwardParams::NAME)
     }
 
-    /// Binds these inputs, with the parameters in `captured`.
+    /// Returns the bindings of the inputs of every kernel that computes scores, including the parameters in `captured`. `params` is the
+    /// MSL structure's name.
     pub(crate) fn operands_with(&self, captured: &Captured, params: &str) -> Vec<Binding> {
         let name = self.element();
         let mut buffers = vec![

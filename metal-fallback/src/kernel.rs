@@ -14,8 +14,8 @@ pub enum Math {
     /// None: IEEE 754 arithmetic with NaN and infinities. The kernels are written for it.
     #[default]
     Safe,
-    /// Those of Apple's fast math. Results for NaN, infinities and large scores are then undefined. It is only for measuring the effect
-    /// of fast math.
+    /// The transformations of Apple's fast math. Results for NaN, infinities and large scores are then undefined. It is only for
+    /// measuring the effect of fast math.
     Fast,
 }
 

@@ -44,7 +44,7 @@ impl Kernels {
         Kernels::choose(&BACKWARD, seq_q, seq_kv)
     }
 
-    /// Returns the number of threadgroups among which the keys are divided.
+    /// Returns the number of threadgroups among which the keys of a KV head are divided; 1 for kernels without split-KV.
     pub(crate) fn parts(self, seq_kv: i64) -> u32 {
         match self {
             Kernels::Tiled | Kernels::Vector => 1,

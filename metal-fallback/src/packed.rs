@@ -18,7 +18,7 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Returns the number of tokens of one side.
+    /// Returns the number of tokens of one side: queries or keys.
     pub fn of(&self, side: Side) -> i64 {
         match side {
             Side::Queries => self.queries,
@@ -26,7 +26,7 @@ impl Tokens {
         }
     }
 
-    /// Returns the tokens of a call, limited to these.
+    /// Returns the token counts of a call, `said`, limited to these maximums; the maximums themselves for `None`.
     pub(crate) fn up_to(self, said: Option<Tokens>) -> Tokens {
         let least = |most: i64, said: i64| said.clamp(0, most);
         said.map_or(self, |said| Tokens { queries: least(self.queries, said.queries), keys: least(self.keys, said.keys) })
@@ -40,13 +40,13 @@ impl From<&Documents> for Tokens {
     }
 }
 
-/// Returns the element type of `cu_seqlens`.
+/// Returns the MSL element type of `cu_seqlens`.
 pub(crate) fn boundary(packed: &Packed) -> &'static str {
     Dialect::Msl.element(if packed.wide { DType::I64 } else { DType::I32 })
 }
 
 impl Forward {
-    /// Returns the most tokens of a packed call.
+    /// Returns the largest token counts of a packed call; `None` if batch entries are not packed.
     pub(crate) fn tokens(&self) -> Option<Tokens> {
         let packed = self.packed?;
         let [batch, _, seq_q, seq_kv] = self.extents();
@@ -64,14 +64,15 @@ impl Forward {
         }
     }
 
-    /// Returns an operand of one side as it is in memory.
+    /// Returns extents and strides of an operand as it is stored. `side` tells whether its tokens are those of queries or of keys.
     pub(crate) fn memory(&self, tensor: &TensorSpec, side: Side) -> TensorSpec {
         let paged = self.paged.filter(|_| side == Side::Keys);
         let documents = self.tokens().map(|tokens| packed::memory(tensor, tokens.of(side)));
         documents.unwrap_or_else(|| paged.map_or(*tensor, |paged| paged.container(tensor)))
     }
 
-    /// Returns the strides of batch entries, heads and rows. Offsets of packed sequences count tokens, so their first stride is that of tokens.
+    /// Returns the strides between batch entries, heads and rows of an operand. Offsets of packed sequences count tokens, so their first
+    /// stride is that of tokens.
     pub(crate) fn outer(&self, tensor: &TensorSpec) -> [i64; 3] {
         let [entry, head, row] = tensor.outer();
         [if self.packed.is_some() { row } else { entry }, head, row]
@@ -86,7 +87,7 @@ impl Forward {
         }
     }
 
-    /// Binds `cu_seqlens` of these sides.
+    /// Returns the bindings of the `cu_seqlens` of these sides (queries, keys).
     pub(crate) fn boundaries(&self, sides: &[Side]) -> Vec<Binding> {
         let Some(packed) = self.packed else { return Vec::new() };
         let elements = self.q.dims[0].saturating_add(1);

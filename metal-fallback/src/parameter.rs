@@ -10,8 +10,8 @@ use sdpa_core::Reason;
 use sdpa_core::expr::Axis;
 use sdpa_emit::Dialect;
 
-/// Returns the kernels for the gradient of a parameter, by its index in [`Backward::along`]. The first sums over blocks; the second adds the partial
-/// sums, unless each is complete.
+/// Returns the plans of the kernels for the gradient of the parameter with index `n` in [`Backward::along`]. The first kernel sums over
+/// blocks; the second adds the partial sums, unless each is complete.
 pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Reason>> {
     let Some(along) = problem.along.get(n) else { return Ok(Vec::new()) };
     let forward = &problem.forward;

@@ -53,7 +53,7 @@ macro_rules! params {
                 text
             }
 
-            /// Returns the bytes in the kernel's layout; padding is 0.
+            /// Returns the structure as bytes in the kernel's layout; padding is 0.
             pub(crate) fn bytes(&self) -> Vec<u8> {
                 let mut bytes = Vec::with_capacity(std::mem::size_of::<$name>());
                 $(
@@ -68,7 +68,7 @@ macro_rules! params {
 }
 
 params! {
-    /// Parameters of a forward kernel.
+    /// Parameters of a forward kernel: strides, extents, bounds of the masks, and the scale.
     ForwardParams {
         /// Strides of `q` between neighbouring batch entries, heads and queries, in elements.
         q_strides: [i64; 3],
@@ -80,17 +80,17 @@ params! {
         o_strides: [i64; 3],
         /// Strides of row statistics between neighbouring batch entries, heads and queries, in elements.
         stats_strides: [i64; 3],
-        /// Query tokens of the call, for packed sequences.
+        /// Number of query tokens of the call, for packed sequences.
         tokens_q: i64,
-        /// Key tokens of the call, for packed sequences.
+        /// Number of key tokens of the call, for packed sequences.
         tokens_kv: i64,
-        /// Query heads.
+        /// Number of query heads.
         heads_q: i32,
-        /// Query heads per KV head.
+        /// Number of query heads per KV head.
         group: i32,
-        /// Queries.
+        /// Number of queries per head; for packed sequences, of the longest sequence.
         seq_q: i32,
-        /// Keys.
+        /// Number of keys per head; for packed sequences, of the longest sequence.
         seq_kv: i32,
         /// Keys at `k - q <= lower` are masked out.
         lower: i32,
@@ -108,7 +108,7 @@ params! {
 }
 
 params! {
-    /// Parameters of the kernels of a backward pass.
+    /// Parameters of the kernels of a backward pass: strides, extents, bounds of the masks, and the scale.
     BackwardParams {
         /// Strides of `q` between neighbouring batch entries, heads and queries, in elements.
         q_strides: [i64; 3],
@@ -128,19 +128,19 @@ params! {
         dv_strides: [i64; 3],
         /// Strides of row statistics between neighbouring batch entries, heads and queries, in elements.
         stats_strides: [i64; 3],
-        /// Query tokens of the call, for packed sequences.
+        /// Number of query tokens of the call, for packed sequences.
         tokens_q: i64,
-        /// Key tokens of the call, for packed sequences.
+        /// Number of key tokens of the call, for packed sequences.
         tokens_kv: i64,
-        /// Batch entries.
+        /// Number of batch entries.
         batch: i32,
-        /// Query heads.
+        /// Number of query heads.
         heads_q: i32,
-        /// Query heads per KV head.
+        /// Number of query heads per KV head.
         group: i32,
-        /// Queries.
+        /// Number of queries per head; for packed sequences, of the longest sequence.
         seq_q: i32,
-        /// Keys.
+        /// Number of keys per head; for packed sequences, of the longest sequence.
         seq_kv: i32,
         /// Keys at `k - q <= lower` are masked out.
         lower: i32,
@@ -158,13 +158,13 @@ params! {
 }
 
 params! {
-    /// Parameters of the kernel that adds partial sums. Arrays are over (batch, head, query, key).
+    /// Parameters of the kernel that adds the partial sums of a parameter's gradient. Arrays are over (batch, head, query, key).
     SumParams {
-        /// Elements of the result.
+        /// Number of elements of the gradient.
         elements: i64,
-        /// Extents of the result along each axis.
+        /// Number of elements of the gradient along each axis.
         spanned: [i64; 4],
-        /// Partial sums per element of the result along each axis.
+        /// Number of partial sums per element of the gradient, along each axis.
         summed: [i64; 4],
         /// Strides of partial sums along each axis, in elements.
         strides: [i64; 4],
@@ -175,7 +175,7 @@ params! {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Params(pub(crate) Numbers);
 
-/// The structure of one kernel.
+/// The parameter structure of one kernel, by its kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Numbers {
     /// Parameters of a forward kernel.

@@ -1,4 +1,4 @@
-//! Types of problems and plans.
+//! Types of plans: operands, buffer bindings, kernels with their dispatches, and passes.
 
 use crate::packed::Tokens;
 use crate::params::{BackwardParams, ForwardParams, Numbers, Params};
@@ -50,7 +50,7 @@ pub enum Operand {
         /// Number of elements; 1 for a scalar.
         elements: i64,
     },
-    /// The parameters of a kernel in a call, from [`Plan::params`].
+    /// The parameter structure of a kernel in a call, from [`Plan::params`].
     Params,
     /// The log-sum-exp of each row, f32. A forward pass writes it, and a backward pass reads it.
     Stats,
@@ -84,27 +84,27 @@ pub struct Binding {
     pub ty: String,
     /// The contents of the buffer.
     pub operand: Operand,
-    /// True if the kernel writes the buffer.
+    /// Whether the kernel writes the buffer.
     pub written: bool,
 }
 
 impl Binding {
-    /// Binds a buffer for reading.
+    /// Returns the binding of a buffer that a kernel reads, with elements of this MSL type.
     pub(crate) fn read(slot: u32, element: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("const device {element}*"), operand, written: false }
     }
 
-    /// Binds a buffer for writing.
+    /// Returns the binding of a buffer that a kernel writes, with elements of this MSL type.
     pub(crate) fn written(slot: u32, element: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("device {element}*"), operand, written: true }
     }
 
-    /// Binds the structure of parameters.
+    /// Returns the binding of a kernel's parameter structure, whose MSL name is `name`.
     pub(crate) fn params(name: &str) -> Binding {
         Binding::constant(PARAMS_SLOT, &format!("{name}&"), Operand::Params)
     }
 
-    /// Binds constants.
+    /// Returns the binding of a buffer in MSL's constant address space.
     pub(crate) fn constant(slot: u32, ty: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("constant {ty}"), operand, written: false }
     }
@@ -168,7 +168,7 @@ impl Plan {
     }
 }
 
-/// The kernels of a pass. Each kernel runs after the one before it has ended.
+/// The kernels of a forward or backward pass. Each kernel runs after the one before it has ended.
 #[derive(Clone, Debug)]
 pub struct Pass {
     /// The kernels, in order.

@@ -5,13 +5,13 @@ use crate::tile_config::{REGISTER_LIMIT, SIMD};
 /// Threads of every kernel without tiles: eight simdgroups, which leaves each lane registers for several rows.
 pub(crate) const THREADS: u32 = 256;
 
-/// The rows of a vector kernel's simdgroups.
+/// The number of query rows that a threadgroup of a vector kernel processes, and the registers that they take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// Queries of a threadgroup. Every simdgroup holds all of them.
+    /// Number of query rows per threadgroup. Every simdgroup holds all of them.
     pub(crate) rows: u32,
     dims: [u32; 2],
-    /// Registers per lane that its arrays take.
+    /// Number of 32-bit registers per lane for the arrays of the kernel.
     pub(crate) registers: u32,
 }
 
@@ -31,23 +31,26 @@ impl Rows {
         Rows { rows, dims, registers: registers(rows, per_lane) }
     }
 
-    /// Returns the rows of the forward kernel. It holds query, output, maximum, sum and score of each row, and a key or a value.
+    /// Returns the rows of a threadgroup of the forward kernel, for `present` query rows. The kernel holds query, output, maximum, sum
+    /// and score of each row, and a key or a value.
     pub(crate) fn forward(dims: [u32; 2], present: u64) -> Rows {
         Rows::choose(dims, present, |rows, [qk, v]| rows * (qk + v + 3) + qk.max(v))
     }
 
-    /// Returns the rows of the `dq` kernel. It holds query, gradients, log-sum-exp, delta, score and derivative of each row, and a key and a value.
+    /// Returns the rows of a threadgroup of the `dq` kernel, for `present` query rows. The kernel holds query, gradients, log-sum-exp,
+    /// delta, score and derivative of each row, and a key and a value.
     pub(crate) fn dq(dims: [u32; 2], present: u64) -> Rows {
         Rows::choose(dims, present, |rows, [qk, v]| rows * (2 * qk + v + 5) + qk + v)
     }
 
-    /// Returns the rows of the kernel for `dk` and `dv`. It holds a key, a value and their gradients, a query and its gradient.
+    /// Returns the rows of a threadgroup of the kernel for `dk` and `dv`. The kernel holds a key, a value and their gradients, a query
+    /// and its gradient.
     pub(crate) fn dkv(dims: [u32; 2]) -> Rows {
         let [qk, v] = dims.map(lanes);
         Rows { rows: 1, dims, registers: 3 * (qk + v) }
     }
 
-    /// Returns the constants of the kernel source.
+    /// Returns the constants of the kernel source, as names and values.
     pub(crate) fn constants(&self) -> Vec<(&'static str, u32)> {
         let [dim_qk, dim_v] = self.dims;
         vec![
@@ -64,12 +67,12 @@ impl Rows {
         (THREADS / SIMD) as usize
     }
 
-    /// Returns the bytes of the simdgroups' maxima and sums, and of their outputs for a row.
+    /// Returns the sizes in bytes of two threadgroup buffers: the maxima and sums of all simdgroups, and their outputs for one row.
     pub(crate) fn forward_bytes(&self) -> Vec<usize> {
         vec![Rows::simdgroups() * self.rows as usize * 8, Rows::simdgroups() * self.dims[1] as usize * 4]
     }
 
-    /// Returns the bytes of the simdgroups' sums for a row.
+    /// Returns the size in bytes of the threadgroup buffer for the simdgroups' sums of `dq` for one row.
     pub(crate) fn dq_bytes(&self) -> Vec<usize> {
         vec![Rows::simdgroups() * self.dims[0] as usize * 4]
     }

@@ -9,7 +9,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The memory of an operand in one call.
+/// The memory of an operand in one call: bytes to read or to write.
 #[derive(Debug)]
 pub enum Contents<'a> {
     /// Bytes that kernels read.
@@ -35,7 +35,7 @@ pub struct Call<'a> {
     pub attn_scale: f32,
     /// For packed sequences, the numbers of tokens that kernels access. `None` means the problem's maximum.
     pub tokens: Option<Tokens>,
-    /// The memory of each operand that the caller passes. Scratch is not among them.
+    /// The memory of each operand of the call. Scratch buffers are not included; the runner allocates them.
     pub operands: Vec<(Operand, Contents<'a>)>,
 }
 
@@ -82,7 +82,7 @@ pub struct Facts {
     pub threadgroup_bytes: u64,
     /// The size of the memory that the GPU can use without loss of speed, in bytes.
     pub working_set_bytes: u64,
-    /// True if the GPU shares its memory with the CPU.
+    /// Whether the GPU shares its memory with the CPU.
     pub unified_memory: bool,
 }
 

@@ -10,12 +10,12 @@ use crate::tile_config::SIMD;
 use sdpa_core::{DType, SINK, Side};
 use sdpa_emit::Dialect;
 
-/// Binds the sinks, one number per query head.
+/// Returns the binding of the attention sinks, one f32 per query head.
 pub(crate) fn binding(problem: &Forward) -> Binding {
     Binding::read(SINK_SLOT, "float", Operand::Declared { name: SINK.to_owned(), dtype: DType::F32, elements: problem.q.dims[1] })
 }
 
-/// Plans the kernel for their gradient, which runs after the kernel that sums `o · d_o`.
+/// Returns the plan of the kernel for the gradient of the attention sinks. It runs after the kernel that sums `o · d_o`.
 pub(crate) fn plan(problem: &Backward, dtype: DType) -> Plan {
     let forward = &problem.forward;
     let heads = forward.q.dims[1];

@@ -21,7 +21,7 @@ pub(crate) struct Piece {
     text: &'static str,
 }
 
-/// A kernel: its name, its pieces, and whether it computes scores.
+/// A kernel: its name, the pieces of its source, and whether it computes scores.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernel {
     pub(crate) entry: &'static str,
@@ -59,12 +59,12 @@ kernels! {
     SINK = "attention_sink", scores: false, [SOFTMAX, SPAN, KEYS, EXACT, piece!("sink")];
 }
 
-/// Slots of optional buffers, the same in all kernels.
+/// Buffer slot of the parameter structure. This slot and those below are the same in all kernels.
 pub(crate) const PARAMS_SLOT: u32 = 4;
 pub(crate) const STATS_SLOT: u32 = 5;
 pub(crate) const SEQ_LEN_Q_SLOT: u32 = 6;
 pub(crate) const SEQ_LEN_KV_SLOT: u32 = 7;
-/// Packed sequences have `cu_seqlens` instead of lengths.
+/// Buffer slot of the `cu_seqlens` of queries, which packed sequences have instead of lengths.
 pub(crate) const BOUNDARIES_Q_SLOT: u32 = SEQ_LEN_Q_SLOT;
 pub(crate) const BOUNDARIES_KV_SLOT: u32 = SEQ_LEN_KV_SLOT;
 pub(crate) const SCALARS_SLOT: u32 = 8;
@@ -73,7 +73,7 @@ pub(crate) const ROW_MAX_SLOT: u32 = 12;
 pub(crate) const SUM_EXP_SLOT: u32 = 13;
 pub(crate) const PAGES_SLOT: u32 = 14;
 pub(crate) const TENSORS_SLOT: u32 = 15;
-/// The most buffers that Metal binds to a kernel.
+/// The largest number of buffers that Metal binds to a kernel.
 pub(crate) const SLOTS: u32 = 31;
 
 /// Everything on which the source of a kernel depends.
@@ -83,16 +83,16 @@ pub(crate) struct Source<'a> {
     /// MSL's type of elements.
     pub(crate) element: &'a str,
     pub(crate) captured: &'a Captured,
-    /// The gradient of a score: a trace, and the index of its root.
+    /// The trace of a score_mod's gradient, and the index of the root (output) that the kernel uses.
     pub(crate) gradient: Option<(&'a Trace, usize)>,
     /// MSL's type of a parameter's gradient, if the kernel writes one.
     pub(crate) along: Option<&'a str>,
-    /// The structure of parameters, in MSL.
+    /// The parameter structure of the kernel, in MSL.
     pub(crate) params: &'a str,
 }
 
 impl Source<'_> {
-    /// Returns the source of a kernel. The constants are its tile configuration.
+    /// Returns the MSL source of a kernel. `constants` is its tile configuration, as names and values.
     pub(crate) fn text(&self, kernel: &Kernel, constants: &[(&str, u32)]) -> String {
         let Source { problem, captured, .. } = *self;
         let mut text = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n".to_owned();

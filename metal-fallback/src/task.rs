@@ -189,7 +189,7 @@ impl Task {
         self.reach.iter().filter(|(operand, _)| operand.is_scratch()).map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the first kernel that uses an operand, and whether any writes it.
+    /// Returns the name of the first kernel that uses an operand, and whether any kernel writes the operand.
     pub(crate) fn user(&self, operand: &Operand) -> (&'static str, bool) {
         let uses = |plan: &Plan| plan.buffers.iter().any(|b| b.operand == *operand);
         let entry = self.plans.iter().find(|plan| uses(plan)).map_or("no kernel", |plan| plan.entry);

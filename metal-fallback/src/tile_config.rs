@@ -69,8 +69,8 @@ impl Tiles {
         (rows * pitch * self.element).next_multiple_of(16) as usize
     }
 
-    /// Returns the size in bytes of the memory with which simdgroups share whether they saw infinities or NaN. Returns `None` if a
-    /// threadgroup has only one simdgroup.
+    /// Returns the size in bytes of the threadgroup memory with which simdgroups tell each other that they saw infinities or NaN. Returns
+    /// `None` if a threadgroup has only one simdgroup.
     pub fn odd_bytes(&self) -> Option<usize> {
         let simdgroups = self.threads() / SIMD;
         (simdgroups > 1).then(|| ((simdgroups * 4) as usize).next_multiple_of(16))
@@ -81,14 +81,14 @@ impl Tiles {
         vec![self.bytes(self.own, self.pitch_qk), self.bytes(self.passing, self.pitch_qk.max(self.pitch_v))]
     }
 
-    /// Returns the sizes in bytes of the buffers for `q`, `d_o`, `k` and `v` in threadgroup memory. `own_queries` tells whether the own
-    /// rows are queries or keys.
+    /// Returns the sizes in bytes of the buffers for `q`, `d_o`, `k` and `v` in threadgroup memory. With `own_queries`, a threadgroup
+    /// computes rows of queries; otherwise, of keys.
     pub fn backward_bytes(&self, own_queries: bool) -> Vec<usize> {
         let (q, k) = if own_queries { (self.own, self.passing) } else { (self.passing, self.own) };
         vec![self.bytes(q, self.pitch_qk), self.bytes(q, self.pitch_v), self.bytes(k, self.pitch_qk), self.bytes(k, self.pitch_v)]
     }
 
-    /// Returns the number of threadgroups that share the own rows of a kernel with two accumulators. Each of them computes some of the
+    /// Returns the number of threadgroups that compute the same rows of a kernel with two accumulators. Each of them computes some of the
     /// columns.
     pub fn splits(&self) -> u32 {
         self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
@@ -125,7 +125,7 @@ impl Tiles {
         self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
     }
 
-    /// Returns the constants of the kernel source, where operands have `dims` elements.
+    /// Returns the constants of the kernel source, as names and values. `dims` are the head dims of queries and of values.
     pub(crate) fn constants(&self, [dim_qk, dim_v]: [u32; 2]) -> Vec<(&'static str, u32)> {
         vec![
             ("DIM_QK", dim_qk),

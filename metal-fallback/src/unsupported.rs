@@ -45,12 +45,12 @@ impl From<Unavailable> for Reason {
     }
 }
 
-/// Creates the reason for a broken limit of the kernels.
+/// Creates the reason for a broken limit of the kernels: the field, its value, and the limit.
 pub(crate) fn limit(field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Reason {
     Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.to_string() }
 }
 
-/// Collects broken limits.
+/// The limits of the kernels that a problem breaks, one reason for each.
 #[derive(Debug, Default)]
 pub(crate) struct Check(pub(crate) Vec<Reason>);
 

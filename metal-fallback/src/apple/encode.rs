@@ -36,8 +36,8 @@ pub enum Argument<'a> {
     Bytes(&'a [u8]),
 }
 
-/// The kernels and the scratch memory that a command buffer needs until it has completed. Command buffers without retained references do
-/// not keep them alive.
+/// Resources that a command buffer needs until it has completed: kernels and scratch memory. Command buffers without retained references
+/// do not keep them alive.
 #[derive(Debug)]
 #[must_use = "hold this until the command buffer has completed"]
 pub struct Kept {

@@ -125,7 +125,7 @@ impl Gpu {
         self.pipelines.snapshot()
     }
 
-    /// Returns a pass with its kernels, which come from the cache or are built.
+    /// Prepares a pass to run: its kernels come from the cache or are built.
     ///
     /// # Errors
     /// Fails as [`Runner::prepare`] does.

@@ -53,7 +53,7 @@ impl From<&BackwardProblem> for Backward {
     }
 }
 
-/// Creates the refusal of the Metal executor.
+/// Creates the error of a problem that the Metal executor does not support, for these reasons.
 pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported::new(ExecutorName::METAL, reasons)
 }
