@@ -1,4 +1,4 @@
-//! One call: addresses as slices of host memory, or as device memory.
+//! One call from Python: operands by address, in host memory or in device memory.
 #![allow(unsafe_code)]
 
 use crate::plan::Asked;
@@ -18,7 +18,8 @@ pub(crate) enum Value {
     Tensor { address: u64, dtype: DType, elements: usize },
 }
 
-/// The arguments from Python. The caller keeps the tensors at these addresses alive, with the layout of the pass, and has exclusive access to results.
+/// The arguments of a call from Python. The caller keeps the tensors at these addresses alive, with the layout of the pass, and has
+/// exclusive access to results.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call<'a> {
     /// Addresses of the operands in the order of the pass: `q k v o`, and then `d_o dq dk dv`.
@@ -176,7 +177,7 @@ impl Call<'_> {
         })
     }
 
-    /// Submits a pass over device memory to the stream, without waiting.
+    /// Submits the call of a pass over device memory to a CUDA stream, without waiting.
     pub(crate) fn submit(
         &self,
         asked: &Asked,

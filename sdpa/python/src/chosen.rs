@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// The executors that read tensors of a GPU.
 const BOTH: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 
-/// A pass that runs on a GPU.
+/// A pass that was prepared on a GPU: the selected executor with its plan, and why the other was not selected.
 #[derive(Debug)]
 pub(crate) struct Chosen {
     all: Arc<Dispatcher>,
@@ -32,7 +32,8 @@ impl Chosen {
         Ok(Chosen { device: all.device()?, all, executor, pass: prepared, unsupported, unproven, named: named.is_some() })
     }
 
-    /// Returns the features of the pass that the ledger of its executor does not cover.
+    /// Returns the features of the pass that the ledger of its executor does not list as computed correctly together; `None` if there are
+    /// none.
     pub(crate) fn unproven(&self) -> Option<String> {
         self.unproven.as_ref().map(ToString::to_string)
     }
@@ -83,7 +84,7 @@ impl Chosen {
         Error::failed(self.executor, error)
     }
 
-    /// Returns the library's name, its version and its file.
+    /// Returns the name, the version and the file of the library that the selected executor uses: cuDNN or NVRTC.
     pub(crate) fn library(&self) -> Result<(&'static str, String, String), Error> {
         if self.executor == ExecutorName::CUDNN {
             let library = self.all.cudnn().map_err(|error| self.gone(error))?.library();
@@ -94,7 +95,7 @@ impl Chosen {
         Ok(("NVRTC", format!("{major}.{minor}"), nvrtc.path().display().to_string()))
     }
 
-    /// Returns the plan cache's explanation of this pass.
+    /// Returns the plan cache's explanation of whether this pass was cached, and why not.
     pub(crate) fn explain(&self, job: &Job) -> Result<String, Error> {
         if self.executor == ExecutorName::CUDNN {
             return Ok(self.all.cudnn().map_err(|error| self.gone(error))?.explain(job).to_string());

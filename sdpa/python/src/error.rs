@@ -12,28 +12,28 @@ fn exception(name: &str, arguments: impl for<'py> PyCallArgs<'py>) -> PyErr {
     })
 }
 
-/// Returns an exception for all invalid arguments, each with field, value and rule.
+/// Converts invalid arguments to one Python exception, with field, value and rule of each.
 pub(crate) fn spec(errors: SpecErrors) -> PyErr {
     let told: Vec<(String, String, String)> =
         errors.0.into_iter().map(|SpecError { field, value, rule, .. }| (field, value, rule)).collect();
     exception("SpecError", (told,))
 }
 
-/// Returns an exception for one invalid argument.
+/// Returns a Python exception for one invalid argument: its field, its value, and the rule that it breaks.
 pub(crate) fn one(field: &str, value: impl std::fmt::Display, rule: impl Into<String>) -> PyErr {
     spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
 }
 
-/// An executor and its reasons, as text.
+/// The name of an executor, and its reasons as text for not running a pass.
 pub(crate) type Told = (&'static str, Vec<String>);
 
-/// Returns the reasons of an executor for which a pass is unsupported.
+/// Returns the name of the executor that does not support a pass, and its reasons as text.
 pub(crate) fn told(refusal: &Unsupported) -> Told {
     (refusal.executor.name(), refusal.reasons.iter().map(ToString::to_string).collect())
 }
 
-/// Returns an exception for a pass that no executor supports, with the reasons of each. If no executor is available, it is an error of
-/// the environment.
+/// Returns a Python exception for a pass that no executor supports, with the reasons of each. If no executor is available, it is an error
+/// of the environment.
 pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
     if refusal.is_absence() {
         return environment(refusal.to_string());
@@ -42,12 +42,12 @@ pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
     exception("UnsupportedError", (executor, reasons, before))
 }
 
-/// Returns an exception for a failure of the environment: a library, a driver or a device.
+/// Returns a Python exception for a failure of the environment: a library, a driver or a device.
 pub(crate) fn environment(text: String) -> PyErr {
     exception("EnvironmentError", (text,))
 }
 
-/// Converts an error of the library.
+/// Converts an error of the library to a Python exception.
 pub(crate) fn of(error: Error) -> PyErr {
     match error {
         Error::Spec(errors) => spec(errors),

@@ -10,7 +10,8 @@ use std::sync::{Mutex, PoisonError};
 /// The setting from Python, if there is one: a cache, or none.
 static SAID: Mutex<Option<Option<KernelCache>>> = Mutex::new(None);
 
-/// Returns the kernel cache with which executors are created: the one that Python set, or else the one that the environment selects.
+/// Returns the disk cache of kernels with which executors are created: the one that Python set, or else the one that the environment
+/// selects.
 pub(crate) fn current() -> PyResult<Option<KernelCache>> {
     let said = SAID.lock().unwrap_or_else(PoisonError::into_inner).clone();
     said.map_or_else(of_user, Ok)

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Number of multiply-adds that a processor completes in the time of waking another thread.
 const SMALL: i64 = 1 << 16;
 
-/// The requested pass: forward or backward.
+/// The problem of a requested pass, forward or backward, before it is prepared.
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Forward(Box<Problem>),
@@ -58,7 +58,7 @@ impl Asked {
     }
 }
 
-/// The prepared pass, by executor.
+/// A prepared pass, by the kind of executor that runs it.
 #[derive(Debug)]
 pub(crate) enum Ready {
     Host(Arc<dyn Prepared>),
@@ -81,7 +81,7 @@ fn reads(named: Option<ExecutorName>, device: Option<u32>) -> PyResult<()> {
     }
 }
 
-/// A prepared pass.
+/// A pass that was prepared on an executor for tensors of one layout.
 #[pyclass(frozen, module = "sdpa._native")]
 #[derive(Debug)]
 pub struct Plan {

@@ -34,7 +34,7 @@ fn pool(_py: Python<'_>, threads: usize) -> PyResult<Arc<ThreadPool>> {
 /// The thread that loaded this module.
 static FIRST: OnceLock<ThreadId> = OnceLock::new();
 
-/// Records that this thread loads the module.
+/// Records that the current thread loads this module.
 pub(crate) fn loaded() {
     FIRST.get_or_init(|| std::thread::current().id());
 }
@@ -51,7 +51,7 @@ fn alone() -> bool {
     ALONE.with(|alone| *alone.get_or_init(become_one))
 }
 
-/// Runs on `threads` threads. A small call runs on one thread for every caller, so that its results are identical.
+/// Runs a function on `threads` threads. A small call runs on one thread for every caller, so that its results are identical.
 pub(crate) fn run<R: Send>(py: Python<'_>, threads: usize, small: bool, run: impl FnOnce() -> R + Send) -> PyResult<R> {
     if small && alone() {
         return Ok(py.detach(run));

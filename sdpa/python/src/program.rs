@@ -46,7 +46,7 @@ pub(crate) type Tensor = ([i64; 4], [i64; 4], u32);
 /// A parameter as Python receives it: name, axes (`None` for a scalar, extents as digits for a table), element type, default.
 type Parameter = (String, Option<Vec<String>>, &'static str, Option<f32>);
 
-/// Parsed score_mods and masks.
+/// Parsed score_mods and masks, with the order of the parameters of a call. Tensors have no extents yet.
 #[pyclass(frozen, module = "sdpa._native")]
 #[derive(Debug)]
 pub struct Program {
@@ -130,13 +130,7 @@ impl Program {
     }
 }
 
-impl Program {
-    fn dropout(&self) -> Option<Dropout> {
-        self.written.dropout.map(Dropout::new)
-    }
-}
-
-/// Returns the element type of this name.
+/// Parses the name of an element type.
 pub(crate) fn named(name: &str) -> PyResult<DType> {
     let all = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];
     let found = all.into_iter().find(|dtype| dtype.name() == name);
