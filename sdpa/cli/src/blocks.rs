@@ -6,11 +6,11 @@ use crate::params::{Bound, Values};
 use crate::request::Request;
 use sdpa::{BlockScale, F8E8M0, Operand};
 
-/// The scales of `q`, `k` and `v`, if there are any.
+/// The block scales of `q`, `k` and `v`; `None` for an operand without them.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks([Option<Vec<F8E8M0>>; 3]);
 
-/// Returns the block scale whose parameter has this name.
+/// Returns the block scale (of `q`, `k` or `v`) whose declared parameter has this name.
 pub(crate) fn named(name: &str) -> Option<BlockScale> {
     BlockScale::ALL.into_iter().find(|scale| scale.name() == name)
 }
@@ -38,7 +38,7 @@ fn each(request: &Request, which: BlockScale, of_blocks: &[F8E8M0], len: usize) 
 }
 
 impl Blocks {
-    /// Reads the scales of the input.
+    /// Reads the block scales from the input file, for the operands for which it has them.
     ///
     /// # Errors
     /// Fails if a scale cannot be read.
@@ -54,7 +54,8 @@ impl Blocks {
         Ok(given)
     }
 
-    /// Rounds an operand to 8 bits block by block. An operand of 8-bit floats is kept, with the input's scales or scales of 1.
+    /// Rounds an operand to 8 bits block by block, with a scale for each block. An operand of 8-bit floats is kept, with the input's
+    /// scales or scales of 1.
     pub(crate) fn narrow(&mut self, request: &Request, operand: Operand, element: Element, wide: Data) -> Result<Data, String> {
         let Some((which, scales)) = BlockScale::of(operand).zip(request.problem.block_scales(operand)) else { return Ok(wide) };
         let slot = &mut self.0[which as usize];
@@ -77,7 +78,7 @@ impl Blocks {
         Ok(data)
     }
 
-    /// Stores the scales in the parameters of calls.
+    /// Stores the block scales in the declared parameters that a call receives.
     pub(crate) fn bind(&self, params: &mut [Bound]) {
         for bound in params {
             if let Some(scales) = named(&bound.name).and_then(|which| self.0[which as usize].clone()) {

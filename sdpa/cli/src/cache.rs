@@ -52,7 +52,7 @@ impl Order {
     }
 }
 
-/// Runs the command.
+/// Runs the command `cache` and returns its output.
 pub(crate) fn run(args: &CacheArgs, json: bool) -> Result<Answer, Failure> {
     match &args.command {
         CacheCommand::Report(args) => report(args, json),

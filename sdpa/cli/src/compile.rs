@@ -65,7 +65,7 @@ pub(crate) fn profile(path: &Path) -> Result<DeviceProfile, String> {
     DeviceProfile::from_json(&json).map_err(|e| e.to_string())
 }
 
-/// Returns the device with this name, or the one that this file describes.
+/// Returns the device with this name, or the device that the file with this path describes.
 pub(crate) fn device(text: &str) -> Result<DeviceProfile, String> {
     if DeviceProfile::NAMES.contains(&text) {
         return DeviceProfile::named(text).map_err(|e| e.to_string());
@@ -104,7 +104,7 @@ fn untaken(path: &Path, why: &dyn Display) -> Failure {
     Failure::Mistakes(vec![Line::new(format!("--out {}", path.display()), why)])
 }
 
-/// Runs the command.
+/// Runs the command `compile` and returns its output.
 pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     let profile = mistakes.take("--device", device(&args.device));

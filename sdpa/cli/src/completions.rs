@@ -11,7 +11,7 @@ struct Completions {
     script: String,
 }
 
-/// Runs the command.
+/// Runs the command `completions` and returns its output.
 pub(crate) fn run(args: &CompletionsArgs, json: bool) -> Result<Answer, Failure> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "cargo-sdpa", &mut script);

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use safetensors::Dtype;
 use sdpa::{F8E4M3, F8E5M2};
 
-/// An element type of files.
+/// An element type of tensors in input files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileType {
     F16,
@@ -17,7 +17,7 @@ pub(crate) enum FileType {
 }
 
 impl FileType {
-    /// Returns the element type of files for a type; `None` if it is not supported.
+    /// Returns the [`FileType`] of a safetensors element type; `None` if it is not supported.
     pub(crate) fn of(dtype: Dtype) -> Option<FileType> {
         let known = [
             (Dtype::F16, FileType::F16),
@@ -50,7 +50,7 @@ impl FileType {
         }
     }
 
-    /// Returns the 8-bit element type; `None` for a wider type.
+    /// Returns the corresponding 8-bit element type of attention; `None` for a wider type.
     pub(crate) fn narrow(self) -> Option<Element> {
         match self {
             FileType::F16 | FileType::BF16 | FileType::F32 | FileType::F64 => None,
@@ -60,7 +60,8 @@ impl FileType {
     }
 }
 
-/// Converts a block into `to`, from element `at` on, rounding once, to nearest. Returns the number of finite numbers that became infinite.
+/// Converts a block of a file's bytes to elements of `to`, from element `at` on, rounding once, to nearest. Returns the number of finite
+/// numbers that became infinite.
 pub(crate) fn convert(from: FileType, bytes: &[u8], to: &mut Data, at: usize) -> u64 {
     let end = at + bytes.len() / from.bytes();
     match to {

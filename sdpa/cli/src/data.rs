@@ -17,7 +17,7 @@ pub(crate) enum Element {
 impl Element {
     pub(crate) const ALL: [Element; 5] = [Element::F32, Element::F16, Element::BF16, Element::F8E4M3, Element::F8E5M2];
 
-    /// Returns the element type of attention for a type; `None` for a type that attention does not use.
+    /// Returns the element type of attention that corresponds to `dtype`; `None` for a type that attention does not use.
     pub(crate) fn of(dtype: DType) -> Option<Element> {
         Element::ALL.into_iter().find(|e| e.dtype() == dtype)
     }
@@ -41,10 +41,10 @@ impl Element {
     }
 }
 
-/// The factor from 8-bit floats to real numbers.
+/// The factor by which stored 8-bit floats are multiplied to get real numbers.
 #[derive(Debug)]
 pub(crate) enum Descale {
-    /// One factor for all elements.
+    /// One factor for all elements of the tensor.
     One(f32),
     /// One factor per element, from block scales.
     Each(Vec<F8E8M0>),
@@ -115,12 +115,12 @@ impl Data {
         }
     }
 
-    /// Sets the descale of 8-bit floats.
+    /// Sets one descale for all elements of a tensor of 8-bit floats.
     pub(crate) fn set_descale(&mut self, to: f32) {
         self.stands_for(Descale::One(to));
     }
 
-    /// Sets one descale per element.
+    /// Sets a descale for each element of a tensor of 8-bit floats.
     pub(crate) fn set_descales(&mut self, to: Vec<F8E8M0>) {
         self.stands_for(Descale::Each(to));
     }
@@ -154,7 +154,7 @@ impl Data {
         }
     }
 
-    /// Returns the number of NaN elements.
+    /// Returns the number of elements that are NaN.
     pub(crate) fn not_numbers(&self) -> usize {
         match self {
             Data::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
@@ -165,7 +165,7 @@ impl Data {
         }
     }
 
-    /// Returns the elements, for a call that reads them.
+    /// Returns the elements of the tensor, for a call that reads them.
     pub(crate) fn elements(&self) -> Elements<'_> {
         match self {
             Data::F32(x) => Elements::F32(x),
@@ -176,7 +176,7 @@ impl Data {
         }
     }
 
-    /// Returns the elements, for a call that writes them.
+    /// Returns the elements of the tensor, for a call that writes them.
     pub(crate) fn elements_mut(&mut self) -> ElementsMut<'_> {
         match self {
             Data::F32(x) => ElementsMut::F32(x),
@@ -198,7 +198,7 @@ impl Data {
         }
     }
 
-    /// Writes the elements, little-endian.
+    /// Writes the elements to `out`, little-endian.
     pub(crate) fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
         match self {
             Data::F32(x) => write_blocks(x, out, |x| x.to_le_bytes()),
@@ -210,7 +210,7 @@ impl Data {
     }
 }
 
-/// Writes numbers in blocks.
+/// Writes the bytes of numbers to `out`, a block at a time.
 pub(crate) fn write_blocks<T: Copy, const N: usize>(x: &[T], out: &mut impl Write, bytes: impl Fn(T) -> [u8; N]) -> std::io::Result<()> {
     let mut block = Vec::new();
     for part in x.chunks(1 << 16) {

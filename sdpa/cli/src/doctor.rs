@@ -114,7 +114,7 @@ struct Findings {
     executors: Vec<Finding>,
 }
 
-/// Runs the command.
+/// Runs the command `doctor` and returns its output.
 pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     args.places.check(&mut mistakes);

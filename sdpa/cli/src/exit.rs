@@ -5,14 +5,14 @@ use serde::Serialize;
 use std::fmt::Display;
 use std::io::Write;
 
-/// The outcome of an answer.
+/// The outcome of a command that gave an answer. It determines the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// The command succeeded.
     Good,
     /// The results are past a tolerance. In a proof, a process may also have crashed.
     PastTolerance,
-    /// The results are within the tolerances, but a tolerance accepts any result.
+    /// The results are within the tolerances, but one of the tolerances would accept any result.
     Undecided,
     /// No executor works.
     NoExecutor,
@@ -37,7 +37,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// Renders an answer as text or as JSON.
+    /// Renders a value as the output of a command: as JSON, or as `text`.
     pub(crate) fn new(json: bool, value: &impl Serialize, text: impl FnOnce() -> String, outcome: Outcome) -> Result<Answer, Failure> {
         let rendered = if json {
             printable_json(&serde_json::to_string_pretty(value).map_err(|e| Failure::environment("JSON", e))?)
@@ -64,7 +64,7 @@ impl Line {
     }
 }
 
-/// The reason why there is no answer, named after what the user must change.
+/// The reason why a command gave no answer, named after what the user must change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The arguments or the input file have mistakes.
@@ -115,7 +115,7 @@ struct ErrorObject<'a> {
     error: ErrorBody<'a>,
 }
 
-/// All mistakes in the arguments and the input.
+/// All mistakes in the arguments and the input that were found so far.
 #[derive(Debug, Default)]
 pub(crate) struct Mistakes {
     lines: Vec<Line>,
@@ -142,12 +142,12 @@ impl Mistakes {
         }
     }
 
-    /// Returns the value, or adds a mistake and returns `None`.
+    /// Returns the value of `result`, or adds its error as a mistake and returns `None`.
     pub(crate) fn take<T>(&mut self, about: impl Display, result: Result<T, impl Display>) -> Option<T> {
         result.map_err(|e| self.add(about, e)).ok()
     }
 
-    /// Returns the value if there are no mistakes.
+    /// Returns the value if there are no mistakes, and otherwise all mistakes as a failure.
     pub(crate) fn finish<T>(mut self, value: Option<T>) -> Result<T, Failure> {
         match value {
             Some(value) if self.lines.is_empty() => Ok(value),

@@ -121,10 +121,10 @@ fn renamed(option: &str, text: &str) -> Option<Result<ScoreMod, Vec<Wrong>>> {
     Some(read())
 }
 
-/// The name of the parameter of [`t5`], and of its table in the input.
+/// The name of the parameter that the score_mod `t5` adds, and of its table in the input file.
 pub(crate) const T5_NAME: &str = "t5";
 
-/// Parses the buckets of `t5:BUCKETS,FAR[,both]`. Returns `None` for any other text.
+/// Parses the buckets of a T5 bias, `t5:BUCKETS,FAR[,both]`. Returns `None` for any other text.
 pub(crate) fn t5(text: &str) -> Option<Result<T5, String>> {
     let rest = text.trim().strip_prefix("t5")?;
     let rule = || {
@@ -163,7 +163,7 @@ fn is_of_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_:,.".contains(c)
 }
 
-/// Parses the score_mods in order.
+/// Parses the values of `--score-mod`, in order, and adds a mistake for each that is invalid. The flag is true if all are valid.
 pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> AsFarAsRight<ScoreMod> {
     const OPTION: &str = "--score-mod";
     let one = |text: &String| match t5(text) {
@@ -189,7 +189,7 @@ fn arrays(text: &str) -> Vec<usize> {
 /// The mask that has the axes of the input's tensor.
 const ARRAY: &str = "array";
 
-/// Returns whether a mask is or contains `array`.
+/// Returns whether a mask contains the word `array`, which stands for a mask tensor in the input file.
 pub(crate) fn uses_array(text: &str) -> bool {
     !arrays(text).is_empty()
 }
@@ -222,13 +222,14 @@ fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
     Err(errors.0.into_iter().map(wrong).collect())
 }
 
-/// Parses the masks.
+/// Parses the values of `--mask`, and adds a mistake for each that is invalid. The flag is true if all are valid. `axes` are the axes of
+/// `array`.
 pub(crate) fn masks(texts: &[String], axes: Option<Axes>, mistakes: &mut Mistakes) -> AsFarAsRight<Mask> {
     let (read, right) = all(texts.iter().map(|text| mask(text, axes)).collect(), mistakes);
     (read.into_iter().flatten().collect(), right)
 }
 
-/// Returns the score_mod that adds the tensor `bias`.
+/// Returns the score_mod that adds the tensor `bias`, which spans these axes.
 pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
     match dtype {
         DType::F32 => Some(library::bias(axes, F32)),
@@ -238,7 +239,7 @@ pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
     }
 }
 
-/// Returns the axes that a shape spans if it broadcasts to `extents`.
+/// Returns the axes along which a tensor of this shape has more than one element, or an error if it does not broadcast to `extents`.
 pub(crate) fn broadcast(shape: &[i64], extents: [i64; 4]) -> Result<Axes, String> {
     let wrong = || format!("got shape {shape:?}, expected one that broadcasts to {extents:?} (batch, query heads, queries, keys)");
     let first = 4usize.checked_sub(shape.len()).ok_or_else(wrong)?;

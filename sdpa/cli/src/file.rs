@@ -31,7 +31,7 @@ pub(crate) fn text(path: &Path, most: u64) -> Result<String, String> {
     String::from_utf8(bytes(path, most)?).map_err(|e| format!("is not UTF-8 text: {e}"))
 }
 
-/// Checks that a library is a file or a folder: loading anything else may never end.
+/// Checks that the path of a library is a file or a folder: loading anything else, such as a pipe, may never end.
 pub(crate) fn is_library(path: &Path) -> Result<(), String> {
     match std::fs::metadata(path) {
         Ok(facts) if !facts.is_file() && !facts.is_dir() => Err("is neither a file nor a folder".to_owned()),

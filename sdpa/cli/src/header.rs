@@ -19,7 +19,7 @@ const LONGEST: u64 = 100_000_000;
 /// Number of bytes read at a time; a multiple of every element.
 const BLOCK: usize = 1 << 20;
 
-/// An open file with a valid header.
+/// An open input file with a valid header.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub(crate) path: PathBuf,
@@ -28,7 +28,7 @@ pub(crate) struct Header {
     metadata: Metadata,
 }
 
-/// A tensor of a file, with its type and shape.
+/// A tensor of an input file, with its type and shape.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) dtype: Dtype,
@@ -36,7 +36,7 @@ pub(crate) struct Found {
     pub(crate) offset: u64,
 }
 
-/// An operand in a file.
+/// The type, shape and position of an operand in an input file.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) ty: FileType,
@@ -46,7 +46,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Returns the extents as (batch, head, seq, dim).
+    /// Returns the extents in the order (batch, head, seq, dim), from the order of `layout`.
     pub(crate) fn dims(&self, layout: Layout) -> [i64; 4] {
         places(layout).map(|place| self.shape[place])
     }
@@ -61,7 +61,7 @@ fn places(layout: Layout) -> [usize; 4] {
     }
 }
 
-/// Returns logical extents in memory order, as files have them.
+/// Converts extents (batch, head, seq, dim) to the order of axes that files of this layout have.
 pub(crate) fn file_shape(dims: [i64; 4], layout: Layout) -> [i64; 4] {
     let mut shape = [0; 4];
     for (place, dim) in places(layout).into_iter().zip(dims) {
@@ -106,7 +106,7 @@ fn blame(header: &[u8]) -> Option<String> {
 }
 
 impl Header {
-    /// Reads only the header, and compares it with the size of the file.
+    /// Opens a file and reads only its header, which it compares with the size of the file.
     pub(crate) fn read(path: &Path) -> Result<Header, String> {
         // Check before opening: a pipe would wait for a writer.
         let facts = std::fs::metadata(path).map_err(|e| format!("cannot be read: {e}"))?;
@@ -193,7 +193,7 @@ impl Header {
         }
     }
 
-    /// Returns the element types of the existing tensors with a supported type, whatever else is wrong with them.
+    /// Returns the names and element types of those tensors that exist and have a supported type, whatever else is wrong with them.
     pub(crate) fn types<'n>(&self, names: &[&'n str]) -> Vec<(&'n str, FileType)> {
         names.iter().filter_map(|&name| FileType::of(self.metadata.info(name)?.dtype).map(|ty| (name, ty))).collect()
     }
@@ -212,12 +212,12 @@ impl Header {
         if more > 0 { format!("{list} and {more} more") } else { list }
     }
 
-    /// Reads and converts a tensor. Also returns the number of finite numbers that became infinite.
+    /// Reads an operand and converts it to this element type. Also returns the number of finite numbers that became infinite.
     pub(crate) fn load(&self, entry: &Entry, element: Element, len: usize, done: impl Fn(u64)) -> Result<(Data, u64), String> {
         self.load_at(entry.offset, entry.ty, element, len, done)
     }
 
-    /// Reads and converts a tensor with any number of axes.
+    /// Reads a tensor with any number of axes, from `offset` on, and converts it to an element type.
     pub(crate) fn load_at(
         &self,
         offset: u64,

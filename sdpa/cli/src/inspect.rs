@@ -25,7 +25,7 @@ use sdpa::{
 use serde::Serialize;
 use std::io::Write;
 
-/// The version that is assumed if no library is found.
+/// The version of cuDNN that is assumed if no library is found.
 pub(crate) const ASSUMED: Version = Version::new(9, 27, 0);
 
 /// The parsed arguments.
@@ -84,7 +84,7 @@ impl Order {
     }
 }
 
-/// Runs the command.
+/// Runs the command `inspect` and returns its output.
 pub(crate) fn run(args: &InspectArgs, json: bool) -> Result<Answer, Failure> {
     let order = Order::read(args)?;
     let Order { request, .. } = &order;

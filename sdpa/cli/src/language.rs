@@ -161,7 +161,7 @@ fn spellings<T>(names: &[Named<T>]) -> String {
     names.iter().map(|named| named.spelling).collect::<Vec<_>>().join(", ")
 }
 
-/// Runs the command.
+/// Runs the command `language` and returns its output.
 pub(crate) fn run(json: bool) -> Result<Answer, Failure> {
     let language = Language::new();
     Answer::new(json, &language, || language.text(), Outcome::Good)

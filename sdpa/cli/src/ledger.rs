@@ -1,11 +1,11 @@
-//! Ledgers of the features that cuDNN computes correctly.
+//! Ledgers: records of the features that cuDNN computed correctly together.
 
 use crate::exit::Mistakes;
 use sdpa::cudnn::CudnnExecutor;
 use sdpa::cudnn::ledger::{Ledger, LedgerError};
 use serde::Serialize;
 
-/// Returns the ledgers in the user's folder; adds a mistake for one that cannot be read.
+/// Returns the ledgers in the user's cache folder. It adds a mistake for one that cannot be read.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
     Ledger::all_of_user().unwrap_or_else(|e| {
         match e {
@@ -18,7 +18,7 @@ pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
     })
 }
 
-/// The ledger in use.
+/// A summary of the ledger that the cudnn executor uses.
 #[derive(Debug, Serialize)]
 pub(crate) struct LedgerFacts {
     device: String,
@@ -30,7 +30,7 @@ pub(crate) struct LedgerFacts {
 }
 
 impl LedgerFacts {
-    /// Returns the facts of an executor's ledger; `None` without a ledger.
+    /// Returns a summary of the ledger that an executor uses; `None` without a ledger.
     pub(crate) fn of(executor: &CudnnExecutor) -> Option<LedgerFacts> {
         executor.ledger().map(LedgerFacts::new)
     }
@@ -47,5 +47,5 @@ impl LedgerFacts {
     }
 }
 
-/// The row of `doctor` without a ledger.
+/// The text that `doctor` prints if the cudnn executor has no ledger.
 pub(crate) const NONE: &str = "none for this version and architecture, so every problem is unproven; `cargo sdpa prove cudnn` makes one";

@@ -1,6 +1,6 @@
 //! Checks the available memory before allocations.
 
-/// Returns the bytes available without swapping; `None` if the system does not report them.
+/// Returns the number of bytes of memory that are available without swapping; `None` if the system does not report it.
 pub(crate) fn available() -> Option<u64> {
     parse(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }
@@ -10,7 +10,7 @@ fn parse(meminfo: &str) -> Option<u64> {
     rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Returns an error if `need` bytes are not available.
+/// Returns an error if fewer than `need` bytes of memory are available.
 pub(crate) fn check(need: u128, available: Option<u64>) -> Result<(), String> {
     match available {
         Some(there) if need > u128::from(there) => Err(format!("{} are needed, {} are available", human(need), human(u128::from(there)))),

@@ -114,7 +114,7 @@ pub(crate) fn executor(text: &str) -> Result<Preference, String> {
     one_of(text, &executors())
 }
 
-/// Parses the strength of a proof.
+/// Parses the name of a strength, which says how many features occur together in a problem of `prove`.
 pub(crate) fn strength(text: &str) -> Result<Strength, String> {
     one_of(text, &strengths())
 }
@@ -124,7 +124,7 @@ pub(crate) fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("got {text:?}, expected an integer of at least 1"))
 }
 
-/// A stage on the way to a plan.
+/// A stage on the way from a specification to a plan, which `inspect` prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Stage {
     Spec,
@@ -142,7 +142,7 @@ pub(crate) fn stage(text: &str) -> Result<Stage, String> {
     one_of(text, &stages())
 }
 
-/// The executors that have a schedule for a pass.
+/// The executors of which `inspect` can print the schedule of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scheduler {
     Cudnn,
@@ -159,7 +159,7 @@ pub(crate) fn scheduler(text: &str) -> Result<Scheduler, String> {
     one_of(text, &schedulers())
 }
 
-/// Parses a value for a declared scalar.
+/// Parses the value of a declared scalar, `NAME=VALUE`.
 pub(crate) fn param(text: &str) -> Result<(&str, f32), String> {
     let (name, value) = text.split_once('=').ok_or_else(|| format!("got {text:?}, expected NAME=VALUE"))?;
     let number: f32 = value.trim().parse().map_err(|_| format!("{name}: got {value:?}, expected a number"))?;

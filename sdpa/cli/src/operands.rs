@@ -18,7 +18,7 @@ use sdpa::{
 };
 use sdpa_oracle::{Distance, GradientDistance};
 
-/// Operands, and memory for the results.
+/// The operands of a request, and memory for its results.
 #[derive(Debug)]
 pub(crate) struct Operands {
     q: Data,
@@ -30,7 +30,7 @@ pub(crate) struct Operands {
     pub(crate) sum_exp: Option<Vec<f32>>,
     pub(crate) params: Vec<Bound>,
     pub(crate) gradients: Option<Gradients>,
-    /// Scales of 8-bit floats.
+    /// Scales of 8-bit floats, and the largest magnitudes that passes reported.
     pub(crate) scales: Scales,
     /// Notes for the user about the input.
     pub(crate) notes: Vec<String>,
@@ -47,7 +47,7 @@ pub(crate) struct Gradients {
     pub(crate) wrt: Vec<(String, Data)>,
 }
 
-/// Returns the number of rows in the output, including those past the end of sequences.
+/// Returns the number of rows in the output, over all heads and batch entries, including rows past the end of sequences.
 pub(crate) fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
 }
@@ -81,7 +81,7 @@ fn wrt_elements(problem: &BackwardProblem) -> Vec<(String, Element, usize)> {
     problem.wrt().iter().map(one).collect()
 }
 
-/// Returns the bytes that a problem needs in host memory.
+/// Returns the number of bytes that the operands and results of a problem need in host memory; with `check`, those of the oracle too.
 pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], backward: Option<&Backward>, check: bool) -> u128 {
     let of = |tensors: &[(TensorSpec, Side)]| {
         tensors.iter().map(|(t, side)| elements(spec, t, *side) as u128 * element.bytes() as u128).sum::<u128>()
@@ -150,7 +150,7 @@ impl Gradients {
 }
 
 impl Operands {
-    /// Returns random operands for small problems without parameters and gradients.
+    /// Returns random operands for a small problem without parameters and gradients.
     pub(crate) fn random(spec: &AttentionSpec, element: Element, seed: u64) -> Result<Operands, String> {
         let make = |which: u64, tensor: &TensorSpec, side| random_numbers(element, elements(spec, tensor, side), seed, which);
         Operands::with([make(0, &spec.q, Side::Queries)?, make(1, &spec.k, Side::Keys)?, make(2, &spec.v, Side::Keys)?], spec, Vec::new())
@@ -248,7 +248,7 @@ impl Operands {
         self.rescale(request);
     }
 
-    /// Computes new scales from the amax values that a run reported.
+    /// Computes new scales of 8-bit floats from the amax values (largest magnitudes) that a run reported.
     pub(crate) fn learn(&mut self, request: &Request) {
         self.scales.learn(request);
         self.rescale(request);
@@ -330,7 +330,7 @@ impl Operands {
         query.iter().zip(&key).map(|(x, y)| x * y).sum::<f64>() * f64::from(request.attn_scale())
     }
 
-    /// Runs the forward pass.
+    /// Runs the forward pass of a request over these operands.
     pub(crate) fn forward(&mut self, prepared: &dyn Prepared, problem: &sdpa::Problem, attn_scale: f32) -> Result<Report, Error> {
         let names: Vec<&str> = problem.params().iter().map(|d| d.name.as_str()).collect();
         let params: Vec<Param<'_>> = self.params.iter().filter(|p| names.contains(&p.name.as_str())).map(Bound::param).collect();
@@ -343,7 +343,7 @@ impl Operands {
         )
     }
 
-    /// Runs the backward pass; returns `None` without memory for gradients.
+    /// Runs the backward pass of a request over these operands; returns `None` without memory for gradients.
     pub(crate) fn backward(
         &mut self,
         prepared: &dyn PreparedBackward,
@@ -396,12 +396,12 @@ impl Operands {
         }
     }
 
-    /// Compares the results with the oracle.
+    /// Compares the results of the forward pass with the oracle's.
     pub(crate) fn check(&self, spec: &AttentionSpec, problem: &sdpa::Problem, attn_scale: f32, step: &Step) -> Distance {
         oracle::check(&self.call(spec, problem, attn_scale), &|rows| step.advance(rows))
     }
 
-    /// Compares gradients with the oracle's. `chained`: `o` and stats were computed by the executor in this run.
+    /// Compares the gradients with the oracle's. It takes into account whether the executor computed `o` and stats in this run.
     pub(crate) fn check_backward(&self, backward: &Backward, attn_scale: f32, step: &Step) -> Option<GradientDistance> {
         let spec = &backward.spec.forward;
         let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_ref()?;
@@ -419,7 +419,7 @@ impl Operands {
     }
 }
 
-/// Checks that a problem fits into memory before anything is allocated; `workspace` is the executor's scratch memory.
+/// Checks that a problem fits into memory, before anything is allocated. `workspace` is the executor's scratch memory in bytes.
 pub(crate) fn fits(request: &Request, check: bool, workspace: u64) -> Result<(), String> {
     let need = bytes(&request.spec, request.element, &request.params, request.backward.as_ref(), check) + u128::from(workspace);
     memory::check(need, memory::available())

@@ -42,7 +42,7 @@ impl From<Element> for sdpa_oracle::Element {
     }
 }
 
-/// Operands and the results to check.
+/// A forward pass for the oracle: its operands, and the results to check.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call<'a> {
     pub(crate) spec: &'a AttentionSpec,
@@ -56,13 +56,13 @@ pub(crate) struct Call<'a> {
     pub(crate) row_max: Option<&'a [f32]>,
     pub(crate) sum_exp: Option<&'a [f32]>,
     pub(crate) scale: f64,
-    /// Scales and types of 8-bit floats.
+    /// Scales and types of a pass with 8-bit floats.
     pub(crate) narrow: Option<sdpa_oracle::Narrow>,
-    /// The largest P, if the pass reports it.
+    /// The largest P, if the forward pass reported it.
     pub(crate) amax_s: Option<f64>,
 }
 
-/// A backward pass and the gradients to check.
+/// A backward pass for the oracle: its forward problem, the gradient of the output, and the gradients to check.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BackwardCall<'a> {
     pub(crate) forward: Call<'a>,
@@ -72,9 +72,9 @@ pub(crate) struct BackwardCall<'a> {
     /// The executor's `dq`, `dk` and `dv`.
     pub(crate) got: [&'a Data; 3],
     pub(crate) wrt: &'a [(String, Data)],
-    /// The largest gradient of a score times the scale, if the pass reports it.
+    /// The largest magnitude of dS times the scale, if the backward pass reported it.
     pub(crate) amax_dp: Option<f64>,
-    /// True if the executor computed `o` and stats in this run.
+    /// Whether the executor computed `o` and stats in this run.
     pub(crate) chained: bool,
 }
 
@@ -178,12 +178,12 @@ fn wrt_dims(problem: &BackwardProblem) -> Vec<[usize; 4]> {
     problem.wrt_scores().map(|g| dims(&g.name)).collect()
 }
 
-/// Returns the bytes of memory of a check.
+/// Returns the number of bytes that the check of a forward pass needs.
 pub(crate) fn bytes(spec: &AttentionSpec) -> u128 {
     sdpa_oracle::bytes(shape(spec))
 }
 
-/// Returns the bytes of memory of a check of a backward pass.
+/// Returns the number of bytes that the check of a backward pass needs.
 pub(crate) fn gradient_bytes(problem: &BackwardProblem, spec: &AttentionSpec) -> u128 {
     sdpa_oracle::gradient_bytes(shape(spec), &wrt_dims(problem))
 }
@@ -238,12 +238,13 @@ impl Call<'_> {
     }
 }
 
-/// Returns whether masks declare lengths of queries and of keys.
+/// Returns whether the masks declare query lengths, and whether they declare key lengths.
 pub(crate) fn has_lengths(problem: &Problem) -> [bool; 2] {
     [problem.kept().seq_len_q, problem.kept().seq_len_kv]
 }
 
-/// Computes every row and compares it; `done` receives the number of rows that each step completed.
+/// Computes every row of a forward pass and compares the executor's results with it. `done` receives the number of rows that each step
+/// completed.
 pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let function = call.problem.score_mod().map(|trace| Function::new(trace, call.params, call.problem.extents()));
     let modify = function.as_ref().map(|function| function as &dyn Modify);
@@ -266,7 +267,8 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     call.told(documents, modify, |p| sdpa_oracle::check(p, told(call.o, &call.spec.o, &o), statistics, done))
 }
 
-/// Computes the gradients of `Σ o∘d_o` and compares them.
+/// Computes the gradients of `Σ o∘d_o` and compares the executor's gradients with them. `done` receives the number of rows that each step
+/// completed.
 pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDistance {
     let BackwardCall { forward, problem, spec, d_o, got: [dq, dk, dv], wrt, amax_dp, chained } = call;
     let gradient = problem.gradient().map(|g| Gradient {

@@ -16,20 +16,20 @@ use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{DType, F8E8M0, Param, ParamValue, library};
 
-/// The value of a parameter.
+/// The values of a declared parameter, by element type.
 #[derive(Debug)]
 pub(crate) enum Values {
     Scalar(f32),
     Float(Data),
     I32(Vec<i32>),
-    /// One i64.
+    /// The single value of an i64 parameter, such as the seed of dropout.
     I64([i64; 1]),
     Bool(Vec<bool>),
-    /// Block scales.
+    /// The block scales of an operand of 8-bit floats.
     F8E8M0(Vec<F8E8M0>),
 }
 
-/// A parameter and its value.
+/// A declared parameter and its value.
 #[derive(Debug)]
 pub(crate) struct Bound {
     pub(crate) name: String,
@@ -70,12 +70,12 @@ impl Bound {
         usize::try_from(at).unwrap_or(0)
     }
 
-    /// Returns the value at a position, widened.
+    /// Returns the element that a position (batch, head, q, k) reads, widened to f64.
     pub(crate) fn at(&self, place: [i64; 4]) -> f64 {
         self.nth(self.element(place))
     }
 
-    /// Returns the value of an element, widened.
+    /// Returns the element with this index, widened to f64.
     pub(crate) fn nth(&self, element: usize) -> f64 {
         match &self.values {
             Values::Scalar(x) => f64::from(*x),
@@ -165,7 +165,7 @@ fn fits(shape: &[i64], axes: Axes, extents: [i64; 4]) -> bool {
 }
 
 impl Planned {
-    /// Describes the kind of parameter.
+    /// Returns a description of the parameter's kind: a scalar, a tensor or a table, with axes and element type.
     pub(crate) fn kind(&self) -> String {
         match self.declared.kind {
             ParamKind::Scalar => "a scalar".to_owned(),
@@ -174,7 +174,7 @@ impl Planned {
         }
     }
 
-    /// Returns the value of a scalar.
+    /// Returns the value of the parameter if it is a scalar, and otherwise `None`.
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
@@ -205,7 +205,7 @@ impl Planned {
         matches!(self.from, From::File(..))
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of elements of the parameter's value.
     pub(crate) fn elements(&self) -> usize {
         let ends = match self.declared.kind {
             ParamKind::Scalar => 0,
@@ -223,7 +223,7 @@ impl Planned {
         self.elements() as u128 * each
     }
 
-    /// Reads or creates the value. Also returns the number of finite numbers that became infinite.
+    /// Reads or creates the value of the parameter. Also returns the number of finite numbers that became infinite.
     pub(crate) fn load(&self, header: Option<&Header>, seed: u64) -> Result<(Bound, u64), String> {
         let len = self.elements();
         let name = &self.declared.name;
@@ -356,7 +356,7 @@ fn bounds(documents: &[i32], row: usize, seq_kv: i64) -> impl Iterator<Item = (i
     })
 }
 
-/// The sources of parameters.
+/// The possible sources of the values of declared parameters: the input file, and options.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sources<'a> {
     /// Extents (batch, heads_q, seq_q, seq_kv); `None` if another mistake prevents knowing them.
@@ -366,9 +366,9 @@ pub(crate) struct Sources<'a> {
     pub(crate) input: bool,
     /// The scalars that the user passed, by name.
     pub(crate) given: &'a [(String, f32)],
-    /// Whether all declarations are known.
+    /// Whether all score_mods and masks could be parsed, so that all declared parameters are known.
     pub(crate) complete: bool,
-    /// The buckets of the parameter that is computed from a table.
+    /// The buckets of the T5 bias, whose parameter is computed from a table; `None` without this bias.
     pub(crate) t5: Option<T5>,
     /// The packed sequences; `None` if batch entries are not packed.
     pub(crate) packing: Option<&'a Packing>,
@@ -379,7 +379,7 @@ pub(crate) struct Sources<'a> {
 }
 
 impl Sources<'_> {
-    /// Finds the source of each declared parameter, or adds mistakes.
+    /// Finds the source of each declared parameter, and adds mistakes for scalars of `--param` that cannot be set.
     pub(crate) fn plan(&self, declared: &[Declared], mistakes: &mut Mistakes) -> Option<Vec<Planned>> {
         let names = || crate::table::list(&declared.iter().map(|d| d.name.as_str()).collect::<Vec<_>>());
         for (n, (name, _)) in self.given.iter().enumerate() {
@@ -398,7 +398,7 @@ impl Sources<'_> {
         self.found(declared, mistakes)
     }
 
-    /// Finds the sources of parameters that no option names.
+    /// Finds the source of each declared parameter, without checking the scalars of `--param`.
     pub(crate) fn found(&self, declared: &[Declared], mistakes: &mut Mistakes) -> Option<Vec<Planned>> {
         let planned: Vec<Option<Planned>> = declared.iter().map(|d| self.one(d, mistakes)).collect();
         planned.into_iter().collect()

@@ -28,7 +28,7 @@ struct Refused {
     text: String,
 }
 
-/// The report on a plan.
+/// The report of `inspect` on a cuDNN plan.
 #[derive(Serialize)]
 pub(crate) struct PlanReport {
     stage: &'static str,
@@ -56,7 +56,7 @@ fn failure(error: &Error) -> Failure {
     Failure::Executor(vec![Line::new("cudnn", error)])
 }
 
-/// Builds the plan of a pass.
+/// Builds the cuDNN plan of a pass, and reports on it.
 pub(crate) fn make(
     job: &Job,
     form: Option<Form>,
@@ -133,7 +133,7 @@ impl Offer {
 }
 
 impl PlanReport {
-    /// Prints the report without cuDNN's JSON.
+    /// Returns the report as text, without cuDNN's JSON.
     pub(crate) fn text(&self) -> String {
         let mut table = Table::default();
         table.row("library", format!("cuDNN {}, {}", self.version, self.library));

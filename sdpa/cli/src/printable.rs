@@ -43,7 +43,7 @@ pub(crate) fn markup(text: &str) -> String {
 /// Number of characters shown from the beginning and from the end of a text, where error messages have their rule.
 const SHOWN: [usize; 2] = [200, 400];
 
-/// Returns the beginning and the end of a text that is too long for a line.
+/// Returns a text that fits a line: if it is too long, only its beginning and its end.
 pub(crate) fn brief(text: &str) -> String {
     let [first, last] = SHOWN;
     let count = text.chars().count();

@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::Duration;
 
-/// Whether progress is shown.
+/// A setting: whether commands show their progress on stderr.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Progress {
     shown: bool,
@@ -16,7 +16,7 @@ impl Progress {
         Progress { shown: !json && std::io::stderr().is_terminal() }
     }
 
-    /// Starts a step of unknown length.
+    /// Starts a step of unknown length, with a spinner.
     pub(crate) fn spinner(self, what: &'static str) -> Step {
         let bar = if self.shown { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
         bar.set_message(what);
@@ -26,7 +26,7 @@ impl Progress {
         Step(bar)
     }
 
-    /// Starts a step of known length.
+    /// Starts a step of `length` units, with a progress bar.
     pub(crate) fn bar(self, what: &'static str, length: u64) -> Step {
         let bar = if self.shown { ProgressBar::new(length) } else { ProgressBar::hidden() };
         let style = ProgressStyle::with_template("{msg} {wide_bar} {percent}% {eta}");

@@ -111,7 +111,7 @@ fn failure(error: &ProveError) -> Failure {
     }
 }
 
-/// Runs the command.
+/// Runs the command `prove` and returns its output.
 pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     let order = Order::read(args)?;
     if args.remove {
@@ -214,7 +214,7 @@ fn remove(order: &Order, json: bool) -> Result<Told, Failure> {
     Removed { state: state.clone(), removed, ledgers }.answer(json)
 }
 
-/// Answers requests of [`run`] and returns the exit code.
+/// Runs a worker process: answers the requests of [`run`] and returns the exit code.
 pub(crate) fn worker(args: &WorkerArgs) -> u8 {
     // Print nothing on a panic: the answer contains its message.
     std::panic::set_hook(Box::new(|_| ()));

@@ -19,7 +19,7 @@ fn normal(bits: u64) -> f32 {
     ((sum + 2) as f32 / 65536.0 - 2.0) * 3f32.sqrt()
 }
 
-/// Fills a tensor; `which` selects the stream, so that tensors of one seed differ.
+/// Fills a tensor with random numbers. `which` selects the random stream, so that tensors of one seed differ.
 pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
     let stream = bits(bits(seed, 0), which);
     match data {
@@ -31,7 +31,7 @@ pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
     }
 }
 
-/// Returns number `n` of a stream of one seed, 64 bits.
+/// Returns random number `n`, 64 bits, of the stream that the seed and `which` select.
 pub(crate) fn draw(seed: u64, which: u64, n: u64) -> u64 {
     bits(bits(bits(seed, 0), which), n)
 }

@@ -29,7 +29,7 @@ use sdpa::expr::Declared;
 use sdpa::library::T5;
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, Side, StatsBase};
 
-/// The problem of `run`, `inspect` and `show`.
+/// The problem of `run`, `inspect` or `show`, parsed from the options and the header of the input.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) source: Source,
@@ -42,7 +42,7 @@ pub(crate) struct Request {
     pub(crate) packing: Option<Packing>,
     /// The paged KV cache; `None` if keys are not paged.
     pub(crate) paging: Option<Paging>,
-    /// Values of declared parameters: those of the problem, then those that only gradients declare.
+    /// Values of declared parameters: first those of the forward problem, then those that only gradients declare.
     pub(crate) params: Vec<Planned>,
     pub(crate) backward: Option<Backward>,
 }
@@ -52,7 +52,7 @@ pub(crate) struct Request {
 pub(crate) struct Backward {
     pub(crate) spec: BackwardSpec,
     pub(crate) problem: BackwardProblem,
-    /// Whether the input has `o` and stats, so that the forward pass does not run.
+    /// Whether the input file has `o` and stats, so that the forward pass need not run.
     pub(crate) given: bool,
 }
 
@@ -65,11 +65,11 @@ pub(crate) enum Source {
     Random,
 }
 
-/// The tensors of an input for a backward pass.
+/// The tensors of an input file that only a backward pass reads.
 #[derive(Debug)]
 pub(crate) struct BackwardEntries {
     pub(crate) d_o: Entry,
-    /// The tensor `o`, and the type and offset of stats.
+    /// The tensor `o`, and the type and file offset of stats; `None` if the file does not have them.
     pub(crate) forward: Option<(Entry, FileType, u64)>,
 }
 
@@ -80,7 +80,7 @@ const EXAMPLE: Shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 256, se
 const ANY: Shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
 
 impl PlaceArgs {
-    /// Checks that library paths are files or folders.
+    /// Checks that the paths of NVIDIA's libraries are files or folders, and adds a mistake for each that is not.
     pub(crate) fn check(&self, mistakes: &mut Mistakes) {
         for (option, path) in [("--cudnn", &self.cudnn), ("--driver", &self.driver)] {
             if let Some(path) = path {
@@ -89,19 +89,19 @@ impl PlaceArgs {
         }
     }
 
-    /// Returns the cuDNN options.
+    /// Returns the options of the cuDNN executor, with these library paths.
     pub(crate) fn options(&self) -> CudnnOptions {
         let search = Search::default().with_library(self.cudnn.clone()).with_driver(self.driver.clone());
         CudnnOptions::default().with_search(search)
     }
 }
 
-/// The requirements of a command.
+/// The requirements of a command that reads a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Wanted<'a> {
     /// The options of the backward pass, if the command has them.
     pub(crate) gradient: Option<&'a BackwardArgs>,
-    /// Whether stats are computed without `--stats`.
+    /// Whether the command computes stats without `--stats`.
     pub(crate) stats: bool,
     /// Whether the command runs the pass, so that the inputs of a backward pass must be present.
     pub(crate) computes: bool,
@@ -151,7 +151,7 @@ impl Operands {
 }
 
 impl Request {
-    /// Reads the options of a problem.
+    /// Reads a request from the options of a problem and its input file, and adds mistakes. Returns `None` if they prevent a request.
     pub(crate) fn read(args: &ProblemArgs, wanted: &Wanted<'_>, mistakes: &mut Mistakes) -> Option<Request> {
         let gradient = wanted.gradient;
         let packed = args.cu_seqlens.is_some() || args.cu_seqlens_q.is_some() || args.cu_seqlens_kv.is_some() || args.packed.is_some();
@@ -348,7 +348,7 @@ impl Request {
         })
     }
 
-    /// Returns the extents.
+    /// Returns the extents of the problem.
     pub(crate) fn shape(&self) -> Shape {
         let p = &self.problem;
         Shape {
@@ -362,22 +362,22 @@ impl Request {
         }
     }
 
-    /// Returns the scale in use.
+    /// Returns the factor of the scores: that of `--scale`, or the default of the problem.
     pub(crate) fn attn_scale(&self) -> f32 {
         self.scale.unwrap_or(self.problem.default_scale())
     }
 
-    /// Returns the texts of the score_mods.
+    /// Returns the texts of the score_mods, as the library prints them.
     pub(crate) fn score_mods(&self) -> Vec<String> {
         self.spec.score_mods.iter().map(ScoreMod::to_string).collect()
     }
 
-    /// Returns the texts of the masks.
+    /// Returns the texts of the masks, as the library prints them.
     pub(crate) fn masks(&self) -> Vec<String> {
         self.spec.masks.iter().map(Mask::to_string).collect()
     }
 
-    /// Returns the requested pass.
+    /// Returns the requested pass, with its problem.
     pub(crate) fn job(&self) -> Job {
         self.backward.as_ref().map_or_else(|| self.problem.clone().into(), |b| b.problem.clone().into())
     }
@@ -388,7 +388,7 @@ impl Request {
         self.backward.as_ref().map_or_else(|| cudnn_first(family, &self.problem), |b| cudnn_first_backward(family, &b.problem))
     }
 
-    /// Returns the header of the input, if there is one.
+    /// Returns the header of the input file, if there is one.
     pub(crate) fn header(&self) -> Option<&Header> {
         match &self.source {
             Source::File(header, ..) => Some(header),

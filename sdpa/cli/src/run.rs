@@ -79,7 +79,7 @@ struct Reports {
     backward: Option<Report>,
 }
 
-/// Runs the command.
+/// Runs the command `run` and returns its output.
 pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let order = Order::read(args)?;
     let progress = Progress::new(json);
@@ -187,7 +187,7 @@ fn results<'a>(operands: &'a Operands, request: &'a Request) -> Vec<Tensor<'a>> 
     tensors
 }
 
-/// Returns the lines of an executor's error.
+/// Converts an executor's error to messages, one line each.
 pub(crate) fn lines(executor: ExecutorName, error: &Error) -> Vec<Line> {
     if let Error::Unsupported(unsupported) = error {
         return unsupported.reasons.iter().map(|reason| Line::new(unsupported.executor, reason)).collect();

@@ -8,7 +8,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// A path that was checked to be writable.
+/// A path for an output file that was checked to be writable.
 #[derive(Debug)]
 pub(crate) struct Destination {
     /// The path as the user wrote it.
@@ -19,7 +19,7 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
-    /// Checks a path before anything is computed.
+    /// Checks that a file can be written to this path, before anything is computed. `input` is a file that must not be overwritten.
     pub(crate) fn new(path: &Path, input: Option<&Path>) -> Result<Destination, String> {
         let there = std::fs::metadata(path);
         if there.as_ref().is_ok_and(std::fs::Metadata::is_dir) {
@@ -84,7 +84,7 @@ impl Destination {
     }
 }
 
-/// The elements of a written tensor.
+/// The elements of a tensor that is written to a file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Saved<'a> {
     F32(&'a [f32]),
@@ -104,7 +104,7 @@ impl Saved<'_> {
     }
 }
 
-/// A tensor to write.
+/// A tensor that is written to a file: its name, shape and elements.
 #[derive(Debug)]
 pub(crate) struct Tensor<'a> {
     pub(crate) name: String,
@@ -118,7 +118,7 @@ impl<'a> Tensor<'a> {
         Tensor { name: name.to_owned(), shape: shape.to_vec(), elements }
     }
 
-    /// Returns a note for the user if elements are NaN.
+    /// Returns a note for the user if elements of the tensor are NaN.
     pub(crate) fn not_numbers(&self) -> Option<String> {
         let count = match self.elements {
             Saved::F32(x) => x.iter().filter(|x| x.is_nan()).count(),

@@ -10,7 +10,7 @@ use sdpa::fp8::{amax_of, scale_of};
 use sdpa::{Amax, Direction, Fp8Scale, HostAmax, Operand, Problem, SpecError};
 use std::collections::BTreeMap;
 
-/// The scales of a run, and the amax values that it reported.
+/// The scales of 8-bit floats of a run, and the amax values (largest magnitudes) that it reported.
 #[derive(Debug, Default)]
 pub(crate) struct Scales {
     given: BTreeMap<Fp8Scale, f32>,
@@ -21,7 +21,7 @@ pub(crate) struct Scales {
 /// Headroom for other rounding errors, in powers of two.
 const MARGIN: i32 = 1;
 
-/// Returns every scale that a pass may have.
+/// Returns every scale of 8-bit floats that a pass may have.
 pub(crate) fn all() -> Vec<Fp8Scale> {
     let mut all = [Fp8Scale::of(Direction::Forward), Fp8Scale::of(Direction::Backward)].concat();
     all.sort_unstable();
@@ -29,7 +29,7 @@ pub(crate) fn all() -> Vec<Fp8Scale> {
     all
 }
 
-/// Returns the scale of this name.
+/// Returns the scale of 8-bit floats whose parameter has this name.
 pub(crate) fn named(name: &str) -> Option<Fp8Scale> {
     all().into_iter().find(|scale| scale.name() == name)
 }
@@ -42,7 +42,7 @@ fn amax(data: &Data) -> f32 {
     amax_of(&finite)
 }
 
-/// Rounds numbers to 8 bits with this descale, or with one that maps the largest magnitude to the largest number of the type.
+/// Rounds numbers to 8-bit floats with this descale, or with one that maps the largest magnitude to the largest number of the type.
 pub(crate) fn narrow(element: Element, wide: &Data, descale: Option<f32>) -> Result<Data, String> {
     let scale = descale.map_or_else(|| scale_of(amax(wide), element.dtype(), 0), f32::recip);
     let mut data = Data::zeros(element, wide.len())?;
@@ -54,7 +54,7 @@ pub(crate) fn narrow(element: Element, wide: &Data, descale: Option<f32>) -> Res
 }
 
 impl Scales {
-    /// Reads the scales of the input.
+    /// Reads the scales of 8-bit floats from the input file, as far as it has them.
     ///
     /// # Errors
     /// Returns the scales that cannot be read, or that are not finite and above 0.
@@ -87,7 +87,7 @@ impl Scales {
         self.made.insert(scale, value);
     }
 
-    /// Sets the scales of operands, and of P, which is at most 1, or at most the dropout scale.
+    /// Sets the scales of the operands from their numbers, and that of P, which is at most 1, or at most the dropout scale.
     pub(crate) fn begin(&mut self, request: &Request, [q, k, v]: [&Data; 3], gradient: Option<(&Data, Option<&Data>)>) {
         let dropped = request.problem.dropout().map_or(1.0, |dropout| dropout.scale());
         let weights = scale_of(dropped, request.problem.dtype(), 0);
@@ -131,7 +131,7 @@ impl Scales {
         self.make(Fp8Scale::DescaleDP, self.get(Fp8Scale::ScaleDP).recip());
     }
 
-    /// Sets scales from the amax values that a run reported.
+    /// Computes scales from the amax values (largest magnitudes) that a run reported.
     pub(crate) fn learn(&mut self, request: &Request) {
         for (of, amax) in self.told.clone() {
             match of {
@@ -145,7 +145,7 @@ impl Scales {
         }
     }
 
-    /// Stores the scales in the parameters of calls.
+    /// Stores the scales in the declared parameters that a call receives.
     pub(crate) fn bind(&self, params: &mut [Bound]) {
         for bound in params {
             if let Some(scale) = named(&bound.name) {
@@ -154,7 +154,7 @@ impl Scales {
         }
     }
 
-    /// Returns slots for the amax values that a pass reports.
+    /// Returns slots in which a call stores the amax values (largest magnitudes) that the pass reports.
     pub(crate) fn room(&mut self, forward: &Problem, direction: Direction) -> Vec<HostAmax<'_>> {
         let told = Amax::told(forward, direction);
         self.told.retain(|(of, _)| !told.contains(of));
@@ -163,19 +163,19 @@ impl Scales {
         self.told[first..].iter_mut().map(|(of, value)| HostAmax::new(*of, value)).collect()
     }
 
-    /// Returns the amax of a tensor, if a pass reported it.
+    /// Returns the amax (largest magnitude) of a tensor, if a pass reported it.
     pub(crate) fn reported(&self, which: Amax) -> Option<f64> {
         self.told.iter().find(|(of, _)| *of == which).map(|(_, number)| f64::from(*number))
     }
 
-    /// Returns every scale and amax, with its name in files.
+    /// Returns every scale and amax value, each with its name in files.
     pub(crate) fn numbers(&self) -> Vec<(String, f32)> {
         let scales = self.made.keys().chain(self.given.keys()).copied().collect::<std::collections::BTreeSet<_>>();
         let scales = scales.into_iter().map(|scale| (scale.name().to_owned(), self.get(scale)));
         scales.chain(self.told.iter().map(|(of, value)| (of.name().to_owned(), *value))).collect()
     }
 
-    /// Returns the scales for the oracle.
+    /// Returns the scales and types of 8-bit floats for the oracle.
     pub(crate) fn told_to_oracle(&self, slope: Element, gradient: Element) -> sdpa_oracle::Narrow {
         let wide = |scale: Fp8Scale| f64::from(self.get(scale));
         sdpa_oracle::Narrow {

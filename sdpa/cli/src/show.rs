@@ -150,7 +150,7 @@ struct Told {
     preview: String,
 }
 
-/// Runs the command.
+/// Runs the command `show` and returns its output.
 pub(crate) fn run(args: &ShowArgs, json: bool) -> Result<Answer, Failure> {
     let order = Order::read(args)?;
     let progress = Progress::new(json);

@@ -7,7 +7,8 @@ use tempfile::NamedTempFile;
 /// The shared library that the build script compiled; empty on targets without shared libraries.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/libnull_driver.so"));
 
-/// Loads cuDNN for planning. If neither the search nor CUDNN_GRAPH_DRIVER names a driver and the system has none, it loads the stand-in.
+/// Loads cuDNN for planning. If neither the search nor CUDNN_GRAPH_DRIVER names a driver and the system has none, it uses the included
+/// stand-in for the driver.
 ///
 /// # Errors
 /// See [`Library::load`].

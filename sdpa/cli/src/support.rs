@@ -156,7 +156,7 @@ struct Report {
     metal: Elsewhere,
 }
 
-/// Runs the command.
+/// Runs the command `support` and returns its output.
 pub(crate) fn run(args: &SupportArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     let request = Request::read(&args.problem, &Wanted { gradient: Some(&args.backward), ..Wanted::default() }, &mut mistakes);

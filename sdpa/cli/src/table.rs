@@ -1,6 +1,6 @@
 //! A two-column table: names on the left, values on the right.
 
-/// Rows of a name and a value; a value may have several lines.
+/// A two-column table for the terminal. Each row has a name and a value; a value may have several lines.
 #[derive(Debug, Default)]
 pub(crate) struct Table(Vec<Row>);
 
@@ -18,12 +18,12 @@ impl Table {
         self.0.push(Row::Pair(name.into(), value.into()));
     }
 
-    /// Adds a line of its own, before rows.
+    /// Adds a title line to the table.
     pub(crate) fn title(&mut self, text: impl Into<String>) {
         self.0.push(Row::Title(text.into()));
     }
 
-    /// Adds a row per value; only the first has the name.
+    /// Adds a row for each value; only the first row has the name.
     pub(crate) fn rows(&mut self, name: &str, values: impl IntoIterator<Item = String>) {
         for (n, value) in values.into_iter().enumerate() {
             self.row(if n == 0 { name } else { "" }, value);

@@ -20,7 +20,7 @@ pub(super) struct Findings {
     pub(super) caches: Vec<CacheFindings>,
 }
 
-/// Counters and sums. Values from events cover only the events that the trace still has.
+/// Counters and sums over one cache. Values from events cover only the events that the trace still has.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Figures {
     pub(super) limits: Limits,

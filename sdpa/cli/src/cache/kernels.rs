@@ -6,7 +6,7 @@ use crate::table::Table;
 use sdpa::cuda::{KernelCache, Usage};
 use serde::Serialize;
 
-/// Returns the kernel cache that the environment variables select; adds a mistake for a variable with an invalid value.
+/// Returns the disk cache of kernels that the environment variables select. It adds a mistake for a variable with an invalid value.
 pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
     KernelCache::of_user().unwrap_or_else(|e| {
         mistakes.add(e.variable, format!("got {:?}, expected {}", e.value, e.expected));
@@ -14,7 +14,7 @@ pub(crate) fn of_user(mistakes: &mut Mistakes) -> Option<KernelCache> {
     })
 }
 
-/// Folder, limit and size of the kernel cache.
+/// The folder, the limit and the size of the kernel cache on disk.
 #[derive(Debug, Serialize)]
 pub(crate) struct KernelCacheFacts {
     folder: String,
@@ -69,7 +69,7 @@ struct Cleared {
     bytes: u64,
 }
 
-/// Prints the size of the cache, after it has deleted the kernels if `clear` is set.
+/// Prints the size of the kernel cache on disk. If `clear` is set, it deletes the kernels first.
 pub(crate) fn run(clear: bool, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     let cache = of_user(&mut mistakes);

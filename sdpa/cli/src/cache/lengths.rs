@@ -10,13 +10,14 @@ const FEW: usize = 16;
 /// Minimum multiple for rounding lengths, because engines work in tiles of this size.
 const TILE: u64 = 64;
 
-/// Returns every length in the differences of misses.
+/// Returns every sequence length that appears in the differences between misses and their nearest entries.
 pub(super) fn asked<'a>(nearest: impl Iterator<Item = &'a String>) -> BTreeSet<u64> {
     let differences = nearest.map(|text| difference(text)).filter(|d| LENGTHS.contains(&d.field.as_str()));
     differences.filter_map(|d| d.asked.parse().ok()).collect()
 }
 
-/// Returns a multiple that reduces many lengths to few buckets, and the number of buckets; `None` if the lengths are few.
+/// Returns a number to whose multiples lengths can be rounded to get few buckets, and the number of buckets. Returns `None` if there are
+/// few lengths already.
 pub(super) fn bucket(lengths: &BTreeSet<u64>) -> Option<(u64, usize)> {
     if lengths.len() <= FEW {
         return None;

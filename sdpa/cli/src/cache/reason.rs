@@ -6,14 +6,14 @@ use sdpa::cudnn::lower::Job;
 use serde::Serialize;
 use std::collections::HashMap;
 
-/// One of several similar misses.
+/// An example of several cache misses that have the same reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Example {
     pub(super) label: String,
     pub(super) differences: Vec<Difference>,
 }
 
-/// Misses with one reason in common.
+/// Cache misses that have the same reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Reason {
     /// The fields that differ from the nearest entry.
@@ -57,7 +57,8 @@ pub(super) fn difference(text: &str) -> Difference {
     parsed().unwrap_or_else(|| Difference { field: text.to_owned(), asked: String::new(), there: String::new() })
 }
 
-/// Returns every reason, the one with the longest build time first. Misses that the trace no longer has are not included.
+/// Returns the reasons for the misses of builds, the one with the longest build time first. Misses that the trace no longer has are not
+/// included.
 pub(super) fn reasons(attempts: &[Attempt<'_>], hits: &HashMap<u64, u64>) -> Vec<Reason> {
     let mut places: HashMap<(Vec<String>, Option<Why>), (usize, u64)> = HashMap::new();
     let mut all: Vec<Reason> = Vec::new();

@@ -8,7 +8,7 @@ use super::units::{count, many, percent, time};
 /// Minimum fraction of all build time for a reason to be named.
 const TOLD: f64 = 0.2;
 
-/// Summarises the builds, their reasons, and the lookups that hit.
+/// Summarises a cache in sentences: its builds, their reasons, and the lookups that hit.
 pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> String {
     let Some(rate) = figures.hit_rate else { return "This cache had no lookups.".to_owned() };
     let hits = format!("{} of {} lookups hit.", percent(rate), count(figures.hits.saturating_add(figures.misses)));

@@ -11,7 +11,7 @@ use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Align, Mask, TableRead};
 use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough, of_difference};
 
-/// A trace and the values of its parameters.
+/// A traced score_mod or mask, with the values of its parameters.
 #[derive(Debug)]
 pub(crate) struct Function<'a> {
     trace: &'a Trace,
@@ -97,7 +97,7 @@ impl<'a> Function<'a> {
         to.extend(self.params.iter().zip(self.trace.params()).map(value));
     }
 
-    /// Evaluates the roots without errors.
+    /// Evaluates the roots (outputs) of the trace in f64, without error bounds.
     pub(crate) fn eval(&self, score: f64, upstream: f64, index: [i64; 4]) -> Vec<f64> {
         let mut params = Vec::new();
         self.params(index, &mut params);
@@ -119,7 +119,8 @@ impl<'a> Function<'a> {
         Rough { value, error }
     }
 
-    /// Evaluates the roots with errors, for a score with an error and an upstream gradient of 1. `values` is scratch memory.
+    /// Evaluates the roots (outputs) of the trace with error bounds, for a score with an error and an upstream gradient of 1. `values` is
+    /// scratch memory.
     pub(crate) fn rough(&self, score: Rough, index: [i64; 4], values: &mut Vec<Rough>) -> impl Iterator<Item = Rough> {
         values.clear();
         let trace = self.trace;
@@ -226,7 +227,8 @@ pub(super) fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4
     [side(CU_SEQLENS_Q, SEQ_LEN_Q, seq_q, padded[0]), side(CU_SEQLENS_KV, SEQ_LEN_KV, seq_kv, padded[1])]
 }
 
-/// Converts a mask for the oracle; a traced one becomes a closure that evaluates its trace. `padded`: whether masks declare lengths of queries and of keys.
+/// Converts a mask to the oracle's form; a traced one becomes a closure that evaluates its trace. `padded` tells whether masks declare
+/// lengths of queries and of keys.
 pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4], padded: [bool; 2]) -> Rule<'a> {
     let each = |masks: &'a [Mask]| masks.iter().map(|m| self::mask(m, params, extents, padded)).collect();
     match mask {

@@ -4,7 +4,7 @@ use crate::args::ProblemArgs;
 use crate::exit::Mistakes;
 use sdpa::{DROPOUT_OFFSET, DROPOUT_SEED, Dropout};
 
-/// The valid dropout options.
+/// The dropout options of a request: probability, seed and offset.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Dropping {
     pub(super) dropout: Option<Dropout>,
@@ -31,7 +31,7 @@ impl Dropping {
         Dropping { dropout: p.flatten().map(Dropout::new), seed, offset }
     }
 
-    /// Returns the value of the seed or the offset, if `name` is one of these parameters.
+    /// Returns the dropout seed or offset if `name` is the name of its parameter, and otherwise `None`.
     pub(crate) fn named(self, name: &str) -> Option<i64> {
         self.dropout?;
         [(DROPOUT_SEED, self.seed), (DROPOUT_OFFSET, self.offset)].into_iter().find(|(own, _)| *own == name).map(|(_, number)| number)

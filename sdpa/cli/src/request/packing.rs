@@ -6,7 +6,7 @@ use crate::header::Header;
 use sdpa::packed::CU_SEQLENS;
 use sdpa::{AttentionSpec, DType, Layout, Packed, Param, Shape, Side, SpecError, packed};
 
-/// The packed sequences.
+/// The packed sequences of a request: their `cu_seqlens` and numbers of tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Packing {
     pub(super) packed: Packed,
@@ -91,7 +91,7 @@ impl Packing {
         self.boundaries[side as usize].as_deref()
     }
 
-    /// Returns the offsets of the parameter `name`, if it is one of them and as far as they are known.
+    /// Returns the `cu_seqlens` offsets if `name` is the name of their parameter. The inner `None` stands for offsets that are not known.
     pub(crate) fn named(&self, name: &str) -> Option<Option<&[i32]>> {
         Side::ALL.into_iter().find(|side| self.packed.boundaries(*side) == name).map(|side| self.of(side))
     }
@@ -166,7 +166,7 @@ fn wrong(boundaries: &[i32], batch: i64, most: i64) -> Vec<SpecError> {
     documents.err().map_or_else(Vec::new, |errors| errors.0)
 }
 
-/// Returns the number of elements in an operand's memory.
+/// Returns the number of elements in the memory of an operand, whose rows are queries or keys (`side`).
 pub(crate) fn elements(spec: &AttentionSpec, tensor: &sdpa::TensorSpec, side: Side) -> usize {
     let [batch, _, longest, _] = tensor.dims;
     let packs = side == Side::Queries || spec.paged.is_none();

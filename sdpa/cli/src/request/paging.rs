@@ -8,7 +8,7 @@ use sdpa::paged::PAGE_TABLE;
 use sdpa::{AttentionSpec, Layout, Paged};
 use std::path::Path;
 
-/// The paged KV cache.
+/// The paged KV cache of a request: page size, number of pages and page table.
 #[derive(Clone, Debug)]
 pub(crate) struct Paging {
     /// `None` if it could not be parsed.
@@ -30,11 +30,11 @@ enum Table {
     File(Option<Vec<Vec<i32>>>),
 }
 
-/// The contents of a page table, as far as they are known.
+/// The source of the contents of a page table, as far as they are known.
 pub(crate) enum Source {
-    /// This number of pages, in pseudorandom order.
+    /// A table with this number of pages in pseudorandom order.
     Random(i64),
-    /// The tensor in the input file.
+    /// The tensor `page_table` in the input file.
     Input,
     /// The pages of each batch entry, from the user's file; `None` if they could not be read.
     Given(Option<Vec<Vec<i32>>>),

@@ -8,7 +8,7 @@ use sdpa::{Dispatcher, Preference, Timed};
 use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unproven, Unsupported};
 use std::sync::Arc;
 
-/// The selected executor with its prepared passes, and the reasons against the others.
+/// The selected executor with its prepared passes, and the reasons why others were not selected.
 pub(super) struct Chosen {
     pub(super) executor: ExecutorName,
     pub(super) forward: Option<Arc<dyn Prepared>>,

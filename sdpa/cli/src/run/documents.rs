@@ -29,7 +29,8 @@ impl Cost {
     }
 }
 
-/// Returns a note about packed sequences in place of the mask, if they would cost less. If the mask cannot be packed, it gives the reason.
+/// Returns a note that packed sequences would cost less than the document mask, if so. If the mask cannot be packed, the note gives the
+/// reason.
 pub(super) fn advice(operands: &Operands, request: &Request, executor: ExecutorName) -> Option<String> {
     let problem = &request.problem;
     let number = |name: &str, row: i64, token: i64| {

@@ -23,7 +23,7 @@ pub(super) struct Plans {
 /// Executors with plan or kernel files.
 const MAKERS: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 
-/// The plan of a pass.
+/// The origin of the plan or kernels with which a pass ran.
 #[derive(Serialize)]
 pub(super) struct PlanTold {
     pass: String,
