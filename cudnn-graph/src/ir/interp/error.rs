@@ -32,7 +32,7 @@ pub enum InterpError {
         blocks: i64,
     },
     /// The interpreter has no definition of this op or of one of its options.
-    #[error("{at}: {what} is not defined here")]
+    #[error("{at}: the interpreter does not support {what}")]
     NotDefined {
         /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
