@@ -273,7 +273,7 @@ fn check_wrt(wrt: &[GradientSpec], check: &mut Check, params: &[Declared]) {
         match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
             None => check.fail(field, &g.name, "a declared parameter"),
             Some(ParamKind::Tensor { axes, dtype: _ }) if axes.has_end() => {
-                check.fail(field, &g.name, "a parameter over axes; cu_seqlens have no gradient");
+                check.fail(field, &g.name, "a parameter other than cu_seqlens, which have no gradient");
             }
             Some(kind) if kind.ty() != Type::F32 => {
                 check.fail(field, &g.name, format!("a floating-point parameter; it is {}", crate::check::kind(kind)));

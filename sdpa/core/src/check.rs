@@ -171,7 +171,7 @@ impl Check {
             true => self.fail(
                 format!("score_mods, parameter {}", own.name),
                 "a reserved name",
-                "another name: the specification declares this one",
+                "another name: the problem itself declares a parameter of this name",
             ),
             false => known.push(own),
         }

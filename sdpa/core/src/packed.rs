@@ -180,11 +180,7 @@ impl Documents {
                     break;
                 } else if end.saturating_sub(start) > most {
                     let rule = format!("at most {most}, the longest sequence of the problem (this is sequence {n})");
-                    errors.push(SpecError::new(
-                        field(n + 1),
-                        format!("{} tokens after the offset before it", end.saturating_sub(start)),
-                        rule,
-                    ));
+                    errors.push(SpecError::new(field(n + 1), format!("a sequence of {} tokens", end.saturating_sub(start)), rule));
                     break;
                 }
                 documents.push(start.max(0) as usize..end.max(0) as usize);
@@ -399,7 +395,7 @@ mod tests {
         for mask in ["causal-ends | k < 2", "!causal-ends", "document & !(causal & causal-ends)"] {
             let told = of(true, &["causal", mask]).unwrap_err().0;
             assert_eq!(told.iter().map(|e| &*e.field).collect::<Vec<_>>(), ["masks[1]"], "{mask}");
-            assert!(told[0].rule.contains("joined by & only") && told[0].value.contains("causal-ends"), "{}", told[0]);
+            assert!(told[0].rule.contains("join it to the other masks by &") && told[0].value.contains("causal-ends"), "{}", told[0]);
         }
     }
 

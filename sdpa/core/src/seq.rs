@@ -65,7 +65,7 @@ impl Buckets {
         let lengths = lengths.into();
         let rising = lengths.windows(2).all(|pair| pair[0] < pair[1]);
         if lengths.first().is_none_or(|&first| first < 1) || !rising {
-            return Err(one("buckets", format!("{lengths:?}"), "rising lengths, the first at least 1"));
+            return Err(one("buckets", format!("{lengths:?}"), "lengths in increasing order, the first at least 1"));
         }
         Ok(Buckets(lengths))
     }
@@ -209,12 +209,12 @@ impl SeqPolicy {
                 }
             }
             if own_lengths && shifts {
-                let rule = "no bottom-right aligned mask with lengths from the caller: leave the lengths to the policy";
+                let rule = "no lengths from the caller if a mask is bottom-right aligned; remove the lengths, as buckets add their own";
                 errors.push(SpecError::new("masks", SEQ_LEN_KV, rule));
             }
             if own_lengths && spec.masks.iter().any(ends::reads) && !has_both_lengths(spec) {
                 let rule =
-                    "no mask aligned to the sequence ends with lengths of one side or in some masks only: use padding, or no lengths";
+                    "both lengths, joined to the other masks by &, if a mask is aligned to the sequence ends; use padding, or no lengths";
                 errors.push(SpecError::new("masks", Mask::All(spec.masks.clone()), rule));
             }
             for (n, score_mod) in spec.score_mods.iter().enumerate() {
@@ -236,8 +236,7 @@ impl SeqPolicy {
     }
 }
 
-const EXTENTS: &str =
-    "a score_mod that does not read the number of queries or keys: with buckets, these are the bucket's lengths, not the true ones";
+const EXTENTS: &str = "no use of the number of queries or keys: with buckets, these are the lengths of the bucket, not the true ones";
 
 /// Extends a tensor to more rows with the same strides.
 fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {

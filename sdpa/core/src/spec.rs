@@ -214,9 +214,9 @@ impl AttentionSpec {
     /// Returns why this specification needs a batch entry, a query and a key; `None` if each of the extents may be 0.
     pub(crate) fn never_empty(&self) -> Option<&'static str> {
         if self.packed.is_some() {
-            Some("boundaries say which packed documents have no tokens")
+            Some("equal offsets in cu_seqlens describe packed sequences without tokens")
         } else if self.paged.is_some() {
-            Some("seq_len_kv says which batch entries of a paged cache have no keys")
+            Some("seq_len_kv = 0 describes batch entries without keys in a paged KV cache")
         } else if self.block_scaled {
             Some("block scales come in whole tiles")
         } else {

@@ -172,7 +172,7 @@ fn windows_at_ends_are_checked() {
         assert_eq!(code(&out), 0, "{options}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
     }
     let out = sdpa(words(&format!("run --shape 3,4,2,21,26,16 {documents} --mask causal-ends|k<3 --executor cpu")));
-    assert_eq!((code(&out), errors(&out).join(" ").contains("joined by & only")), (2, true), "{:?}", errors(&out));
+    assert_eq!((code(&out), errors(&out).join(" ").contains("join it to the other masks by &")), (2, true), "{:?}", errors(&out));
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn mistakes_in_rules_are_told_at_once() {
     for (what, n) in [
         ("bad.txt:2:8: expected a value", 1),
         ("typed.txt:3:3: it yields bool", 1),
-        ("--score-mod: \"sofcap:3\": one of softcap:CAP", 1),
+        ("--score-mod: \"sofcap:3\": expected one of softcap:CAP", 1),
         ("a mask cannot read the score, only indices and tensors", 1),
         ("natten:N takes an odd number", 1),
         ("bias: got shape [5], expected one that broadcasts to [2, 2, 3, 4]", 1),

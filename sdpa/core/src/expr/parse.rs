@@ -170,7 +170,7 @@ impl Reader {
 
     fn declare(&mut self, name: String, id: NodeId, token: usize) -> Read<()> {
         if self.tables.contains_key(&name) || self.names.insert(name.clone(), id).is_some() {
-            return self.fail_at(token, format!("{name} is declared already, or is a word of the language"));
+            return self.fail_at(token, format!("the name {name} is already declared or reserved; choose another name"));
         }
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Reader {
         let id = self.expression(0)?;
         let default = match (self.builder.constant(id), self.builder.ty(id)) {
             (Some(c), Type::F32 | Type::I32) => c.to_f64() as f32,
-            (Some(_), Type::Bool) | (None, _) => return self.fail_at(value, "the default of a scalar is a number"),
+            (Some(_), Type::Bool) | (None, _) => return self.fail_at(value, "expected a constant number as the default of the scalar"),
         };
         let id = self.builder.param(Declared::scalar(&name, default));
         self.declare(name, id, token)
@@ -204,7 +204,7 @@ impl Reader {
             if axis == Axis::Batch && self.is("+") {
                 self.at += 1;
                 if *self.peek() != Token::Int(1) {
-                    return self.fail("the axis of cu_seqlens is written as batch + 1");
+                    return self.fail("expected 1 after batch +: the axis of cu_seqlens is batch + 1");
                 }
                 self.at += 1;
                 axes = axes.union(Axes::BOUNDARIES);
@@ -244,7 +244,7 @@ impl Reader {
         let dtype = self.element_type()?;
         let table = self.builder.table(&name, &extents, dtype);
         if self.names.contains_key(&name) || self.tables.insert(name.clone(), table).is_some() {
-            return self.fail_at(token, format!("{name} is declared already, or is a word of the language"));
+            return self.fail_at(token, format!("the name {name} is already declared or reserved; choose another name"));
         }
         Ok(())
     }
@@ -278,7 +278,7 @@ impl Reader {
             );
         }
         if let Some(&other) = indices.iter().find(|&&index| self.builder.ty(index) != Type::I32) {
-            return self.fail_at(token, format!("{name} is indexed by i32, not by {}", self.builder.ty(other)));
+            return self.fail_at(token, format!("{name}: got an index of type {}, expected i32", self.builder.ty(other)));
         }
         Ok(self.builder.read_at(table, &indices))
     }

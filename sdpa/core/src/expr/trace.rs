@@ -16,8 +16,8 @@ pub enum ExprError {
         /// The name of the parameter.
         name: String,
     },
-    /// A name is not 1 to 64 letters, digits and `_`, begins with a digit, or is a word of the language.
-    #[error("parameter {name:?}: expected 1 to 64 letters, digits and _ that do not begin with a digit and are not a word of the language")]
+    /// A name is not 1 to 64 letters, digits and `_`, begins with a digit, or is a reserved word.
+    #[error("parameter {name:?}: expected a name of 1 to 64 letters, digits and _, which begins with no digit and is no reserved word")]
     Name {
         /// The invalid name.
         name: String,

@@ -17,7 +17,7 @@ pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
         None => (text, Align::TopLeft),
         Some((sides, "bottom-right")) => (sides, Align::BottomRight),
         Some((sides, "ends")) => (sides, Align::Ends),
-        Some(_) => return Err("expected no suffix, :bottom-right or :ends after the window"),
+        Some(_) => return Err("expected :bottom-right, :ends or nothing after LEFT,RIGHT"),
     };
     let side = |s: &str| match s {
         "inf" => Ok(None),

@@ -57,12 +57,12 @@ impl<'a> Written<'a> {
             'k' => Some(Axis::K),
             _ => None,
         };
-        let rule = "the axes that it spans, of b, h, q, k, as in bias:hqk";
+        let rule = "expected letters of b, h, q, k, one for each axis that the tensor spans, as in bias:hqk";
         self.with(|letters| letters.chars().map(of).collect::<Option<Axes>>().map(make).ok_or_else(|| self.fail(rule)))
     }
 
     pub(super) fn number(&self, number: &str, least: i32) -> Result<i32, ParseError> {
-        let rule = || format!("takes an integer from {least} to {}", i32::MAX);
+        let rule = || format!("expected an integer from {least} to {}", i32::MAX);
         number.parse().ok().filter(|n| *n >= least).ok_or_else(|| self.fail(rule()))
     }
 
@@ -85,7 +85,7 @@ pub(super) fn read<T>(what: &'static str, text: &str, names: &[Named<T>]) -> Opt
 /// Returns all notations, and a suggestion for a misspelled name.
 pub(super) fn instead<T>(text: &str, names: &[Named<T>], more: &str) -> String {
     let all: Vec<&str> = names.iter().map(|n| n.spelling).collect();
-    format!("one of {}, {more}{}", all.join(", "), near(text, names))
+    format!("expected one of {}, {more}{}", all.join(", "), near(text, names))
 }
 
 pub(super) fn near<T>(text: &str, names: &[Named<T>]) -> String {

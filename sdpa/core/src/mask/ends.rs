@@ -53,8 +53,7 @@ impl Ends {
 
 /// The rule for windows that are aligned to the end of each sequence, if keys and queries have different `cu_seqlens`: such a window must
 /// not be negated or part of a disjunction.
-pub(crate) const UNMIXED: &str =
-    "joined by & only: a window that is aligned to the end of each sequence cannot be inside | or !, as no expression reads the lengths";
+pub(crate) const UNMIXED: &str = "no | or ! around a window that is aligned to the sequence ends; join it to the other masks by &";
 
 /// Returns whether a mask contains a window that is aligned to the end of each sequence ([`Align::Ends`]).
 pub(crate) fn reads(mask: &Mask) -> bool {
