@@ -214,7 +214,7 @@ impl fmt::Display for EngineReport {
             lines.push(format!("cuDNN offers none: {}", self.said.join("; ")));
         }
         if lines.is_empty() {
-            lines.push("cuDNN offers none, and says nothing".to_owned());
+            lines.push("cuDNN offers none, and gives no reason".to_owned());
         }
         f.write_str(&lines.join("\n"))
     }

@@ -71,7 +71,7 @@ pub enum Error {
         rule: String,
     },
     /// A plan or a graph was used on another device than the one for which it was made.
-    #[error("the handle is on device {handle}, but the plan was made for {}", Of(*.plan))]
+    #[error("the handle is of device {handle}, but the plan was made for {}", Of(*.plan))]
     OtherDevice {
         /// The ordinal of the plan's device; `None` for a plan made for a profile.
         plan: Option<u32>,
@@ -137,7 +137,7 @@ impl fmt::Display for Of {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(ordinal) => write!(f, "device {ordinal}"),
-            None => f.write_str("a device profile, not for a device; load its JSON for the device"),
+            None => f.write_str("a device profile; load its JSON for the device of the handle"),
         }
     }
 }

@@ -54,7 +54,7 @@ impl Planner {
             Target::Handle(_) => None,
             Target::Profile(profile) => Some(Arc::new(profile.descriptor(library)?)),
         };
-        let operation_graph = descriptors.last().ok_or_else(|| Error::PlanJson("an empty program".to_owned()))?;
+        let operation_graph = descriptors.last().ok_or_else(|| Error::PlanJson("the program is empty".to_owned()))?;
         let Offers { report, configs, failed } = offers(library, operation_graph, profile.as_deref(), policy)?;
         if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
             return Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))));
@@ -141,7 +141,7 @@ fn bind_target(plan: &mut Descriptor, target: &Target<'_>, profile: Option<&Desc
     match (target, profile) {
         (Target::Handle(handle), _) => plan.set_handle(Attribute::EXECUTION_PLAN_HANDLE, handle),
         (Target::Profile(_), Some(profile)) => plan.set_descriptor(Attribute::EXECUTION_PLAN_DEVICEPROP, profile),
-        (Target::Profile(_), None) => Err(Error::PlanJson("a plan without a device".to_owned())),
+        (Target::Profile(_), None) => Err(Error::PlanJson("the plan has no device".to_owned())),
     }
 }
 

@@ -264,7 +264,7 @@ pub(crate) fn replay(library: &'static Library, program: &Program, handle: Optio
         let mut constants: Vec<Vec<u8>> = Vec::new();
         for s in &plain.settings {
             if !s.values.are(s.ty) {
-                let text = format!("{} of {}: {:?} are no elements of type {}", s.attribute, plain.label, s.values, s.ty);
+                let text = format!("{} of {}: got {:?}, expected elements of type {}", s.attribute, plain.label, s.values, s.ty);
                 return Err(Error::Program(text));
             }
             let raw_of = |id: &DescriptorId| made[id.0].raw;

@@ -151,5 +151,10 @@ fn same_device(stream: &Stream, buffer: &Buffer) -> Result<(), Error> {
     if want == have {
         return Ok(());
     }
-    Err(sdpa_driver::Error::OtherDevice { what: "a buffer", got: have, expected: want }.into())
+    Err(sdpa_driver::Error::Memory {
+        what: "a buffer cannot be bound".to_owned(),
+        bytes: 0,
+        limit: format!("it is on device {have}, but the stream is on device {want}"),
+    }
+    .into())
 }

@@ -42,7 +42,7 @@ pub(crate) fn blocks_of(dims: &[i64], scale: &Tensor, block: &[i32]) -> Result<V
         per_axis.push(size);
     }
     if sizes.next().is_some() {
-        return Err(format!("{block:?} has a size for no axis"));
+        return Err(format!("{block:?} has more sizes than there are axes with blocks"));
     }
     Ok(per_axis)
 }

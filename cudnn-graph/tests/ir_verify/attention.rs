@@ -106,7 +106,7 @@ fn sdpa_forward_rules() {
         case("sdpa_forward(", "cu_seq_len_kv t4 is f32, not an integer", extra(F32, &[3, 1, 1, 1], |op, t| op.cu_seq_len_kv = Some(t))),
         case(
             "sdpa_forward(",
-            "both seq_len_q and cu_seq_len_q",
+            "seq_len_q and cu_seq_len_q are both given",
             sdpa(
                 |_, _| {},
                 |g, op| SdpaForward {
@@ -116,7 +116,7 @@ fn sdpa_forward_rules() {
                 },
             ),
         ),
-        case("sdpa_forward(", "a page table for one of k and v", paged(tk, None, true)),
+        case("sdpa_forward(", "only one of k and v has a page table; give both or none", paged(tk, None, true)),
         case("sdpa_forward(", "page tables need seq_len_kv", paged(tk, tv, false)),
         case("sdpa_forward(", "page_table_k t4 is i64, not i32", paged(Some((I64, &[2, 1, 2, 1])), tv, true)),
         case("sdpa_forward(", "page_table_v t5 is [2,1,5,1], not [2,1,4,1]", paged(tk, Some((I32, &[2, 1, 5, 1])), true)),
@@ -130,7 +130,7 @@ fn sdpa_forward_rules() {
     let mut wide = Graph::new();
     fp8(F16, &[1])(&mut wide);
     let errors = wide.verify().unwrap_err();
-    assert_eq!(errors.0.iter().filter(|e| e.message.contains("8-bit scales, but")).count(), 3, "{errors}");
+    assert_eq!(errors.0.iter().filter(|e| e.message.contains("8-bit scales are given, but")).count(), 3, "{errors}");
 }
 
 /// Builds a valid score graph.

@@ -25,11 +25,11 @@ fn virtual_score(g: &mut Graph, name: &str) -> TensorId {
 fn flow_rules() {
     check(vec![
         case("graph", "got no op, expected at least one", |_| {}),
-        case("exp(x t99)", "does not exist: x t99", |g| {
+        case("exp(x t99)", "refers to tensors that are not in the graph: x t99", |g| {
             let y = g.input("y", F32, [2]);
             g.push(pointwise(Mode::Exp, stranger(), y));
         }),
-        case("add(x t99, b t99)", "does not exist: x t99, b t99, y t99", |g| {
+        case("add(x t99, b t99)", "refers to tensors that are not in the graph: x t99, b t99, y t99", |g| {
             let x = stranger();
             g.push(Op::Pointwise(Pointwise {
                 mode: Mode::Add,
@@ -73,7 +73,7 @@ fn flow_rules() {
             let y = g.input("y", F32, [2, 3]);
             g.push(Op::Softmax(Softmax { x, y, stats: Some(stats), max: Some(stats), sum_exp: None, sink: None, stats_log2: false }));
         }),
-        case("\"scalar1\"", "a value cannot be the result of an op (exp)", |g| {
+        case("\"scalar1\"", "a scalar value cannot be the result of an op (exp)", |g| {
             let (x, y) = (g.input("x", F32, [1]), g.scalar(Scalar::F32(1.0)));
             g.push(pointwise(Mode::Exp, x, y));
         }),
@@ -117,7 +117,7 @@ fn score_rules() {
                 (y, vec![Op::Softmax(Softmax { x, y, stats: None, max: None, sum_exp: None, sink: None, stats_log2: false })])
             });
         }),
-        case("y t5 = exp", "y t5: score ops have virtual results only", |g| {
+        case("y t5 = exp", "y t5 is not virtual, but results of score ops must be", |g| {
             scored(g, |g, x| {
                 let (dump, y) = (g.input("dump", F32, [2, 4, 5, 7]), virtual_score(g, "y"));
                 (y, vec![pointwise(Mode::Exp, x, dump), pointwise(Mode::Sin, x, y)])
@@ -133,7 +133,7 @@ fn score_rules() {
         case("sdpa_forward", "score input t5 is [2,4,5,1], not [2,4,5,7]", |g| over(g, Tensor::virtual_("score", F32, [2, 4, 5, 1]))),
         case("sdpa_forward", "score input t5 is f16, not f32", |g| over(g, Tensor::virtual_("score", F16, [2, 4, 5, 7]))),
         case("sdpa_forward", "score input t5 is not virtual", |g| over(g, Tensor::device("score", F32, [2, 4, 5, 7]))),
-        case("sdpa_forward", "score input t4 belongs to two ops", |g| {
+        case("sdpa_forward", "score input t4 is the score input of two ops", |g| {
             scored(g, |g, x| {
                 let (y, z) = (virtual_score(g, "y"), virtual_score(g, "z"));
                 let [q, k, v, o] = ["q", "k", "v", "o"].map(|name| g.find(name).unwrap());
@@ -144,7 +144,7 @@ fn score_rules() {
                 (y, vec![pointwise(Mode::Exp, x, y)])
             });
         }),
-        case("= sin(x t5)", "x t5 stays inside the score ops", |g| {
+        case("= sin(x t5)", "x t5 belongs to a score graph, and ops outside of it", |g| {
             let mut inner = None;
             scored(g, |g, x| {
                 let y = virtual_score(g, "y");
@@ -154,7 +154,7 @@ fn score_rules() {
             let dump = g.pointwise(Mode::Sin, &[inner.unwrap()]);
             g.output(dump, "dump", F32);
         }),
-        case("= sin(x t4)", "x t4 stays inside the score ops", |g| {
+        case("= sin(x t4)", "x t4 belongs to a score graph, and ops outside of it", |g| {
             let mut inner = None;
             scored(g, |g, x| {
                 let y = virtual_score(g, "y");
@@ -164,7 +164,7 @@ fn score_rules() {
             let dump = g.pointwise(Mode::Sin, &[inner.unwrap()]);
             g.output(dump, "dump", F32);
         }),
-        case("= add(x t4, b t6)", "b t6 is virtual and made outside", |g| {
+        case("= add(x t4, b t6)", "b t6 is virtual, and no op of this score graph writes it", |g| {
             scored(g, |g, x| {
                 let bias = g.input("bias", F32, [2, 4, 5, 7]);
                 let doubled = g.pointwise(Mode::Exp, &[bias]);

@@ -96,7 +96,7 @@ fn several_mistakes_are_all_reported_once() {
             "extent 0 is not in 1..=2147483647",
             "alignment 3 is not a power of two",
             "no op uses it",
-            "does not exist: b t99",
+            "refers to tensors that are not in the graph: b t99",
             "axis is not an attribute of exp",
             "computes in i32, not in f32, f64, f16 or bf16",
         ]

@@ -31,7 +31,7 @@ fn matmul_rules() {
     };
     good(with_override("m", true, &[2, 1, 1], I32));
     check(vec![
-        case("= matmul(", "ranks 1, 1 and 1 are not one, of at least 2", matmul(&[4], &[4], &[4])),
+        case("= matmul(", "a, b and c have ranks 1, 1 and 1, expected one rank of at least 2", matmul(&[4], &[4], &[4])),
         case("= matmul(", "ranks 2, 3 and 2", matmul(&[5, 4], &[1, 4, 7], &[5, 7])),
         case("= matmul(", "a has 4 inner elements, b 3", matmul(&[5, 4], &[3, 7], &[5, 7])),
         case("= matmul(", "c has 6 rows, a 5", matmul(&[5, 4], &[4, 7], &[6, 7])),
@@ -93,16 +93,28 @@ fn reduction_and_move_rules() {
         case("= reduction(", "x t0 is bool", two((Bool, &[2, 3]), (F32, &[2, 1]), reduce(F32))),
         case("= reduction(", "y t1 is bool", two((F32, &[2, 3]), (Bool, &[2, 1]), reduce(F32))),
         case("= reduction(", "computes in bool", two((F32, &[2, 3]), (F32, &[2, 1]), reduce(Bool))),
-        case("= reshape(", "x [2,3] and y [5] do not have as many elements", two((F32, &[2, 3]), (F32, &[5]), reshape(None))),
-        case("= reshape(", "do not have as many", two((F32, &[2, 3]), (F32, &[5]), reshape(Some(ReshapeMode::ViewOnly)))),
-        case("= reshape(", "do not have as many", two((F32, &[2, 3]), (F32, &[5]), reshape(Some(ReshapeMode::Logical)))),
+        case("= reshape(", "x [2,3] and y [5] do not have the same number of elements", two((F32, &[2, 3]), (F32, &[5]), reshape(None))),
+        case(
+            "= reshape(",
+            "do not have the same number of elements",
+            two((F32, &[2, 3]), (F32, &[5]), reshape(Some(ReshapeMode::ViewOnly))),
+        ),
+        case(
+            "= reshape(",
+            "do not have the same number of elements",
+            two((F32, &[2, 3]), (F32, &[5]), reshape(Some(ReshapeMode::Logical))),
+        ),
         case("= reshape(", "x t0 is bool, but y t1 is f32", two((Bool, &[2, 3]), (F32, &[6]), reshape(None))),
         case("= transpose(", "[0,0] does not permute 2 axes", two((F32, &[2, 3]), (F32, &[2, 2]), transpose(&[0, 0]))),
         case("= transpose(", "[0] does not permute 2 axes", two((F32, &[2, 3]), (F32, &[2]), transpose(&[0]))),
         case("= transpose(", "[2,0] does not permute", two((F32, &[2, 3]), (F32, &[2, 3]), transpose(&[2, 0]))),
         case("= transpose(", "y t1 is [2,3], not [3,2]", two((F32, &[2, 3]), (F32, &[2, 3]), transpose(&[1, 0]))),
         case("= transpose(", "x t0 is f32, but y t1 is bool", two((F32, &[2, 3]), (Bool, &[3, 2]), transpose(&[1, 0]))),
-        case("= slice(", "[1, 1, 2] bounds for 1 axes", two((F32, &[9]), (F32, &[3]), slice(&[0], &[9], &[3, 1]))),
+        case(
+            "= slice(",
+            "got [1, 1, 2] starts, limits and steps, expected 1 of each",
+            two((F32, &[9]), (F32, &[3]), slice(&[0], &[9], &[3, 1])),
+        ),
         case(
             "= slice(",
             "the range -1..9 is outside of axis 0, which has 9 elements",
@@ -188,7 +200,7 @@ fn softmax_rules() {
         ),
         case(
             "= softmax(",
-            "stats in base 2 without stats",
+            "stats_log2 is set, but there is no stats",
             over_inputs([("x", F32, &[2, 3]), ("y", F32, &[2, 3])], |[x, y]| {
                 Op::Softmax(Softmax { x, y, stats: None, max: None, sum_exp: None, sink: None, stats_log2: true })
             }),
@@ -260,7 +272,7 @@ fn band_mask_rules() {
         case("= band_mask(", "seq_q t4 is f32, not an integer", band(Right, |b| b.q = Some(Tensor::device("seq_q", F32, [2, 1, 1, 1])))),
         case(
             "= band_mask(",
-            "seq_kv t5 is [3,1,1,1], not one length",
+            "seq_kv t5 is [3,1,1,1], expected one length",
             band(Right, |b| b.kv = Some(Tensor::device("seq_kv", I32, [3, 1, 1, 1]))),
         ),
     ]);
@@ -314,11 +326,15 @@ fn page_and_block_scale_rules() {
             "axis 0 has blocks, but [1, 1] has no size for it",
             scales(x, &[2, 64], scale(&[1, 64]), &[1, 1]),
         ),
-        case("= block_scale_dequantize(", "[32, 16] has a size for no axis", scales(x, &[2, 64], scale(&[2, 2]), &[32, 16])),
+        case(
+            "= block_scale_dequantize(",
+            "[32, 16] has more sizes than there are axes with blocks",
+            scales(x, &[2, 64], scale(&[2, 2]), &[32, 16]),
+        ),
         case("= block_scale_dequantize(", "block size 0 is below 1", scales(x, &[2, 64], scale(&[2, 2]), &[0])),
         case(
             "= block_scale_quantize(",
-            "2 block sizes for the last axis",
+            "got 2 block sizes, expected one, for the last axis",
             over_inputs([("x", F32, &[2, 64]), ("y", F8E4M3, &[2, 64]), ("scale", F32, &[2, 2])], |[x, y, scale]| {
                 Op::BlockScaleQuantize(BlockScaleQuantize { x, y, scale, block: vec![1, 32], compute: F32 })
             }),

@@ -169,7 +169,7 @@ fn replay(state: &mut State<'_>, score: &ScoreGraph, scores: Vec<f64>) -> Result
             | Op::BlockScaleQuantize(_)
             | Op::BlockScaleDequantize(_)
             | Op::SdpaForward(_)
-            | Op::SdpaBackward(_) => return Err(InterpError::NotDefined { at: state.at(), what: "such a score op" }),
+            | Op::SdpaBackward(_) => return Err(InterpError::NotDefined { at: state.at(), what: "this op in a score graph" }),
         }
     }
     Ok(state.value(score.output)?.data.clone())

@@ -40,7 +40,7 @@ pub(super) fn gather(
 ) -> Result<Vec<f64>, InterpError> {
     let (container, table) = (state.value(container)?, state.value(table)?);
     let (Some(&blocks), Some(&block), Some(&pages)) = (container.dims.first(), container.dims.get(2), table.dims.get(2)) else {
-        return Err(InterpError::NotDefined { at: state.at(), what: "a paged cache of another rank than 4" });
+        return Err(InterpError::NotDefined { at: state.at(), what: "a paged cache whose rank is not 4" });
     };
     let mut wrong = None;
     let mut y = Vec::with_capacity(count(dims));
@@ -67,7 +67,8 @@ pub(super) fn gather(
 /// Returns the position of the scale for each element of `x`.
 fn scale_places(state: &State<'_>, x: &Value, scale: TensorId, block: &[i32]) -> Result<Vec<usize>, InterpError> {
     let scale = state.tensor(scale)?;
-    let sizes = blocks_of(&x.dims, scale, block).map_err(|_| InterpError::NotDefined { at: state.at(), what: "such a block scale" })?;
+    let sizes =
+        blocks_of(&x.dims, scale, block).map_err(|_| InterpError::NotDefined { at: state.at(), what: "a block scale of this shape" })?;
     let mut places = Vec::with_capacity(x.data.len());
     each(&x.dims, |index| places.push(place(&scale.dims.0, index.iter().zip(&sizes).map(|(i, size)| i / size))));
     Ok(places)

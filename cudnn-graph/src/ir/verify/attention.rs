@@ -14,12 +14,14 @@ pub(super) fn forward(at: &mut At<'_>, op: &SdpaForward) {
         scales(at, op, fp8);
     }
     let both = op.page_table_k.is_some() == op.page_table_v.is_some();
-    at.rule(both, || "a page table for one of k and v".to_owned());
+    at.rule(both, || "only one of k and v has a page table; give both or none".to_owned());
     if op.page_table_k.is_some() || op.page_table_v.is_some() {
         at.rule(op.seq_len_kv.is_some(), || "page tables need seq_len_kv".to_owned());
     }
     for (side, lengths, sums) in [("q", op.seq_len_q, op.cu_seq_len_q), ("kv", op.seq_len_kv, op.cu_seq_len_kv)] {
-        at.rule(lengths.is_none() || sums.is_none(), || format!("both seq_len_{side} and cu_seq_len_{side}"));
+        at.rule(lengths.is_none() || sums.is_none(), || {
+            format!("seq_len_{side} and cu_seq_len_{side} are both given; give only one of them")
+        });
     }
     if let Some(dropout) = &op.dropout {
         at.rule((0.0..1.0).contains(&dropout.probability), || format!("dropout probability {} is not in [0, 1)", dropout.probability));
@@ -128,6 +130,6 @@ fn scales(at: &mut At<'_>, op: &SdpaForward, fp8: &Fp8Scales) {
     }
     for (field, id) in [("q", op.q), ("k", op.k), ("v", op.v)] {
         let dtype = at.dtype(id);
-        at.rule([DType::F8E4M3, DType::F8E5M2].contains(&dtype), || format!("8-bit scales, but {field} {id} is {dtype}"));
+        at.rule([DType::F8E4M3, DType::F8E5M2].contains(&dtype), || format!("8-bit scales are given, but {field} {id} is {dtype}"));
     }
 }

@@ -93,7 +93,9 @@ fn tensor_message(graph: &Graph, sites: &[Site<'_>], id: TensorId, found: &Use) 
     }
     let writers = || found.writers.iter().map(|&w| sites[w].op.name()).collect::<Vec<_>>().join(", ");
     match graph.get(id)?.storage {
-        Storage::ByValue(_) | Storage::Constant(_) => (n > 0).then(|| format!("a value cannot be the result of an op ({})", writers())),
+        Storage::ByValue(_) | Storage::Constant(_) => {
+            (n > 0).then(|| format!("a scalar value cannot be the result of an op ({})", writers()))
+        }
         Storage::Device => (n > 1).then(|| format!("{n} operands write it ({})", writers())),
         Storage::Virtual if n > 1 => Some(format!("{n} operands write it ({})", writers())),
         // Errors at the ends of a score graph are reported at its op.
@@ -117,7 +119,7 @@ fn op_flow(graph: &Graph, sites: &[Site<'_>], uses: &[Use], here: usize, fail: &
         .map(|o| format!("{} {}", o.field, o.tensor))
         .collect();
     if !missing.is_empty() {
-        fail(format!("does not exist: {}", missing.join(", ")));
+        fail(format!("refers to tensors that are not in the graph: {}", missing.join(", ")));
     }
     let mut usable = missing.is_empty();
     if site.inside.is_some() && !matches!(site.op, Op::Pointwise(_) | Op::BandMask(_)) {
@@ -136,20 +138,20 @@ fn op_flow(graph: &Graph, sites: &[Site<'_>], uses: &[Use], here: usize, fail: &
         } else if let [writer] = found.writers[..] {
             let inside = sites[writer].inside;
             if inside.is_some() && inside != site.inside {
-                fail(format!("{field} {tensor} stays inside the score ops that make it"));
+                fail(format!("{field} {tensor} belongs to a score graph, and ops outside of it cannot use it"));
             } else if site.inside.is_some() && inside.is_none() && graph.get(tensor).is_some_and(|t| t.is_virtual()) {
-                fail(format!("{field} {tensor} is virtual and made outside of these score ops"));
+                fail(format!("{field} {tensor} is virtual, and no op of this score graph writes it"));
             } else if writer > here || site.inside == Some(writer) {
                 fail(format!("{field} {tensor} is read before {} writes it", sites[writer].op.name()));
             }
         } else if found.writers.is_empty() && found.input_of.is_some() {
-            fail(format!("{field} {tensor} stays inside the score ops that make it"));
+            fail(format!("{field} {tensor} belongs to a score graph, and ops outside of it cannot use it"));
         }
     }
     if site.inside.is_some() {
         for Operand { field, tensor } in all.outputs {
             if graph.get(tensor).is_some_and(|t| t.is_device()) {
-                fail(format!("{field} {tensor}: score ops have virtual results only"));
+                fail(format!("{field} {tensor} is not virtual, but results of score ops must be"));
             }
         }
     }
@@ -164,7 +166,7 @@ fn score_flow(score: &crate::ir::op::ScoreGraph, uses: &[Use], here: usize, fail
         if !input.writers.is_empty() {
             fail(format!("score input {} is the result of an op", score.input));
         } else if input.input_of != Some(here) {
-            fail(format!("score input {} belongs to two ops", score.input));
+            fail(format!("score input {} is the score input of two ops", score.input));
         }
     }
     let made = |id: TensorId| score.ops.iter().any(|op| op.operands().outputs.iter().any(|o| o.tensor == id));

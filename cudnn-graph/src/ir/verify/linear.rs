@@ -14,7 +14,7 @@ pub(super) fn matmul(at: &mut At<'_>, op: &Matmul) {
     let (a, b, c) = (at.dims(op.a).to_vec(), at.dims(op.b).to_vec(), at.dims(op.c).to_vec());
     let rank = a.len();
     if !at.rule(rank >= 2 && b.len() == rank && c.len() == rank, || {
-        format!("ranks {rank}, {} and {} are not one, of at least 2", b.len(), c.len())
+        format!("a, b and c have ranks {rank}, {} and {}, expected one rank of at least 2", b.len(), c.len())
     }) {
         return;
     }
@@ -53,7 +53,7 @@ pub(super) fn reduction(at: &mut At<'_>, op: &Reduction) {
 pub(super) fn reshape(at: &mut At<'_>, op: &Reshape) {
     at.same_kind(op.x, op.y);
     let (x, y) = (at.tensor(op.x).dims.clone(), at.tensor(op.y).dims.clone());
-    at.rule(x.elements() == y.elements(), || format!("x {x} and y {y} do not have as many elements"));
+    at.rule(x.elements() == y.elements(), || format!("x {x} and y {y} do not have the same number of elements"));
 }
 
 pub(super) fn transpose(at: &mut At<'_>, op: &Transpose) {
@@ -72,7 +72,7 @@ pub(super) fn slice(at: &mut At<'_>, op: &Slice) {
     at.same_kind(op.x, op.y);
     let x = at.dims(op.x);
     let counts = [op.start.len(), op.limit.len(), op.step.len()];
-    if !at.rule(counts == [x.len(); 3], || format!("{counts:?} bounds for {} axes", x.len())) {
+    if !at.rule(counts == [x.len(); 3], || format!("got {counts:?} starts, limits and steps, expected {} of each", x.len())) {
         return;
     }
     let mut want = Vec::with_capacity(x.len());

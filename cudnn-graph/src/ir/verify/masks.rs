@@ -41,7 +41,7 @@ pub(super) fn softmax(at: &mut At<'_>, op: &Softmax) {
             at.extents("sink", id, &[1, x[1], 1, 1]);
         }
     }
-    at.rule(!op.stats_log2 || op.stats.is_some(), || "stats in base 2 without stats".to_owned());
+    at.rule(!op.stats_log2 || op.stats.is_some(), || "stats_log2 is set, but there is no stats".to_owned());
 }
 
 pub(super) fn band_mask(at: &mut At<'_>, op: &BandMask) {
@@ -74,7 +74,7 @@ pub(super) fn band_mask(at: &mut At<'_>, op: &BandMask) {
             let dims = at.tensor(id).dims.clone();
             let one = dims.elements() == Some(1);
             let each = x.first().is_some_and(|&b| dims.0 == [b, 1, 1, 1]);
-            at.rule(one || each, || format!("{field} {id} is {dims}, not one length, nor one per batch entry"));
+            at.rule(one || each, || format!("{field} {id} is {dims}, expected one length, or one per batch entry"));
         }
     }
 }

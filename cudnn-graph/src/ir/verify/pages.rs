@@ -26,7 +26,7 @@ pub(super) fn paged_load(at: &mut At<'_>, op: &PagedLoad) {
 pub(super) fn quantize(at: &mut At<'_>, op: &BlockScaleQuantize) {
     at.compute_in(op.compute, Class::Float);
     scaled(at, op.x, op.y, op.scale, &op.block);
-    at.rule(op.block.len() == 1, || format!("{} block sizes for the last axis", op.block.len()));
+    at.rule(op.block.len() == 1, || format!("got {} block sizes, expected one, for the last axis", op.block.len()));
 }
 
 pub(super) fn dequantize(at: &mut At<'_>, op: &BlockScaleDequantize) {

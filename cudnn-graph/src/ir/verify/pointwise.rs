@@ -24,9 +24,9 @@ fn arity(at: &mut At<'_>, op: &Pointwise) -> bool {
         ("b is missing", want.0 && op.b.is_none()),
         ("t is missing", want.1 && op.t.is_none()),
         ("dy is missing", want.2 && op.dy.is_none()),
-        ("b is one too many", !want.0 && op.b.is_some()),
-        ("t is one too many", !want.1 && op.t.is_some()),
-        ("dy is one too many", !want.2 && op.dy.is_some()),
+        ("b is given but not used", !want.0 && op.b.is_some()),
+        ("t is given but not used", !want.1 && op.t.is_some()),
+        ("dy is given but not used", !want.2 && op.dy.is_some()),
     ]
     .into_iter()
     .filter_map(|(message, holds)| holds.then_some(message))
@@ -93,7 +93,7 @@ fn types(at: &mut At<'_>, op: &Pointwise) {
             at.compute_in(op.compute, Class::IntegerArithmetic);
             let rank = at.dims(op.y).len();
             if let Some(axis) = op.params.axis {
-                at.rule(usize::try_from(axis).is_ok_and(|a| a < rank), || format!("axis {axis} of {rank} axes"));
+                at.rule(usize::try_from(axis).is_ok_and(|a| a < rank), || format!("axis is {axis}, but y has {rank} axes"));
             } else {
                 at.fail("axis is missing");
             }
