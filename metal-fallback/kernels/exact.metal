@@ -17,8 +17,8 @@ inline bool is_large(float stat) {
     return !is_odd(stat) && abs(stat) >= LARGE_STAT;
 }
 
-// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, within one unit in the last place; else that statistic. It
-// may differ because the caller merged results over several parts of the keys, which makes the statistic larger.
+// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, within one unit in the last place; else that
+// statistic. The statistic may differ because the caller merged results over several parts of the keys, which makes the statistic larger.
 inline float2 nearest_to(float stat, float row_max, float row_sum) {
     const float off = row_max - stat + log2(row_sum) * LN_2;
     return row_sum != 0.0f && abs(off) <= abs(stat) * 1.1920928955078125e-7f ? float2(row_max, log2(row_sum)) : lse_of_stat(stat);

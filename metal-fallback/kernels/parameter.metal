@@ -97,8 +97,8 @@ kernel void attention_parameter(
                         continue;
                     }
                     const int present = bounds.keys - start;
-                    // Before the next block of K and V is loaded into the tiles, this must hold for all threads:
-                    // The block before has been read, and the queries are there.
+                    // Before the next block of K and V is loaded into the tiles, wait until all threads have read the previous
+                    // block and the queries are in threadgroup memory.
                     threadgroup_barrier(mem_flags::mem_threadgroup);
                     load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
                         k_tile, k_rows + start * params.k_strides[2], params.k_strides[2], 1, present, int(thread_index));

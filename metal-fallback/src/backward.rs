@@ -75,7 +75,12 @@ impl Backward {
         }
         let roots = self.gradient.as_deref().map_or(0, |trace| trace.roots().len());
         let needed = if self.along.is_empty() && self.forward.score_mod.is_none() { 0 } else { ALONG_PARAMS + self.along.len() };
-        check.that(roots >= needed, "gradient", format!("{roots} roots"), format!("{needed}: the score_mod and each requested gradient"));
+        check.that(
+            roots >= needed,
+            "gradient",
+            format!("{roots} roots"),
+            format!("at least {needed}: the score, its gradient and the gradient of each requested parameter"),
+        );
         for along in &self.along {
             let float = matches!(along.dtype, DType::F32 | DType::F16 | DType::BF16);
             check.that(float, &format!("gradient of {}", along.name), along.dtype, "one of f32, f16, bf16");

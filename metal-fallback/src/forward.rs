@@ -133,7 +133,7 @@ impl Forward {
             tensors.len() <= room as usize,
             "declared tensors",
             tensors.len(),
-            format!("at most {room}: Metal binds {SLOTS} buffers"),
+            format!("at most {room}: Metal binds {SLOTS} buffers, and the kernels need the others"),
         );
     }
 
@@ -173,7 +173,9 @@ impl Forward {
     pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Reason>> {
         let [dim_qk, dim_v] = self.dims();
         let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
-        tiles.ok_or_else(|| vec![limit("dims", format!("{dim_qk} and {dim_v}"), "dims whose tiles fit the threadgroup memory")])
+        tiles.ok_or_else(|| {
+            vec![limit("dims", format!("{dim_qk} and {dim_v}"), "smaller head dims, whose tiles fit the threadgroup memory")]
+        })
     }
 
     /// Checks that the problem is within the limits of kernels that a caller selected.

@@ -131,13 +131,13 @@ impl Built {
         let argument = given.ok_or_else(|| wrong("nothing".to_owned(), "memory".to_owned()))?;
         let room = match argument {
             Argument::Buffer { buffer: _, offset } if !offset.is_multiple_of(ALIGNMENT) => {
-                return Err(wrong(format!("at offset {offset}"), format!("a multiple of {ALIGNMENT}")));
+                return Err(wrong(format!("offset {offset}"), format!("an offset that is a multiple of {ALIGNMENT}")));
             }
             Argument::Buffer { buffer, offset } => buffer.length().saturating_sub(offset),
             Argument::Bytes(bytes) => bytes.len(),
         };
         if (room as u64) < need {
-            return Err(wrong(format!("{room} bytes"), format!("the kernel reaches {need}")));
+            return Err(wrong(format!("{room} bytes"), format!("at least {need}")));
         }
         match argument {
             Argument::Buffer { buffer, offset } => Ok(Bound::Given(buffer, offset)),

@@ -75,7 +75,7 @@ fn suits(facts: &Facts) -> Result<(), Unavailable> {
     let unsupported =
         |field: &str, value: String, limit: String| Unavailable::Gpu { gpu: facts.name.clone(), field: field.to_owned(), value, limit };
     if facts.family.is_none_or(|family| family < FIRST_FAMILY) {
-        let value = facts.family.map_or("none of Apple's".to_owned(), |family| format!("Apple{family}"));
+        let value = facts.family.map_or("no Apple GPU family".to_owned(), |family| format!("Apple{family}"));
         return Err(unsupported("the family", value, format!("Apple{FIRST_FAMILY} or newer, for simdgroup matrices")));
     }
     if facts.threadgroup_bytes < THREADGROUP_BYTES as u64 {

@@ -35,7 +35,7 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
         Fact::Gradient(None) => {}
         Fact::Gradient(Some(gradient)) => {
             for name in gradient.reads.iter().map(|read| &gradient.wrt[read.wrt]) {
-                check.that(false, "wrt", name, "a parameter other than a table: the kernels sum gradients over axes only");
+                check.that(false, "wrt", name, "no gradient of a table: the Metal kernels cannot sum gradients at computed indices");
             }
         }
         Fact::GradientsOf(_) => {}

@@ -84,7 +84,7 @@ pub const BACKWARD: &[Mutation] = &[
     ),
     mutation(
         "queries replace some that are still read",
-        "// The block before has been read, and the keys are there.\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "// and the keys are in threadgroup memory.\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation("no delta", "gradient - row.delta", "gradient"),
@@ -186,7 +186,7 @@ pub const PARAMETER: &[Mutation] = &[
     ),
     mutation(
         "keys replace some that are still read",
-        "// The block before has been read, and the queries are there.\n                    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "// block and the queries are in threadgroup memory.\n                    threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation(
