@@ -191,7 +191,11 @@ impl Place {
 
 /// Returns the error of a plan for the other direction.
 fn other_pass() -> Error {
-    Error::Spec(SpecErrors(vec![SpecError::new("pass", "the other direction", "the one that was prepared")]))
+    Error::Spec(SpecErrors(vec![SpecError::new(
+        "pass",
+        "a call of the other direction",
+        "forward for a forward plan, backward for a backward plan",
+    )]))
 }
 
 impl Prepared for Hosted {

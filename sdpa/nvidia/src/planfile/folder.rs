@@ -208,7 +208,7 @@ fn usage(kept: &[Kept]) -> Usage {
 }
 
 fn metadata(path: &Path) -> Result<Metadata, PlanFileError> {
-    std::fs::metadata(path).map_err(PlanFileError::io(path, "asking about"))
+    std::fs::metadata(path).map_err(PlanFileError::io(path, "reading the metadata of"))
 }
 
 /// Deletes a file. Another process may have deleted it already.

@@ -115,12 +115,12 @@ pub(super) fn read_index(bytes: &[u8], records: u32, start: u64) -> Result<Vec<S
     }
     match fields.0.len() {
         0 => Ok(slots),
-        left => Err(Fault::new("index", format!("{left} bytes too long"), "ends with its last record")),
+        left => Err(Fault::new("index", format!("{left} bytes too long"), "an index that ends with its last record")),
     }
 }
 
 fn read_slot(fields: &mut Fields<'_>, i: u32, start: u64) -> Result<Slot, Fault> {
-    let short = || Fault::new(format!("record {i} of the index"), "cut off", "is as long as its label says");
+    let short = || Fault::new(format!("record {i} of the index"), "cut off", "a complete record");
     let key = fields.digest().ok_or_else(short)?;
     let length = fields.u32().ok_or_else(short)?;
     LABEL.check(u64::from(length))?;

@@ -13,12 +13,12 @@ pub(super) fn open(path: &Path) -> Result<File, PlanFileError> {
     if !facts.is_file() {
         return Err(PlanFileError::NotAFile { path: path.to_owned() });
     }
-    let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?;
+    let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "resolving"))?;
     // Check the folder of a link too: its writers may redirect the link.
     check_folder(folder(path))?;
     check_folder(folder(&real))?;
     let file = File::open(&real).map_err(PlanFileError::io(path, "opening"))?;
-    let facts = file.metadata().map_err(PlanFileError::io(path, "asking about"))?;
+    let facts = file.metadata().map_err(PlanFileError::io(path, "reading the metadata of"))?;
     if !facts.is_file() {
         return Err(PlanFileError::NotAFile { path: path.to_owned() });
     }
@@ -47,7 +47,7 @@ impl Target {
             Ok(facts) if facts.is_file() => false,
             Ok(_) => return Err(not_a_file()),
             Err(e) if e.kind() == io::ErrorKind::NotFound => true,
-            Err(e) => return Err(PlanFileError::io(path, "asking about")(e)),
+            Err(e) => return Err(PlanFileError::io(path, "reading the metadata of")(e)),
         };
         let parent = folder(path);
         let followed = if is_free {
@@ -58,7 +58,7 @@ impl Target {
                 Ok(file) => Some(file),
                 // Another process has just deleted the file.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-                Err(e) => return Err(PlanFileError::io(path, "following")(e)),
+                Err(e) => return Err(PlanFileError::io(path, "resolving")(e)),
             }
         };
         let file = match followed {
@@ -66,7 +66,7 @@ impl Target {
             // A dangling link. If the file exists by now, another process has just created it.
             None if std::fs::symlink_metadata(path).is_ok_and(|facts| facts.is_symlink()) => return Err(not_a_file()),
             None => {
-                let parent = std::fs::canonicalize(parent).map_err(PlanFileError::io(parent, "looking for"))?;
+                let parent = std::fs::canonicalize(parent).map_err(PlanFileError::io(parent, "resolving"))?;
                 parent.join(path.file_name().ok_or_else(not_a_file)?)
             }
         };
@@ -103,9 +103,9 @@ pub(super) fn make_private(path: &Path) -> Result<(), PlanFileError> {
 
 /// Refuses a folder where another user may replace files, and any such parent. The sticky bit prevents replacing.
 pub(super) fn check_folder(path: &Path) -> Result<(), PlanFileError> {
-    let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?;
+    let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "resolving"))?;
     for folder in real.ancestors() {
-        let facts = std::fs::metadata(folder).map_err(PlanFileError::io(folder, "asking about"))?;
+        let facts = std::fs::metadata(folder).map_err(PlanFileError::io(folder, "reading the metadata of"))?;
         check_owner(folder, &facts, user())?;
         let mode = mode(&facts);
         if mode & 0o002 != 0 && mode & 0o1000 == 0 {

@@ -38,7 +38,7 @@ impl<H: Head> PlanFile<H> {
     pub fn open(path: impl AsRef<Path>) -> Result<PlanFile<H>, PlanFileError> {
         let path = path.as_ref();
         let source = Source::new(guard::open(path)?);
-        let length = source.length().map_err(PlanFileError::io(path, "asking about"))?;
+        let length = source.length().map_err(PlanFileError::io(path, "reading the metadata of"))?;
         let mut head = Beginning { path, source: &source, length, at: 0, checksum: Running::default() };
         let header = head.header()?;
         let slots = head.index()?;
@@ -69,7 +69,7 @@ impl<H: Head> PlanFile<H> {
         let bytes = match self.source.read(slot.offset, slot.entry.bytes) {
             // The file was long enough when it was opened, so another process has truncated it.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
-                let has = self.source.length().map_err(PlanFileError::io(&self.path, "asking about"))?;
+                let has = self.source.length().map_err(PlanFileError::io(&self.path, "reading the metadata of"))?;
                 return Err(PlanFileError::Truncated { path: self.path.clone(), what: what(), needs: slot.end(), has });
             }
             read => read.map_err(PlanFileError::io(&self.path, "reading"))?,
@@ -103,7 +103,7 @@ impl Beginning<'_> {
         match found.cmp(&format::VERSION) {
             Ordering::Equal => {}
             Ordering::Greater => return Err(PlanFileError::Newer { path: self.path.to_owned(), found, known: format::VERSION }),
-            Ordering::Less => return Err(self.corrupt(Fault::new("format version", found, "1 is the first"))),
+            Ordering::Less => return Err(self.corrupt(Fault::new("format version", found, "at least 1"))),
         }
         let length = fields.u32().ok_or_else(|| self.truncated("header", format::LEAD))?;
         format::HEADER.check(u64::from(length)).map_err(|fault| self.corrupt(fault))?;

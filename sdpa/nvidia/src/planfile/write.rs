@@ -130,7 +130,7 @@ fn put(
     finish: impl Fn(&File) -> io::Result<()>,
 ) -> Result<(), PlanFileError> {
     let head = format::head(header, records).map_err(|fault| fault.unwritten(&target.path))?;
-    let mut file = temporary(&target.folder).map_err(PlanFileError::io(&target.folder, "making a file in"))?;
+    let mut file = temporary(&target.folder).map_err(PlanFileError::io(&target.folder, "creating a file in"))?;
     let mut written = || -> io::Result<()> {
         file.write_all(&head)?;
         records.values().try_for_each(|record| file.write_all(&record.payload))?;
