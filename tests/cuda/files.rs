@@ -105,7 +105,7 @@ fn files_that_are_none_of_kernels_are_told() {
     let Err(KernelFileError::File(PlanFileError::Corrupt { what, .. })) = executor.attach(&plans) else { panic!() };
     assert_eq!(what, "header");
     let other = executor.attach(&newer).unwrap_err();
-    assert_eq!(other.to_string(), "kernels: the file has keys of version 9, expected 1");
+    assert_eq!(other.to_string(), "kernels: the file has version 9 of the key format, expected 1; compile it again with this release");
     assert!(matches!(executor.attach(&none), Err(KernelFileError::File(PlanFileError::Io { .. }))));
     assert!(!KernelHead::is_of(&plans).unwrap() && executor.attached() == 0);
     assert!(matches!(KernelHead::is_of(&none), Err(PlanFileError::Io { .. })));

@@ -218,7 +218,7 @@ const FAULTS: [Fault; 28] = [
     (
         "gradients leave from keys that are read",
         Backward,
-        ["// Both consumers are done with K and V.\n    warpgroups_sync<warpgroup>(0);", ""],
+        ["// Wait until both consumers are done with K and V.\n    warpgroups_sync<warpgroup>(0);", ""],
         PAIRS,
     ),
     ("a barrier is come to again before all have left it", Backward, ["warpgroups_sync(1);", "warpgroups_sync(0);"], SHARES),

@@ -383,7 +383,7 @@ inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, co
     complete = is_last_split(ctx.p, ctx.smem, ctx.tile, warpgroups_sync<warpgroup>);
     if (complete) load_split_sum(sums, split_sum);
 #else
-    // Both consumers are done with K and V.
+    // Wait until both consumers are done with K and V.
     warpgroups_sync<warpgroup>(0);
 #endif
     const int first_row = ctx.tile.block * TILE_N + ctx.tile.part * KEYS + ctx.warp * 16;

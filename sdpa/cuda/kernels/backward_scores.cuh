@@ -114,7 +114,7 @@ inline BlockRange without_full_blocks(const Params& p, BlockRange range) {
 
 inline void recompute_p_step(bool masked, float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_packed)[SCORES / 2], const Params& p,
                              const Captured& captured, const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
-    // With a score_mod, large log-sum-exps have a path of their own: a branch per score would cost the usual path registers.
+    // With a score_mod, large log-sum-exps take a separate path: a branch per score would use more registers on the usual path.
     if (ALWAYS_MASKED) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!masked) recompute_p<false, false>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);
     else if (!WITH_SCORE_MOD || __builtin_expect(*p.any_large_lse != 0, 0)) recompute_p<true, true>(s, raw, p_packed, p, captured, origin, lse, dropout_mask);

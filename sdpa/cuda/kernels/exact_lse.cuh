@@ -63,8 +63,8 @@ inline float sink_probability(const ExactLse& row, float natural, float stat, fl
     return ex2_approx(row.row_max == 0.0f ? (sink - stat) * LOG2_E : __fsub_rn(sink_above(row, natural, sink), row.log2_sum));
 }
 
-// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, else that statistic. It may differ because the caller merged results over
-// several parts of the keys, which makes the statistic larger.
+// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, else that statistic. The statistic may differ because the caller merged
+// results over several parts of the keys, which makes the statistic larger.
 inline ExactLse nearest_to(float stat, float natural, const ExactLse& sum) {
     const float off = sum.row_max * natural + sum.log2_sum * LN_2 - stat;
     return fabsf(off) <= fabsf(stat) * 2.384185791015625e-7f ? sum : ExactLse{0.0f, stat * LOG2_E};

@@ -1,8 +1,8 @@
 // Row statistics of the forward kernels and the combine kernel: log-sum-exp, maximum, sum of exponentials, and the attention sink.
 
-// If |row maximum * softmax_scale_log2| is at least this, the maximum is subtracted from scores before scaling, not in the exponent's FMA. There,
-// rounding the product would move the exponent by more than 2^-11, for scores of -1e9 by more than the exponent's range. Below this size the rounding
-// is one factor per row, which cancels.
+// If |row maximum * softmax_scale_log2| is at least this, the maximum is subtracted from the scores before scaling instead of in the FMA that computes
+// the exponent. In that FMA, rounding the product would shift the exponent by more than 2^-11 (for scores near -1e9, so far that exp2 overflows or
+// underflows). Below this threshold the shift does no harm: it multiplies a whole row by one factor near 1, which cancels in the normalisation.
 constexpr float LARGE_EXPONENT = 16384.0f;
 
 inline bool is_large(float exponent) { return fabsf(exponent) >= LARGE_EXPONENT; }

@@ -72,7 +72,7 @@ impl Backward {
                 false,
                 "d_o strides",
                 format!("{:?}", d_o.strides),
-                "dense rows of multiples of 16 bytes with packed sequences, for TMA",
+                "dense rows whose size is a multiple of 16 bytes, as TMA reads packed sequences",
             );
         }
         if !check.0.is_empty() {

@@ -87,7 +87,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
         Fact::Gradient(_) | Fact::GradientsOf(_) => {}
         Fact::Deterministic(is_deterministic) => {
-            check.that(!is_deterministic, "deterministic", "true", "false: the kernels sum dq in any order");
+            check.that(!is_deterministic, "deterministic", "true", "false: the kernels sum dq in no fixed order");
         }
     }
 }

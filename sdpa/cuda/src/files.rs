@@ -44,7 +44,11 @@ pub struct OtherKeys {
 
 impl fmt::Display for OtherKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "kernels: the file has keys of version {}, expected {}", self.file, HERE.kernels)
+        write!(
+            f,
+            "kernels: the file has version {} of the key format, expected {}; compile it again with this release",
+            self.file, HERE.kernels
+        )
     }
 }
 
