@@ -96,7 +96,7 @@ pub(crate) fn ready(
     }
     match numbers.iter().map(|&x| i32::try_from(x)).collect::<std::result::Result<Vec<i32>, _>>() {
         Ok(numbers) => bound(Ready::I32(numbers)),
-        Err(_) => wrong("of a number past i32".to_owned(), "numbers that an i32 holds".to_owned()),
+        Err(_) => wrong("a number that does not fit an i32".to_owned(), "numbers from -2^31 to 2^31 - 1".to_owned()),
     }
 }
 
@@ -124,7 +124,7 @@ fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, Spec
         return Ok(Err(SpecError::new(field, value, "one f32, as declared (a scalar)")));
     }
     if !tensor.device().is_cpu() {
-        let rule = "a number in host memory: a declared scalar is read by the host; a tensor over no axes is read on the device";
+        let rule = "a tensor in host memory, as the host reads scalars; to pass it on the device, declare a tensor without axes";
         return Ok(Err(SpecError::new(field, format!("a tensor on {:?}", tensor.device().location()), rule)));
     }
     Ok(Ok(Ready::Number(tensor.flatten_all()?.to_vec1::<f32>()?[0], DType::F32)))

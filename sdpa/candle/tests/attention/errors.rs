@@ -53,7 +53,7 @@ fn parameters_that_do_not_fit_are_told() {
     told(capped.param("cap", &right).forward(&q, &q, &q), &["parameter cap: got a tensor of f32 [6, 6], expected one f32"]);
     let padded = Attention::new().mask(Mask::padding()).param("seq_len_q", &Tensor::new(&[6i64, 1 << 40], &CPU).unwrap());
     let padded = padded.param("seq_len_kv", &Tensor::new(&[6i64, 6], &CPU).unwrap());
-    told(padded.forward(&q, &q, &q), &["parameter seq_len_q", "numbers that an i32 holds"]);
+    told(padded.forward(&q, &q, &q), &["parameter seq_len_q", "a number that does not fit an i32"]);
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn executors_and_documents_that_are_none_are_told() {
     told(forward(&Tensor::new(&[0f32, 6.], &CPU).unwrap()), &["cu_seqlens dtype: got f32, expected one of u32, i32, i64"]);
     told(forward(&Tensor::new(&[0u32], &CPU).unwrap()), &["cu_seqlens shape: got [1]"]);
     told(forward(&Tensor::new(&[0u32, 4, 3], &CPU).unwrap()), &["cu_seqlens[2]: got 3, expected at least 4, the offset before it"]);
-    told(forward(&Tensor::new(&[0u32, u32::MAX], &CPU).unwrap()), &["numbers that an i32 holds"]);
+    told(forward(&Tensor::new(&[0u32, u32::MAX], &CPU).unwrap()), &["a number that does not fit an i32"]);
 }
 
 #[test]
