@@ -139,6 +139,6 @@ fn what_is_wrong_with_a_call_is_told_at_once() {
         call.dv.address += 2;
         call.workspace = Some(DeviceSlice { address: whole(&workspace).address + 16, bytes: 0 });
     };
-    let fields = ["attn_scale", "parameter bias", "gradient of bias", "q length", "dv address", "workspace", "workspace"];
+    let fields = ["attn_scale", "parameter bias", "gradient of bias", "q length", "dv address", "workspace address", "workspace length"];
     assert_eq!(told(&much, &[scalar(20.0)], &[]), fields);
 }

@@ -246,10 +246,10 @@ impl Planned {
         }
         let (address, bytes, need) = (workspace.address, workspace.bytes, self.workspace_bytes());
         if !address.is_multiple_of(PIECE) {
-            errors.push(SpecError::new("workspace", format!("{address:#x}"), format!("a multiple of {PIECE} bytes")));
+            errors.push(SpecError::new("workspace address", format!("{address:#x}"), format!("a multiple of {PIECE} bytes")));
         }
         if bytes < need {
-            errors.push(SpecError::new("workspace", format!("{bytes} bytes"), format!("at least {need} bytes")));
+            errors.push(SpecError::new("workspace length", format!("{bytes} bytes"), format!("at least {need} bytes")));
         }
         if self.tables.len() != self.schedule.tables().len() || self.kernels.is_some() != self.launches {
             errors.push(SpecError::new("tables", "nothing", "the plan's tables and kernels; call Planned::upload_tables first"));

@@ -185,7 +185,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         let copied = lower::densify(job).1;
         let in_place = |operand: Operand| problem.packs(operand.side()) && copied.contains(&operand);
         for (operand, tensor) in job.tensors().filter(|(operand, _)| in_place(*operand)) {
-            let rule = "16-byte alignment and strides: packed operands are read and written in place";
+            let rule = "alignment and strides that are multiples of 16 bytes: packed operands are read and written in place";
             limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
         for (field, longest) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
@@ -201,7 +201,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if let Some(paged) = problem.paged() {
         let copied = lower::densify(job).1;
         for (operand, tensor) in job.tensors().filter(|(operand, _)| operand.side() == Side::Keys && copied.contains(operand)) {
-            let rule = "16-byte alignment and strides: pages are read in place";
+            let rule = "alignment and strides that are multiples of 16 bytes: pages are read in place";
             limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
         let pages = lower::Pages::of(problem);

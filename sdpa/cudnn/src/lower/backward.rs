@@ -299,20 +299,22 @@ fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Re
         let name = &wanted.name;
         if roots[2 + n] != roots[1] {
             let rule = format!(
-                "the gradient of parameter {name}: cuDNN's engines sum only the gradient of a tensor that is added to the score before other \
-                 score_mods; the cpu executor computes every gradient"
+                "the gradient of parameter {name} is not supported: cuDNN's engines sum only the gradient of a tensor that is added to \
+                 the score before other score_mods; the cpu executor computes every gradient"
             );
             return Err(LowerError::Unsupported(rule));
         }
         if dtype(wanted.dtype) == DType::F32 {
-            let rule =
-                format!("the gradient of parameter {name} in f32: cuDNN's engines sum it in f16 and bf16 only; request one of these types");
+            let rule = format!(
+                "the gradient of parameter {name} in f32 is not supported: cuDNN's engines sum it in f16 and bf16 only; request one of \
+                 these types"
+            );
             return Err(LowerError::Unsupported(rule));
         }
         let kind = b.params().iter().find(|p| p.name == *name).map(|p| p.kind);
         let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
             return Err(LowerError::Unsupported(format!(
-                "the gradient of the scalar {name}: cuDNN's engines compute no gradient of a scalar"
+                "the gradient of the scalar {name} is not supported: cuDNN's engines compute no gradient of a scalar"
             )));
         };
         let extents = b.forward().extents();

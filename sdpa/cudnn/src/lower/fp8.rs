@@ -77,9 +77,10 @@ impl Scales {
 }
 
 /// Why a backward pass of 8-bit floats is refused with score_mods.
-const NO_SCORE_MODS: &str = "score_mods in an FP8 backward pass: NVIDIA's frontend has no graph for them; use the cpu executor";
-const NO_DROPOUT: &str =
-    "dropout in an FP8 backward pass: the graph of NVIDIA's frontend does not drop dP where P is dropped; use the cpu executor";
+const NO_SCORE_MODS: &str =
+    "score_mods in an FP8 backward pass are not supported: NVIDIA's frontend has no graph for them; use the cpu executor";
+const NO_DROPOUT: &str = "dropout in an FP8 backward pass is not supported: the graph of NVIDIA's frontend does not drop dP where P is \
+                          dropped; use the cpu executor";
 
 /// Lowers the backward pass. Masks precede the subtraction of stats, row sums are not in the workspace, and dQ is computed in one GEMM.
 pub(super) fn backward(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
@@ -94,7 +95,7 @@ pub(super) fn backward(b: &BackwardProblem, runtime: Version, spelling: Spelling
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let ports = Ports::new(to, b, transposed);
     let Some(scales) = Scales::of(to, p.dtype(), Direction::Backward) else {
-        return Err(LowerError::Unsupported("a backward pass of other elements than 8-bit floats".to_owned()));
+        return Err(LowerError::Unsupported("the FP8 backward pass supports 8-bit floats only".to_owned()));
     };
     let lengths = Lengths::of(p);
     let [rows, keys] = lengths.overrides(to, p, runtime);

@@ -109,15 +109,18 @@ pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
     if form == Form::Unified && job.problem().dtype().is_fp8() {
         return Err(LowerError::Unsupported(
-            "8-bit floats in the unified form; use the composite form, which supports them on every runtime that supports FP8".to_owned(),
+            "8-bit floats in the unified form are not supported; use the composite form, which supports them on every runtime that \
+             supports FP8"
+                .to_owned(),
         ));
     }
     if job.problem().block_scaled() && job.problem().seq_kv() < FEWEST_KEYS {
-        return Err(LowerError::Unsupported(format!("block scales with fewer than {FEWEST_KEYS} keys")));
+        return Err(LowerError::Unsupported(format!("block scales with fewer than {FEWEST_KEYS} keys are not supported")));
     }
     if has_lengths_of_one_side(job.problem()) && !job.problem().kept().ends.is_full() {
         return Err(LowerError::Unsupported(
-            "a mask aligned to the sequence ends with lengths of one side only: engines read these lengths by head, not by batch entry; pass lengths of both sides"
+            "a mask aligned to the sequence ends with lengths of one side only is not supported: engines read \
+             these lengths by head, not by batch entry; pass lengths of both sides"
                 .to_owned(),
         ));
     }

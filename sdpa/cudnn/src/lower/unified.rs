@@ -24,21 +24,22 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         return Err(LowerError::Unsupported(DROPS_NOTHING.to_owned()));
     }
     if problem.stats_base() == StatsBase::Two {
-        return Err(LowerError::Unsupported("stats in base two; use the composite form".to_owned()));
+        return Err(LowerError::Unsupported("stats in base two are not supported; use the composite form".to_owned()));
     }
     let padded = problem.kept().seq_len_kv && problem.has_lengths(Side::Queries);
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
-        let rule =
-            "lengths with a score_mod or a traced mask: engines of the unified form return wrong results for some score_mods and masks";
+        let rule = "lengths with a score_mod or a traced mask are not supported: engines of the unified form return wrong \
+                    results for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
     if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || mask::has_rules(problem)) {
-        let rule =
-            "a score_mod or a traced mask on one query before cuDNN 9.25.1: the engine reads values per head from another head".to_owned();
+        let rule = "a score_mod or a traced mask on one query is not supported before cuDNN 9.25.1: the engine reads values per \
+             head from another head"
+            .to_owned();
         return Err(LowerError::Unsupported(rule));
     }
     if padded && Quirk::EntriesWithoutKeys.holds(runtime) {
-        let rule = "lengths before cuDNN 9.26.0: batch entries without keys get NaN".to_owned();
+        let rule = "lengths are not supported before cuDNN 9.26.0: batch entries without keys get NaN".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
     // The op masks out padding only if it receives the lengths of both sides.

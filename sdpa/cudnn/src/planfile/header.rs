@@ -90,7 +90,7 @@ impl Head for Header {
     fn check(&self) -> Result<(), Fault> {
         match DeviceProfile::from_json(&self.profile) {
             Ok(_) => Ok(()),
-            Err(e) => Err(Fault::new("device profile", "unreadable", e.to_string())),
+            Err(e) => Err(Fault::new("device profile", format!("invalid ({e})"), "the JSON of a device profile")),
         }
     }
 }

@@ -35,7 +35,7 @@ fn is_short(dtype: DType) -> bool {
 const ROWS: [Row; 23] = [
     Row {
         field: "block_scaled",
-        limit: "false, except on compute capability 10",
+        limit: "false, unless the compute capability is 10.x",
         breaks: |c| when(c.job.problem().block_scaled() && !c.major(10), format!("true on sm {}", c.sm)),
     },
     Row {
@@ -72,7 +72,8 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 with FP8 on compute capability 10, [192, 128] from cuDNN 9.19 on, or [256, 256] forward from cuDNN 9.26 on",
+        limit: "at most 128 with FP8 on compute capability 10, or [192, 128] with cuDNN 9.19 or newer, or [256, 256] in forward \
+                passes with cuDNN 9.26 or newer",
         breaks: |c| {
             let taken = match c.dims() {
                 [192, 128] => c.runtime.at_least(9, 19),
@@ -105,7 +106,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "seq_q",
-        limit: "more than one query with FP8, except forward on compute capability 10: pad to two",
+        limit: "more than one query with FP8 if the compute capability is below 10 or gradients are computed; pad to two queries",
         breaks: |c| when(c.job.problem().seq_q() == 1 && (c.before_blackwell() || c.is_backward()), 1),
     },
     Row {
@@ -120,7 +121,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "sink",
-        limit: "false with FP8 before compute capability 10, with one query, and in gradients",
+        limit: "false with FP8 if the compute capability is below 10, there is one query, or gradients are computed",
         breaks: |c| {
             let in_graph = lower::sink_in_graph(c.job.problem(), c.runtime);
             when(c.job.problem().sink() && (c.before_blackwell() || c.is_backward() || !in_graph), true)
@@ -141,12 +142,12 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "a mask aligned to the start of sequences, and lengths: FP8 supports no mask aligned to their ends",
+        limit: "no mask aligned to the sequence ends with FP8; a mask aligned to the start is supported, also with lengths",
         breaks: |c| c.job.problem().ends().map(|_| c.job.problem().kept().to_string()),
     },
     Row {
         field: "masks",
-        limit: "no left bound with lengths in FP8 gradients: cuDNN 9.19 crashes the process",
+        limit: "no left bound together with lengths in FP8 gradients: cuDNN 9.19 crashes the process",
         breaks: |c| {
             let p = c.job.problem();
             when(c.is_backward() && p.region().lower.is_some() && super::is_padded(c.job), p.kept())
@@ -168,7 +169,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "deterministic",
-        limit: "false in FP8 gradients before compute capability 10: the only engine sums dq in any order",
+        limit: "false in FP8 gradients below compute capability 10: the only engine sums dq in no fixed order",
         breaks: |c| when(c.before_blackwell() && c.job.deterministic(), true),
     },
 ];
@@ -179,7 +180,7 @@ pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> Vec<Reason> {
     let mut all: Vec<Reason> = ROWS.iter().filter_map(|row| row.reason(&case)).collect();
     let copied = lower::densify(job).1;
     for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {
-        let rule = "16-byte alignment and strides: FP8 operands are read and written in place";
+        let rule = "alignment and strides that are multiples of 16 bytes: FP8 operands are read and written in place";
         let (field, value) = (format!("{operand}.strides"), format!("{:?}", tensor.strides));
         all.push(Reason::Limit { field, value, limit: rule.to_owned() });
     }

@@ -39,7 +39,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 for gradients, except on compute capability 9, and 10 from cuDNN 9.11 on",
+        limit: "at most 128 for gradients, unless the compute capability is 9.x, or 10.x with cuDNN 9.11 or newer",
         breaks: |c| {
             let taken = c.major(9) || c.major(10) && c.runtime.at_least(9, 11);
             wide(c).filter(|_| c.is_backward() && !taken)
