@@ -120,8 +120,11 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     }
     let kernels = args.executor.as_deref() == Some(ExecutorName::CUDA.name());
     let (given, rule): (&[(&str, bool)], _) = match kernels {
-        true => (&[("--cudnn", args.cudnn.is_some()), ("--driver", args.driver.is_some())], "NVRTC compiles kernels of cuda: --nvrtc"),
-        false => (&[("--nvrtc", args.nvrtc.is_some())], "cuDNN compiles plans of cudnn: --cudnn; kernels are made with --executor cuda"),
+        true => (
+            &[("--cudnn", args.cudnn.is_some()), ("--driver", args.driver.is_some())],
+            "has no effect with --executor cuda, whose compiler is NVRTC; use --nvrtc",
+        ),
+        false => (&[("--nvrtc", args.nvrtc.is_some())], "has no effect without --executor cuda: cuDNN compiles the plans; use --cudnn"),
     };
     for (option, _) in given.iter().filter(|(_, given)| *given) {
         mistakes.add(*option, rule);

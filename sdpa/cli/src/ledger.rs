@@ -11,7 +11,7 @@ pub(crate) fn of_user(mistakes: &mut Mistakes) -> Vec<Ledger> {
         match e {
             LedgerError::Setting(e) => mistakes.add_once(e.variable, format!("got {:?}, expected {}", e.value, e.expected)),
             LedgerError::Io { .. } | LedgerError::Text { .. } => {
-                mistakes.add("ledgers", format!("{e}; cargo sdpa prove cudnn makes it again"));
+                mistakes.add("ledgers", format!("{e}; run `cargo sdpa prove cudnn` to write it again"));
             }
         }
         Vec::new()

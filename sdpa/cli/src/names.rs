@@ -168,7 +168,7 @@ pub(crate) fn param(text: &str) -> Result<(&str, f32), String> {
 
 /// Parses an index along an axis.
 pub(crate) fn index(text: &str) -> Result<i64, String> {
-    text.parse::<u32>().map(i64::from).map_err(|_| format!("got {text:?}, expected an index"))
+    text.parse::<u32>().map(i64::from).map_err(|_| format!("got {text:?}, expected an integer of at least 0"))
 }
 
 pub(crate) fn scale(text: &str) -> Result<f32, String> {
@@ -206,7 +206,7 @@ pub(crate) fn shape(text: &str) -> Result<Shape, Vec<String>> {
         }
     }
     if !(6..=7).contains(&parts.len()) {
-        wrong.push(format!("{text:?} has {} numbers: it takes B,HQ,HKV,SQ,SKV,D or B,HQ,HKV,SQ,SKV,D,DV", parts.len()));
+        wrong.push(format!("{text:?} has {} numbers, expected B,HQ,HKV,SQ,SKV,D or B,HQ,HKV,SQ,SKV,D,DV", parts.len()));
     }
     match *numbers {
         [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk] if wrong.is_empty() => {

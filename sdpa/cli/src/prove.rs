@@ -45,7 +45,7 @@ impl Order {
         }
         let others = [("--only", args.only.is_some()), ("--strength", strength.is_some()), ("--problems", most.is_some())];
         for (option, _) in others.into_iter().filter(|(_, there)| args.remove && *there) {
-            mistakes.add("--remove", format!("it computes nothing: remove {option}"));
+            mistakes.add("--remove", format!("cannot be combined with {option}: --remove computes nothing"));
         }
         if args.only.is_some() && most.is_some() {
             mistakes.add("--problems", "cannot be combined with --only, which names one problem");

@@ -122,7 +122,7 @@ fn documents_of_a_file_are_what_they_are_by_themselves() {
     }
     let out = sdpa(words(&format!("run --input {from} --cu-seqlens 3,12,12,31 --executor cpu")));
     assert_eq!(
-        (code(&out), errors(&out).join("\n").contains("got 31, expected at most 30 tokens, which the input has")),
+        (code(&out), errors(&out).join("\n").contains("got 31, expected at most 30, the number of tokens in the input")),
         (2, true),
         "{:?}",
         errors(&out)

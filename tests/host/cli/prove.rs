@@ -111,7 +111,7 @@ fn mistakes_are_told_at_once_and_nothing_is_written() {
         "--only: got \"seven\", expected the name of a problem",
         "--strength: got \"four\", expected one of two, three, ledger",
         "--problems: got \"0\", expected an integer of at least 1",
-        "--remove: it computes nothing: remove --only",
+        "--remove: cannot be combined with --only: --remove computes nothing",
         "--problems: cannot be combined with --only",
     ] {
         assert!(wrong.iter().any(|line| line.starts_with(begins)), "{begins}: {wrong:?}");

@@ -91,7 +91,9 @@ fn mistakes_of_a_picture_are_told_at_once() {
     let out = sdpa(words(&format!("show --shape 1,2,2,8,8,8 --head 2 --batch x --score nan --score-mod sofcap --output {to}")));
     assert_eq!(code(&out), 2);
     let told = errors(&out);
-    for what in ["got \"x\", expected an index", "got nan, expected a finite", "one of softcap:CAP", "must end in .svg or .png"] {
+    for what in
+        ["got \"x\", expected an integer of at least 0", "got nan, expected a finite", "one of softcap:CAP", "must end in .svg or .png"]
+    {
         assert!(told.iter().any(|line| line.contains(what)), "{what} in {told:#?}");
     }
     let out = sdpa(words("show --shape 1,2,2,8,8,8 --head 2 --batch 1"));

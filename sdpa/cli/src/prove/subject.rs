@@ -34,7 +34,8 @@ impl Subject {
         let use_ledger = preference != Preference::Named(ExecutorName::CUDNN);
         let dispatcher = Dispatcher::new(places.options().with_use_ledger(use_ledger));
         let name = name(preference);
-        let absent = |e: &dyn Display| Failure::Executor(vec![Line::new(name, format!("{e}; cargo sdpa doctor says what to do about it"))]);
+        let absent =
+            |e: &dyn Display| Failure::Executor(vec![Line::new(name, format!("{e}; `cargo sdpa doctor` says what to do about it"))]);
         let mut ledger = None;
         let (executor, runs_on): (Arc<dyn Executor>, String) = match preference {
             Preference::Named(ExecutorName::CUDA) => {

@@ -116,7 +116,7 @@ impl Packing {
             let mut errors = wrong(boundaries, batch, most);
             let (end, name) = (end(boundaries), self.packed.boundaries(side));
             if let Some(have) = tokens[side as usize].filter(|have| end > *have) {
-                let rule = format!("at most {have} tokens, which the input has");
+                let rule = format!("at most {have}, the number of tokens in the input");
                 errors.push(SpecError::new(format!("parameter {name}[{}]", boundaries.len() - 1), end, rule));
             }
             right &= errors.is_empty();

@@ -64,7 +64,7 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
                     || (name == ExecutorName::CUDA && dispatcher.cuda().is_err())
                     || (name == ExecutorName::METAL && dispatcher.metal().facts().is_err());
                 if let Some(last) = against.last_mut().filter(|_| absent) {
-                    last.message.push_str("; cargo sdpa doctor says what to do about it");
+                    last.message.push_str("; `cargo sdpa doctor` says what to do about it");
                 }
             }
         }

@@ -121,7 +121,7 @@ impl Plans {
         match (executor, dispatcher.cudnn(), dispatcher.cuda()) {
             (ExecutorName::CUDNN, Ok(cudnn), _) => cudnn.save(path).map(drop).map_err(|e| failed(&e)),
             (ExecutorName::CUDA, _, Ok(cuda)) => cuda.save(path).map(drop).map_err(|e| failed(&e)),
-            _ => Err(failed(&format!("{executor} has no plans to keep"))),
+            _ => Err(failed(&format!("{executor} has no plans to save"))),
         }
     }
 
