@@ -102,7 +102,7 @@ const ORDER: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Ope
 
 impl Call<'_> {
     fn operand(&self, n: usize) -> Result<u64, Error> {
-        self.operands.get(n).copied().ok_or_else(|| wrong("operands", self.operands.len(), "those of the pass"))
+        self.operands.get(n).copied().ok_or_else(|| wrong("operands", self.operands.len(), "an address for each operand of the pass"))
     }
 
     /// Returns the address of the maxima of rows, if the pass has them.
@@ -162,7 +162,7 @@ impl Call<'_> {
         let at = |n: usize| elements(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
         let to = |n: usize| elements_mut(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
         let rows = usize::try_from(problem.forward().stats_elements()).unwrap_or(0);
-        let stats = self.stats.ok_or_else(|| wrong("stats", "absent", "those of the forward pass"))?;
+        let stats = self.stats.ok_or_else(|| wrong("stats", "nothing", "the stats of the forward pass"))?;
         self.with_params(|params| {
             let gradients = problem.wrt().iter().zip(self.gradients).map(|(g, &address)| {
                 let n = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(0);

@@ -88,7 +88,7 @@ pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatche
         }
         Ok(made)
     });
-    made.map_err(|e: LedgerError| environment(format!("{e}; `cargo sdpa prove cudnn` makes it again")))
+    made.map_err(|e: LedgerError| environment(format!("{e}; run `cargo sdpa prove cudnn` to write it again")))
 }
 
 /// Returns the dispatchers of the devices that this process used.

@@ -69,5 +69,5 @@ pub(crate) fn kernel_cache(py: Python<'_>) -> PyResult<Option<Facts>> {
 pub(crate) fn clear_kernel_cache(py: Python<'_>) -> PyResult<usize> {
     let Some(cache) = current()? else { return Ok(0) };
     let cleared = py.detach(|| cache.clear());
-    cleared.map(|usage| usage.records).map_err(|e| environment(format!("the kernel cache: {e}")))
+    cleared.map(|usage| usage.records).map_err(|e| environment(format!("cannot clear the kernel cache: {e}")))
 }

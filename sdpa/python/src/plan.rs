@@ -269,7 +269,9 @@ impl Plan {
                 cuda::same_process()?;
                 py.detach(|| call.submit(asked, chosen.device, &*chosen.pass, stream, workspace)).map_err(of)?;
             }
-            (Ready::Host(_) | Ready::HostBackward(_), _) => return Err(one("pass", "the other direction", "the one that was prepared")),
+            (Ready::Host(_) | Ready::HostBackward(_), _) => {
+                return Err(one("pass", "a call of the other direction", "forward for a forward plan, backward for a backward plan"));
+            }
         }
         Ok(())
     }

@@ -25,7 +25,7 @@ fn pool(_py: Python<'_>, threads: usize) -> PyResult<Arc<ThreadPool>> {
     }
     let named = |n| format!("sdpa-{n}");
     let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(named).build();
-    let pool = Arc::new(pool.map_err(|e| environment(format!("cpu: {threads} threads: {e}")))?);
+    let pool = Arc::new(pool.map_err(|e| environment(format!("cpu: cannot start {threads} threads: {e}")))?);
     // Pools of a parent process are never dropped: that would wait for threads that do not exist here.
     pools.push(Pooled { process, threads, pool: pool.clone() });
     Ok(pool)

@@ -69,7 +69,8 @@ fn executor(name: &str) -> PyResult<ExecutorName> {
 impl Program {
     #[new]
     fn new(text: &str) -> PyResult<Program> {
-        let written: Written = serde_json::from_str(text).map_err(|e| one("program", e, "JSON of score_mods, masks and parameters"))?;
+        let written: Written = serde_json::from_str(text)
+            .map_err(|e| one("program", format!("invalid JSON ({e})"), "an object with score_mods, masks and parameters"))?;
         let read = |what: &str, text: &str, error: String| one(what, text, error);
         let score_mods = written.score_mods.iter().map(|text| text.parse::<ScoreMod>().map_err(|e| read("score_mod", text, e.rule)));
         let score_mods = score_mods.collect::<PyResult<Vec<_>>>()?;

@@ -13,13 +13,13 @@ from .values import FUNCTIONS, NUMBERS, as_text, as_type, binary, common, consta
 def _of_float(name: str, x: Any, out: Any = None) -> tuple:
     trace, x = unary(x, out)
     if x.kind != "f32":
-        raise TracingError(f"`{name}` of {x.element}", "convert to floats first, `.float()`")
+        raise TracingError(f"`{name}` is applied to {x.element}", "convert to floats first, `.float()`")
     return trace, x
 
 
 def _number(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TracingError(f"{name} is {type(x).__name__}", "a Python number")
+        raise TracingError(f"{name} is a value of type {type(x).__name__}", "use a Python number")
     return float(x)
 
 
@@ -74,7 +74,7 @@ def gelu(x: Any, *, approximate: str = "none") -> Any:
         cube = trace.let(f"{x.text} * {x.text} * {x.text}")
         inner = f"tanh({constant(math.sqrt(2.0 / math.pi))} * ({x.text} + 0.044715 * {cube}))"
     else:
-        raise TracingError(f"approximate is {approximate!r}", "'none' or 'tanh'")
+        raise TracingError(f"approximate is {approximate!r}", "use 'none' or 'tanh'")
     return trace.make(f"0.5 * {x.text} * (1.0 + {inner})", x.element, "anything", x)
 
 
@@ -111,7 +111,7 @@ def lerp(start: Any, end: Any, weight: Any, *, out: Any = None) -> Any:
     number = value(weight, trace)
     of = [one for one in (x, y, number) if type(one) not in NUMBERS]
     if type(x) in NUMBERS or type(y) in NUMBERS or kind_of(x) != "f32" or len({one.element for one in of}) > 1:
-        raise TracingError("lerp of values that are not floats of one type", "give two floats of one type and a weight; convert with `.float()` first")
+        raise TracingError("lerp is applied to values that are not floats of one type", "give two floats of one type and a weight; convert with `.float()` first")
     x, y, w = x.text, y.text, as_text(number, "float32", trace)
     near = f"{x} + {w} * ({y} - {x})"
     far = f"{y} - ({y} - {x}) * (1.0 - {w})"
@@ -127,9 +127,9 @@ def logaddexp(x: Any, y: Any, *, out: Any = None) -> Any:
     trace, x, y = binary(x, y, out)
     element = common(x, y)
     if element != "float32" and not element.endswith("float16"):
-        raise TracingError(f"logaddexp of {element}", "convert to floats first, `.float()`")
+        raise TracingError(f"logaddexp is applied to {element}", "convert to floats first, `.float()`")
     if type(x) in NUMBERS or type(y) in NUMBERS:
-        raise TracingError("logaddexp with a number", "two values: `torch.full_like(score, x)`")
+        raise TracingError("logaddexp is applied to a number", "make it a traced value: `torch.full_like(score, x)`")
     x, y = as_type(x, element, trace), as_type(y, element, trace)
     made = FUNCTIONS["add"](FUNCTIONS["maximum"](x, y), log1p(FUNCTIONS["exp"](FUNCTIONS["neg"](FUNCTIONS["abs"](FUNCTIONS["sub"](x, y))))))
     return trace.make(f"select(({x.text} == {y.text}) & (abs({x.text}) == inf), {x.text}, {made.text})", element, "anything", x, y)
@@ -150,7 +150,7 @@ def round_to_even(x: Any, *, decimals: int = 0, out: Any = None) -> Any:
     trace, x = unary(x, out)
     no_truth("round", x)
     if isinstance(decimals, bool) or not isinstance(decimals, int):
-        raise TracingError(f"decimals is {type(decimals).__name__}", "an integer")
+        raise TracingError(f"decimals is a value of type {type(decimals).__name__}", "use an integer")
     if x.kind == "i32":
         if decimals:
             raise TracingError(f"{x.element} is rounded to {decimals} decimals", "only floats can be; convert with `.float()` first")

@@ -23,7 +23,7 @@ def arithmetic(sign: str) -> Callable:
         element = common(x, y)
         if alpha != 1:
             if isinstance(alpha, float) and category(element) < 2:
-                raise TracingError(f"alpha={alpha} scales integers", "an integer, or convert with `.float()`")
+                raise TracingError(f"alpha={alpha} scales integers", "use an integer, or convert with `.float()`")
             y = FUNCTIONS["mul"](as_type(y, element, trace), alpha).lifted()
         a, b = as_type(x, element, trace), as_type(y, element, trace)
         made = computed(f"{as_text(a, element, trace)} {sign} {as_text(b, element, trace)}", element, sign, trace, a, b)
@@ -60,7 +60,7 @@ def logic(sign: str, strict: bool) -> Callable:
     def made(x, y, *, out=None):
         trace, x, y = binary(x, y, out)
         if strict and not kind_of(x) == kind_of(y) == "bool":
-            raise TracingError(f"`{sign}` of a number", "it takes bools; compare first")
+            raise TracingError(f"`{sign}` is applied to a number", "it takes bools; compare first")
         x, y = as_text(x, "bool", trace), as_text(y, "bool", trace)
         neutral = "true" if sign == "&" else "false"
         text = f"{x} {sign} {y}" if neutral not in (x, y) else f"({y if x == neutral else x})"
@@ -175,7 +175,7 @@ def trunc(x, *, out=None):
 
 def where(condition, x=None, y=None, *, out=None):
     if x is None or y is None:
-        raise TracingError("torch.where with a condition alone", "give both values: torch.where(condition, x, y)")
+        raise TracingError("torch.where is called with a condition alone", "give both values: torch.where(condition, x, y)")
     trace, condition = unary(condition, out)
     if condition.kind != "bool":
         raise TracingError("the condition of a choice is a number", "compare it: `x != 0`")
@@ -263,7 +263,7 @@ def divide(x, y, *, rounding_mode=None, out=None):
             return computed(f"{a} / {b}", element, "div", trace, x, y)
         return trunc(trace.make(f"{a} / {b}", element, "anything", smooth=False))
     if rounding_mode is not None:
-        raise TracingError(f"rounding_mode is {rounding_mode!r}", "None, 'floor' or 'trunc'")
+        raise TracingError(f"rounding_mode is {rounding_mode!r}", "use None, 'floor' or 'trunc'")
     trace, x, y = binary(x, y, out)
     element = common(x, y)
     element = element if category(element) == 2 else "float32"
@@ -276,7 +276,7 @@ def power(x, y, *, out=None):
     element = common(x, y)
     if category(element) == 1:
         if type(y) not in NUMBERS or not 0 <= y <= 16:
-            raise TracingError("a power of integers", "a constant exponent from 0 to 16, or convert with `.float()`")
+            raise TracingError("an integer is raised to a power", "use a constant exponent from 0 to 16, or convert with `.float()`")
         if y == 0:
             return of_type(1, element, trace)
         product = copied(x)
@@ -330,7 +330,7 @@ def of_two(name: str) -> Callable:
 
     def made(x, other=None, *, out=None):
         if other is None or isinstance(other, (bool, int, float)):
-            raise TracingError(f"`{name}` of one value", f"give two: torch.{name}imum(x, y), or torch.clamp for a number")
+            raise TracingError(f"`{name}` is called with one value", f"give two: torch.{name}imum(x, y), or torch.clamp for a number")
         return FUNCTIONS[f"{name}imum"](x, other, out=out)
 
     return made
@@ -353,9 +353,9 @@ def clamp(x, min=None, max=None, *, out=None):  # noqa: A002 - PyTorch's names
     trace, x = unary(x, out)
     bounds = [(value(bound, trace), name) for bound, name in ((min, "max"), (max, "min")) if bound is not None]
     if not bounds:
-        raise TracingError("clamp without a bound", "give min=, max= or both")
+        raise TracingError("clamp is called without a bound", "give min=, max= or both")
     if len(bounds) == 2 and all(differentiable(bound) for bound, _ in bounds):
-        raise TracingError("clamp between two tensors that may have gradients", "use torch.minimum(torch.maximum(x, low), high), or clamp twice")
+        raise TracingError("both bounds of clamp are tensors that may have gradients", "use torch.minimum(torch.maximum(x, low), high), or clamp twice")
     # PyTorch promotes all three operands together.
     element = x.element
     for bound, _ in bounds:
@@ -423,7 +423,7 @@ def is_device(one: Any) -> bool:
 
 def to_type(x, dtype=None, non_blocking=False):
     if dtype is None:
-        raise TracingError("`.type()` without a type", "`x.dtype` is the type")
+        raise TracingError("`.type()` is called without a type", "use `x.dtype` to read the type")
     return to(x, dtype)
 
 
@@ -442,7 +442,7 @@ def filled(default):
         trace, x = unary(x)
         fill, *more = (*given, *(() if fill_value is None else (fill_value,)))
         if more:
-            raise TracingError("two numbers are given for one value", "one")
+            raise TracingError("fill_value is given twice", "give it once, by position or by name")
         return of_type(value(fill, trace), x.element if dtype is None else named(dtype), trace)
 
     return made
@@ -452,12 +452,12 @@ def new(default):
     def made(x, *size, dtype=None, fill_value=None, **others):
         if default is None and fill_value is None:
             if not size:
-                raise TracingError("a value is made without a number", "give one: `x.new_full((), 1.0)`")
+                raise TracingError("`new_full` is called without a number", "give one: `x.new_full((), 1.0)`")
             size, fill_value = size[:-1], size[-1]
         size = others.get("size", size)
         size = size[0] if size and isinstance(size[0], (tuple, list)) else size
         if any(n != 1 for n in size):
-            raise TracingError(f"a tensor of shape {tuple(size)} is made of a traced value", "one number: ()")
+            raise TracingError(f"a tensor of shape {tuple(size)} is made of a traced value", "make one number, of shape ()")
         return filled(None)(x, fill_value if default is None else default, dtype=dtype)
 
     return made

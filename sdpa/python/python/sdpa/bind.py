@@ -47,8 +47,8 @@ def _readable(tensor: Any) -> bool:
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        rule = "a tensor that was read before the capture: convert it to int32, or call once before the capture"
-        raise one("a captured int64 tensor", "one that was never read, during the capture of a CUDA graph", rule)
+        rule = "a call with it before the capture: convert the tensor to int32, or call the attention once before capturing"
+        raise one("int64 tensor that the score_mod or mask reads", "its first use during CUDA graph capture", rule)
     return True
 
 

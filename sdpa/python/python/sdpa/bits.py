@@ -18,7 +18,7 @@ def _integers(sign: str, x: Any, y: Any, out: Any) -> tuple:
     trace, x, y = binary(x, y, out)
     element = common(x, y)
     if category(element) != 1:
-        raise TracingError(f"`{sign}` of {element}", "it takes integers or bools; compare first, or convert with `.int()`")
+        raise TracingError(f"`{sign}` is applied to {element}", "it takes integers or bools; compare first, or convert with `.int()`")
     return trace, element, as_type(x, element, trace), as_type(y, element, trace)
 
 
@@ -99,7 +99,7 @@ def inverted(x: Any, *, out: Any = None) -> Any:
     if x.kind == "bool":
         return logical_not(x)
     if x.kind == "f32":
-        raise TracingError(f"`~` of {x.element}", "it takes integers or bools; compare first")
+        raise TracingError(f"`~` is applied to {x.element}", "it takes integers or bools; compare first")
     return computed(f"(0 - 1) - {x.text}", x.element, "-", trace, -1, x)
 
 

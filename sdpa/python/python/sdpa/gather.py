@@ -92,7 +92,7 @@ for _name in "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloo
 
 def _in_place(name: str) -> Callable:
     def method(self: Rows, other: Any) -> Any:
-        raise TracingError(f"`{name}` of a row in place", "write `x = x + y`")
+        raise TracingError(f"`{name}` changes a row in place", "write `x = x + y`")
 
     return method
 
@@ -115,7 +115,7 @@ class Row(Rows):
         if isinstance(at, bool) or not isinstance(at, int):
             raise TracingError(f"a computed row is indexed by {type(at).__name__}", "index it by a constant")
         if not -len(self._values) <= at < len(self._values):
-            raise TracingError(f"index {at} of a row of {len(self._values)}", "an index within it")
+            raise TracingError(f"index {at} is outside of a row of {len(self._values)} elements", "use an index within the row")
         return self._values[at]
 
 
@@ -181,7 +181,7 @@ def _index(one: Any, source: Any, axis: int) -> Any:
     if isinstance(one, int) and not isinstance(one, bool):
         extent = source.shape[axis]
         if not -extent <= one < extent:
-            raise TracingError(f"index {one} of an axis of {extent}", "an index within it")
+            raise TracingError(f"index {one} is outside of an axis of length {extent}", "use an index within the axis")
         return one if one >= 0 else one + extents(source)[axis]
     if isinstance(one, Unread):
         raise TracingError("a tensor is indexed by a row", "index every axis of the row first, `idx[q_idx, kv_idx]`")
@@ -202,11 +202,11 @@ def mapped(name: str, args: tuple, kwargs: dict) -> Any:
     if name in REDUCTIONS:
         return REDUCTIONS[name](*args, **kwargs)
     if kwargs.get("inplace") or name.startswith("new_"):
-        raise TracingError(f"`{name}` of a row, in place" if kwargs.get("inplace") else f"`{name}` of a row", "use the result of the function, or a number")
+        raise TracingError(f"`{name}` changes a row in place" if kwargs.get("inplace") else f"`{name}` is applied to a row", "use the result of the function, or a number")
     given = [*args, *kwargs.values()]
     lengths = {len(_row(x)) for x in given if _row(x) is not None} - {1}
     if len(lengths) > 1:
-        raise TracingError(f"rows of {sorted(lengths)} elements are joined", "rows of one length")
+        raise TracingError(f"rows of {sorted(lengths)} elements are joined", "use rows of one length")
     length = max(lengths, default=1)
     rows = [_row(x) for x in given]
     made = []
@@ -223,7 +223,7 @@ def _row(x: Any) -> tuple | None:
     if isinstance(x, Operators) or type(x) in NUMBERS or not (hasattr(x, "dtype") and hasattr(x, "shape")) or len(x.shape) == 0:
         return None
     if len(x.shape) > 1:
-        raise TracingError(f"a tensor of shape {tuple(x.shape)} is joined with a row", "a row, or one number")
+        raise TracingError(f"a tensor of shape {tuple(x.shape)} is joined with a row", "use a row, or one number")
     return Partial(x, (_FREE,), current("a row")).elements()
 
 
@@ -233,7 +233,7 @@ def _reduced(start: Callable, join: str, end: Callable = lambda made, _: made) -
     def made(x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
         dim = dim if axis is None else axis
         if dim not in (None, 0, -1, (0,), (-1,), [0], [-1]) or keepdim:
-            raise TracingError(f"a row is reduced along dim={dim}, keepdim={keepdim}", "its one axis: dim=-1, without keepdim")
+            raise TracingError(f"a row is reduced with dim={dim}, keepdim={keepdim}", "reduce its only axis: dim=-1, without keepdim")
         parts = [start(one) for one in _row(x)]
         return end(functools.reduce(FUNCTIONS[join], parts), len(parts))
 
@@ -247,23 +247,23 @@ def _whole(x: Any) -> Any:
 
 def _truth(x: Any) -> Any:
     if element_of(x) == "uint8":
-        raise TracingError("`all` or `any` of uint8, which is an uint8 in PyTorch", "convert it before, `.bool()`")
+        raise TracingError("`all` or `any` is applied to uint8, for which PyTorch returns uint8", "convert it first, `.bool()`")
     return x
 
 
 def _float(x: Any) -> Any:
     if kind_of(x) != "f32":
-        raise TracingError(f"the mean of {element_of(x)}", "convert it before, `.float()`")
+        raise TracingError(f"the mean of {element_of(x)} is computed", "convert it first, `.float()`")
     return x
 
 
 def _dot(x: Any, y: Any, *, out: Any = None) -> Any:
     x, y = _row(x), _row(y)
     if x is None or y is None or len(x) != len(y):
-        raise TracingError("a product of rows of different lengths", "two rows of one length")
+        raise TracingError("rows of different lengths are multiplied", "use two rows of one length")
     _, first = unary(x[0], out)
     if first.element != y[0].element or first.element == "bool":
-        raise TracingError(f"the product of a row of {first.element} and one of {y[0].element}", "two rows of one type of numbers: convert one, `.float()`")
+        raise TracingError(f"a row of {first.element} and one of {y[0].element} are multiplied", "convert them to one type of numbers, `.float()`")
     return functools.reduce(FUNCTIONS["add"], [FUNCTIONS["mul"](a, b) for a, b in zip(x, y)])
 
 

@@ -71,7 +71,7 @@ def show(
         shape = block_mask.shape if isinstance(block_mask, BlockMask) else (1, 1, 96, 96)
         shape = (max(shape[0], batch + 1), max(shape[1], head + 1), *shape[2:])
     if not (0 <= batch < shape[0] and 0 <= head < shape[1]):
-        raise one("batch and head", (batch, head), f"within {tuple(shape[:2])}")
+        raise one("batch and head", (batch, head), f"indices below {tuple(shape[:2])}, the batch and the heads of the shape")
     if min(shape[2:]) < 1:
         raise one("shape", tuple(shape), "at least one query and one key")
     if shape[2] * shape[3] > 2**20:
@@ -123,7 +123,7 @@ def _runner(score_mod: Kept | None, mask: Kept, shape: tuple, score: float) -> A
 
         where = next(s.device for s in sources if hasattr(s, "device") and hasattr(s, "data_ptr"))
         if where.type != "cpu":
-            raise one("captured tensors", where, "cpu, for a picture")
+            raise one("device of the tensors that are read", where, "cpu, for a picture")
         query = torch.full((*shape[:3], 1), float(score))
         key = torch.ones(shape[0], shape[1], shape[3], 1)
 

@@ -177,9 +177,9 @@ class Trace:
         left = [(one, n) for one, n, pick in zip(taken, shape, picked) if pick is None]
         axes = tuple([n for _, n in left])
         if len(axes) > 4:
-            raise TracingError(f"a tensor of {len(shape)} axes is indexed by something computed", "a tensor of 1 to 4 axes: reshape it before")
+            raise TracingError(f"a tensor of {len(shape)} axes is indexed by a computed value", "reshape it to 1 to 4 axes first")
         if 0 in axes or math.prod(axes) >= 2**31:
-            raise TracingError(f"a tensor of shape {shape} is indexed by something computed", "one of 1 to 2^31 - 1 elements")
+            raise TracingError(f"a tensor of shape {shape} is indexed by a computed value", "use a tensor of 1 to 2^31 - 1 elements")
         # Plain positions must be within the tensor, which a call can check.
         starts = [(n, AXES.index(one.place[0]), one.place[1]) for n, (one, _) in enumerate(left) if type(one) is Value and one.place is not None]
         there = None
@@ -373,7 +373,7 @@ HELD = {
 def _element_of(source: Any) -> str:
     name = str(source.dtype).rsplit(".", 1)[-1]
     if name not in KINDS:
-        raise TracingError(f"a tensor of {name} is read", f"convert it before to one of {', '.join(KINDS)}, by `.float()` for instance")
+        raise TracingError(f"a tensor of {name} is read", f"first convert it to one of {', '.join(KINDS)}, for instance with `.float()`")
     return name
 
 
@@ -426,5 +426,5 @@ def _tensor_result(trace: Trace, result: Any, what: str) -> Value:
     if hasattr(result, "numel") and hasattr(result, "dtype") and result.numel() == 1:
         return trace.tensor(result, tuple(0 for _ in result.shape), [])
     if isinstance(result, Unread):
-        raise TracingError(f"{what} returns a row of a tensor", "index every axis, or reduce the row by `.sum()`")
+        raise TracingError(f"{what} returns a row of a tensor", "index every axis, or reduce the row, for instance by `.sum()`")
     raise TracingError(f"{what} returns {type(result).__name__}", "return a value made of its arguments")

@@ -37,7 +37,7 @@ def register(name: str = NAME, *, executor: str | None = None) -> None:
     if executor is not None:
         named(executor)
     if "sdpa" in name or "flex" in name or "flash" in name or name == "eager":
-        raise one("name", repr(name), "a name without sdpa, flex and flash, which transformers treats as its own")
+        raise one("name", repr(name), "a name that contains none of sdpa, flex and flash, which transformers treats as its own")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention if executor is None else functools.partial(attention, executor=executor))
@@ -185,7 +185,7 @@ _CAUSAL = MaskMod.from_text("causal-bottom-right")
 def _parameter(tensor: torch.Tensor, name: str, extents: tuple) -> Parameter:
     """Returns a parameter for a tensor of four axes; an extent of 1 applies to all."""
     if tensor.dim() != 4:
-        raise one(name, f"shape {tuple(tensor.shape)}", "(batch, heads, queries, keys), 1 to broadcast")
+        raise one(name, f"shape {tuple(tensor.shape)}", "(batch, heads, queries, keys), where an axis that broadcasts is 1")
     places = tuple(axis for axis, n, have in zip(("batch", "head", "q", "k"), tensor.shape, extents) if n != 1 or have == 1)
     picks = tuple(None if axis in places else 0 for axis in ("batch", "head", "q", "k"))
     return Parameter(name, tensor, picks, tuple(range(len(places))), places, (0,) * len(places), dtype_of(tensor))

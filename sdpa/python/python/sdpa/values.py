@@ -71,13 +71,13 @@ _INSTEAD = {
     "log_softmax": "a score_mod sees one score, and attention takes the softmax of what it returns: return the score",
     "norm": "take the root of the sum of squares: `(x ** 2).sum().sqrt()`",
     "cdist": "unroll the distance: `((x[q_idx] - y[kv_idx]) ** 2).sum().sqrt()`",
-    "dropout": "draw the mask before, into a tensor over (batch, head, q, k), and read it",
+    "dropout": "draw the mask before the call, into a tensor over (batch, head, q, k), and read it",
     "einsum": "join rows by `(x * y).sum()` or torch.dot",
     "gather": "index the tensor: `table[head, index]`", "take": "index the tensor: `table[index]`", "index_select": "index the tensor: `table[index]`",
     "embedding": "index the weight: `weight[index, h]`", "one_hot": "compare: `(index == n).float()`",
     **dict.fromkeys(
         ("atan2", "arctan2", "atan", "arctan", "angle", "asin", "arcsin", "acos", "arccos"),
-        "the kernels have no inverse of a sine, cosine or tangent: compute the angles before, into a tensor, and read it by b, h, q_idx, kv_idx or as a table",
+        "the kernels have no inverse of a sine, cosine or tangent: compute the angles before the call, into a tensor, and read it by b, h, q_idx, kv_idx or as a table",
     ),
 }  # fmt: skip
 
@@ -91,7 +91,7 @@ def instead_of(name: str) -> str:
         return known
     near = difflib.get_close_matches(name.strip("_").lower(), sorted(n for n in FUNCTIONS if not n.startswith("r") or n[1:] not in FUNCTIONS), 1, 0.6)
     nearest = f"the nearest name is `{near[0]}`; " if near else ""
-    return f"{nearest}write it with operators, or compute it before into a tensor and read it by index"
+    return f"{nearest}write it with operators, or compute it before the call, into a tensor, and read it by index"
 
 
 class Operators:

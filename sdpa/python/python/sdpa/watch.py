@@ -24,7 +24,7 @@ class _Random(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise TracingError(f"random numbers are drawn ({func})", "draw a tensor before, and read it by b, h, q_idx, kv_idx")
+            raise TracingError(f"random numbers are drawn ({func})", "draw a tensor before the call, and read it by b, h, q_idx, kv_idx")
         return func(*args, **(kwargs or {}))
 
 
