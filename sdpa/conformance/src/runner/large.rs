@@ -241,7 +241,8 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     if sink {
         // Compute P from the row sums: near 1e30 not even an f64 log-sum-exp can hold the logarithm of the number of keys.
         let mut want_sink = vec![0.0; heads_q as usize];
-        // Use the rounded output, as the pass does: with few rows, the sum is small enough for its rounding to matter.
+        // Compute delta from the rounded output, as the backward pass does: with few rows, the sink gradient is so small that this
+        // rounding matters.
         let of_o = o.widened();
         for row in 0..rows {
             let head = row / seq_q as usize % heads_q as usize;

@@ -273,7 +273,8 @@ mod tests {
     fn a_norm_is_limited_and_decides_where_the_limit_is_below_it() {
         assert!(row(1.0, 1.0, 0.1).bound() == 0.0 && row(1.1, 1.0, 0.1).bound() < 1.0 && row(2.0, 1.0, 0.1).bound() > 1.0);
         assert_eq!([0.1, 2.0, f64::NAN, f64::INFINITY].map(|fine| row(1.0, 1.0, fine).undecided()), [0, 1, 1, 1]);
-        // The terms cancel, so zeros are right. Such a row is undecided only if its limit reaches the norm of the magnitudes.
+        // The terms cancel, so the right result is zero. Such a row is undecided only if its limit is at least the norm of the terms'
+        // magnitudes (1.0 here).
         assert_eq!([0.1, 2.0].map(|fine| row(0.0, 1e-15, fine).undecided()), [0, 1]);
         // A tile of exact zeros without noise accepts zeros only.
         assert_eq!((row(0.0, 0.0, 0.0).undecided(), row(1e-30, 0.0, 0.0).bound()), (0, f64::INFINITY));
