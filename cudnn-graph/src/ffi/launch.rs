@@ -151,10 +151,5 @@ fn same_device(stream: &Stream, buffer: &Buffer) -> Result<(), Error> {
     if want == have {
         return Ok(());
     }
-    Err(sdpa_driver::Error::Memory {
-        what: "a buffer cannot be bound".to_owned(),
-        bytes: 0,
-        limit: format!("it is on device {have}, but the stream is on device {want}"),
-    }
-    .into())
+    Err(sdpa_driver::Error::OtherDevice { what: "a buffer", got: have, expected: want }.into())
 }

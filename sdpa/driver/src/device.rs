@@ -192,12 +192,7 @@ impl Device {
     /// Returns the error of a capture that ended without a graph.
     #[cold]
     pub(crate) fn no_graph(&self) -> Error {
-        Error::Driver {
-            call: "cuStreamEndCapture",
-            code: 0,
-            name: "CUDA_SUCCESS".to_owned(),
-            text: "the driver returned no graph".to_owned(),
-        }
+        Error::Driver { call: "cuStreamEndCapture", code: 0, name: "CUDA_SUCCESS".to_owned(), text: "no graph came of it".to_owned() }
     }
 
     /// Returns an unused [`Lane`] of the device, which lives as long as the process. A lane may be used by one submission at a time.

@@ -63,11 +63,11 @@ pub enum Error {
         log: String,
     },
     /// A request does not fit: a copy past the end of a buffer, a workspace that is too small, or too many kernel arguments.
-    #[error("{what}{}; {limit}", Needs(*bytes))]
+    #[error("{what} needs {bytes} bytes; {limit}")]
     Memory {
         /// The purpose of the memory, or a description of the object that does not fit.
         what: String,
-        /// The requested size in bytes; 0 if the size is not the reason.
+        /// The requested size in bytes.
         bytes: u64,
         /// The limit that was exceeded, as text.
         limit: String,
@@ -102,14 +102,6 @@ impl Error {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } | Error::Driver { .. } => true,
             Error::Compile { .. } | Error::Memory { .. } | Error::OtherDevice { .. } => false,
         }
-    }
-}
-
-struct Needs(u64);
-
-impl fmt::Display for Needs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == 0 { Ok(()) } else { write!(f, " needs {} bytes", self.0) }
     }
 }
 

@@ -52,15 +52,14 @@ impl Submission<'_> {
     pub unsafe fn launch(&self, kernel: &Kernel, [blocks, threads]: [u32; 2], arguments: &[u64]) -> Result<(), Error> {
         let device = self.device();
         if kernel.device.ordinal() != device.ordinal() {
-            let limit = format!("it is on device {}, but the stream is on device {}", kernel.device.ordinal(), device.ordinal());
-            return Err(Error::Memory { what: "the kernel cannot be launched".to_owned(), bytes: 0, limit });
+            return Err(Error::OtherDevice { what: "the kernel", got: kernel.device.ordinal(), expected: device.ordinal() });
         }
         let mut pointers = [std::ptr::null_mut::<c_void>(); ARGUMENTS];
         if arguments.len() > ARGUMENTS {
             return Err(Error::Memory {
                 what: "the argument list of a kernel".to_owned(),
                 bytes: 8 * arguments.len() as u64,
-                limit: format!("at most {ARGUMENTS} arguments of 8 bytes fit"),
+                limit: format!("a kernel has at most {ARGUMENTS} arguments of 8 bytes"),
             });
         }
         for (pointer, argument) in pointers.iter_mut().zip(arguments) {

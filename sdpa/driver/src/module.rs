@@ -132,8 +132,8 @@ impl Submission<'_> {
     pub unsafe fn launch_entry(&self, entry: &Entry, launch: Launch, parameters: &[*const c_void]) -> Result<(), Error> {
         let mut pointers = [std::ptr::null_mut::<c_void>(); PARAMETERS];
         if parameters.len() > PARAMETERS {
-            let limit = format!("at most {PARAMETERS} parameters of 8 bytes fit");
-            return Err(Error::Memory { what: "a launch".to_owned(), bytes: 8 * parameters.len() as u64, limit });
+            let limit = format!("a kernel has at most {PARAMETERS} parameters");
+            return Err(Error::Memory { what: "the parameter list of a kernel".to_owned(), bytes: 8 * parameters.len() as u64, limit });
         }
         for (pointer, parameter) in pointers.iter_mut().zip(parameters) {
             *pointer = parameter.cast_mut();

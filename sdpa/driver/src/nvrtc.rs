@@ -106,8 +106,7 @@ impl Nvrtc {
     }
 
     fn program(&self, text: &str, architecture: &str, options: &[&str]) -> Result<Program<'_>, Error> {
-        let zero =
-            |_| Error::Compile { call: "nvrtcCreateProgram", code: 0, log: "the source or an option contains a NUL byte".to_owned() };
+        let zero = |_| Error::Compile { call: "nvrtcCreateProgram", code: 0, log: "a text with a zero in it".to_owned() };
         let text = CString::new(text).map_err(zero)?;
         let options = [format!("--gpu-architecture={architecture}")].into_iter().chain(options.iter().map(|&o| o.to_owned()));
         let options: Vec<CString> = options.map(|o| CString::new(o).map_err(zero)).collect::<Result<_, _>>()?;

@@ -127,7 +127,7 @@ impl Submission<'_> {
         });
         drop(gone);
         if room.is_some() {
-            let limit = "this thread is ending and cannot keep a workspace; pass one to the call".to_owned();
+            let limit = "this thread is ending and keeps no workspace: pass one with the call".to_owned();
             return Err(Error::Memory { what: "workspace".to_owned(), bytes: bytes as u64, limit });
         }
         Ok(found)

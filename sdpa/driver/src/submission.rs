@@ -113,11 +113,8 @@ impl<'s> Submission<'s> {
     /// Returns [`Error::Memory`] for slices of different sizes, or a driver error.
     pub unsafe fn copy(&self, from: DeviceSlice, to: DeviceSlice) -> Result<(), Error> {
         if from.bytes != to.bytes {
-            return Err(Error::Memory {
-                what: "a copy".to_owned(),
-                bytes: from.bytes,
-                limit: format!("the destination has {} bytes", to.bytes),
-            });
+            let limit = format!("the destination has {} bytes", to.bytes);
+            return Err(Error::Memory { what: "a copy".to_owned(), bytes: from.bytes, limit });
         }
         let bytes = usize::try_from(from.bytes).unwrap_or(usize::MAX);
         // SAFETY: the caller upholds the contract.

@@ -22,8 +22,8 @@ impl CudaPlan {
         call::check(&self.job, call, self.workspace_bytes)?;
         let device = self.device();
         if stream.device().ordinal() != device.ordinal() {
-            let limit = format!("it is on device {}, but the stream is on device {}", device.ordinal(), stream.device().ordinal());
-            return Err(sdpa_driver::Error::Memory { what: "the plan cannot be launched".to_owned(), bytes: 0, limit }.into());
+            let (got, expected) = (device.ordinal(), stream.device().ordinal());
+            return Err(sdpa_driver::Error::OtherDevice { what: "the plan", got, expected }.into());
         }
         let submission = &stream.begin()?;
         let workspace = match call.workspace.filter(|_| self.workspace_bytes > 0) {
