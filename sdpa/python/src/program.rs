@@ -131,6 +131,12 @@ impl Program {
     }
 }
 
+impl Program {
+    fn dropout(&self) -> Option<Dropout> {
+        self.written.dropout.map(Dropout::new)
+    }
+}
+
 /// Parses the name of an element type.
 pub(crate) fn named(name: &str) -> PyResult<DType> {
     let all = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];

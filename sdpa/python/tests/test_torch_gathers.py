@@ -309,3 +309,20 @@ def test_what_is_no_gather_is_refused_with_its_line(fn, what):
     with pytest.raises(TracingError, match=what) as caught:
         sdpa.ScoreMod(fn)
     assert __file__ in caught.value.where
+
+
+def test_a_captured_tensor_of_one_number_is_an_index():
+    torch.manual_seed(0)
+    bias = torch.randn(2, 4, 3, 37, requires_grad=True)
+    which = torch.tensor(1)
+    q, k, v = (torch.randn(2, 4, 37, 16) for _ in range(3))
+    for chosen in (1, 2, -1):
+        which.fill_(chosen)
+        o = sdpa.flex_attention(q, k, v, lambda score, b, h, i, j: score + bias[b, h, which, i] * (j % 3))
+        scores = q @ k.transpose(-1, -2) / 4 + bias[:, :, chosen, :, None] * (torch.arange(37) % 3)
+        right = torch.softmax(scores, -1) @ v
+        assert (o - right).abs().max() < 1e-5
+        ours, exact = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (o, right))
+        assert (ours - exact).abs().max() < 1e-4 and exact.abs().max() > 0.01
+    with pytest.raises(TracingError, match="an int32 or an int64"):
+        sdpa.ScoreMod(lambda score, b, h, i, j: score + bias[b, h, torch.tensor(0.5), i])

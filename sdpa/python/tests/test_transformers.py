@@ -259,13 +259,30 @@ def test_an_executor_by_name():
 
 def test_what_is_not_covered_is_said():
     torch.manual_seed(3)
-    of = LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1)).train()
-    of.set_attn_implementation("rust_attention")
-    with pytest.raises(sdpa.SpecError, match="attention_dropout: got 0.1"):
-        of(input_ids=batch()[0])
     with pytest.raises(sdpa.SpecError, match="name"):
         sdpa.transformers.register("rust_sdpa")
     assert transformers.__version__
+
+
+@on_devices
+def test_a_model_trains_with_dropout(device):
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.5)).to(device)
+    model.set_attn_implementation("rust_attention")
+    ids = batch()[0].to(device)
+
+    def step(seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.item(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    exact = model.eval(), step(0)
+    (first, gradient), (again, same), (other, _) = model.train() and (step(1), step(1), step(2))
+    assert first == again and torch.equal(gradient, same) and other != first
+    assert first != exact[1][0] and gradient.abs().max() > 0
+    assert abs(first - exact[1][0]) < 0.5  # Weights that are kept are scaled up.
 
 
 @on_devices

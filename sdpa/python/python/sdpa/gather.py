@@ -163,6 +163,9 @@ def index(source: Any, at: Any, taken: tuple | None, trace: Any) -> Any:
             axis += len(free) - given
             continue
         if not (isinstance(one, slice) and (one.start, one.stop, one.step) == (None, None, None)):
+            if not isinstance(one, Operators) and hasattr(one, "dtype") and tuple(getattr(one, "shape", (0,))) == ():
+                # A captured number in a tensor of no axes.
+                one = trace.tensor(one, (), [])
             rest[free[axis]] = _index(one, source, free[axis])
         axis += 1
     if any([one is _FREE for one in rest]):

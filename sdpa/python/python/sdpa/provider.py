@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from . import op
+from .bind import bound
 from .errors import UnsupportedError
 from .flex import _seed
-from .mods import Kept, MaskMod, ScoreMod, joined
+from .mods import Kept, MaskMod, joined
 from .op import STATS
-from .transformers import _of_tensor
+from .transformers import _of_tensor, _score_mod
 
 try:
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl, restore_flash_attention_impl
@@ -65,10 +66,11 @@ class _Handle:
 
 
 def use() -> Use:
-    """Makes `scaled_dot_product_attention` run on this package, where PyTorch would use flash attention: f16 and bf16 on GPUs, f32, f16 and bf16 on CPUs.
+    """Makes `torch.nn.functional.scaled_dot_product_attention` run on this package.
 
-    Call it once, or use it as a context manager: `with sdpa.use(): ...`. Calls that PyTorch gives to another backend are not affected: on GPUs those with
-    `attn_mask`, with is_causal and different lengths, or in float32. A call that no executor supports raises `UnsupportedError`.
+    It replaces PyTorch's fused kernels: flash attention on CPUs, and on GPUs flash, memory-efficient and cuDNN attention. Call it once, or use it as a context
+    manager: `with sdpa.use(): ...`. Calls that PyTorch gives to none of them, because it computes them with single operations, are not affected. A call that
+    no executor supports raises `UnsupportedError`.
     """
     return Use()
 
@@ -90,67 +92,113 @@ def _causal() -> MaskMod:
     return MaskMod.from_text("causal")
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None, dropout: float) -> tuple[str, list]:
-    """Returns the program of a call and the tensors that it reads, without those of dropout."""
-    added: list = []
-    masks: list[Kept] = [_causal()] if is_causal else []
-    if attn_mask is not None:
-        if is_causal:
-            raise UnsupportedError(NAME, ["is_causal and attn_mask cannot be combined: pass one of them"])
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-        _of_tensor(attn_mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]), added, masks)
-    mod = None
-    if added:
-        from .transformers import _score_mod
+class _Call:
+    """One call: its program, and the tensors that it reads, without those of dropout."""
 
-        mod = _score_mod(None, tuple(added))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    program, tensors, _ = joined(mod, masks[0] if masks else None, False, deterministic, None, dropout)
-    from .bind import bound
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, is_causal: bool, bias: torch.Tensor | None, dropout: float, scale: float | None):
+        added: list = []
+        masks: list[Kept] = [_causal()] if is_causal else []
+        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if bias is not None:
+            if is_causal:
+                raise UnsupportedError(NAME, ["is_causal and attn_mask cannot be combined: pass one of them"])
+            _of_tensor(bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)), extents, added, masks)
+        mod = _score_mod(None, tuple(added)) if added else None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self.program, tensors, _ = joined(mod, masks[0] if masks else None, False, deterministic, None, dropout)
+        self.params = [bound(t, extents, q.device) for t in tensors]
+        self.scale = op.usual(q.shape[-1]) if scale is None else scale
 
-    extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return program, [bound(t, extents, q.device) for t in tensors]
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output and its log-sum-exp."""
+        o, stats = torch.ops.sdpa.attention(q, k, v, self.params + seed, [], self.program, self.scale, STATS, [])
+        return o, stats
 
-
-def _run(q, k, v, dropout, is_causal, attn_mask, scale) -> tuple:
-    program, params = _problem(q, k, is_causal, attn_mask, dropout)
-    seed = list(_seed(q.device)) if dropout else []
-    scale = op.usual(q.shape[-1]) if scale is None else scale
-    o, stats = torch.ops.sdpa.attention(q, k, v, params + seed, [], program, scale, STATS, [])
-    return o, stats, seed
+    def backward(self, d_o: torch.Tensor, q: Any, k: Any, v: Any, o: Any, stats: Any, seed: list, of_bias: bool = False) -> list[torch.Tensor]:
+        """Returns the gradients of q, k, v, and that of the bias if asked."""
+        wrt = [0] if of_bias else []
+        return torch.ops.sdpa.attention_backward(d_o, q, k, v, o, stats, self.params + seed, [], self.program, self.scale, wrt)
 
 
-def _gradients(d_o, q, k, v, o, stats, dropout, is_causal, attn_mask, scale, seed) -> tuple:
-    program, params = _problem(q, k, is_causal, attn_mask, dropout)
-    scale = op.usual(q.shape[-1]) if scale is None else scale
-    made = torch.ops.sdpa.attention_backward(d_o, q, k, v, o, stats, params + seed, [], program, scale, [])
-    return tuple(made[:3])
+def _state(seed: list, device: torch.device) -> torch.Tensor:
+    """Returns seed and offset of dropout as PyTorch's kernels return theirs."""
+    return (torch.cat(seed) if seed else torch.zeros(2, dtype=torch.int64, device=device)).view(torch.uint64)
+
+
+def _seeds(state: torch.Tensor, dropout: float) -> list:
+    return list(state.view(torch.int64).split(1)) if dropout else []
+
+
+def _unused(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.uint64, device=device)
+
+
+def _drawn(dropout: float, device: torch.device) -> list:
+    return list(_seed(device)) if dropout else []
 
 
 def _forward_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    o, stats, _ = _run(query, key, value, 0.0, is_causal, attn_mask, scale)
-    return o, stats
+    return _Call(query, key, is_causal, attn_mask, 0.0, scale).forward(query, key, value, [])
 
 
 def _backward_cpu(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
-    return _gradients(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, attn_mask, scale, [])
+    return tuple(_Call(query, key, is_causal, attn_mask, 0.0, scale).backward(grad_out, query, key, value, out, logsumexp, []))
 
 
-def _forward_cuda(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    if return_debug_mask:
+def _no_debug_mask(asked: bool) -> None:
+    if asked:
         raise UnsupportedError(NAME, ["return_debug_mask is not supported"])
-    o, stats, seed = _run(query, key, value, dropout_p, is_causal, None, scale)
-    state = torch.cat(seed) if seed else torch.zeros(2, dtype=torch.int64, device=query.device)
+
+
+def _forward_flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    _no_debug_mask(return_debug_mask)
+    seed = _drawn(dropout_p, query.device)
+    o, stats = _Call(query, key, is_causal, None, dropout_p, scale).forward(query, key, value, seed)
     nothing = torch.empty(0, dtype=query.dtype, device=query.device)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    return o, stats, None, None, query.shape[2], key.shape[2], state.view(torch.uint64), unused, nothing
+    return o, stats, None, None, query.shape[2], key.shape[2], _state(seed, query.device), _unused(query.device), nothing
 
 
-def _backward_cuda(
+def _backward_flash(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, *, scale=None
 ):
-    seed = list(philox_seed.view(torch.int64).split(1)) if dropout_p else []
-    return _gradients(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, None, scale, seed)
+    call = _Call(query, key, is_causal, None, dropout_p, scale)
+    return tuple(call.backward(grad_out, query, key, value, out, logsumexp, _seeds(philox_seed, dropout_p)))
+
+
+def _forward_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    _no_debug_mask(return_debug_mask)
+    seed = _drawn(dropout_p, query.device)
+    o, stats = _Call(query, key, is_causal, attn_bias, dropout_p, scale).forward(query, key, value, seed)
+    nothing = torch.empty(0, dtype=query.dtype, device=query.device)
+    return o, stats.unsqueeze(-1), None, None, query.shape[2], key.shape[2], _state(seed, query.device), _unused(query.device), nothing
+
+
+def _backward_cudnn(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None
+):
+    call = _Call(query, key, is_causal, attn_bias, dropout_p, scale)
+    return tuple(call.backward(grad_out, query, key, value, out, logsumexp.squeeze(-1), _seeds(philox_seed, dropout_p)))
+
+
+# PyTorch's memory-efficient kernels pad the log-sum-exp to a multiple of this many queries.
+_PADDED = 32
+
+
+def _forward_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    seed = _drawn(dropout_p, query.device)
+    o, stats = _Call(query, key, is_causal, attn_bias, dropout_p, scale).forward(query, key, value, seed)
+    stats = torch.nn.functional.pad(stats, (0, -stats.shape[-1] % _PADDED)) if compute_log_sumexp else stats[..., :0]
+    return o, stats, _state(seed, query.device), _unused(query.device)
+
+
+def _backward_efficient(
+    grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
+):
+    call = _Call(query, key, is_causal, attn_bias, dropout_p, scale)
+    of_bias = attn_bias is not None and grad_input_mask[3]
+    stats = logsumexp[..., : query.shape[2]].contiguous()
+    made = call.backward(grad_out, query, key, value, out, stats, _seeds(philox_seed, dropout_p), of_bias)
+    return *made[:3], made[3].reshape(attn_bias.shape) if of_bias else torch.empty(0, device=query.device)
 
 
 _CPU = {
@@ -158,6 +206,10 @@ _CPU = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _backward_cpu,
 }
 _CUDA = {
-    "_scaled_dot_product_flash_attention": _forward_cuda,
-    "_scaled_dot_product_flash_attention_backward": _backward_cuda,
+    "_scaled_dot_product_flash_attention": _forward_flash,
+    "_scaled_dot_product_flash_attention_backward": _backward_flash,
+    "_scaled_dot_product_cudnn_attention": _forward_cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _backward_cudnn,
+    "_scaled_dot_product_efficient_attention": _forward_efficient,
+    "_scaled_dot_product_efficient_attention_backward": _backward_efficient,
 }
