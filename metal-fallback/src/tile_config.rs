@@ -94,7 +94,7 @@ impl Tiles {
         self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
     }
 
-    /// Returns the number of columns of one of the [`Tiles::splits`] parts of `padded` columns.
+    /// Returns the width of one part, if `padded` columns are split into [`Tiles::splits`] parts: a multiple of `FRAGMENT` columns.
     pub fn slice(&self, padded: u32) -> u32 {
         padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
     }

@@ -200,8 +200,9 @@ pub struct AttentionSpec {
     /// The base of the logarithms in `stats`. Backward passes read natural logarithms.
     #[serde(default, skip_serializing_if = "StatsBase::is_natural")]
     pub stats_base: StatsBase,
-    /// Whether to compute `row_max`, with the layout of stats: the largest unmasked score of each row, scaled and modified, in natural units; −inf if
-    /// a row has no key. With a sink, the larger of that and the sink.
+    /// Whether to compute `row_max`, in the layout of `stats`: for each row, the largest score that is not masked out, after `attn_scale` and
+    /// the score_mods. It is not converted to base 2, even if `stats` are. −inf if a row has no key. With a sink, the larger of the maximum
+    /// and the sink.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub row_max: bool,
     /// Whether to compute `sum_exp`, with the layout of stats: `Σ exp(score − row_max)` over the unmasked keys; 0 if a row has no key. With a sink it

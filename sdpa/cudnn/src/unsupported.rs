@@ -228,7 +228,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if let Job::Backward(backward) = job
         && !packed_numbers(backward.d_o())
     {
-        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "no gaps between the numbers if each row repeats one number");
+        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "no gaps between rows if the stride of the last axis is 0");
     }
     let behind = problem.sink() && !lower::sink_in_graph(problem, runtime);
     for statistic in [Statistic::RowMax, Statistic::SumExp].into_iter().filter(|statistic| behind && problem.computes(*statistic)) {

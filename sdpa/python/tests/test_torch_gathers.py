@@ -278,7 +278,7 @@ def test_tables_of_text_and_of_numpy():
         (lambda s, b, h, q, k: s + REL[None, q], "indexed by NoneType"),
         (lambda s, b, h, q, k: s + REL[True, q], "indexed by bool"),
         (lambda s, b, h, q, k: s + BIAS[[q, k]], "indexed by list"),
-        (lambda s, b, h, q, k: s + BIAS[XY[q]], "indexed by a row"),
+        (lambda s, b, h, q, k: s + BIAS[XY[q]], "itself a tensor with unindexed axes"),
         (lambda s, b, h, q, k: REL[q - k], "returns a row"),
         (lambda s, b, h, q, k: s + T4[b, q - k].sum(), "indexed along 2 of them"),
         (lambda s, b, h, q, k: s + (XY[q] * REL[h]).sum(), "rows of \\[3, 21\\]"),
@@ -326,3 +326,17 @@ def test_a_captured_tensor_of_one_number_is_an_index():
         assert (ours - exact).abs().max() < 1e-4 and exact.abs().max() > 0.01
     with pytest.raises(TracingError, match="an int32 or an int64"):
         sdpa.ScoreMod(lambda score, b, h, i, j: score + bias[b, h, torch.tensor(0.5), i])
+
+
+def test_a_value_is_broadcast_against_a_row():
+    torch.manual_seed(0)
+    chosen = torch.rand(2, 4, 5, 6).topk(3, -1).indices.to(torch.int32)
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (40, 48, 48))
+    o = flex_attention(q, k, v, None, create_block_mask(lambda b, h, i, j: (chosen[b, h, i // 8] == (j // 8).unsqueeze(-1)).any(dim=-1), 2, 4, 40, 48))
+    tiles = torch.zeros(2, 4, 5, 6, dtype=torch.bool).scatter_(-1, chosen.long(), True)
+    mask = tiles.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    assert (o - torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)).abs().max() < 1e-5
+    with pytest.raises(TracingError, match="only one axis is unrolled"):
+        sdpa.MaskMod(lambda b, h, i, j: (chosen[b, h, i // 8].unsqueeze(-1) == chosen[b, h, i // 8]).any())
+    with pytest.raises(TracingError, match="without axes"):
+        sdpa.ScoreMod(lambda s, b, h, i, j: s.unsqueeze(2))

@@ -330,7 +330,7 @@ def of_two(name: str) -> Callable:
 
     def made(x, other=None, *, out=None):
         if other is None or isinstance(other, (bool, int, float)):
-            raise TracingError(f"`{name}` is called with one value", f"give two: torch.{name}imum(x, y), or torch.clamp for a number")
+            raise TracingError(f"`{name}` needs two traced values or tensors", f"use torch.{name}imum(x, y), or torch.clamp to bound x by a number")
         return FUNCTIONS[f"{name}imum"](x, other, out=out)
 
     return made
@@ -429,6 +429,14 @@ def to_type(x, dtype=None, non_blocking=False):
 
 def same(x, *, memory_format=None):
     return unary(x)[1]
+
+
+def unsqueezed(x, dim):
+    """Returns a value itself: next to a row it is a row of one element, which is broadcast."""
+    trace, x = unary(x)
+    if dim not in (0, -1):
+        raise TracingError(f"`unsqueeze({dim})` is applied to a value without axes", "use unsqueeze(-1) or unsqueeze(0)")
+    return x
 
 
 def copied(x, *, memory_format=None):

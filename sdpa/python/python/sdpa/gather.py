@@ -139,7 +139,7 @@ class Partial(Rows):
         free = [n for n, one in enumerate(self.taken) if one is _FREE]
         if len(free) > 1:
             given, axes = len(self.taken) - len(free), len(self.taken)
-            raise TracingError(f"a tensor of {axes} axes is indexed along {given} of them", "index every axis, or every axis but one for a row that is reduced, `.sum()`")
+            raise TracingError(f"a tensor of {axes} axes is indexed along {given} of them", "index every axis, or leave out one axis to get a row and reduce it, for example with `.sum()`")
         length = extents(self.source)[free[0]]
         if not 0 < length <= _LONGEST:
             raise TracingError(f"a row of {length} elements is read", f"rows of 1 to {_LONGEST} elements are supported; reduce longer ones before tracing, into a tensor over queries and keys")
@@ -187,7 +187,7 @@ def _index(one: Any, source: Any, axis: int) -> Any:
             raise TracingError(f"index {one} is outside of an axis of length {extent}", "use an index within the axis")
         return one if one >= 0 else one + extents(source)[axis]
     if isinstance(one, Unread):
-        raise TracingError("a tensor is indexed by a row", "index every axis of the row first, `idx[q_idx, kv_idx]`")
+        raise TracingError("the index of a tensor is itself a tensor with unindexed axes", "index every axis of the index tensor first, for example `idx[q_idx, kv_idx]`")
     raise TracingError(f"a tensor is indexed by {type(one).__name__}", "an index is an integer constant, q_idx, kv_idx, b, h, or an integer that is computed from these and from tensors")
 
 
@@ -204,6 +204,8 @@ def mapped(name: str, args: tuple, kwargs: dict) -> Any:
     """Applies a function to rows: to each of their elements, or to all together."""
     if name in REDUCTIONS:
         return REDUCTIONS[name](*args, **kwargs)
+    if name == "unsqueeze":
+        raise TracingError("`unsqueeze` is applied to a row", "use the row as it is: only one axis is unrolled")
     if kwargs.get("inplace") or name.startswith("new_"):
         raise TracingError(f"`{name}` changes a row in place" if kwargs.get("inplace") else f"`{name}` is applied to a row", "use the result of the function, or a number")
     given = [*args, *kwargs.values()]

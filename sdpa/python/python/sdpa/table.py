@@ -8,7 +8,7 @@ from typing import Any, Callable
 from .activations import ACTIVATIONS
 from .arithmetic import (
     arithmetic, cast, clamp, compare, copied, divide, either, expm1, extreme, filled, floor_divide, fmod, log1p, logarithm, logic, logical_not,
-    masked_fill, new, number_wins, of_two, positive_sign, power, real, remainder, rounding, same, sigmoid, to, to_type, trunc, where, xor,
+    masked_fill, new, number_wins, of_two, positive_sign, power, real, remainder, rounding, same, sigmoid, to, to_type, trunc, unsqueezed, where, xor,
 )  # fmt: skip
 from .bits import BITWISE
 from .errors import TracingError
@@ -59,7 +59,7 @@ FUNCTIONS |= {
     "to": to, "type": to_type, "type_as": to,
     "zeros_like": filled(0), "ones_like": filled(1), "full_like": filled(None),
     "new_zeros": new(0), "new_ones": new(1), "new_full": new(None), "new_tensor": filled(None),
-    "clone": copied, "contiguous": same, **ACTIVATIONS, **BITWISE,
+    "clone": copied, "contiguous": same, "unsqueeze": unsqueezed, **ACTIVATIONS, **BITWISE,
 }  # fmt: skip
 
 UFUNCS |= {
