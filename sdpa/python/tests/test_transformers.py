@@ -319,3 +319,61 @@ def test_checkpointed_layers(device):
     _, ours = train(of, ids, keep)
     for n in wanted:
         textbook.close(ours[n], wanted[n], n, 1e-6 if device == "cpu" else 2e-2)
+
+
+def _small(name):
+    """A model with its default dropout, and a call that returns a loss."""
+    ids = torch.randint(1, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
+    if name == "GPT-2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=100, n_positions=64, n_embd=64, n_layer=2, n_head=4))
+        return model, [model], lambda: model(input_ids=ids, labels=ids).loss
+    if name == "BERT":
+        sizes = dict(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+        model = transformers.BertModel(transformers.BertConfig(**sizes))
+        return model, [model], lambda: model(input_ids=ids).last_hidden_state.square().mean()
+    if name == "T5":
+        config = transformers.T5Config(vocab_size=100, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(config)
+        return model, [model.encoder, model.decoder], lambda: model(input_ids=ids, labels=ids).loss
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, conv_dim=(32,) * 7, mask_time_prob=0.0)
+    model = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**sizes, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4))
+    return model, [model], lambda: model(sound).last_hidden_state.square().mean()
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5", "Wav2Vec2"])
+def test_default_configurations_train(name):
+    torch.manual_seed(5)
+    model, parts, loss = _small(name)
+
+    def step(seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        return value.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    model.eval()
+    exact = step(0)
+    for part in parts:
+        part.set_attn_implementation("rust_attention")
+    ours = step(0)
+    # Without dropout the results are those of eager attention.
+    assert abs(exact[0] - ours[0]) < 1e-5 * max(1.0, abs(exact[0])) and exact[1].keys() == ours[1].keys()
+    assert all((exact[1][p] - ours[1][p]).norm() <= 1e-4 * exact[1][p].norm() + 1e-7 for p in exact[1])
+    model.train()
+    first, again, other = step(1), step(1), step(2)
+    assert first[0] == again[0] != other[0] and all(torch.equal(first[1][p], again[1][p]) for p in first[1])
+    assert first[1].keys() == ours[1].keys()
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_gpt2_generates_with_each_cache(cache):
+    torch.manual_seed(6)
+    model, _, _ = _small("GPT-2")
+    ids = torch.randint(1, 100, (2, 9))
+    made = []
+    for attention in ("eager", "rust_attention"):
+        model.eval().set_attn_implementation(attention)
+        made.append(model.generate(ids, max_new_tokens=12, do_sample=False, cache_implementation=cache, pad_token_id=0))
+    assert torch.equal(*made)
