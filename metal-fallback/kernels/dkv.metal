@@ -63,8 +63,7 @@ kernel void attention_dkv(
         const device Element* d_o_rows = d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1];
         for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
             const int present = bounds.queries - start;
-            // Before the next block of Q and dO is loaded into the tiles, wait until all threads have read the previous block
-            // and the keys are in threadgroup memory.
+            // Before the next block of Q and dO is loaded into the tiles, wait until all threads have read the previous block and the keys are in threadgroup memory.
             threadgroup_barrier(mem_flags::mem_threadgroup);
             const bool odd_q = load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
                 q_tile, q_rows + start * params.q_strides[2], params.q_strides[2], 1, present, int(thread_index));

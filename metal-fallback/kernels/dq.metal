@@ -55,8 +55,7 @@ kernel void attention_dq(
     }
     for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
         const int present = bounds.keys - start;
-        // Before the next block of K and V is loaded into the tiles, wait until all threads have read the previous block
-        // and the queries are in threadgroup memory.
+        // Before the next block of K and V is loaded into the tiles, wait until all threads have read the previous block and the queries are in threadgroup memory.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool own_odd = load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
             k_tile, k_rows + start * params.k_strides[2], params.k_strides[2], 1, present, int(thread_index));

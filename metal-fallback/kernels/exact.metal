@@ -4,8 +4,7 @@
 // The base-2 part of the log-sum-exp of a row without keys. It makes P 0.
 #define WITHOUT_KEYS -(LOWEST)
 
-// Statistics of at least this size are recomputed. Below it, rounding them to float changes P by a relative 2^-16 at most, and by 2^-13
-// for 16-bit types.
+// Statistics of at least this size are recomputed. Below it, rounding them to float changes P by a relative 2^-16 at most, and by 2^-13 for 16-bit types.
 #define LARGE_STAT (sizeof(Element) == 4 ? 512.0f : 4096.0f)
 
 // Converts the caller's statistic to a log-sum-exp as two floats.

@@ -116,8 +116,7 @@ kernel void attention_forward(
             sums[d] *= shrink;
         }
 
-        // Before V is loaded into kv_tile, this must hold for all threads:
-        // The keys have been read.
+        // Before V is loaded into kv_tile, wait until all threads have read the keys.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool own_odd = load_keys<PASSING, DIM_V, PADDED_V, PITCH_V>(kv_tile, v_rows, start, present, int(thread_index));
         tell_odd(ODD_TOLD, own_odd, simdgroup, lane);

@@ -44,7 +44,8 @@ inline float column_total(float x) {
     return x + simd_shuffle_xor(x, ushort(16));
 }
 
-// Copies rows to threadgroup memory, with all threads; `stride` is between rows, `step` between elements. Rows from `present` on and
+// Copies rows to threadgroup memory, with all threads; `stride` is between
+// rows, `step` between elements. Rows from `present` on and
 // columns from DIM on become 0, since device memory may hold anything there. Returns whether this thread copied an infinity or NaN.
 template <int ROWS, int DIM, int PADDED, int PITCH>
 inline bool load_tile(
@@ -117,8 +118,7 @@ inline void add_products(
     }
 }
 
-// Like add_products, for a tile that has an infinity or NaN, whose product with a weight of 0 would be NaN. A pair whose bit in `kept` is
-// 0 adds nothing.
+// Like add_products, for a tile that has an infinity or NaN, whose product with a weight of 0 would be NaN. A pair whose bit in `kept` is 0 adds nothing.
 template <int WIDTH, int PADDED, int PITCH>
 inline void add_kept_products(
     thread float2* sums, const thread float2* weights, uint kept, const threadgroup Element* tile, int slice, int row, int column) {

@@ -9,8 +9,7 @@ struct Bounds {
     int keys;
 };
 
-// Intersects the band with a second one, which is bottom-right aligned: it is relative to the last query and the last key that the
-// lengths leave. Adding `further` makes it relative to the first ones.
+// Intersects the band with a second one, which is bottom-right aligned: it is relative to the last query and the last key that the lengths leave. Adding `further` makes it relative to the first ones.
 inline Bounds about_ends(Bounds bounds, int lower, int upper) {
     const int further = bounds.keys - bounds.queries;
     bounds.lower = max(bounds.lower, lower + further);

@@ -50,8 +50,7 @@ kernel void attention_parameter(
     const int first_batch = int(group.z);
     const int end_batch = first_batch + 1;
 #endif
-    // If keys are spanned, group.x counts blocks of keys. If queries are spanned too, it counts pairs of a block of keys and a block of
-    // queries.
+    // If keys are spanned, group.x counts blocks of keys. If queries are spanned too, it counts pairs of a block of keys and a block of queries.
 #if SPANS_KEY
     const int first_k = (SPANS_QUERY ? int(group.x) / BLOCKS_Q : int(group.x)) * PASSING;
     const int end_k = first_k + 1;
@@ -85,8 +84,7 @@ kernel void attention_parameter(
                     q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + from * params.q_strides[2];
                 const device Element* d_o_rows =
                     d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1] + from * params.d_o_strides[2];
-                // Before the next Q and dO are loaded into the tiles, this must hold for all threads:
-                // The queries before have been read.
+                // Before the next Q and dO are loaded into the tiles, wait until all threads have read the previous queries.
                 threadgroup_barrier(mem_flags::mem_threadgroup);
                 load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(
                     q_tile, q_rows, params.q_strides[2], 1, bounds.queries - from, int(thread_index));
@@ -97,8 +95,7 @@ kernel void attention_parameter(
                         continue;
                     }
                     const int present = bounds.keys - start;
-                    // Before the next block of K and V is loaded into the tiles, wait until all threads have read the previous
-                    // block and the queries are in threadgroup memory.
+                    // Before the next block of K and V is loaded into the tiles, wait until all threads have read the previous block and the queries are in threadgroup memory.
                     threadgroup_barrier(mem_flags::mem_threadgroup);
                     load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
                         k_tile, k_rows + start * params.k_strides[2], params.k_strides[2], 1, present, int(thread_index));

@@ -43,8 +43,7 @@ kernel void attention_sink(
         if (visited.x >= visited.y || lse[place * 2 + 1] >= WITHOUT_KEYS) {
             continue;
         }
-        // If the log-sum-exp does not reveal a row without keys, its output does: it is all zeros, so that delta is NaN only if dO has an
-        // infinity or NaN. Skip such rows too.
+        // If the log-sum-exp does not reveal a row without keys, its output does: it is all zeros, so that delta is NaN only if dO has an infinity or NaN. Skip such rows too.
         const float its_delta = delta[place];
         const device Element* row = o + span_q.begin * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
         if (is_odd(its_delta) && is_zeros(row)) {

@@ -1,7 +1,6 @@
 // Position of the rows of a batch entry in memory.
 
-// `begin` times an operand's first stride is the offset of the entry's first row; `rows` is the number of rows. For a packed sequence
-// they are its first token and its number of tokens.
+// `begin` times an operand's first stride is the offset of the entry's first row; `rows` is the number of rows. For a packed sequence they are its first token and its number of tokens.
 struct Span {
     long begin;
     int rows;
@@ -14,8 +13,7 @@ inline long stats_place(constant P& params, Span span_q, int head, int query) {
 }
 
 #if WITH_PACKED
-// The span of a packed sequence. The offsets in `boundaries` are unchecked device data: they are clamped to the tokens of the call, and
-// the length to `longest`.
+// The span of a packed sequence. The offsets in `boundaries` are unchecked device data: they are clamped to the tokens of the call, and the length to `longest`.
 inline Span span_of(const device Boundary* boundaries, int document, long tokens, int longest) {
     const long first = boundaries[document];
     const long last = boundaries[document + 1];

@@ -1,7 +1,6 @@
 // Forward attention for few queries. A threadgroup has ROWS queries of the heads of a GQA group. Its simdgroups divide the keys in
 // batches of 32; to compute scores, each lane has one key of a batch. Simdgroups share nothing before the end, where their maxima, sums
-// and outputs are merged.
-//
+// and outputs are merged. 
 // With many keys (split-KV), PARTS threadgroups have the same queries, each with a part of the keys, and merge.metal merges their
 // results.
 

@@ -362,7 +362,7 @@ fn extents_that_stay_errors() {
     }
     for shape in [Shape { batch: 0, ..base }, Shape { seq_q: 0, ..base }, Shape { seq_kv: 0, ..base }] {
         let cases = [
-            (AttentionSpec::packed(DType::F32, shape, Packed::new().with_cross(true)), "boundaries"),
+            (AttentionSpec::packed(DType::F32, shape, Packed::new().with_cross(true)), "equal offsets in cu_seqlens"),
             (AttentionSpec::paged(DType::F32, shape, Paged::new(4, 3)), "seq_len_kv"),
             (AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bhsd).with_block_scales(), "whole tiles"),
         ];

@@ -29,7 +29,7 @@ pub const FORWARD: &[Mutation] = &[
     ),
     mutation(
         "values replace keys that are still read",
-        "// The keys have been read.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "have read the keys.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation(
@@ -44,8 +44,8 @@ pub const FORWARD: &[Mutation] = &[
     ),
     mutation(
         "a barrier that one simdgroup does not come to",
-        "// The keys have been read.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "if (simdgroup != 0) {\n            threadgroup_barrier(mem_flags::mem_threadgroup);\n        }",
+        "have read the keys.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "have read the keys.\n        if (simdgroup != 0) {\n            threadgroup_barrier(mem_flags::mem_threadgroup);\n        }",
     ),
     mutation("an accumulator that is not cleared", "sums[d] = float2(0.0f);", ""),
     mutation("scores that are not cleared", "scores[j] = float2(0.0f);", ""),
@@ -84,7 +84,7 @@ pub const BACKWARD: &[Mutation] = &[
     ),
     mutation(
         "queries replace some that are still read",
-        "// and the keys are in threadgroup memory.\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "and the keys are in threadgroup memory.\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation("no delta", "gradient - row.delta", "gradient"),
@@ -181,12 +181,12 @@ pub const PARAMETER: &[Mutation] = &[
     mutation("one batch entry", "int(group.z) + 1 : params.batch", "int(group.z) + 1 : 1"),
     mutation(
         "queries replace some that are still read",
-        "// The queries before have been read.\n                threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "have read the previous queries.\n                threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation(
         "keys replace some that are still read",
-        "// block and the queries are in threadgroup memory.\n                    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "block and the queries are in threadgroup memory.\n                    threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation(

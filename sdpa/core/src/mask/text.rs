@@ -245,7 +245,7 @@ mod tests {
     fn parentheses_are_nested_as_deep_as_is_said() {
         let nested = |depth| format!("{}causal{}", "(".repeat(depth), ")".repeat(depth)).parse::<Mask>();
         assert_eq!(nested(DEPTH).unwrap(), Mask::causal());
-        assert!(nested(DEPTH + 1).unwrap_err().to_string().contains(&format!("at most {DEPTH} parentheses")));
+        assert!(nested(DEPTH + 1).unwrap_err().to_string().contains(&format!("at most {DEPTH} nested parentheses")));
     }
 
     #[test]
