@@ -309,7 +309,7 @@ pub struct BackwardProblem {
 
 impl Hash for BackwardProblem {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        // Deliberately without `..`. The traces and options declare the parameters.
+        // Deliberately without `..`: a new field must be hashed. `params` follow from the traces and options that declare them.
         let BackwardProblem { forward, d_o, dq, dk, dv, gradient, wrt, params: _, deterministic, d_o_dtype, gradient_dtype } = self;
         (forward, [d_o, dq, dk, dv], gradient, wrt, deterministic).hash(state);
         (d_o_dtype, gradient_dtype).hash(state);

@@ -187,7 +187,7 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
     }
     let mut declared = Vec::new();
     for (which, tensor) in BlockScale::ALL.into_iter().zip([spec.q, spec.k, spec.v]) {
-        // Extents that break a rule are reported elsewhere.
+        // Invalid extents are reported elsewhere. Clamp them, so that the block scales can still be computed.
         let dims = tensor.dims.map(|n| n.clamp(1, i64::from(i32::MAX)));
         match BlockScales::new(which, TensorSpec { dims, ..tensor }).declared() {
             Ok(own) => declared.push(own),
@@ -349,7 +349,7 @@ mod tests {
         assert!(plain.block_scales(Operand::Q).is_none() && problem.block_scales(Operand::O).is_none());
         let text = serde_json::to_string(&spec()).unwrap();
         assert_eq!(serde_json::from_str::<AttentionSpec>(&text).unwrap(), spec());
-        // Four mistakes: the three block scales are missing, and this problem declares no `descale_q`.
+        // Expect four mistakes: three block scales are missing, and `descale_q` is given although the problem does not declare it.
         let told = problem.bind(&[Param::new("descale_q", &[1.0])]).unwrap_err();
         assert_eq!(told.0.len(), 4, "{told}");
     }

@@ -125,7 +125,7 @@ impl DropoutMask {
         let mut kept = [0; SQUARE];
         let mut before = None;
         for pair in 0..4 {
-            // Row pairs with equal counters get equal random numbers, so the previous ones are reused.
+            // Row pairs with equal counters get equal random numbers, so reuse those of the previous row pair.
             let counters: [u64; 8] = std::array::from_fn(|k| first.wrapping_add(4 * k as u64 + pair as u64) >> 2);
             let words = match before {
                 Some((same, words)) if same == counters => words,
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn philox_is_that_of_its_authors() {
-        // Known answers of Random123 1.14, philox4x32 with 7 rounds.
+        // The expected words are the known answers of Random123 1.14 for philox4x32 with 7 rounds.
         let zeros = philox([0; 8], 0, [0; 2]).map(|word| word[3]);
         assert_eq!(zeros, [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48]);
     }

@@ -56,7 +56,7 @@ pub fn unsupported(problem: &Problem) -> Option<Reason> {
 /// Returns the value of a row statistic in a row without keys. `base` is the base of the logarithms in `stats`, and `sink` the row's
 /// attention sink, if there is one.
 pub fn row_statistic(statistic: Statistic, base: StatsBase, sink: Option<f32>) -> f32 {
-    // A sink of −∞ has no effect. One of +∞ makes the sum NaN, as a score of +∞ does.
+    // A sink of −∞ has no effect, so the sum is 0. A sink of +∞ makes the sum NaN, as a score of +∞ does.
     let sink = f64::from(sink.unwrap_or(f32::NEG_INFINITY));
     let sum = match sink {
         f64::NEG_INFINITY => 0.0,
@@ -98,7 +98,7 @@ impl Prepared for Empty<Problem> {
             paged: _,
             score_mod: _,
             kept: _,
-            // `problem.sinks` below reads it.
+            // The call of `problem.sinks` below reads this flag.
             sink: _,
             dropout: _,
             params,

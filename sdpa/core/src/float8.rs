@@ -196,7 +196,7 @@ impl F8E8M0 {
     #[inline]
     pub fn to_f32(self) -> f32 {
         match self.0 {
-            // 2⁻¹²⁷ is a subnormal f32, without the leading one.
+            // The byte 0 means 2⁻¹²⁷. As an f32 this is subnormal: only the highest mantissa bit is set.
             0 => f32::from_bits(1 << 22),
             u8::MAX => f32::NAN,
             bits => f32::from_bits(u32::from(bits) << 23),
@@ -206,7 +206,7 @@ impl F8E8M0 {
     /// Returns the scale of a block with this amax: `2^(⌊log₂ amax⌋ − e)`, where `e` is the exponent of the largest number of `dtype`, 8 or 15. At
     /// least 2⁻¹²⁷.
     pub fn of_block(amax: f32, dtype: DType) -> F8E8M0 {
-        // Zero and subnormal f32 numbers get exponent 0. The clamp below turns that into the smallest scale.
+        // Zero and subnormal f32 numbers get exponent 0. The clamp below then gives them the smallest scale.
         let exponent = |x: f32| (x.to_bits() >> 23 & 0xff) as i32;
         let bits = exponent(amax) - (exponent(dtype.largest()) - 127);
         F8E8M0(bits.clamp(0, 254) as u8)

@@ -327,7 +327,7 @@ mod tests {
                 }
             }
         }
-        // A score_mod's tensor of this name is not a scale.
+        // A score_mod's own tensor named `scale_o` is not an FP8 scale, so it may be negative.
         let own = spec().with_dtype(DType::BF16).score_mod("tensor scale_o[]: f32; score * scale_o".parse().unwrap());
         let own = own.validate().unwrap();
         assert!(Fp8Scales::mistakes(&own, own.params(), &[ParamValue::F32(&[-1.0])]).is_empty());

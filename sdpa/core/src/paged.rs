@@ -338,7 +338,7 @@ mod tests {
         assert_eq!((problem.kept().seq_len_q, problem.kept().seq_len_kv, problem.stats_elements()), (false, true, 5 * 4));
         assert_eq!(problem.k(), spec().validate().unwrap().k());
         assert_eq!(problem.in_memory(Operand::V).unwrap().extent(), Some(7 * 4 * 2 * 16));
-        // A mask may repeat the length that is implied anyway.
+        // A mask `k < seq_len_kv` changes nothing, because a paged cache of packed queries implies these lengths anyway.
         assert_eq!(of(&["tensor seq_len_kv[batch]: i32; k < seq_len_kv"], |_| ()).validate().unwrap().kept(), problem.kept());
         assert_eq!(of(&["causal-ends"], |_| ()).validate().unwrap().ends(), Some(&crate::Ends { lower: None, upper: Some(0) }));
         assert_ne!(of(&[], |spec| spec.packed = None).validate().unwrap(), problem);
@@ -391,7 +391,7 @@ mod tests {
                 [[0, 0], [0, 5], [2, 8]].map(|[batch, key]| pages.place(batch, key))
             })
         };
-        // Table entries after the length may hold anything, and so may all of an entry without keys.
+        // Page-table entries past the length may hold any number. In a batch entry without keys, all of them may.
         let found = pages(&problem, &[6, 0, -1, i32::MAX, -1, -1, 3, 3, 1], &[8, 0, 100]).unwrap();
         assert_eq!(found, [Some([6, 0]), Some([0, 1]), Some([1, 0])]);
         let told = pages(&problem, &[6, -1, -1, 7, 0, 0, 3, 3, 7], &[5, 1, 8]).unwrap_err();

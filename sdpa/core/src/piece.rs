@@ -53,7 +53,7 @@ impl Problem {
     /// `None` for a problem that cannot be computed in pieces: one that is packed or paged, or has sinks, dropout, 8-bit floats, base-2
     /// stats, other row statistics, or score_mods that read tensors over queries or keys.
     pub fn piece(&self, piece: &Piece) -> Option<Problem> {
-        // Deliberately without `..`: a new field must be listed here, with whether a piece may have it.
+        // Deliberately without `..`: for a new field, decide here whether a problem that has it can be computed in pieces.
         let Problem {
             dtype,
             o_dtype: _,
@@ -101,7 +101,7 @@ impl BackwardProblem {
     /// Returns the backward problem that computes one piece of a decomposed mask: see [`Problem::piece`]. Also returns `None` if the
     /// problem computes gradients of declared parameters.
     pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
-        // Deliberately without `..`, as above.
+        // Deliberately without `..`: see `Problem::piece`.
         let BackwardProblem {
             forward,
             d_o: _,

@@ -117,7 +117,8 @@ impl Problem {
             check.fail("dtype", dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
         }
         let o_dtype = check.narrow("o_dtype", o_dtype, dtype, &[DType::F16, DType::BF16]);
-        // Returns whether a side is packed. `cu_seqlens` then locate its sequences, and its batch stride has no effect.
+        // Returns whether a side is packed. The sequences of a packed side are located by `cu_seqlens`, so the batch stride has no
+        // effect.
         let packs = |side: Side| packed.is_some() && (side == Side::Queries || paged.is_none());
         let most = |operand: Operand| packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
         let given = [q, k, v, o];
@@ -155,7 +156,7 @@ impl Problem {
         }
         check.dropout(dropout);
         check.masks(masks, packed.is_some_and(|packed| packed.cross));
-        // Invalid extents were reported above. Expressions are checked all the same.
+        // Invalid extents were reported above. Clamp them, so that the expressions can still be checked.
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
         let score_mod = check.expression("score_mods", score_mod::compose(score_mods, extents));
         let declared = check.expression("masks", Mask::All(masks.clone()).trace());

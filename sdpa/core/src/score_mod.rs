@@ -272,7 +272,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
         wrt.iter().map(|name| place(&b, name).map(|n| b.param_at(n))).collect()
     };
     let mut sums: Vec<Option<NodeId>> = vec![None; wrt.len()];
-    // Values read from tables: the index of the table in `wrt`, the position that is read, and the value.
+    // For each value that is read from a table: the index of the table in `wrt`, the position that is read, and the value.
     let tables: Vec<(usize, NodeId, NodeId)> =
         b.reads().filter_map(|(p, place, value)| Some((wrt.iter().position(|n| *n == names[p])?, place, value))).collect();
     let mut of_reads: Vec<Option<NodeId>> = vec![None; tables.len()];
@@ -296,7 +296,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
         let along_score = found.next().flatten();
         for (sum, param) in sums.iter_mut().zip(&params) {
             let Some(param) = param else { continue };
-            // The input of this stage may be a parameter itself; the earlier stages contribute that part.
+            // If this stage's input is the parameter itself, add nothing here: the earlier stages contribute this part of the gradient.
             let own = found.next().flatten().filter(|_| *param != before);
             *sum = both(&mut b, *sum, own);
         }

@@ -286,7 +286,7 @@ fn moved(mask: &Mask, one_query: bool, shifts: &mut bool) -> Result<Mask, String
     let all =
         |masks: &[Mask], shifts: &mut bool| masks.iter().map(|mask| moved(mask, one_query, shifts)).collect::<Result<Vec<Mask>, String>>();
     Ok(match mask {
-        // The only query attends up to the last key, and lengths bound the keys.
+        // The single query attends to all keys up to the last one, and the lengths already bound the keys, so no window is needed.
         Mask::Window { left: None, right: Some(_), align: Align::BottomRight } if one_query => Mask::All(Vec::new()),
         Mask::Window { left, right, align: Align::BottomRight } => {
             *shifts = true;

@@ -180,7 +180,7 @@ mod tests {
         for (n, one) in all.iter().enumerate() {
             assert!(all.iter().enumerate().all(|(m, other)| (n == m) == (one == other)), "{n}");
         }
-        // Without stats their base has no effect.
+        // If no stats are requested, `stats_base` has no effect.
         let mut unasked = spec();
         unasked.stats_base = StatsBase::Two;
         assert_eq!(made(unasked), all[0]);

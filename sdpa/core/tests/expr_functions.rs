@@ -229,7 +229,7 @@ fn computed(operands: &[Number], make: impl Fn(&mut Builder, &[NodeId]) -> NodeI
 fn functions_of_one_value_are_those_of_rust() {
     for &f in Unary::ALL {
         for x in takes(f.kind()).iter().flat_map(|&ty| Number::all(ty)) {
-            // For a larger angle f64 does not determine the position within the period.
+            // Skip angles above 1e9, for which f64 does not determine the position within the period.
             if matches!(f, Unary::Sin | Unary::Cos) && x.widened().abs() > 1e9 && x.widened().is_finite() {
                 continue;
             }
@@ -314,7 +314,7 @@ const STEP: f64 = 1e-6;
 /// Compares both derivatives with differences at random points that `fits` accepts.
 fn agrees(name: &str, make: impl Fn(&mut Builder, NodeId, NodeId) -> NodeId, fits: impl Fn(f64, f64) -> bool) {
     let (trace, _) = derived(make);
-    // Constants are f32 even in f64 evaluation: the derivative of erf has one.
+    // Constants are f32 even if the trace is evaluated in f64. The derivative of erf contains one, so allow for its rounding error.
     let constants = if name == "Erf" { f64::from(f32::EPSILON) / 2.0 } else { 0.0 };
     let (mut seed, mut points) = (7, 0);
     while points < 40 {
@@ -340,7 +340,7 @@ fn derivatives_of_one_value_are_limits_of_differences() {
             Unary::Neg | Unary::Abs | Unary::Exp | Unary::Sin | Unary::Cos | Unary::Tanh | Unary::Erf => {
                 agrees(&format!("{f:?}"), |b, x, _| b.unary(f, x), |x, _| x.abs() > 0.01);
             }
-            // The derivative of a step function is 0, so there is none to compute.
+            // The derivative of a step function is 0, so no gradient is computed.
             Unary::Floor | Unary::Ceil | Unary::ToI32 => assert_eq!(derived(|b, x, _| b.unary(f, x)).1, [false; 2], "{f:?}"),
             Unary::Not | Unary::ToF32 => unreachable!("not of floats"),
         }

@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn philox_is_that_of_its_authors() {
-        // Known answers of Random123 1.14, philox4x32 with 7 rounds.
+        // The expected words are the known answers of Random123 1.14 for philox4x32 with 7 rounds.
         assert_eq!(philox([0; 4], [0; 2]), [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48]);
         let ones = u128::from(u32::MAX);
         assert_eq!(philox([ones; 4], [ones; 2]), [0x5207_ddc2, 0x4516_5e59, 0x4d8e_e751, 0x8c52_f662]);

@@ -117,7 +117,7 @@ impl Adjoints<'_> {
                 let slope = b.binary(Binary::Mul, bell, factor);
                 b.binary(Binary::Mul, g, slope)
             }
-            // Unreachable: `active` stops at step functions.
+            // Unreachable: the result of a step function is `active` only if it is in `wrt`, and then the gradient stops at it.
             Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32 => b.f32(0.0),
         });
     }

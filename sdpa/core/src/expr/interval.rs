@@ -65,7 +65,7 @@ impl Trace {
                 Node::Binary(f, x, y) => binary(f, self.ty(x), values[x.index()], values[y.index()]),
                 Node::Select(c, x, y) => select(values[c.index()], values[x.index()], values[y.index()]),
             };
-            // A boolean is 0 or 1, and an integer is an i32, whatever its operands are.
+            // If the range of a value is unknown, its type still bounds it: a boolean is 0 or 1, and an integer fits in an i32.
             values.push(match self.ty(id) {
                 Type::Bool if !value.is_known() => EITHER,
                 Type::I32 if !value.is_known() => WHOLE,
@@ -139,7 +139,7 @@ fn unary(f: Unary, from: Type, to: Type, x: Interval) -> Interval {
 
 fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
     match f {
-        // Booleans have the range 0, 1 or both.
+        // The bounds of a boolean are 0 or 1, so `&` is the minimum of each bound, and `|` the maximum.
         Binary::And => return Interval { low: x.low.min(y.low), high: x.high.min(y.high) },
         Binary::Or => return Interval { low: x.low.max(y.low), high: x.high.max(y.high) },
         Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => {}
@@ -160,7 +160,7 @@ fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
         Binary::Ge => Interval::truth(x.high >= y.low, x.low >= y.high),
         Binary::Eq => Interval::truth(x.low <= y.high && y.low <= x.high, x.low == x.high && x == y),
         Binary::Ne => Interval::truth(x.low != x.high || x != y, x.high < y.low || y.high < x.low),
-        // The results are exact. `within` handles integers that wrap around.
+        // Compute integers in f64, without rounding to f32. `within` handles results that wrap around.
         Binary::Add if whole => corners(&|x, y| x + y),
         Binary::Sub if whole => corners(&|x, y| x - y),
         Binary::Mul if whole => corners(&|x, y| x * y),

@@ -17,7 +17,7 @@ fn jumps(node: Node) -> bool {
             Binary::And | Binary::Or => false,
         },
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
-        // A read or a select is no discontinuity itself: the operands of its position or condition decide one.
+        // A read or a select does not count itself: a jump comes from the comparison or rounding that computes its condition or position.
         Node::Read(..) | Node::Select(..) => false,
     }
 }

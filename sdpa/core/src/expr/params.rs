@@ -101,7 +101,7 @@ impl Axes {
     /// With one element per page, the extent along keys is the number of pages.
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
-        // Align a table's extents with the innermost axes.
+        // A table's extents fill the innermost axes of `dims`; the outer axes stay 1.
         dims.iter_mut().rev().zip(self.extents().rev()).for_each(|(dim, extent)| *dim = extent);
         for axis in self.iter() {
             dims[axis.place()] = match (axis, self.page_size()) {

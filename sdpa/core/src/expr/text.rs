@@ -68,7 +68,7 @@ impl fmt::Display for Trace {
         for x in self.nodes().iter().flat_map(|n| n.operands()).chain(self.roots().iter().copied()) {
             uses[x.index()] += 1;
         }
-        // Texts of values, with their binding strengths.
+        // For each value: its text, and the binding strength of the outermost operator in it.
         let mut texts: Vec<(String, u8)> = Vec::with_capacity(uses.len());
         let mut depths: Vec<usize> = Vec::with_capacity(uses.len());
         let mut lets = 0;

@@ -38,7 +38,7 @@ fn exp2(x: Expr<'_, F32>) -> Expr<'_, F32> {
 fn slope<'t>(at: At<'t>) -> Expr<'t, F32> {
     let (head, heads) = (at.head.to_f32(), at.heads_q.to_f32());
     let power = exp2(((heads + 0.5).log() / LN_2).floor());
-    // The power of two is exact up to rounding in the exponential; round it.
+    // `exp2` may be off by a rounding error, so round to the nearest integer to get the exact power of two.
     let power = (power + 0.5).floor();
     let first = exp2((head + 1.0) * -8.0 / power);
     let rest = exp2(((head - power) * 2.0 + 1.0) * -4.0 / power);

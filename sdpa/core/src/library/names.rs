@@ -204,7 +204,7 @@ mod tests {
             for text in named.cases {
                 let mask: Mask = text.parse().unwrap();
                 assert_eq!(of(text), named.name());
-                // A sliding window prints as a window.
+                // The mask `sliding-window:N` prints as `window:N,0`.
                 let window = text.strip_prefix("sliding-window:").map(|n| format!("window:{n},0"));
                 assert_eq!(mask.to_string(), window.unwrap_or_else(|| (*text).to_owned()));
             }

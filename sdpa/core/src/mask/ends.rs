@@ -25,7 +25,7 @@ impl Ends {
 
     /// Removes bounds that no pair within lengths violates, and clamps the others.
     fn normalise(self, [seq_q, seq_kv]: [i64; 2]) -> Ends {
-        // The bounds are on `k − q` counted from the last key and the last query. It is at least 1 − len_kv and at most len_q − 1.
+        // The bounds limit `(k − last key) − (q − last query)`. This difference is at least 1 − len_kv and at most len_q − 1.
         let lower = self.lower.filter(|&lower| lower > -seq_kv).map(|lower| lower.min(seq_q - 1));
         let upper = self.upper.filter(|&upper| upper < seq_q - 1).map(|upper| upper.max(-seq_kv));
         Ends { lower, upper }
@@ -132,7 +132,7 @@ mod tests {
         };
         assert_eq!((of(None, Some(4)), of(None, Some(3))), ((None, None), (None, Some(3))));
         assert_eq!((of(Some(-7), None), of(Some(-6), None)), ((None, None), (Some(-6), None)));
-        // By definition: a removed bound masks out no key for any lengths.
+        // Check pair by pair that the removed bounds mask out no key, for any lengths.
         for (lower, upper) in [(None, Some(4)), (Some(-7), None)] {
             for lens in (0..=5).flat_map(|q| (0..=7).map(move |k| [q, k])) {
                 let pairs = (0..lens[0]).flat_map(|q| (0..lens[1]).map(move |k| (q, k)));

@@ -46,7 +46,7 @@ pub(super) fn all(trace: &Trace) -> Vec<Option<Linear>> {
             | Node::Binary(..)
             | Node::Select(..) => None,
         };
-        // A constant is exact whatever its size.
+        // A constant is exact at any size; computed values must stay in the range that `Linear::exact` checks.
         all.push(if let Node::Const(_) = node { value } else { value.and_then(Linear::exact) });
     }
     all

@@ -134,7 +134,7 @@ impl Block {
     /// Returns its band without empty rows and columns. `Some(None)` if the block is empty, `None` if it is no band.
     fn piece(self, diagonals: &[Range<i64>]) -> Option<Option<Piece>> {
         let Block { queries, keys, kept } = self;
-        // Bounds of `k − q`, both included.
+        // In this block, `k − q` is at least `least` and at most `most`.
         let [least, most] = [keys.start - (queries.end - 1), keys.end - 1 - queries.start];
         let there = diagonals.iter().zip(kept).filter(|(d, kept)| *kept && d.start <= most && d.end > least);
         let mut band: Option<Range<i64>> = None;
@@ -220,7 +220,7 @@ impl Formula {
         match self {
             Formula::Const(_) => Some(()),
             Formula::Holds(l) => {
-                // `l` becomes non-negative at this index, or is non-negative up to the index before it.
+                // Cut at the first index where `l` is non-negative or, if `l` decreases, at the first index where `l` is negative.
                 match (l.q, l.k) {
                     (0, 0) => {}
                     (1, 0) => cuts.q.push(-l.constant),

@@ -64,7 +64,8 @@ impl Region {
     pub fn is_empty(&self, seq_q: i64, seq_kv: i64) -> bool {
         let first = self.lower.map_or(1 - seq_q, |lower| (lower + 1).max(1 - seq_q));
         let last = self.upper.map_or(seq_kv - 1, |upper| upper.min(seq_kv - 1));
-        // If every key of the band is after its query, query 0 has the earliest of these keys, and the prefix must reach it.
+        // If all keys of the band come after their queries, the earliest key is that of query 0: a prefix that ends before it leaves
+        // nothing.
         seq_q < 1 || seq_kv < 1 || first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
     }
 
@@ -147,12 +148,12 @@ mod tests {
             let Region { lower, upper, prefix } = Region { lower, upper, prefix }.normalise(5, 7);
             (lower, upper, prefix)
         };
-        // The last key of 7 is 6 past the first query, the last query of 5 is 4 past the first key.
+        // With 5 queries and 7 keys, the last key is 6 past the first query, and the last query is 4 past the first key.
         assert_eq!(of(None, Some(6), None), (None, None, None));
         assert_eq!(of(None, Some(5), None), (None, Some(5), None));
         assert_eq!(of(Some(-5), None, None), (None, None, None));
         assert_eq!(of(Some(-4), None, None), (Some(-4), None, None));
-        // Prefixes of all keys, of one key, with a bound as strict as `k ≤ q`, and with a looser bound.
+        // Test prefixes of all 7 keys and of fewer, then prefixes with a bound as strict as `k ≤ q` and with a looser bound.
         assert_eq!(of(None, None, Some(7)), (None, None, None));
         assert_eq!(of(None, None, Some(6)), (None, None, Some(6)));
         assert_eq!(of(None, None, Some(1)), (None, Some(0), None));

@@ -23,7 +23,7 @@ pub(super) fn read(text: &str) -> Result<Mask, ParseError> {
         return mask;
     }
     match expression(text) {
-        // The text as one expression comes first: a declared tensor may have the name of a library mask.
+        // Try the text as one expression first, because a declared tensor may have the name of a library mask.
         Ok(mask) => Ok(mask),
         Err(of_whole) => {
             let last = last_value(text);
