@@ -116,7 +116,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn widen(from: &[bf16], to: &mut [f32]) {
-        // Not the loop of the crate `half`, which quiets NaN and is not compiled for the detected instruction set.
+        // Do not call the loop of the crate `half`: it quiets NaN, and is not compiled for the detected instruction set.
         for (to, from) in to.iter_mut().zip(from) {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }

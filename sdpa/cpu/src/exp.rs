@@ -67,7 +67,7 @@ mod tests {
             isa.run(Map(&mut ys));
             for (&x, &y) in xs.iter().zip(&ys) {
                 let exact = f64::from(x).exp2();
-                // The spacing of floats between the powers of two around the exact value.
+                // One ulp is the spacing of f32 numbers between the two powers of two around the exact value.
                 let ulp = exact.log2().floor().max(-126.0).exp2() * f64::from(f32::EPSILON);
                 let error = (f64::from(y) - exact).abs() / ulp;
                 assert!(error <= bound, "{isa:?}: 2^{x} is {exact:e}, got {y:e}: {error} ulp");

@@ -8,9 +8,9 @@ use sdpa_core::error::Reason;
 /// The match deliberately has no wildcard arm: a new fact needs an arm here, with the file that computes it or with a [`Reason`].
 pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
     match fact {
-        // Computed in `element` and `fp8`.
+        // The modules `element` and `fp8` handle these facts.
         Fact::Dtype(_) | Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) | Fact::BlockScaled(_) => Ok(()),
-        // Computed in `schedule`.
+        // The module `schedule` handles these facts.
         Fact::Batch(_)
         | Fact::HeadsQ(_)
         | Fact::HeadsKv(_)
@@ -22,7 +22,7 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         | Fact::Prefix(_)
         | Fact::Ends(..)
         | Fact::Lengths(..) => Ok(()),
-        // Computed in `pack`, which reads and writes operands element by element, so alignment does not matter.
+        // The module `pack` handles these facts. It reads and writes operands element by element, so alignment does not matter.
         Fact::Strides(..)
         | Fact::Alignment(..)
         | Fact::Packed(_)
@@ -31,13 +31,13 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         | Fact::MostTokens(..)
         | Fact::Pages(_)
         | Fact::PageSize(_) => Ok(()),
-        // Computed in `program`.
+        // The module `program` handles these facts.
         Fact::ScoreMod(_) | Fact::Keep(_) | Fact::Parameters(_) => Ok(()),
-        // Computed in `output`.
+        // The module `output` handles these facts.
         Fact::Sink(_) | Fact::Statistic(..) | Fact::StatsBase(_) => Ok(()),
-        // Computed in `dropout`.
+        // The module `dropout` handles this fact.
         Fact::Dropout(_) => Ok(()),
-        // Computed in `backward`, which sums every gradient in a fixed order, so each run gives identical bits.
+        // The module `backward` handles these facts. It sums every gradient in a fixed order, so each run gives identical bits.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) | Fact::Deterministic(_) => Ok(()),
     }
 }

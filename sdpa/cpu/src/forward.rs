@@ -32,7 +32,7 @@ impl Prepared for CpuPrepared {
             return self.run_narrow(call, scale);
         }
         let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, .. } = call;
-        // In the order of `Statistic::ALL`.
+        // List the statistics in the order of `Statistic::ALL`.
         let statistics = [stats, row_max, sum_exp];
         match o {
             ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, statistics, scale, params),

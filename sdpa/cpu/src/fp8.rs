@@ -181,7 +181,7 @@ impl CpuPrepared {
             call.run(output::targets(call.schedule, (problem, documents), None, &mut wide, none));
         })?;
         let of_o = store(o, &mut wide, (problem.o(), tokens), scales.get(Fp8Scale::ScaleO));
-        // Block-scaled outputs have no scale of the whole tensor. For these, graphs report the amax of the rounded output.
+        // A block-scaled output has no scale of the whole tensor, so report the amax of the rounded output, as graphs do.
         let of_o = if problem.block_scaled() { rounded(of_o, problem.dtype_of(Operand::O)) } else { of_o };
         tell(amax, |amax| if amax == Amax::S { weights.amax() } else { of_o });
         report.workspace_bytes += self.narrow_bytes();

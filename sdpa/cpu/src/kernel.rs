@@ -273,7 +273,7 @@ fn value_panel<S: Simd, const VECTORS: usize, const N: usize>(
     scale: &[S::f32s; VECTORS],
     o: &mut [[S::f32s; VECTORS]; N],
 ) {
-    // Add the previous value last, so that a sum over many blocks has few terms per block.
+    // Sum this block from zero and add the previous value of `o` last, so that each block adds only one rounding to the long sum.
     let mut sums = [[simd.splat_f32s(0.0); VECTORS]; N];
     for (p, v) in p.iter().zip(v.chunks_exact(dim_v)) {
         let Some(v) = v[column..].first_chunk::<N>() else { return };

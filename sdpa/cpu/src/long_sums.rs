@@ -20,7 +20,7 @@ pub(super) struct Long {
 
 /// Returns the factor that rescales P from one maximum to another that is not smaller.
 fn factor(from: f32, to: f32) -> f64 {
-    // If neither maximum has seen a key, there is nothing to rescale.
+    // Both maxima are −∞ if no key was seen yet. Then there is nothing to rescale, and −∞ − −∞ would be NaN.
     if from == f32::NEG_INFINITY && to == f32::NEG_INFINITY { 1.0 } else { (f64::from(from) - f64::from(to)).exp() }
 }
 

@@ -192,7 +192,8 @@ fn axes(spec: &TensorSpec, packed: bool) -> [usize; 3] {
         return if heads == 1 || head > token { [1, 0, 2] } else { [0, 2, 1] };
     }
     let mut axes = [0, 1, 2];
-    // Sort axes by stride: validation ensures that a longer stride spans all of the shorter ones. Axes of extent 1 may have any stride.
+    // Sort axes by stride, the largest first: validation ensures that it spans the axes with smaller strides. Axes of extent 1 may have
+    // any stride.
     axes.sort_by_key(|&axis| std::cmp::Reverse(if spec.dims[axis] == 1 { i64::MAX } else { spec.strides[axis] }));
     axes
 }
@@ -303,7 +304,7 @@ impl Denominator {
                     StatsBase::Two => (natural * LOG2_E) as f32,
                 }
             }
-            // The maximum ignores NaN scores, but the sum is NaN then.
+            // The maximum ignores NaN scores, but they make the sum NaN, so test the sum.
             Statistic::RowMax if self.sum.is_nan() => f32::NAN,
             Statistic::RowMax => self.max,
             Statistic::SumExp => self.sum,

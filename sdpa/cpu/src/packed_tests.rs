@@ -118,7 +118,7 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
             HostBackward::new((&q.data, &k.data, &v.data), (&o.data, &stats.data), &d_o.data, (&mut dq.data, &mut dk.data, &mut dv.data))
                 .params(params);
         let report = executor.prepare_backward(problem).unwrap().backward(call).unwrap();
-        // With several threads, partial sums may wait for one of a suspended thread, so their number has no bound.
+        // With several threads, any number of partial sums may wait for the sum of a suspended thread, so the workspace has no bound.
         assert!(threads > 1 || report.workspace_bytes <= executor.backward_workspace_bytes(problem), "{problem:?}");
     });
     Run { q, k, v, d_o, o, stats, gradients }

@@ -65,7 +65,7 @@ fn scores_up_to_the_largest_number_are_told_apart() {
             let even = (v[0] + v[2] + v[4]) / 3.0;
             let (o, stats) = run("select(k % 2 == 0, 3e38, 2.5e38)", 1.0, &k);
             assert!(o.iter().all(|o| near(*o, even.into(), 1e-6)) && stats.iter().all(|s| *s == 3e38), "{isa:?}: {o:?} {even} {stats:?}");
-            // Large scores without a score_mod.
+            // Test large scores without a score_mod too.
             let (o, stats) = run("", 1.5e19, &[2e19, 1.7e19, 2e19, -2e19, 2e19, 0.0]);
             assert!(o.iter().all(|o| near(*o, even.into(), 1e-6)) && stats.iter().all(|s| *s == 1.5e19 * 2e19), "{isa:?}: {o:?} {stats:?}");
             // Some libraries write the lowest finite f32 as the score of a key that is masked out.
@@ -91,7 +91,7 @@ fn rows_keep_their_digits_over_any_number_of_keys() {
             let worst = o.iter().map(|o| (f64::from(*o) / want - 1.0).abs()).fold(0.0, f64::max);
             let of_sum = stats.iter().map(|s| (f64::from(*s) - sum.ln()).abs()).fold(0.0, f64::max);
             println!("{isa:?}, {seq_q} queries, {seq_kv} keys: o is off by {worst:.1e}, the logarithm of the sum by {of_sum:.1e}");
-            // The tolerance covers the f32 rounding error of a log-sum-exp of 14, which is 5e-7.
+            // The log-sum-exp is at most about 14. Its f32 rounding error is then 5e-7, which the tolerance covers.
             assert!(worst < 1e-6 && of_sum < 1.5e-6, "{isa:?}, {seq_q} queries, {seq_kv} keys: {worst:e} {of_sum:e}");
         }
     }
@@ -184,7 +184,7 @@ fn statistics_of_other_keys_too_are_believed() {
             let head = Head { k: &k[keys.clone()], v: &v[keys], ..head };
             let [_, _, dv] = backward(isa, &part, &head, [&o, &stats, &d_o]);
             let size = of_whole.iter().fold(0f32, |size, x| size.max(x.abs()));
-            // The tolerance: f32 stats near 700 have a rounding error of 3e-5, which P has too.
+            // The tolerance covers the rounding error of f32 stats near 700, which is 3e-5 and becomes a relative error of P.
             assert!(dv.iter().zip(of_whole).all(|(x, y)| (x - y).abs() < 1e-4 * size), "{isa:?}, half {n}");
         }
     }

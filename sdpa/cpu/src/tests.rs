@@ -333,7 +333,7 @@ fn inputs(problem: &Problem) -> [Tensor; 3] {
 
 #[test]
 fn forward_with_keys_shared_between_threads_agrees_with_the_oracle() {
-    // The shapes have fewer strips than threads, so that keys are split, and group sizes for either kernel. Some masks leave pieces
+    // The shapes have fewer strips than threads, so that keys are split. Their group sizes select both kernels. Some masks leave pieces
     // empty.
     let shapes = [[1, 1, 1, 1, 4099, 128, 72], [1, 6, 2, 1, 2111, 64, 64], [1, 8, 1, 3, 1500, 40, 129], [1, 2, 2, 65, 1237, 64, 8]];
     let masks = [

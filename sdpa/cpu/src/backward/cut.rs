@@ -182,8 +182,8 @@ impl Grid {
                 }
             }
         }
-        // The order decides which sums are incomplete at the same time: by rows those of all keys, by keys those of all rows. Choose the
-        // smaller.
+        // Ordered by rows, the sums dK and dV of all keys are incomplete at the same time; ordered by keys, the sums dQ of all rows are.
+        // Choose the order that needs less memory.
         if n_rows * extents.dim_qk < n_keys * (extents.dim_qk + extents.dim_v) {
             cells.sort_by_key(|cell| (cell.keys, cell.rows));
         }

@@ -82,7 +82,7 @@ impl CpuBackward {
     /// Returns the largest size in bytes of the scratch memory, without that for rows with large statistics.
     pub(super) fn most_workspace(&self) -> usize {
         let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads(), Lengths::default());
-        // Sums that may be incomplete at the same time: all strips of a head, for as many heads as there are threads, and two more per
+        // Count the sums that may be incomplete at the same time: those of all strips of up to `threads` + 1 heads, and two more per
         // thread.
         let Grid { parts_of_rows, parts_of_keys, .. } = cut.grid(0);
         let sums = |parts: &[usize]| parts.len() * cut.heads.min(cut.threads + 1) + 2 * cut.threads;

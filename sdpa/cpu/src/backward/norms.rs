@@ -45,8 +45,8 @@ impl Norms {
         if !stats.data.iter().any(|stat| is_large(*stat)) {
             return Norms(None);
         }
-        // `rules` is set so that the schedule never uses the few-row kernel: scores need the same bits as in the backward pass. It is the
-        // schedule of one thread, so that gradients have identical bits for any number of threads.
+        // `true` keeps the schedule from using the few-row kernel, because scores need the same bits as in the backward pass. The
+        // schedule is that of one thread, so that gradients have identical bits for any number of threads.
         let mut schedule = Schedule::new(problem, isa, 1, lengths.clone(), true);
         schedule.threads = rayon::current_num_threads();
         let group = schedule.extents.group;

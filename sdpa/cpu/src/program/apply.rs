@@ -18,7 +18,8 @@ impl WithSimd for Apply<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        // Only the portable set has 4 lanes and 16 registers. It has no fused multiply-add instruction, so `mul_add` would call a function per number.
+        // Four lanes and 16 registers identify the portable instruction set. It has no fused multiply-add instruction, so `mul_add` would
+        // call a function for each number.
         if const { S::F32_LANES == 4 && S::REGISTER_COUNT == 16 } { self.apply::<false>() } else { self.apply::<true>() }
     }
 }

@@ -157,7 +157,7 @@ impl Compiler<'_> {
         let mut there = vec![false; self.level.len()];
         let mut split = 0;
         for phase in [true, false] {
-            // Values of keys are broadcast over pairs before their first use.
+            // Push each value at most once. A value of the level of keys comes before the first value of pairs that reads it.
             let mut push = |value: usize| {
                 if !std::mem::replace(&mut there[value], true) {
                     sequence.push(value);

@@ -13,7 +13,7 @@ fn infinite_derivatives_of_dropped_pairs_have_no_effect() {
     let random = &mut Random(23);
     for isa in Isa::all() {
         for (seq_q, seq_kv) in [(70, 33), (2, 40), (130, 150)] {
-            // At key 0 the score and its derivative with respect to `a` are infinite; on the diagonal the derivative with respect to the score is.
+            // At key 0, the score and its derivative along `a` are infinite. On the diagonal, the derivative along the score is infinite.
             let stage = ScoreMod::new("steep", |s, at, p| {
                 let far = (at.q - at.k).abs().to_f32();
                 s / far + (s - s) / far + p.scalar("a", 1.0) * at.k.to_f32().log()
@@ -86,7 +86,7 @@ fn padding_may_hold_anything_and_is_zero() {
 
 #[test]
 fn keys_that_a_mask_drops_everywhere_may_hold_anything() {
-    // A mask that depends on keys alone excludes a key for every row.
+    // This mask depends on keys alone, so a key that it excludes is excluded for every row.
     let random = &mut Random(31);
     for isa in Isa::all() {
         for n in [16, 18, 5] {
