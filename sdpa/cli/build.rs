@@ -11,7 +11,7 @@ fn main() {
     println!("cargo::rerun-if-env-changed=RUSTC_LINKER");
     let variable = |name: &str| std::env::var(name).unwrap_or_else(|e| panic!("{name}, which cargo sets: {e}"));
     let library = PathBuf::from(variable("OUT_DIR")).join("libnull_driver.so");
-    // cuDNN plans on Linux only, so no other target needs a stand-in for the driver.
+    // Only on Linux does cuDNN make plans, so other targets need no stand-in for the driver.
     if variable("CARGO_CFG_TARGET_OS") == "linux" && compile(&variable, &library) {
         return;
     }

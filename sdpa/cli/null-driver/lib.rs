@@ -14,7 +14,7 @@ macro_rules! accepted {
     ($($name:ident)*) => {
         $(
             /// Does nothing and returns success.
-            // SAFETY: the name is the driver's, which this library replaces; the arguments are not accessed.
+            // SAFETY: the symbol is that of a driver function, which this library replaces on purpose; the arguments are not accessed.
             #[unsafe(no_mangle)]
             pub extern "C" fn $name() -> c_int {
                 0
@@ -44,7 +44,7 @@ unsafe fn store<T>(to: *mut T, value: T) -> c_int {
 }
 
 /// Reports that there is no device.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(_flags: u32) -> c_int {
     NO_DEVICE
@@ -54,7 +54,7 @@ pub extern "C" fn cuInit(_flags: u32) -> c_int {
 ///
 /// # Safety
 /// `version` points to an integer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
 ///
 /// # Safety
 /// `count` points to an integer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -76,7 +76,7 @@ pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_int {
 ///
 /// # Safety
 /// `context` points to a pointer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -90,7 +90,7 @@ const TEXT: &std::ffi::CStr = c"a stand-in for the driver: there is no device";
 ///
 /// # Safety
 /// `name` points to a pointer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(_error: c_int, name: *mut *const c_char) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn cuGetErrorName(_error: c_int, name: *mut *const c_char)
 ///
 /// # Safety
 /// `text` points to a pointer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(_error: c_int, text: *mut *const c_char) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn cuGetErrorString(_error: c_int, text: *mut *const c_cha
 ///
 /// # Safety
 /// `library` points to a pointer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLibraryLoadData(library: *mut *mut c_void) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn cuLibraryLoadData(library: *mut *mut c_void) -> c_int {
 ///
 /// # Safety
 /// `kernel` points to a pointer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLibraryGetKernel(kernel: *mut *mut c_void) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.
@@ -134,7 +134,7 @@ pub unsafe extern "C" fn cuLibraryGetKernel(kernel: *mut *mut c_void) -> c_int {
 ///
 /// # Safety
 /// `value` points to an integer.
-// SAFETY: the name is the driver's, which this library replaces.
+// SAFETY: the symbol is that of a driver function, which this library replaces on purpose.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuKernelGetAttribute(value: *mut c_int) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or valid.

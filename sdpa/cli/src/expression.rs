@@ -64,7 +64,7 @@ fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec
     let about = |why: &dyn Display| vec![(format!("{option} {text}"), why.to_string())];
     let whole = file::text(path.as_ref(), LARGEST).map_err(|e| about(&e))?;
     whole.trim().parse().map_err(|e: T::Err| {
-        // Masks joined by operators do not parse as one trace, but the rule of their error contains the position.
+        // A mask that joins others by operators does not parse as one trace, but the `rule` of its error contains the position.
         let placed = whole.parse::<T>().err().and_then(|e| place_of(&e.rule).map(|(at, rule)| (format!("{path}:{at}"), rule)));
         if let Some(placed) = placed {
             return vec![placed];
@@ -208,7 +208,7 @@ fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
     let text = &if uses_array(text) { with_axes(text, axes.ok_or_else(Vec::new)?) } else { text.to_owned() };
     let mask: Mask = match text.as_str() {
         "none" => return Ok(None),
-        // `none` means that there is no mask. The library does not know this name, so its errors get it added here.
+        // `none` means that there is no mask. The library does not know this name, so add it here to the names that its errors list.
         _ => read(OPTION, text).map_err(|wrong| {
             let names = |why: String| why.replace("one of causal", "one of none, causal").replace("array:AXES", "array[:AXES]");
             wrong.into_iter().map(|(about, why)| (about, names(why))).collect::<Vec<_>>()

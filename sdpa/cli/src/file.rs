@@ -11,7 +11,7 @@ fn size(bytes: u64) -> String {
 /// Reads a regular file of at most `most` bytes.
 pub(crate) fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, String> {
     let failed = |e: std::io::Error| format!("cannot be read: {e}");
-    // Check before opening: a pipe would wait for a writer, and a device never ends.
+    // Check the kind of file before opening it: opening a pipe would wait for a writer, and reading a device may never end.
     let facts = std::fs::metadata(path).map_err(failed)?;
     if !facts.is_file() {
         return Err("is not a file".to_owned());
@@ -35,7 +35,7 @@ pub(crate) fn text(path: &Path, most: u64) -> Result<String, String> {
 pub(crate) fn is_library(path: &Path) -> Result<(), String> {
     match std::fs::metadata(path) {
         Ok(facts) if !facts.is_file() && !facts.is_dir() => Err("is neither a file nor a folder".to_owned()),
-        // The loader reports a path that does not exist.
+        // Accept a path that does not exist: the loader reports it.
         Ok(_) | Err(_) => Ok(()),
     }
 }

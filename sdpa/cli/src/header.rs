@@ -108,7 +108,7 @@ fn blame(header: &[u8]) -> Option<String> {
 impl Header {
     /// Opens a file and reads only its header, which it compares with the size of the file.
     pub(crate) fn read(path: &Path) -> Result<Header, String> {
-        // Check before opening: a pipe would wait for a writer.
+        // Check the kind of file before opening it: opening a pipe would wait for a writer.
         let facts = std::fs::metadata(path).map_err(|e| format!("cannot be read: {e}"))?;
         if !facts.is_file() {
             return Err("is not a file".to_owned());

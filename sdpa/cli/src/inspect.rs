@@ -227,7 +227,7 @@ fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'sta
     }
     match Library::load(&places.options().search) {
         Ok(library) => Ok((library.version(), "library")),
-        // A named library must be used, so its error is fatal.
+        // If the user named a library, it must be used, so failing to load it is fatal.
         Err(e) if places.cudnn.is_some() || places.driver.is_some() => Err(Failure::Executor(vec![Line::new("cudnn", e)])),
         Err(_) => Ok((ASSUMED, "assumed")),
     }

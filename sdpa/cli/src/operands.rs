@@ -190,7 +190,8 @@ impl Operands {
                 let step = progress.bar("reading", total);
                 let mut reader = Reader { header, scales: &scales, notes: Vec::new() };
                 let named = [Operand::Q, Operand::K, Operand::V];
-                // Operands are rounded to 8 bits later, with their block scales.
+                // If operands are block-scaled and not stored in 8 bits, read them as f32: they are rounded to 8 bits later, with their
+                // block scales.
                 let wide = |entry: &Entry| spec.block_scaled && entry.ty.narrow().is_none();
                 let read_as = |n: usize| if wide(&entries[n]) { Element::F32 } else { *element };
                 let mut read = |n: usize| reader.read((tensors[n].0, named[n]), read_as(n), tensors[n].1, &entries[n], |n| step.advance(n));

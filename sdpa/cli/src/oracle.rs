@@ -116,7 +116,7 @@ impl Padded<'_> {
                 let tokens = documents.get(batch).filter(|tokens| row < tokens.len())?;
                 (tokens.start + row) * self.strides[2]
             }
-            // Page-table entries past the existing keys may be invalid.
+            // Page-table entries past the existing keys may be invalid, so skip pages that are not in the pool.
             Entries::Pages(pages, count) => {
                 let [page, token] = pages.place(batch, row).filter(|[page, _]| *page < count)?;
                 page * self.strides[0] + token * self.strides[2]
@@ -254,7 +254,7 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let o = padded(call.o, &call.spec.o, queries, 0.0);
     let rows = call.problem.stats_tensor();
     let natural = call.natural_stats();
-    // Each statistic, with its value in a row that attends to no key.
+    // Pair each statistic with the value that it has in a row that attends to no key.
     let given = [(natural.as_deref().or(call.stats), f64::NEG_INFINITY), (call.row_max, f64::NEG_INFINITY), (call.sum_exp, 0.0)];
     let given = given.map(|(given, none)| (given.is_some(), given.unwrap_or_default(), none));
     let of_documents = given.each_ref().map(|(_, given, none)| padded(given, &rows, queries, *none));

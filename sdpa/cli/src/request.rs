@@ -198,7 +198,7 @@ impl Request {
             }
             (None, None) => Some(Element::BF16),
         };
-        // If `do` in the file has 8-bit floats, that is its type.
+        // If the file stores `do` as 8-bit floats, use that type.
         let d_o_dtype = d_o_dtype.or_else(|| operands.as_ref()?.d_o.as_ref()?.ty.narrow());
         if let (Some(header), Some(operands), Some(element)) = (&header, &operands, element) {
             let own = operands.forward.as_ref().map(|(o, ..)| o);
@@ -249,7 +249,7 @@ impl Request {
         let dtype = element.unwrap_or(Element::F32).dtype();
 
         let base = if args.stats_base_2 { StatsBase::Two } else { StatsBase::Natural };
-        // Rules that do not depend on extents are checked with extents that have no errors.
+        // Check the rules that do not depend on extents with the extents `ANY`, which have no errors.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
         (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
@@ -266,7 +266,7 @@ impl Request {
             paging.judge_rows(scores, mistakes);
         }
         let judged = judge(&any, args, gradient, rules.complete, mistakes);
-        // A value that could not be read was reported when it was read.
+        // Drop the values that could not be read, which were reported already.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
         let t5: Vec<T5> = args.score_mod.iter().filter_map(|text| expression::t5(text)?.ok()).collect();
         if t5.iter().any(|other| *other != t5[0]) {
@@ -333,7 +333,7 @@ impl Request {
             }
             (Some(_), None) | (None, _) => Source::Random,
         };
-        // A value that is `None` here was reported already.
+        // The cause of a `None` below was reported already, so only return `None`.
         Some(Request {
             source,
             element: element?,
@@ -409,7 +409,7 @@ fn fits(header: &Header, name: &str, entry: &Entry, want: [i64; 4], layout: Opti
 fn common(types: &[(&str, FileType)]) -> Result<Option<Element>, String> {
     let said = || types.iter().map(|(name, ty)| format!("{name} is {}", ty.name())).collect::<Vec<_>>().join(", ");
     let Some(&(_, first)) = types.first() else { return Ok(None) };
-    // With 8-bit floats, gradients may have another type, and results any type.
+    // If q, k and v are 8-bit floats, only these three must agree: gradients and results may have other types.
     let own = |name: &str| first.narrow().is_none() || ["q", "k", "v"].contains(&name);
     if types.iter().any(|&(name, ty)| ty != first && own(name)) {
         return Err(format!("{}: say with --dtype what to convert them to", said()));

@@ -111,7 +111,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     operands.notes.extend(bad);
     operands.notes.extend(documents::advice(&operands, request, chosen.executor));
     let checked = order.check.then(|| {
-        // One step for both passes, so that its progress ends at 100 %.
+        // Use one progress bar for both passes, so that it ends at 100 %.
         let passes = u64::from(reports.forward.is_some()) + u64::from(request.backward.is_some());
         let step = progress.bar("checking", passes * operands::rows(&request.spec) as u64);
         let forward = reports.forward.is_some().then(|| operands.check(&request.spec, &request.problem, scale, &step));
@@ -260,8 +260,8 @@ mod tests {
             let backward = request.backward.as_ref().unwrap();
             let passes = |operands: &Operands| operands.check_backward(backward, request.attn_scale(), &Step::hidden()).unwrap().passes();
             assert!(passes(&operands), "{dtype}");
-            // One element each of dq (query 7, first head), dk and dv (key 3, last head), dbias (query 9, key 2) and the gradient of the
-            // scalar cap.
+            // Spoil one element each of dq (query 7, first head), dk and dv (key 3, last head), dbias (query 9, key 2) and the gradient
+            // of the scalar cap.
             let elements = [7 * 16 + 3, (3 * 40 + 3) * 16, (3 * 40 + 3) * 8, 9 * 40 + 2, 0];
             for (which, at) in elements.into_iter().enumerate() {
                 let before = set(operands.gradients.as_mut().unwrap(), which, at, f32::NAN);

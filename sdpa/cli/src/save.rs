@@ -55,7 +55,7 @@ impl Destination {
 
     /// Writes tensors to a temporary file next to the destination, then renames it.
     pub(crate) fn write(&self, mut tensors: Vec<Tensor<'_>>) -> Result<(), String> {
-        // Larger elements come first, so that every tensor is aligned to its element size.
+        // Write the tensors with the largest elements first, so that every tensor is aligned to its element size.
         tensors.sort_by_key(|t| std::cmp::Reverse(t.elements.dtype().bitsize()));
         let header = header(&tensors)?;
         self.write_with(|out| {

@@ -100,7 +100,7 @@ impl Scales {
             self.make(scale, value);
         }
         self.make(Fp8Scale::DescaleS, self.get(Fp8Scale::ScaleS).recip());
-        // O is an average of V's rows, so it is at most the largest value, times the dropout scale.
+        // O is an average of V's rows, so |O| is at most the largest |V| times the dropout scale.
         self.result(request, Operand::O, dropped * amax(v), 0);
         if let Some((d_o, o)) = gradient {
             self.make(Fp8Scale::DescaleDO, d_o.descale());

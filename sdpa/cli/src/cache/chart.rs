@@ -113,7 +113,7 @@ fn hit_rate(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
     let y = Scale::new([lowest, 1.0], [top + PANEL, top]);
     percents(svg, y, ["hit", "rate"]);
     let mut at = 0;
-    // A run ends at a bin without lookups.
+    // Draw one line for each run of bins that have lookups.
     for run in rates.split(Option::is_none) {
         let points: Vec<(usize, f64)> = run.iter().enumerate().filter_map(|(n, rate)| Some((at + n, (*rate)?))).collect();
         at += run.len() + 1;
@@ -126,7 +126,7 @@ fn hit_rate(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
         }
         d.push_str(&format!("L{} {}", number(right), number(y.at(end))));
         svg.empty("path", &[("class", &"rate"), ("d", &d)]);
-        // An area would mislead on an axis that does not start at 0.
+        // Fill the area below the line only if the axis starts at 0, because the area would mislead otherwise.
         if lowest == 0.0 {
             fill(svg, "area", &format!("{d}V{}H{}z", number(y.at(0.0)), number(left)));
         }

@@ -145,7 +145,7 @@ fn misses_are_grouped_by_the_set_of_fields_that_differ() {
 #[test]
 fn the_hit_rate_comes_from_hits_between_events() {
     let mut hand = Hand::new();
-    // No lookup for 30 s, one hit per miss for 30 s, and only hits for 60 s.
+    // There is no lookup for 30 s, then one hit per miss for 30 s, then only hits for 60 s.
     hand.0.at = Duration::from_micros(30 * S);
     for n in 0..30 {
         hand.build(&format!("key {n}"), &[], None, Took { total: 250 * MS, ..Took::default() });
@@ -295,7 +295,7 @@ fn whatever_a_trace_says_is_escaped_and_cut() {
     let page = page::render(&findings);
     assert!(!page.contains("<script") && !page.contains('\0') && page.contains("k &lt;= q &amp;&amp; &lt;script&gt;"));
     assert!(page.len() < 100_000, "{}", page.len());
-    // The page loads nothing.
+    // The page loads no other resource.
     assert!(["http", "src=", "url(", "@import", "<link"].iter().all(|what| !page.contains(what)));
 }
 

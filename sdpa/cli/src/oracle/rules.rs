@@ -35,12 +35,12 @@ fn unary(f: Unary, from: Type, to: Type, x: Rough) -> Rough {
         Unary::Sin | Unary::Cos => x.error + (FUNCTION + x.value.abs()) * e,
         Unary::Tanh => x.error * (1.0 - value * value) + own,
         Unary::Erf => x.error * std::f64::consts::FRAC_2_SQRT_PI * (-x.value * x.value).exp() + own,
-        // The error of the operand may move it across a step.
+        // The operand's error may move the operand across a step, so compare the results at both ends of its range.
         Unary::Floor | Unary::Ceil | Unary::ToI32 => {
             let near = |x| expr::unary(f, from, to, x, Precision::F64);
             (near(x.value + x.error) - near(x.value - x.error)).abs()
         }
-        // Integers past 2^24 are rounded.
+        // f32 rounds integers above 2^24.
         Unary::ToF32 => {
             if value.abs() > 1.0 / e {
                 e * value.abs()

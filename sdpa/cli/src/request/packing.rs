@@ -132,7 +132,7 @@ impl Packing {
     pub(super) fn place(&self, spec: &mut AttentionSpec, layout: Layout, tokens: [Option<i64>; 2]) {
         let [queries, keys] = Side::ALL.map(|side| {
             let longest = if side == Side::Queries { spec.q.dims[2] } else { spec.k.dims[2] };
-            // In the head-major layout, each head has memory for the longest sequence.
+            // In the head-major layout, each head needs memory for at least the longest sequence.
             let least = if layout == Layout::Bhsd { longest } else { 1 };
             let there = tokens[side as usize].or(self.of(side).map(end)).map(|tokens| tokens.max(least));
             there.or(self.packed.total(side))

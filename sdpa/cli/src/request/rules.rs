@@ -44,7 +44,7 @@ impl Rules {
         let bias = args.bias.then(|| {
             let axes = spanned("bias", header, input, extents, mistakes)?;
             let dtype = match header.and_then(|h| h.find("bias")) {
-                // A bias of 8 bits would need a scale of its own.
+                // An 8-bit bias would need a scale of its own, so a bias for 8-bit operands is f32.
                 None if element?.dtype().is_fp8() => DType::F32,
                 None => element?.dtype(),
                 Some(found) => match FileType::of(found.dtype) {

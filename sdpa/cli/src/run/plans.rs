@@ -133,7 +133,7 @@ impl Plans {
             let why: Vec<String> =
                 files.zip(cuda.without_kernels()).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect();
             let kernels = cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect::<Vec<_>>();
-            // A pass has several kernels. The answer names the slowest origin: the compiler, then the cache, then files.
+            // A pass has several kernels. Report the slowest of their origins: the compiler, else the cache, else files.
             let origin = cuda.origins().into_iter().max();
             let told = |told: PlanTold| PlanTold {
                 from_file: origin == Some(Origin::File),

@@ -9,7 +9,7 @@ const RAMP: [char; 9] = ['.', ':', '-', '=', '+', '*', '#', '%', '@'];
 /// Renders lines of characters: the larger the score, the darker; blank if no key is unmasked.
 pub(super) fn render(field: &Field) -> String {
     let columns = field.columns.min(COLUMNS);
-    // A character is twice as tall as it is wide.
+    // A character is twice as tall as it is wide, so halve the number of rows.
     let rows = (field.rows * columns / field.columns / 2).clamp(1, COLUMNS / 2).min(field.rows);
     let [low, high] = range(field.values.iter().flatten().copied()).unwrap_or([0.0, 0.0]);
     let span = |n: usize, of: usize, all: usize| n * all / of..((n + 1) * all / of).max(n * all / of + 1);

@@ -85,7 +85,7 @@ impl Pixels {
                 Anchor::Middle => length / 2.0,
                 Anchor::End => length,
             };
-        // The base line is at four fifths of the height.
+        // Put the base line of the text at four fifths of the glyph height.
         let top = (y * SCALE - 0.8 * height.val() as f64).round() as i64;
         for (n, c) in text.chars().enumerate() {
             let Some(glyph) = get_raster(c, FontWeight::Regular, height).or_else(|| get_raster('?', FontWeight::Regular, height)) else {

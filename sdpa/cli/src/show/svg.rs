@@ -29,7 +29,7 @@ pub(super) fn render(scene: &Scene) -> Result<String, std::fmt::Error> {
         DROPPED.hex(),
         HATCH.hex()
     )?;
-    // Avoids seams between neighbouring areas.
+    // Crisp edges avoid seams between neighbouring areas.
     writeln!(out, "<style>[class]{{shape-rendering:crispEdges}}</style>")?;
     writeln!(out, r##"<rect width="{w}" height="{h}" fill="#ffffff"/>"##)?;
     for item in &scene.items {
