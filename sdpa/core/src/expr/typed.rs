@@ -238,7 +238,7 @@ macro_rules! methods {
         }
     };
     (@ $t:ty, $(#[$doc:meta])* $name:ident compare $f:ident) => {
-        // These take `&self`: with `self` by value, method lookup on a `&Expr` would find the method of `PartialOrd` first.
+        // These methods take `&self`: with `self` by value, method lookup on a `&Expr` would find the method of `PartialOrd` first.
         $(#[$doc])*
         #[must_use]
         pub fn $name(&self, other: impl Operand<'t, $t>) -> Expr<'t, Bool> {
