@@ -204,7 +204,7 @@ fn no_weight_is_above_one() {
             let most: f32 = d_o.iter().map(|x| x.abs()).sum();
             assert!(dv.iter().all(|x| x.abs() <= most), "{isa:?}: {dv:?}");
             assert!(dq.iter().chain(&dk).all(|x| x.is_finite()), "{isa:?}: {dq:?} {dk:?}");
-            // Lower the stats slightly, as another implementation would that rounds its sums differently. P must not exceed 1.
+            // Lower the stats slightly, as if another implementation had rounded its sums differently. P must not exceed 1.
             let lower: Vec<f32> = stats.iter().map(|s| s - 20.0 * (s.abs().next_up() - s.abs())).collect();
             let [_, _, dv] = backward(isa, &problem, &head, [&o, &lower, &d_o]);
             assert!(dv.iter().all(|x| x.abs() <= most), "{isa:?}: {dv:?}");

@@ -183,7 +183,7 @@ impl Schedule {
             let pairs = |rows: &Range<usize>| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>();
             spans.map(|rows| (rows.clone(), pairs(&rows) * extents.group)).collect()
         };
-        // Without per-sequence lengths, every batch entry has the strips of the first.
+        // Without per-sequence lengths, every batch entry has the same strips as the first entry.
         let first = spans_of(extents.within(&lengths, 0));
         let entries: Vec<Vec<(Range<usize>, usize)>> =
             (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| spans_of(extents.within(&lengths, batch)))).collect();

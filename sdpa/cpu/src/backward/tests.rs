@@ -252,7 +252,7 @@ fn infinities_and_nan_stay_where_they_are_attended_to() {
             for masks in &masks {
                 let problem = dense(shape, masks);
                 for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    // Spoil one operand at a time: with all four, few results would remain finite.
+                    // Spoil one operand at a time: if all four were spoiled, few results would remain finite.
                     for operand in 0..4 {
                         let inputs = inputs(&problem, None, &mut Random(3), |given| match operand {
                             0 => given[0].set([0, 0, 1, 2], bad),

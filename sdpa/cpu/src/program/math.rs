@@ -33,7 +33,7 @@ fn reduced<const FMA: bool>(x: f32) -> (f32, f32) {
 /// Returns `2^n` of an integer from −126 to 127.
 #[inline(always)]
 fn power(n: f32) -> f32 {
-    // Adding `ROUND` puts the integer into the low bits of the float.
+    // Adding `ROUND` puts the integer into the low bits of the float, from where the shift moves it into the exponent.
     f32::from_bits((n + (ROUND + 127.0)).to_bits() << 23)
 }
 
