@@ -197,7 +197,7 @@ pub(crate) fn print_usage(error: &clap::Error, json: bool) -> u8 {
         let line = Line::new("arguments", first.strip_prefix("error: ").unwrap_or(first));
         return print_failure(&Failure::Mistakes(vec![line]), true);
     }
-    // Escape control characters in the user's input. The text has no colour codes of clap's: `to_string` omits them.
+    // Escape control characters in the user's input. The text has no colour codes from clap, because `to_string` omits them.
     writeln!(std::io::stderr(), "{}", printable(&brief_lines(&error.to_string()))).ok();
     Failure::Mistakes(Vec::new()).code()
 }
