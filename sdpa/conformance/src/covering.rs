@@ -155,7 +155,7 @@ impl Builder<'_> {
         let may_be_hollow = self.is_hollow(begin);
         let mut left: Vec<usize> = (0..row.len()).filter(|factor| row[*factor].is_none()).collect();
         while !left.is_empty() {
-            // A factor with at most one allowed value comes first, so that few rows end with a factor without any.
+            // Choose factors with at most one allowed value first, so that few rows get stuck at a factor with no allowed value left.
             let narrow = left.iter().position(|factor| self.choices(&row, *factor, may_be_hollow).len() <= 1);
             let n = narrow.unwrap_or_else(|| self.random.between(0, left.len() as i64 - 1) as usize);
             let factor = left.swap_remove(n);
@@ -181,7 +181,7 @@ impl Builder<'_> {
             row[factor] = keep.then_some(value);
             !keep
         });
-        // The factor with the fewest allowed values comes first.
+        // Choose the factor with the fewest allowed values first.
         while !left.is_empty() {
             let n = (0..left.len()).min_by_key(|n| self.choices(&row, left[*n], may_be_hollow).len())?;
             let factor = left.swap_remove(n);
@@ -262,8 +262,8 @@ impl Builder<'_> {
                 None => missing.push(chosen),
             }
         }
-        // A value may need several other values at once, which random rows seldom have. A supported row may need only one change, so try
-        // these too.
+        // A value may need several other values at once, which random rows seldom have. Supported rows have more of them, so try single
+        // changes to supported rows too.
         loop {
             let before = missing.len();
             missing.retain(|chosen| {
@@ -288,7 +288,7 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
     let factors = wanted.factors;
     let of: Vec<usize> = (0..factors.len()).filter(|n| wanted.of.contains(&factors[*n].name)).collect();
     let mut builder = Builder::new(wanted);
-    // Number of rows that each combination still lacks.
+    // For each combination: the number of rows that it still lacks.
     let mut missing: BTreeMap<Combination, usize> =
         builder.combinations(wanted.strength, &of).into_iter().map(|combination| (combination, wanted.times)).collect();
     let all = missing.len();
@@ -302,7 +302,8 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
         keep
     });
     while let Some(begin) = missing.first_key_value().map(|(combination, _)| combination.clone()) {
-        // Number of missing combinations that contain each value, by factor. Counting the completed combinations of every value would be slower.
+        // Count the missing combinations that contain each value of each factor. Counting those that each value completes would be
+        // slower.
         let mut open = vec![Vec::new(); factors.len()];
         factors.iter().enumerate().for_each(|(n, factor)| open[n] = vec![0usize; factor.values.len()]);
         missing.keys().flatten().for_each(|(factor, value)| open[*factor][*value] += 1);
@@ -316,7 +317,8 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
         };
         let completed = |builder: &Builder<'_>, row: &Row| missing.keys().filter(|combination| builder.covers(row, combination)).count();
         let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !taken.contains(row)).collect();
-        // Sort by completed combinations. Among equal rows the last one comes first, as `max_by_key` would return it.
+        // Sort rows by the number of combinations that they complete. Among equals the last row comes first, as `max_by_key` would return
+        // it.
         let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
         best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
         let made = best.into_iter().map(|(_, row)| row).find(|row| asked.is_supported(row));
@@ -404,7 +406,8 @@ mod tests {
         let in_rows = |x: (usize, usize), y: (usize, usize)| covering.rows.iter().filter(|row| row[x.0] == x.1 && row[y.0] == y.1).count();
         assert!((0..3).all(|b| (0..4).all(|d| in_rows((1, b), (3, d)) >= 2)), "{:?}", covering.rows);
         assert!(covering.impossible.contains(&vec![(0, 0), (1, 0)]) && covering.impossible.contains(&vec![(2, 1), (3, 0)]));
-        // 3 values of a, 3 of b and 4 of d have no row with c = 1.
+        // No row has c = 1, so c = 1 is impossible with each of 3 values of a, 3 of b and 4 of d: 10 combinations. Others are impossible
+        // too.
         assert!(covering.impossible.len() > 10, "{:?}", covering.impossible);
     }
 
@@ -414,7 +417,7 @@ mod tests {
         let names = ["0", "1", "2", "3", "4", "5", "6", "7", "8"];
         let factors: Vec<Factor> = FEW.iter().zip(names).map(|(factor, name)| Factor { name, ..*factor }).collect();
         let wanted = Wanted { factors: &factors, rules: &[], of: &names, strength: 2, times: 1, hollow: ("", &[]) };
-        // Supported are rows with at most three values other than 0: 1 of 27 random rows, and 1 of 150 if one value is fixed.
+        // Only rows with at most three values other than 0 are supported. Few random rows are.
         let covering = cover(&wanted, &|row| row.iter().filter(|value| **value > 0).count() <= 3);
         assert!(covering.impossible.is_empty(), "{} of {} combinations", covering.impossible.len(), covering.covered);
         for (a, b) in (0..9).flat_map(|a| (a + 1..9).map(move |b| (a, b))) {

@@ -167,7 +167,7 @@ mod tests {
         assert_eq!([cache.place(0, 2), cache.place(0, 3), cache.place(1, 0), cache.place(2, 4)], [Some([1, 0]), None, None, Some([3, 0])]);
         let tensor = TensorSpec { dims: [3, 2, 5, 1], strides: paging.strides([3, 2, 5, 1], 0), alignment: 16 };
         let laid = Laid::paged(&tensor, &cache);
-        // Pages are head-major, with two tokens and two heads: four elements each.
+        // Pages are head-major. Each page has four elements: two tokens of each of two heads.
         let of_first = [Some(0), Some(1), Some(4), None, None, Some(2), Some(3), Some(6), None, None];
         assert_eq!((laid.elements(), &laid.places()[..10]), (44, &of_first[..]));
         assert!(laid.places()[10..20].iter().all(Option::is_none));

@@ -4,7 +4,7 @@ use std::io::Write;
 
 /// Writes a line to standard output, past libtest's capture.
 pub fn say(line: &str) {
-    // One write per line, so that concurrent tests do not mix their lines.
+    // Write each line with a single call, so that concurrent tests do not mix their lines.
     let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
 }
 

@@ -449,7 +449,7 @@ mod tests {
     #[test]
     fn few_pairs_have_no_problem() {
         let covering = Strength::Two.rows(&|_| true);
-        // Combinations that no problem has: gradients with pages and with results that only forward passes return (15), and axes without
+        // No problem has these combinations: gradients with pages or with results that only forward passes return (15), and axes without
         // a parameter (15).
         assert_eq!(covering.impossible.len(), 30, "{:?}", covering.impossible);
         assert!(covering.covered > 4000 && covering.rows.len() < 300, "{} rows cover {} pairs", covering.rows.len(), covering.covered);

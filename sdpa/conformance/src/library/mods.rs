@@ -128,7 +128,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let terms: i32 = rest.parse().map_err(|e| format!("{text}: {e}"))?;
             let angle = move |here, i| distance(here) / 10_000f64.powf(f64::from(i) / f64::from(terms));
             let sum = move |here| (0..terms).map(|i| f64::cos(angle(here, i))).sum::<f64>();
-            // A cosine is off by as much as its angle, which is rounded twice.
+            // The angle is rounded twice, and the cosine is off by as much as its angle.
             let own = move |here| (0..terms).map(|i| 4.0 + 2.0 * angle(here, i).abs()).sum::<f64>() + SLOPE * sum(here).abs();
             Ok(adds(move |here| slope(here) * sum(here), move |here| slope(here) * own(here)))
         }
@@ -192,7 +192,8 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let [far, turn] = [("far", 3), ("turn", 2)]
                 .map(|(name, axis)| drawing.bind(name, &[axis], |r, n| Values::F32((0..n).map(|_| of_any_size(r)).collect())));
             let [near, grid] = [|[_, _, q, k]: Here| (k - q) as f64 * 0.75, |[_, _, q, k]: Here| (q * k) as f64];
-            // Sine and cosine on GPUs are off by at most 8e-7 in absolute terms, which is 14 roundings of 1.
+            // Sine and cosine on GPUs are off by at most 8e-7 in absolute terms, which is 14 times the f32 rounding error of the number
+            // 1.
             Ok(adds(move |here| far.at(here).sin() + 2.0 * turn.at(here).cos() + near(here).sin() - grid(here).cos(), |_| 5.0 * 14.0))
         }
         "powers" => {
@@ -244,7 +245,8 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
         "ripples" => Ok(Stage {
             value: Box::new(|score, here| score + score.sin() + (distance(here) * 0.0625).cos()),
             slope: Box::new(|score, _| 1.0 + score.cos()),
-            // Sine and cosine on a GPU are off by 8e-7, which is 14 roundings of 1, and by two roundings of the angle (docs/numerics.md).
+            // On a GPU, sine and cosine are off by 8e-7, which is 14 times the f32 rounding error of 1, and by two rounding errors of the
+            // angle (docs/numerics.md).
             rounding: Box::new(|score, here| 6.0 * score.abs() + 2.0 * 14.0 + 2.0 * (distance(here) * 0.0625).abs()),
             tanh: None,
             partials: Vec::new(),

@@ -60,7 +60,7 @@ impl Narrowed {
         if !self.dtype.is_fp8() || self.blocks.is_some() {
             return;
         }
-        // P is at most 1, and with dropout at most the dropout scale.
+        // The largest P is at most 1, or at most the dropout scale if there is dropout.
         let most = problem.dropout().map_or(1.0, |dropout| dropout.scale());
         let weights = scale_of(most, self.dtype, self.margin);
         let o = scale_of(most * amax(values) * self.get(Fp8Scale::DescaleV), problem.dtype_of(Operand::O), self.margin);
@@ -244,7 +244,7 @@ mod tests {
         narrowed.set(Fp8Scale::ScaleO, 16.0);
         let elements = vec![-3.25, 26.0, 1.0];
         let judge = |told: f32| narrowed.judge(&[(Amax::O, told)], DType::F8E4M3, [(Amax::O, &elements)]);
-        // The amax is 26 / 16 = 1.625. A number that rounds to it in 8 bits passes too.
+        // The right amax is 26 / 16 = 1.625. A reported amax that rounds to 1.625 in 8 bits passes too.
         assert!(judge(1.625).is_ok() && judge(1.65).is_ok());
         for wrong in [0.0, 3.25, -1.625, 0.203, f32::NAN, f32::INFINITY] {
             assert!(judge(wrong).is_err(), "{wrong}");

@@ -72,7 +72,7 @@ impl Replacement {
         let [batch, heads, rows, dim] = dims;
         let mut wrong = right.to_vec();
         let square = |of: &[f64]| of.iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>();
-        // Replaces the part with the largest norm, where an error has the largest effect.
+        // Returns the number of the part with the largest norm, which is replaced because an error has the largest effect there.
         let largest = |size: usize| {
             let squares = right.chunks(size.max(1)).map(square).enumerate();
             squares.fold((0, -1.0), |best, next| if next.1 > best.1 { next } else { best }).0

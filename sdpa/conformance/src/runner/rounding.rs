@@ -112,7 +112,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
     if let Some((want, got)) = far.last() {
         return Err(format!("dq of {:?} is {}, which is not the nearest to {want}", T::DTYPE, got.value()));
     }
-    // About half of the inexact results should round up. With few of them, the test would show nothing.
+    // About half of the inexact results should round up. If few of them do, the test shows nothing.
     if rounded < n / 4 { Err(format!("only {rounded} of {n} results show anything")) } else { Ok(()) }
 }
 
