@@ -30,8 +30,8 @@ pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
     let local = group * ROWS as u128 * seq_kv;
     let along = along.iter().map(|dims| dims.iter().map(|&n| n as u128).product::<u128>());
     let along: u128 = along.map(|all| all + threads * all.min(local)).sum();
-    // Keys and values; value, error and magnitude of each element of dK and dV; gradients of parameters; and three sums per element for
-    // the dQ of one part.
+    // Count keys and values; value, error and magnitude of each element of dK and dV; gradients of parameters; and three sums per element
+    // of the dQ of one part.
     8 * (4 * threads + 3) * seq_kv * (dim_qk + dim_v) + 40 * along + 24 * (threads * group * ROWS as u128 * dim_qk)
 }
 
@@ -150,7 +150,7 @@ impl Worker<'_> {
                 own = kept.score.value.abs();
             }
             if kept.score.value.is_finite() {
-                // A score_mod may turn an infinite or NaN score into a finite number. Its raw magnitude then does not count.
+                // A score_mod may turn an infinite or NaN score into a finite number. Leave out the magnitude of the raw score then.
                 let raw = size * kept.slope.value.abs();
                 kept.magnitude = own + if raw.is_finite() { raw } else { 0.0 };
             }
@@ -247,7 +247,7 @@ impl Worker<'_> {
         let of_row = rates.weight + rates.sum * error + of_difference(rates.stats * stats.abs());
         let common = OfRow { weight: of_row.exp_m1().min(1.0) };
         let [q_square, d_o_square] = [q, d_o].map(|row| row.iter().map(|x| x * x).sum::<f64>());
-        // An error of δ enters `dq` multiplied by this: the sum of P · k, times derivative and scale.
+        // An error of δ enters `dq` multiplied by `of_delta`: the sum of P · k, times derivative and scale.
         let mut of_delta = vec![0f64; dim_qk];
         if self.p.sink.is_some()
             && !all.is_empty()
@@ -304,7 +304,7 @@ impl Worker<'_> {
                 Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
             };
             let d_score = carried(0, kept.slope);
-            // The executor may round dS before or after it multiplies by the scale.
+            // The executor may round dS before or after it multiplies dS by the scale, so allow for the larger of the two errors.
             let small = rates.small_slope.unwrap_or(rates.small * scale.abs().max(1.0));
             let (error, magnitude) = (scale.abs() * d_score.error + small, scale.abs() * d_score.magnitude + ABSOLUTE * small);
             let factor = Term { value: scale * d_score.value, error, magnitude };

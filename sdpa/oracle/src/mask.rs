@@ -58,7 +58,7 @@ impl Mask<'_> {
                     Align::TopLeft => q,
                     Align::BottomRight => q + seq_kv - seq_q,
                 };
-                // i128 cannot overflow, and bounds may be any i64.
+                // Compute in i128, which cannot overflow although the bounds may be any i64.
                 let (q, k) = (i128::from(q), i128::from(k));
                 left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
             }
@@ -95,7 +95,8 @@ mod tests {
         assert_eq!(kept(&window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
         assert_eq!(kept(&window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
         let ends = |left, right, lengths: [i64; 2]| Mask::Ends { left, right, lengths: Box::new(move |_| lengths) };
-        // 3 queries and 5 keys: the last query attends up to the last key. 4 queries and 2 keys: the first two queries attend to no key.
+        // With 3 queries and 5 keys, the last query attends up to the last key. With 4 queries and 2 keys, the first two queries attend
+        // to no key.
         assert_eq!(kept(&ends(None, Some(0), [3, 5]), 2, 6), [0, 1, 2, 3, 4]);
         assert_eq!(kept(&ends(Some(2), Some(1), [3, 5]), 1, 6), [2, 3, 4]);
         assert_eq!(kept(&ends(None, Some(0), [4, 2]), 1, 6), [] as [i64; 0]);

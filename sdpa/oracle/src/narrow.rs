@@ -71,7 +71,8 @@ mod tests {
             let o = vec![o, o];
             check(&Problem { narrow, ..problem }, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::default(), &|_| ()).o.ratio
         };
-        // Each rounding may be off by a sixteenth: of the output 4, and of the magnitudes 4 and 5 of P · V. The limit is a little more.
+        // Rounding may move the output by a sixteenth of 4, and P · V by a sixteenth of the sum of magnitudes. The limit is a little
+        // more.
         let off = (4.0 + 4.0) / 16.0;
         assert!(ratio(problem.narrow, 4.0 + off) <= 1.0 && ratio(problem.narrow, 4.0 - 1.2 * off) > 1.0);
         assert!(ratio(problem.narrow, f64::NAN) > 1.0);

@@ -154,7 +154,7 @@ impl Worst {
     }
 
     pub(crate) fn worse(self, other: Worst) -> Worst {
-        // Among equal ratios, keep the larger tolerance, so that exact results report one.
+        // Among equal ratios, keep the larger tolerance, so that exact results report a tolerance above 0 too.
         let worst = if (other.ratio, other.tolerance) > (self.ratio, self.tolerance) { other } else { self };
         Worst { undecided: self.undecided + other.undecided, ..worst }
     }
@@ -312,7 +312,7 @@ impl Row {
     /// Returns the rounding error of the norm of the output.
     fn noise(&self, [element, stored]: [Element; 2], (seq_kv, narrow): (usize, Option<Narrow>)) -> Noise {
         let dims = self.o.len() as f64;
-        // Halve this, because the limit doubles `fine`.
+        // Halve this error, because the limit doubles `fine`, to which it is added.
         let coarse = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { 0.0 };
         let relative = self.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF + coarse;
         let square: f64 = self.o.iter().map(|x| x * x).sum();
@@ -359,7 +359,7 @@ pub(crate) fn compare(
     // For 8-bit floats, the rounding of P is added below, without the factor of 2; see `narrow`.
     let u = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { element.roundoff() };
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
-    // Below the smallest normal number, errors are absolute.
+    // Below the smallest normal number of the type, rounding errors are absolute, not relative.
     let absolute = match stored {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => stored.least(),
@@ -390,7 +390,7 @@ pub(crate) fn compare(
                 stored,
             }
         } else {
-            // A result in another type is rounded once more.
+            // If the result is stored in another type than the operands, it is rounded once more.
             let rounded = if stored == element { 0.0 } else { stored.roundoff() * (expected.abs() + tolerance) };
             Wanted { value: expected, tolerance: tolerance + rounded, magnitude: magnitude + 2.0 * absolute + 4.0 * small, stored }
         };
@@ -436,7 +436,7 @@ pub(crate) fn compare(
         judge(2, got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
     distance.sum_exp = sum_exp.map(|got| {
-        // An executor with other rounding errors in its scores has another row maximum. That changes the sum, but not stats.
+        // An executor with other rounding errors in its scores has another row maximum, which changes the sum but not the stats.
         let off = want.stats_error + want.max_error;
         let value = if none || want.keyless && got == 0.0 && max.is_none() { 0.0 } else { want.sum };
         let tolerance = 2.0 * value * (off.exp_m1() + sum + 16.0 * F32_ROUNDOFF);

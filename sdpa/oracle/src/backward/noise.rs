@@ -72,7 +72,7 @@ pub(super) struct Pair {
 
 impl Worker<'_> {
     fn coarse(&self, terms: usize) -> f64 {
-        // Halve this, because the limit doubles `fine`.
+        // Halve this error, because the limit doubles `fine`, to which it is added.
         if self.p.narrow.is_some() { products_of(terms) / 2.0 } else { 0.0 }
     }
 

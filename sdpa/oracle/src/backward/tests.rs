@@ -275,7 +275,7 @@ fn a_slope_may_be_off_where_its_score_is() {
         numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| closures.with(p, |p| gradients_with(p, d_o, Given::Rounded, rates))).dk
     };
     let got = of(NONE);
-    // In roundoffs: the score 1 of key 1 is off by 4, so its derivative 2 is off by 8, plus 4 of its own: 12.
+    // Counted in roundoffs, the score 1 of key 1 is off by 4, so its derivative 2 is off by 8 and by 4 of its own: 12.
     let (e, d_s) = (crate::F32_ROUNDOFF, got.value[1] / (0.5 * 2.0) / 2.0);
     let want = d_s * (8.0 + 2.0 * 12.0) * e;
     assert!((got.error[1] - want).abs() < 1e-5 * want, "{} {want}", got.error[1]);

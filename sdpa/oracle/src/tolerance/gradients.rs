@@ -346,7 +346,7 @@ impl Tally {
             for at in range.clone() {
                 let (Term { value, error, .. }, of) = want.term(at);
                 if error > 0.0 {
-                    // The errors of δ are common to all elements of a row.
+                    // The errors of δ are common to all elements of a row, so count their variance as shared.
                     noise.shared += of.variance;
                     noise.elements += (element.roundoff() * value).powi(2);
                     noise.fine = noise.fine.hypot(of.fine);
