@@ -142,7 +142,7 @@ impl fmt::Display for Explanation {
 
 /// Returns the number of fields in which two keys differ.
 pub(super) fn distance(asked: &Fields, there: &Fields) -> usize {
-    // Compare by position: keys of one kind have the same fields in the same order, except for the last ones.
+    // Compare by position: keys of one kind have the same fields in the same order, and only the last fields may be missing.
     let both = asked.iter().zip(there).filter(|(a, b)| a != b).count();
     both + asked.len().abs_diff(there.len())
 }

@@ -194,7 +194,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     fn forget_refusals(&mut self, most: usize) {
         while self.refused > most {
             let oldest = self.slots.iter().rev().find(|(_, (.., slot))| matches!(slot, Slot::Refused { .. })).map(|(place, _)| *place);
-            // If there is none, only the refusal that is about to be inserted is left, which is already counted.
+            // If no slot is a refusal, `refused` counts only the refusal that is about to be inserted.
             let Some(place) = oldest else { return };
             self.pop(place);
         }

@@ -321,7 +321,7 @@ fn a_call_may_look_things_up() {
             outer.number + inner
         })
     };
-    // The entry of the outer call is evicted during its use, and built again inside.
+    // The entry of the outer call is evicted while it is in use, and the inner call builds it again.
     assert_eq!(sum(10).unwrap(), 10 + 11);
     assert_eq!(sum(10).unwrap(), 11);
     assert_eq!(c.stats().entries, 1);
