@@ -163,7 +163,7 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
 
 pub(crate) fn forward(pass: &Pass, device: &CudaDevice) -> Result<Outputs> {
     let all = &dispatcher(device);
-    // Report unsupported backward passes now, and build them now, not when gradients are computed.
+    // Choose and build the backward pass now, so that its errors are reported here and not when gradients are computed.
     if let Some(backward) = &pass.backward {
         chosen_backward(pass, all, &backward.validate().map_err(wrap)?)?;
     }

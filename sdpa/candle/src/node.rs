@@ -115,7 +115,7 @@ impl CustomOp3 for Node {
                 Some(third.zeros_like()?)
             }
         };
-        // Candle would keep the unused gradient of an operand that is not tracked.
+        // Return no gradient for an operand that is not tracked, because candle would keep this unused gradient.
         Ok((q.track_op().then(|| of(dq, q)), k.track_op().then(|| of(dk, k)), third))
     }
 }

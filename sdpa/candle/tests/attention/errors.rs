@@ -66,7 +66,7 @@ fn what_is_tracked_and_cannot_have_a_gradient_is_told_at_the_call() {
     let of = Var::new(&[0u32, 6], &CPU).unwrap();
     let packed = q.transpose(1, 2).unwrap().contiguous().unwrap().narrow(0, 0, 1).unwrap().squeeze(0).unwrap();
     told(Attention::new().forward_packed(&Documents::new(&of, 6), &packed, &packed, &packed), &["wrt[0]", "cu_seqlens"]);
-    // A custom gradient is only one with respect to scores, so a parameter that needs a gradient is refused.
+    // A custom gradient gives only the gradient of the scores, so a parameter that needs a gradient is refused.
     let by_hand = sdpa_candle::ScoreMod::new("scaled", |score, _, p| score * p.tensor("by", [Axis::Head], F32)).unwrap();
     let by_hand = by_hand.with_bprop(|grad, _, _, p| grad * p.tensor("by", [Axis::Head], F32)).unwrap();
     let by = Var::new(&[1f32, 2., 3., 4.], &CPU).unwrap();

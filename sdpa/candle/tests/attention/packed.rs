@@ -59,7 +59,7 @@ fn documents_attend_to_themselves_alone() {
 fn keys_have_boundaries_of_their_own() {
     let mut random = Random::new(12);
     let (of_q, of_k): (&[usize], &[usize]) = (&[0, 3, 9, 10], &[0, 8, 15, 24]);
-    // Keys and values are views into a cache: every second head.
+    // Keys and values are views of every second head of a cache.
     let cache = random.var(&[24, 4, 8]);
     let heads = |x: &Tensor| x.reshape((24, 2, 2, 8)).unwrap().narrow(2, 1, 1).unwrap().squeeze(2).unwrap();
     let q = random.var(&[10, 4, 8]);
