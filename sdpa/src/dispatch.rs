@@ -277,7 +277,7 @@ impl Dispatcher {
         }
         match CudnnExecutor::new(self.options.clone()) {
             Err(error) if !error.is_absence() => Err(error),
-            // If two threads race here, one drops its result.
+            // If two threads race here, one of them drops the executor that it has made.
             answer => self.cudnn.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
         }
     }
@@ -295,7 +295,7 @@ impl Dispatcher {
         }
         match CudaExecutor::new(self.cuda_options()) {
             Err(error) if !error.is_absence() => Err(error),
-            // If two threads race here, one drops its result.
+            // If two threads race here, one of them drops the executor that it has made.
             answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
         }
     }

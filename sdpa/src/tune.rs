@@ -133,7 +133,7 @@ impl Dispatcher {
     }
 
     fn timed_as(&self, query: &JobQuery<'_>, ready: impl Fn(&dyn NvidiaExecutor) -> Result<Arc<DevicePass>, Error>) -> Option<Arc<Timed>> {
-        // Selection asks at every call, so return early if timing is off.
+        // The selection of executors calls this at every call, so return early if timing is off.
         if !self.options.tune {
             return None;
         }
