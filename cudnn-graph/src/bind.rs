@@ -9,7 +9,7 @@ use std::fmt;
 /// The values that a caller binds to the tensors of a plan, by id.
 #[derive(Clone, Debug, Default)]
 pub struct Bindings {
-    // Inline storage: a call whose plan is cached must not allocate.
+    // Store the items inline: a call whose plan is cached must not allocate.
     slices: SmallVec<[(TensorId, DeviceSlice); 8]>,
     values: SmallVec<[(TensorId, Scalar); 4]>,
 }

@@ -86,7 +86,8 @@ impl Planner {
             }
             match self.finalize(n, target) {
                 Ok(descriptor) => {
-                    // Check the workspace again: only the compiled plan has its final size, and before 9.2 nothing else has a size.
+                    // Check the workspace again: only the compiled plan reports the final size, and before cuDNN 9.2 nothing else reports
+                    // a size.
                     if let Some(over) = self.policy.over_workspace(workspace_of(&descriptor)?) {
                         report.candidates[n].outcome = over;
                         continue;

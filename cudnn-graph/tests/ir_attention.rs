@@ -391,7 +391,7 @@ fn lengths_may_be_prefix_sums_and_padding_is_never_read() {
 #[test]
 fn pages_hold_what_keys_and_values_hold() {
     let lengths = [SKV, 4];
-    // Keys have pages of 4 rows, values of 2. The last page comes first in memory.
+    // A page of keys has 4 rows, a page of values has 2. The last page comes first in memory.
     let paged = |value: &Value, heads: usize, block: usize, dim: usize| {
         let pages = SKV.div_ceil(block);
         let mut container = Value::new(dims([B * pages, heads, block, dim]), vec![f64::NAN; B * pages * heads * block * dim]);

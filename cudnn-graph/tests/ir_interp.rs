@@ -205,7 +205,7 @@ fn a_view_keeps_elements_where_they_are_in_memory() {
         run(&g, &[(a, x.clone())].into(), Precision::F64).map(|out| out[&y].data.clone())
     };
     for mode in [None, Some(ReshapeMode::ViewOnly)] {
-        // The frontend's transposition swaps extents and strides of two axes.
+        // Transpose as cuDNN's frontend does, by swapping the extents and strides of two axes.
         for strides in [[12, 4, 1], [4, 8, 1], [100, 20, 3]] {
             let got = view(strides, [2, 4, 3], [strides[0], strides[2], strides[1]], mode).unwrap();
             for b in 0..2 {

@@ -91,7 +91,7 @@ type Plain = fn(Operand) -> f64;
 const TABLE: &[(Mode, Plain)] = &[
     (Mode::Add, |o| o.x + o.b),
     (Mode::Mul, |o| o.x * o.b),
-    // If one operand is NaN, the result is the other one. −0 is below 0.
+    // If one operand is NaN, the result is the other operand. −0 counts as less than 0.
     (Mode::Min, |o| extreme(o, o.x.total_cmp(&o.b).is_le())),
     (Mode::Max, |o| extreme(o, o.x.total_cmp(&o.b).is_ge())),
     (Mode::Sqrt, |o| o.x.sqrt()),
@@ -323,7 +323,7 @@ fn backward_modes_are_slopes_of_forward_modes() {
     assert_eq!(PAIRS.len(), Mode::ALL.iter().filter(|m| m.signature() == Signature::Backward).count());
     for (backward, forward) in PAIRS {
         for params in variants(backward) {
-            // Avoid the kinks, which are at round numbers.
+            // Avoid the kinks of the functions, which are at round numbers.
             for i in -60..60 {
                 let x = f64::from(i) / 10.0 + 0.013;
                 let at = |x| pointwise(forward, &params, F64, Precision::F64, Operand { x, ..Operand::default() });

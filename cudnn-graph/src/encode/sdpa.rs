@@ -35,7 +35,7 @@ impl Encoder<'_> {
 
     pub(super) fn sdpa_forward(&mut self, s: &SdpaForward) -> DescriptorId {
         use Attribute as A;
-        // Stats alone have their own attribute. Runtimes before 9.21 support only that.
+        // Stats without other statistics or a sink have an attribute of their own, the only one that runtimes before 9.21 support.
         let plain_stats =
             self.runtime < A::OPERATION_SDPA_FWD_SOFTMAX_DESC.since() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none();
         let softmax = if plain_stats { None } else { self.inner_softmax(s) };

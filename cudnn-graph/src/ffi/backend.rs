@@ -178,7 +178,7 @@ impl Library {
     /// # Errors
     /// Returns cuDNN's error if it cannot create a handle.
     pub fn handle<'s>(&'static self, stream: &'s Stream) -> Result<Handle<'s>, Error> {
-        // A stream under capture may have no number here. It is then set on the handle at every call.
+        // A stream under capture may have no id here. Without an id, set the stream on the handle at every call.
         let (device, id) = (stream.device(), stream.id());
         let mut pooled = match near(device, id).or_else(|| take(&mut self.pool.lock(), device, id)) {
             Some(pooled) => pooled,

@@ -130,7 +130,7 @@ impl Descriptor {
     pub(crate) fn set_text(&mut self, attribute: Attribute, text: &str) -> Result<(), Error> {
         let mut bytes = text.as_bytes().to_vec();
         bytes.push(0);
-        // SAFETY: there are that many characters, followed by a zero.
+        // SAFETY: `bytes` holds `text.len()` characters, followed by a zero.
         unsafe { self.set_raw(attribute, AttributeType::CHAR, text.len(), bytes.as_ptr().cast()) }
     }
 

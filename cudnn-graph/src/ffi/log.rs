@@ -22,7 +22,8 @@ pub(super) unsafe extern "C" fn hear(_severity: i32, _user: *mut c_void, _debug:
     if message.is_null() {
         return;
     }
-    // `try_with` fails on a thread that is ending, and `try_borrow_mut` inside another message. Such messages are dropped.
+    // `try_with` fails on a thread that is ending, and `try_borrow_mut` while another message is being handled. Drop the message in both
+    // cases.
     let _ = HEARD.try_with(|heard| {
         if let Ok(mut heard) = heard.try_borrow_mut()
             && let Some(lines) = heard.as_mut()
@@ -35,7 +36,7 @@ pub(super) unsafe extern "C" fn hear(_severity: i32, _user: *mut c_void, _debug:
                     break;
                 }
                 lines.push(text.to_string_lossy().into_owned());
-                // SAFETY: another line follows a line that is not the last.
+                // SAFETY: only an empty line is the last one, so another line follows this one.
                 line = unsafe { line.add(text.count_bytes() + 1) };
             }
         }

@@ -52,7 +52,7 @@ pub(crate) struct TensorLine<'g> {
 
 impl Display for TensorLine<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        // Destructured, so that a new field does not compile until it is printed.
+        // Destructure the tensor, so that a new field does not compile until it is printed.
         let Tensor { name, dtype, dims, strides, storage, alignment, reordering, ragged } = self.tensor;
         write!(f, "{} {name:?} {dtype} {dims} strides {strides} {}", self.id, StorageText(*storage))?;
         if *alignment != 16 {

@@ -121,7 +121,7 @@ pub(super) fn forward(state: &mut State<'_>, op: &SdpaForward) -> Result<(), Int
         let mut sums = vec![0.0; s.dim_v as usize];
         for col in 0..counts.kv[at.batch as usize] {
             let value = row_of(&v, &s, s.heads_v, &at, col, (s.seq_kv, s.dim_v));
-            // Skip rows past the sequence length: they have no probabilities, whatever the values are.
+            // A row past the sequence length has no probabilities, so its sum stays 0 whatever the values are.
             if at.row < counts.q[at.batch as usize] {
                 for (sum, v) in sums.iter_mut().zip(value) {
                     *sum = accumulate(precision, DType::F32, *sum, row[col as usize] * v);

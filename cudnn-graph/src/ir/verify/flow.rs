@@ -98,7 +98,7 @@ fn tensor_message(graph: &Graph, sites: &[Site<'_>], id: TensorId, found: &Use) 
         }
         Storage::Device => (n > 1).then(|| format!("{n} operands write it ({})", writers())),
         Storage::Virtual if n > 1 => Some(format!("{n} operands write it ({})", writers())),
-        // Errors at the ends of a score graph are reported at its op.
+        // If the tensor is the input or output of a score graph, the op that has this graph reports the error.
         Storage::Virtual if n == 0 && found.input_of.is_none() && found.output_of.is_none() => {
             Some("it is virtual, but no op writes it".to_owned())
         }
