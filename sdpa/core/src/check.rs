@@ -248,8 +248,8 @@ impl Check {
                 Some(k) if k != p => {
                     self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), format!("{}, as declared before", kind(k.kind)));
                 }
-                // Declarations that differ only in their defaults compare equal, but a parameter can have only one default, so compare
-                // these too.
+                // Declarations that differ only in their defaults compare equal, so compare the defaults too: a parameter can have only
+                // one.
                 Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
                     let number = |default: Option<f32>| format!("{:?} by default", default.unwrap_or(f32::NAN));
                     self.fail(

@@ -117,8 +117,7 @@ impl Problem {
             check.fail("dtype", dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
         }
         let o_dtype = check.narrow("o_dtype", o_dtype, dtype, &[DType::F16, DType::BF16]);
-        // Returns whether a side is packed. The sequences of a packed side are located by `cu_seqlens`, so the batch stride has no
-        // effect.
+        // Returns whether a side is packed. `cu_seqlens` locate the sequences of a packed side, so its batch stride has no effect.
         let packs = |side: Side| packed.is_some() && (side == Side::Queries || paged.is_none());
         let most = |operand: Operand| packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
         let given = [q, k, v, o];

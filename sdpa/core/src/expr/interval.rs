@@ -139,7 +139,7 @@ fn unary(f: Unary, from: Type, to: Type, x: Interval) -> Interval {
 
 fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
     match f {
-        // The bounds of a boolean are 0 or 1, so `&` is the minimum of each bound, and `|` the maximum.
+        // The bounds of a boolean are 0 or 1, so `&` takes the minimum of each bound, and `|` the maximum.
         Binary::And => return Interval { low: x.low.min(y.low), high: x.high.min(y.high) },
         Binary::Or => return Interval { low: x.low.max(y.low), high: x.high.max(y.high) },
         Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => {}

@@ -64,8 +64,8 @@ impl Region {
     pub fn is_empty(&self, seq_q: i64, seq_kv: i64) -> bool {
         let first = self.lower.map_or(1 - seq_q, |lower| (lower + 1).max(1 - seq_q));
         let last = self.upper.map_or(seq_kv - 1, |upper| upper.min(seq_kv - 1));
-        // If all keys of the band come after their queries, the earliest key is that of query 0: a prefix that ends before it leaves
-        // nothing.
+        // If all keys of the band come after their queries, the earliest key is that of query 0. A prefix that ends before it keeps no
+        // pair.
         seq_q < 1 || seq_kv < 1 || first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
     }
 
