@@ -192,8 +192,8 @@ fn axes(spec: &TensorSpec, packed: bool) -> [usize; 3] {
         return if heads == 1 || head > token { [1, 0, 2] } else { [0, 2, 1] };
     }
     let mut axes = [0, 1, 2];
-    // Sort axes by stride, the largest first: validation ensures that it spans the axes with smaller strides. Axes of extent 1 may have
-    // any stride.
+    // Sort axes by stride, the largest first: validation ensures that an axis spans all axes with smaller strides. Axes of extent 1 may
+    // have any stride.
     axes.sort_by_key(|&axis| std::cmp::Reverse(if spec.dims[axis] == 1 { i64::MAX } else { spec.strides[axis] }));
     axes
 }

@@ -106,7 +106,7 @@ pub(super) fn run<T: Element>(
         if reached.is_empty() {
             continue;
         }
-        // Round to whole panels, because the last panel of a block adds to all keys of the panel, even past the end of the block.
+        // Round to whole panels, because the last panel of a block adds to all keys of that panel.
         let (first_key, n_keys) = (reached.start - (reached.start - keys.range.start) % PANEL, reached.end - keys.range.start);
         let reached = first_key..(keys.range.start + n_keys.next_multiple_of(PANEL)).min(keys.range.end);
         band.pack(&queries, rows_of_band, &reached);

@@ -86,7 +86,7 @@ fn padding_may_hold_anything_and_is_zero() {
 
 #[test]
 fn keys_that_a_mask_drops_everywhere_may_hold_anything() {
-    // This mask depends on keys alone, so a key that it excludes is excluded for every row.
+    // A mask that depends on keys alone excludes the same keys for every row.
     let random = &mut Random(31);
     for isa in Isa::all() {
         for n in [16, 18, 5] {
