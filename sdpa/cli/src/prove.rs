@@ -173,7 +173,7 @@ pub(crate) fn run(args: &ProveArgs, json: bool) -> Result<Told, Failure> {
     }
 
     let summary = state.summary(&problems);
-    // A ledger made from only some of the problems would reject features that the missing problems show to be correct.
+    // A ledger made from only some of the problems would reject features that the other problems show to be correct.
     let is_done = order.only.is_none() && (summary.answered() == problems.len() || summary.bad.len() >= MOST_BAD);
     let ledger = match ledger {
         Some(about) if is_done => {
