@@ -262,8 +262,8 @@ impl Builder<'_> {
                 None => missing.push(chosen),
             }
         }
-        // A value may need several other values at once, which random rows seldom have. Supported rows have more of them, so try single
-        // changes to supported rows too.
+        // A value may need several other values at once, which random rows seldom have. A supported row may have all but one of them, so
+        // try single changes to supported rows too.
         loop {
             let before = missing.len();
             missing.retain(|chosen| {
@@ -317,8 +317,7 @@ pub fn cover(wanted: &Wanted<'_>, supports: &Supports<'_>) -> Covering {
         };
         let completed = |builder: &Builder<'_>, row: &Row| missing.keys().filter(|combination| builder.covers(row, combination)).count();
         let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).filter(|row| !taken.contains(row)).collect();
-        // Sort rows by the number of combinations that they complete. Among equals the last row comes first, as `max_by_key` would return
-        // it.
+        // Sort rows by the number of completed combinations. Among equals the last row comes first, as `max_by_key` would return it.
         let mut best: Vec<(usize, Row)> = tried.into_iter().map(|row| (completed(&builder, &row), row)).rev().collect();
         best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
         let made = best.into_iter().map(|(_, row)| row).find(|row| asked.is_supported(row));
@@ -406,8 +405,7 @@ mod tests {
         let in_rows = |x: (usize, usize), y: (usize, usize)| covering.rows.iter().filter(|row| row[x.0] == x.1 && row[y.0] == y.1).count();
         assert!((0..3).all(|b| (0..4).all(|d| in_rows((1, b), (3, d)) >= 2)), "{:?}", covering.rows);
         assert!(covering.impossible.contains(&vec![(0, 0), (1, 0)]) && covering.impossible.contains(&vec![(2, 1), (3, 0)]));
-        // No row has c = 1, so c = 1 is impossible with each of 3 values of a, 3 of b and 4 of d: 10 combinations. Others are impossible
-        // too.
+        // No supported row has c = 1, so its combinations with 3 values of a, 3 of b and 4 of d are impossible: these 10, and others.
         assert!(covering.impossible.len() > 10, "{:?}", covering.impossible);
     }
 
@@ -417,7 +415,7 @@ mod tests {
         let names = ["0", "1", "2", "3", "4", "5", "6", "7", "8"];
         let factors: Vec<Factor> = FEW.iter().zip(names).map(|(factor, name)| Factor { name, ..*factor }).collect();
         let wanted = Wanted { factors: &factors, rules: &[], of: &names, strength: 2, times: 1, hollow: ("", &[]) };
-        // Only rows with at most three values other than 0 are supported. Few random rows are.
+        // Only rows with at most three values other than 0 are supported, which few random rows have.
         let covering = cover(&wanted, &|row| row.iter().filter(|value| **value > 0).count() <= 3);
         assert!(covering.impossible.is_empty(), "{} of {} combinations", covering.impossible.len(), covering.covered);
         for (a, b) in (0..9).flat_map(|a| (a + 1..9).map(move |b| (a, b))) {

@@ -192,8 +192,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let [far, turn] = [("far", 3), ("turn", 2)]
                 .map(|(name, axis)| drawing.bind(name, &[axis], |r, n| Values::F32((0..n).map(|_| of_any_size(r)).collect())));
             let [near, grid] = [|[_, _, q, k]: Here| (k - q) as f64 * 0.75, |[_, _, q, k]: Here| (q * k) as f64];
-            // Sine and cosine on GPUs are off by at most 8e-7 in absolute terms, which is 14 times the f32 rounding error of the number
-            // 1.
+            // Sine and cosine on GPUs are off by at most 8e-7 in absolute terms: 14 times the f32 rounding error of 1.
             Ok(adds(move |here| far.at(here).sin() + 2.0 * turn.at(here).cos() + near(here).sin() - grid(here).cos(), |_| 5.0 * 14.0))
         }
         "powers" => {
