@@ -312,7 +312,7 @@ impl Row {
     /// Returns the rounding error of the norm of the output.
     fn noise(&self, [element, stored]: [Element; 2], (seq_kv, narrow): (usize, Option<Narrow>)) -> Noise {
         let dims = self.o.len() as f64;
-        // Halve this error, because the limit doubles `fine`, to which it is added.
+        // Halve this error: it is added to `fine`, which the limit doubles.
         let coarse = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { 0.0 };
         let relative = self.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF + coarse;
         let square: f64 = self.o.iter().map(|x| x * x).sum();

@@ -72,7 +72,7 @@ pub(super) struct Pair {
 
 impl Worker<'_> {
     fn coarse(&self, terms: usize) -> f64 {
-        // Halve this error, because the limit doubles `fine`, to which it is added.
+        // Halve this error: it is added to `fine`, which the limit doubles.
         if self.p.narrow.is_some() { products_of(terms) / 2.0 } else { 0.0 }
     }
 
