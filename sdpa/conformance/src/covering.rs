@@ -415,7 +415,7 @@ mod tests {
         let names = ["0", "1", "2", "3", "4", "5", "6", "7", "8"];
         let factors: Vec<Factor> = FEW.iter().zip(names).map(|(factor, name)| Factor { name, ..*factor }).collect();
         let wanted = Wanted { factors: &factors, rules: &[], of: &names, strength: 2, times: 1, hollow: ("", &[]) };
-        // Only rows with at most three values other than 0 are supported, which few random rows have.
+        // A row is supported if at most three of its values are not 0. Few random rows are supported.
         let covering = cover(&wanted, &|row| row.iter().filter(|value| **value > 0).count() <= 3);
         assert!(covering.impossible.is_empty(), "{} of {} combinations", covering.impossible.len(), covering.covered);
         for (a, b) in (0..9).flat_map(|a| (a + 1..9).map(move |b| (a, b))) {
