@@ -100,7 +100,7 @@ kernel void attention_vector_dq(
     }
 
     UNROLL for (int r = 0; r < ROWS; r++) {
-        // Before the next row is stored in simd_outputs, this must hold for all threads: The row before has been read.
+        // Before the next row is stored in simd_outputs, wait until all threads have read the previous row.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         tell_row<DIM_QK, LANE_QK>(simd_outputs, sums[r], params.scale, simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);

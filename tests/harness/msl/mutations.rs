@@ -158,7 +158,7 @@ pub const VECTOR_BACKWARD: &[Mutation] = &[
     ),
     mutation(
         "sums replace some that are still read",
-        "// The row before has been read.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "have read the previous row.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
     ),
     mutation("dq without the scale", "sums[r], params.scale, simdgroup", "sums[r], 1.0f, simdgroup"),
