@@ -33,7 +33,7 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
             vec![limit("dtype", dtype.to_string(), "f16, bf16, f8e4m3 or f8e5m2")]
         }
         Fact::Dtype(_) => Vec::new(),
-        // Rules are in `unsupported/fp8`; `lower/fp8` and `lower/blocks` lower it.
+        // Rules are in `unsupported/fp8`; `lower/fp8` and `lower/blocks` lower FP8 and block scales.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) | Fact::BlockScaled(_) => Vec::new(),
         // Rules are in `unsupported`: the backward grid and 32-bit offsets.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) | Fact::SeqQ(_) | Fact::SeqKv(_) => Vec::new(),
@@ -41,20 +41,20 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
         Fact::DimQk(_) | Fact::DimV(_) => Vec::new(),
         // `lower` copies operands that engines cannot read in place; `unsupported` lists those that cannot be copied.
         Fact::Strides(..) | Fact::Alignment(..) => Vec::new(),
-        // Rules are in `unsupported`; `lower/packed` lowers it.
+        // Rules are in `unsupported`; `lower/packed` lowers packed sequences.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => Vec::new(),
-        // Rules are in `unsupported`; `lower/paged` lowers it.
+        // Rules are in `unsupported`; `lower/paged` lowers paged keys and values.
         Fact::Pages(_) | Fact::PageSize(_) => Vec::new(),
-        // Rules are in `unsupported`; the graph or `schedule/sink` computes it.
+        // Rules are in `unsupported`; the graph or `schedule/sink` adds the sink.
         Fact::Sink(_) => Vec::new(),
-        // Rules are in `unsupported`; `lower/dropout` lowers it.
+        // Rules are in `unsupported`; `lower/dropout` lowers dropout.
         Fact::Dropout(_) => Vec::new(),
-        // Rules are in `unsupported/floats` and `unsupported/functions`; `lower/expr` and `lower/mask` lower it.
+        // Rules are in `unsupported/floats` and `unsupported/functions`; `lower/expr` lowers score_mods, `lower/mask` masks.
         Fact::ScoreMod(_) | Fact::Band(..) | Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => Vec::new(),
         Fact::Parameters(params) => tables(job, params),
         // Rules are in `unsupported`, by version.
         Fact::Statistic(..) | Fact::StatsBase(_) => Vec::new(),
-        // Rules are in `unsupported/functions`; `lower/backward` lowers it. A parameter of a derivative is a parameter of its score_mod.
+        // Rules are in `unsupported/functions`; `lower/backward` lowers derivatives. Their parameters are those of the score_mod.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) => Vec::new(),
         // Rules are in `unsupported`; `plan` chooses among engines by this flag.
         Fact::Deterministic(_) => Vec::new(),

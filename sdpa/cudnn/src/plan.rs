@@ -407,7 +407,8 @@ fn first_form<T>(
                 tracing::debug!(%form, reason = %e, "refused");
                 reasons.push(refused(e.to_string()));
             }
-            // This error does not mean unsupported, but another form may still succeed. Report it only if none does.
+            // This error does not mean that the job is unsupported. Another form may still succeed, so report the error only if none
+            // does.
             Err(Refusal::Other(Error::Backend(e))) if !e.is_fatal() => {
                 tracing::warn!(%form, error = %e, key = sdpa_cache::CacheKey::label(job), "failed");
                 failed = failed.or(Some(e));

@@ -250,8 +250,8 @@ mod tests {
     #[test]
     fn pairs_are_those_that_bands_leave() {
         let runs = Documents::Runs(vec![vec![2, 2], vec![3, 1]]);
-        // Query-key pairs of whole rows over those of packed documents. No band: (16 + 16) / (4 + 4 + 9 + 1). Causal: (10 + 10) / (3 + 3
-        // + 6 + 1). Window of two keys: (7 + 7) / (3 + 3 + 5 + 1).
+        // Expected ratios of the query-key pairs of whole rows to those of packed documents. No band: (16 + 16) / (4 + 4 + 9 + 1).
+        // Causal: (10 + 10) / (3 + 3 + 6 + 1). Window of two keys: (7 + 7) / (3 + 3 + 5 + 1).
         for (masks, fewer) in
             [(&["document"][..], 32.0 / 18.0), (&["document", "causal"], 20.0 / 13.0), (&["document", "window:2,0"], 14.0 / 12.0)]
         {

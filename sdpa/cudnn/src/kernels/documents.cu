@@ -1,5 +1,5 @@
-// What engines are told of packed documents. Boundaries are data that nobody has checked: whatever they hold, no document begins or ends
-// outside the tokens that there is memory for, and none is longer than the plan was made for.
+// Computes the lengths and offsets of packed documents (sequences) for cuDNN engines. Boundaries are unchecked device data: whatever they hold, every
+// document lies within the tokens that have memory, and none is longer than the longest one of the plan.
 
 typedef long long number;
 
@@ -18,14 +18,14 @@ static __device__ number begin(Side side, number n) {
     return clamp(token, side.total);
 }
 
-// Of a side that is not packed, lengths stand where boundaries would.
+// Returns the length of document `n`. If the side is not packed (`counted`), `boundaries` holds lengths instead of offsets.
 static __device__ number length(Side side, number n) {
     if (side.counted) return clamp(((const int *)side.boundaries)[n], side.longest);
     return clamp(begin(side, n + 1) - begin(side, n), side.longest);
 }
 
-// Lengths of one side, and where each of its documents begins in up to nine tensors, in elements. A document without a token on the other
-// side has no length: engines go wrong there.
+// Writes the length of each document of one side, and its offset in elements in each of up to nine tensors. A document with no tokens on the other side
+// gets length 0, because engines handle it incorrectly.
 extern "C" __global__ void documents(number wide, const void *boundaries, number total, number longest, const void *others,
                                      number other_total, number other_longest, number counted, number count, int *lengths, number *to_0, number per_0, number *to_1,
                                      number per_1, number *to_2, number per_2, number *to_3, number per_3, number *to_4, number per_4,
@@ -47,7 +47,7 @@ extern "C" __global__ void documents(number wide, const void *boundaries, number
     if (to_8) to_8[n] = first * per_8;
 }
 
-// Fills the rows of documents that have no token on the other side, which engines leave alone. A block for each document.
+// Fills the result rows of documents with no tokens on the other side, which engines leave unwritten. One thread block per document.
 extern "C" __global__ void unpaired(number wide, const void *boundaries, number total, number longest, const void *others,
                                     number other_total, number other_longest, number counted, char *to, number bytes, number bits, number heads, number head, number token,
                                     number width) {

@@ -1,4 +1,4 @@
-// Elements of f32, f16 and bf16 as floats, and back.
+// Converts elements of f32, f16 and bf16 to floats and back.
 
 typedef long long number;
 
@@ -32,7 +32,7 @@ static __device__ unsigned short to_f16(float value) {
     unsigned bits = to_bits(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
     if (size > 0x7f800000u) return (unsigned short)(sign | 0x7e00u);
     if (size >= 0x477ff000u) return (unsigned short)(sign | 0x7c00u);
-    // The sum with a half is rounded where the smallest numbers of 16 bits are apart.
+    // The result is subnormal: adding 0.5 rounds to a multiple of 2^-24, the spacing of subnormal f16.
     if (size < 0x38800000u) return (unsigned short)(sign | (to_bits(of_bits(size) + 0.5f) - 0x3f000000u));
     return (unsigned short)(sign | (size + 0xfffu + (size >> 13 & 1u) - 0x38000000u) >> 13);
 }
@@ -43,7 +43,7 @@ static __device__ unsigned short to_bf16(float value) {
     return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// Types of elements: 0 is f32, 1 f16, 2 bf16.
+// Element types (`type`): 0 is f32, 1 is f16, 2 is bf16.
 static __device__ float load(const char *from, number type, number at) {
     if (type == 0) return ((const float *)from)[at];
     unsigned short bits = ((const unsigned short *)from)[at];

@@ -1,13 +1,13 @@
-// What engines are told of batch entries, in one launch. It is made of data that nobody has checked: whatever that holds, no length is past its
-// extent, no page is outside of the container, and what is behind the keys of an entry is the first page of all.
+// Clamps the lengths and the page table of batch entries for cuDNN engines, in one launch. The inputs are unchecked device data: whatever they hold, no
+// length exceeds its extent, no page is outside of the container, and pages past the keys of a batch entry refer to page 0.
 
 typedef long long number;
 
 __device__ static number within(number x, number least, number most) { return x < least ? least : x < most ? x : most; }
 
-// A thread for each entry, and one for each entry of the table that engines read: a page of theirs is one of several parts of a page of the
-// caller's. Keys are `least` or more; where that is not none, entries without keys have no queries. Lengths that are read where they would be
-// written are promised to be right.
+// One thread per batch entry, and one per page of the table that engines read. The caller's pages are divided into `parts` pages each. Key lengths become
+// at least `least`; if that is not 0, batch entries without keys get no queries. If input and output are the same memory, the caller promises that the
+// lengths are valid, and they are not written.
 extern "C" __global__ void entries(number batch, const int *queries, number most_queries, int *to_queries, const int *keys, number most_keys,
                                    int *to_keys, number least, number each, number parts, number tokens, number pages, const int *table,
                                    number given, int *to) {

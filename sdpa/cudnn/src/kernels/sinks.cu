@@ -1,9 +1,9 @@
-// Sinks where engines do not know them: a row's denominator gets one term more after the attention, and the gradient of that term is summed
-// behind the backward pass.
+// Sinks for passes in which engines do not support them: after the attention, the sink is added to each row's denominator; after the backward pass, the
+// gradient of the sink is summed.
 
 #include "elements.cuh"
 
-// Makes of the output and the stats of rows without a sink those with one. A warp for each row of (batch, heads, rows).
+// Adds the sink to the output and stats of rows that were computed without it. One warp per row of (batch, heads, rows).
 extern "C" __global__ void sink_rows(number count, number heads, number rows, const float *sink, float *stats, number told, char *o, number type,
                                      number width, number entry, number head, number row) {
     number n = ((number)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
@@ -14,13 +14,13 @@ extern "C" __global__ void sink_rows(number count, number heads, number rows, co
     float factor = 1.0f / (1.0f + expf(own - before));
     number first = n / rows / heads * entry + h * head + n % rows * row;
     for (number i = lane; i < width; i += 32) store(o, type, first + i, load(o, type, first + i) * factor);
-    // Every lane has read the statistic.
+    // Wait until every lane has read stats[n], because lane 31 overwrites it below.
     __syncwarp();
     if (told && lane == 31) stats[n] = (own > before ? own : before) + log1pf(expf(-fabsf(own - before)));
 }
 
-// What rows add to the gradient of the sink of their head: a block for each head, and a part for each of its threads. Row sums are those of
-// o times its gradient, dense over (batch, heads, longest) where they do not lie as stats do.
+// Computes partial sums of the sink's gradient: one thread block per head, one partial sum per thread. `sums` holds o * dO summed over each row: in the
+// layout of `stats` if `alike` is set, otherwise dense over (batch, heads, longest).
 extern "C" __global__ void sink_parts(number batch, number heads, number longest, const int *lengths, const number *begins, const float *sink,
                                       const float *stats, number entry, number head, number row, const float *sums, number alike, float *parts) {
     number h = blockIdx.x;
@@ -35,7 +35,7 @@ extern "C" __global__ void sink_parts(number batch, number heads, number longest
     parts[h * blockDim.x + threadIdx.x] = part;
 }
 
-// Adds the parts of each head, a thread for each, and multiplies them by an f32, which is given as its bits.
+// Adds up the partial sums of each head, one thread per head, and multiplies the total by an f32, whose bits are `factor`.
 extern "C" __global__ void sink_gradient(number heads, const float *parts, number each, char *to, number type, number factor) {
     number h = (number)blockIdx.x * blockDim.x + threadIdx.x;
     if (h >= heads) return;

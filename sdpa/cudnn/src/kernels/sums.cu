@@ -1,8 +1,8 @@
-// Sums of exponentials of rows that have no keys.
+// Corrects the sums of exponentials of rows without keys.
 
 typedef long long number;
 
-// What engines write as the logarithm of such a sum is the sum here: nothing is 0. A thread for each row.
+// For such rows, engines write -infinity, the logarithm of the sum, instead of the sum, which is 0. One thread per row.
 extern "C" __global__ void row_sums(number count, float *sums) {
     number n = (number)blockIdx.x * blockDim.x + threadIdx.x;
     if (n < count && sums[n] < 0.0f) sums[n] = 0.0f;

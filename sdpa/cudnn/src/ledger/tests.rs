@@ -44,7 +44,7 @@ fn features_are_those_of_the_problem() {
         "operands in order bshd",
     ];
     assert_eq!(names(&job), of_dense);
-    // Each option adds and removes these features and no others.
+    // Asserts that an option adds the features `more`, removes the features `less`, and changes no others.
     let differs = |job: Job, more: &[&str], less: &[&str]| {
         let own = names(&job);
         let new: Vec<&str> = own.iter().map(String::as_str).filter(|name| !of_dense.contains(name)).collect();
@@ -105,7 +105,7 @@ fn a_pair_is_proven_by_three_shapes() {
     assert_eq!(ledger.unproven(&job), None);
     let unproven = ledger.unproven(&forward(&dense(70).with_sink())).unwrap();
     assert_eq!(unproven.to_string(), "unproven on cuDNN 9.19.0, sm 90: no mask; sink");
-    // Each feature alone is proven, but the pair is not.
+    // Add evidence for each feature alone, so that only the pair stays unproven.
     for seq in [70, 71, 72] {
         evidence.add(&forward(&dense(seq).with_sink()), true);
     }

@@ -140,7 +140,7 @@ impl Rows {
         if let Some(last) = row.last_mut() {
             *last = 1;
         }
-        // The op that completes a result writes it: with a sink that is the op after the sink.
+        // The last op of a result writes it. With a sink, that is the op that adds the sink, not the reduction over the keys.
         let keys_alone = |result: Option<TensorId>| result.filter(|_| sink.is_none());
         let of_keys = reduce(g, ReductionMode::Max, scores, &row, keys_alone(max));
         let max = sink.map_or(of_keys, |sink| pointwise(g, Mode::Max, [of_keys, sink], max));

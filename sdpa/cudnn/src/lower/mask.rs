@@ -162,7 +162,7 @@ pub(super) fn fill_dropped(
     let Region { lower, upper, prefix } = bands;
     let band_op = runtime >= super::UNIFIED_SINCE;
     out = ends::apply(g, out, fill, problem, ends, band_op);
-    // Right before left: NVIDIA's frontend says that kernels are faster in this order.
+    // Apply the right bound before the left one: NVIDIA's frontend says that kernels are faster in this order.
     if let Some(upper) = upper {
         out = if band_op { right_band(g, out, fill, upper) } else { right_ops(g, out, fill, upper) };
     }

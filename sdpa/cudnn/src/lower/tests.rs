@@ -60,7 +60,7 @@ fn tiles_past_the_end_are_selected_away_where_they_count() {
 
 #[test]
 fn a_band_that_ends_before_the_last_key_needs_no_select_for_it() {
-    // The band has the same number of selects for every number of keys that ends in a partial tile.
+    // The band needs the same number of selects for all numbers of keys whose last tile is partial.
     let of = |seq_q, seq_kv| selects(&backward(Shape { seq_q, seq_kv, ..SHAPE }, &[], &["window:inf,3"]), COUNTED);
     // The last query, 9, attends to keys up to 12. With 13 keys that is the last one, with 14 it is before the last, and with 12 it is past the end.
     let [short, exact, long] = [of(10, 12), of(10, 13), of(10, 14)];
@@ -76,7 +76,7 @@ fn what_is_masked_is_selected_a_second_time_where_nought_times_it_is_no_number()
         let lowered = lower(&backward(SHAPE, &[score_mod], masks), Form::Composite, NEW).unwrap();
         lowered.graph.graph().ops().len()
     };
-    // Returns the number of ops that the mask adds: applied twice, it adds twice as many.
+    // Returns the number of ops that the mask adds. A mask that is applied twice adds twice as many.
     let of = |score_mod: &str, mask: &str| ops(score_mod, &[mask]) - ops(score_mod, &[]);
     for infinite in ["exp(score)", "2.0 / score"] {
         assert_eq!(of(infinite, "causal"), 2 * of("score * 2.0", "causal"), "{infinite}");
@@ -265,7 +265,7 @@ fn what_engines_read_in_place_is_not_copied() {
     let dims = [2, 4, 6, 64];
     assert_eq!(copied([4 * 6 * 64, 6 * 64, 64, 1], dims), []);
     assert_eq!(copied([4 * 6 * 72, 6 * 72, 72, 1], dims), []);
-    // Copied are rows that are not a multiple of 16 bytes apart, and heads that share memory (stride 0).
+    // An operand is copied if its rows are not a multiple of 16 bytes apart, or if its heads share memory (stride 0).
     assert_eq!(copied([4 * 6 * 65, 6 * 65, 65, 1], dims), [Operand::Q]);
     assert_eq!(copied([6 * 64, 0, 64, 1], dims), [Operand::Q]);
     // `d_o` repeats one number along each row.

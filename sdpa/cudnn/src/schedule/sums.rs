@@ -14,7 +14,7 @@ use sdpa_core::Side;
 pub(super) fn mend(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, bound: &[(TensorId, SlotId)]) -> Result<(), Error> {
     let Job::Forward(problem) = job else { return Ok(()) };
     let Some(sums) = lowered.statistic(Statistic::SumExp) else { return Ok(()) };
-    // Packed sequences have no rows past their lengths.
+    // Packed sequences have no rows past their lengths, so there is nothing to correct.
     if problem.packed().is_some() || !Side::ALL.into_iter().any(|side| problem.has_lengths(side)) {
         return Ok(());
     }
