@@ -240,7 +240,7 @@ const FAULTS: [Fault; 59] = [
         "keys come before others are done with",
         Backward,
         [
-            "warp_gemm_ab(dq, s, k_at, QK_ROW);\n        // All warps are done with this stage.\n        __syncthreads();",
+            "warp_gemm_ab(dq, s, k_at, QK_ROW);\n        // Wait until all warps are done with this stage.\n        __syncthreads();",
             "warp_gemm_ab(dq, s, k_at, QK_ROW);",
         ],
         WIDE,
@@ -249,7 +249,7 @@ const FAULTS: [Fault; 59] = [
         "queries come before others are done with",
         Backward,
         [
-            "// All warps are done with this stage.\n        __syncthreads();\n        if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head",
+            "// Wait until all warps are done with this stage.\n        __syncthreads();\n        if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head",
             "if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head",
         ],
         WIDE,

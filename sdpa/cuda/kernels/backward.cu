@@ -154,8 +154,8 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
     }
 }
 
-// Stores a consumer's dQ slice in shared memory for the dQ reduce warp. Each warp's piece is in register order, as in the accumulator, which is not
-// row-major. The warpgroup index is recomputed: keeping it live costs a register that WGMMA operands need.
+// Stores a consumer's dQ slice in shared memory for the dQ reduce warp. Each warp's piece is in register order, not row-major, because the accumulator is
+// in register order too. The warpgroup index is recomputed: keeping it live costs a register that WGMMA operands need.
 inline void store_dq(const float (&sums)[DQ], float*, uint at) {
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
     named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
@@ -171,7 +171,8 @@ inline void store_dq(const float (&sums)[DQ], float* to, uint) {
 }
 #endif
 
-// Issues the GEMM of the previous step's dQ, over dS of both consumers. Because it is a step late, neither consumer waits for the other within a step.
+// Issues the GEMM of the previous step's dQ, over dS of both consumers. It runs one step late, so that no consumer waits for the other's dS of the current
+// step.
 inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const SharedStorage& smem, uint own_d_s, uint own_k) {
     const int before = step_state.stage ^ 1;
     mbarrier_wait_parity(smem.d_s_full + 8 * before, step_state.phase ^ before);
@@ -266,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             uint k_registers[K_REGISTERS], v_registers[V_REGISTERS];
             load_a_fragments(k_registers, smem.k + own_rows, KV_PANEL_BYTES);
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
-            // The dQ accumulator slice of the previous step.
+            // Points to the dQ accumulator slice of the previous step.
             float* to = nullptr;
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
@@ -347,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 step_state.advance();
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
                 has_previous = true;
-                // Prefetch: issue the next S at the end of this step. It is issued last, so that no code before its wait touches its accumulator.
+                // Prefetch: issue the GEMM of the next S at the end of this step. It comes last, so that nothing touches its accumulator `s` until the
+                // wait for it.
                 if (PREFETCH_S && has_next) {
                     mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                     gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
@@ -365,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             kv_phase ^= 1;
         }
 #if LOW_REGISTERS || WITH_PACKED_KV
-        // Recompute: keeping the tile live across the loop costs registers.
+        // Recompute the tile: keeping it live across the loop costs registers.
         const Tile done = tile_at(p, opaque_int(tile_index));
 #else
         const Tile& done = tile;

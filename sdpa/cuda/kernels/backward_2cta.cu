@@ -3,7 +3,7 @@
 // Consumer warpgroup 0 computes S, P and dV and passes P to consumer warpgroup 1, which computes dP, dS and dK. Both compute a panel of dQ. The CTA's
 // first warpgroup is the producer.
 
-// Reads the next tile index, for a producer thread, which is the only active thread of its warp.
+// Reads the next tile index. Called by a producer thread, which is the only active thread of its warp.
 inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = int(ld_shared(tile_pipeline.slot(smem)));
@@ -12,7 +12,7 @@ inline int tile_consume_thread_2cta(TilePipeline& tile_pipeline, const SharedSto
     return tile_index;
 }
 
-// CTA 0's producer pulls an index for the cluster and passes each CTA its own.
+// Returns this CTA's next tile index. CTA 0's producer pulls one number per cluster from the counter, computes both CTAs' tile indices and passes them on.
 inline int tile_produce_2cta(TilePipeline& tile_pipeline, const Params& p, const SharedStorage& smem, uint rank) {
     if (rank == 0) {
         mbarrier_wait_parity(tile_pipeline.empty(smem), tile_pipeline.phase() ^ 1);
@@ -25,7 +25,7 @@ inline int tile_produce_2cta(TilePipeline& tile_pipeline, const Params& p, const
     return tile_consume_thread_2cta(tile_pipeline, smem);
 }
 
-// Reads the next tile index, for a consumer warp.
+// Reads the next tile index. Called by whole consumer warps.
 inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity_acquire_cluster(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = warp_uniform(int(ld_shared(tile_pipeline.slot(smem))));
@@ -35,7 +35,7 @@ inline int tile_consume_2cta(TilePipeline& tile_pipeline, const SharedStorage& s
     return tile_index;
 }
 
-// Loads K and V of this CTA's keys, and of the peer's K the columns that this CTA's half of dQ needs.
+// Loads K and V of this CTA's keys, and those columns of the peer's K that this CTA's half of dQ needs.
 inline void load_kv_2cta(const TensorMap& k_map, const TensorMap& v_map, const SharedStorage& smem, const SeqInfo& seq_info, const Tile& tile) {
     const int own = tile.block * 2 + tile.part, other = own ^ 1;
     mbarrier_arrive_expect_tx(smem.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
@@ -88,7 +88,7 @@ inline void load_q_steps(PipelineState<STAGES>& pipeline, uint& kv_phase, const 
     }
 }
 
-// Producer thread of dO, in another warp than that of Q.
+// Producer thread of dO: loads dO for each query tile. It runs in another warp than the producer thread of Q.
 inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& d_o_map, const Params& p, const SharedStorage& smem, const Tile& tile) {
     const SeqInfo seq_info = seq_info_of(p, tile.batch);
     const BlockRange range = block_range_of(p, seq_info, tile.block);
@@ -105,7 +105,7 @@ inline void load_do_steps(PipelineState<D_O_STAGES>& pipeline, const TensorMap& 
     }
 }
 
-// The loops of the producers of Q and of dO over KV blocks.
+// The loops of the two producer threads over KV blocks: producer_loop loads Q, K and V, producer_loop_do loads dO.
 inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const SharedStorage& smem, uint rank) {
     PipelineState<STAGES> pipeline;
     TilePipeline tile_pipeline;
@@ -241,7 +241,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
     if (!has_next) return;
     float s[SCORES];
     gemm_s_next(s, step_state, ctx);
-    // The dQ accumulator slice of the previous step.
+    // Points to the dQ accumulator slice of the previous step.
     float* to = nullptr;
     do {
         has_next = next_step(steps, ctx.p, ctx.range, ctx.tile, next);
@@ -281,7 +281,7 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
         to = ctx.sums(step);
         has_previous = true;
         step_state.advance();
-        // The next S is issued last, so that no code before its wait touches its accumulator.
+        // Issue the GEMM of the next S last, so that nothing touches its accumulator `s` until the wait for it.
         if (has_next) gemm_s_next(s, step_state, ctx);
         step = next;
     } while (has_next);

@@ -13,7 +13,7 @@ constexpr uint Q_BYTES = Q_PANEL_BYTES * QK_PANELS;
 constexpr uint D_O_BYTES = Q_PANEL_BYTES * V_PANELS;
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
-// TWO_CTA: the peer's K, but only the columns of dQ that this CTA computes.
+// With TWO_CTA: buffer for the columns of the peer's K that this CTA's half of dQ needs.
 constexpr uint K_OTHER_BYTES = TWO_CTA ? KV_PANEL_BYTES * QK_PANELS / 2 : 0;
 constexpr uint ROWS_BYTES = TILE_M * 4;
 constexpr uint D_S_BYTES = TILE_N * TILE_M * 2;
@@ -27,7 +27,7 @@ constexpr int Q_SUBTILES = TILE_M / 64;
 constexpr int SCORES = 32;
 constexpr int QUERY_PAIRS = SCORES / 4;
 constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS ? SCORES : 1;
-// S is transposed.
+// S is transposed: its rows are keys, and its columns are queries.
 #define BY_KEYS 1
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
@@ -35,25 +35,25 @@ constexpr int DQ = PANEL / 2;
 // dQ of one consumer in one step: 64 x 64 f32. With DQ_BY_TMA it is reduced through shared memory.
 constexpr int DQ_SLICE = 64 * 64;
 constexpr uint DQ_SLICE_BYTES = DQ_BY_TMA ? DQ_SLICE * 4 : 0;
-// A warp's piece of a slice. A converting warp has buffers for two f32 pieces and for two converted pieces of half the size.
+// A warp's piece of a slice. A converting warp has buffers for two f32 pieces and for two converted pieces of half the size: three f32 pieces in all.
 constexpr int DQ_PIECE = DQ_SLICE / 4;
 constexpr uint DQ_PIECE_BYTES = DQ_BY_TMA ? DQ_PIECE * 4 : 0, DQ_CONVERT_BYTES = 3 * DQ_PIECE_BYTES;
 // L2 policy of K and V: they are read once, unless several CTAs share a KV block.
 constexpr bool KV_EVICT_FIRST = !WITH_HEAD_SPLITS && COLUMN_PARTS == 1;
-// TWO_CTA: buffer for P in f32, which consumer 0 passes to consumer 1.
+// With TWO_CTA: buffer for P in f32, which consumer 0 passes to consumer 1.
 constexpr uint P_BYTES = TWO_CTA ? 64 * 64 * 4 : 0;
 // With several stages of Q, a step issues the next step's S at its end, since the next Q can already be loaded.
 constexpr bool PREFETCH_S = STAGES > 1;
 // Log-sum-exps are loaded before waiting for S, if nothing else needs the registers: no second subtile, no dropout, no long trace.
 constexpr bool LSE_FIRST = Q_SUBTILES == 1 && !LOW_REGISTERS;
-// With packed sequences the next step is determined at the end of a step: any earlier, it costs registers that the sequence offsets need.
+// With packed sequences the next step is determined at the end of a step: determining it earlier costs registers that the sequence offsets need.
 constexpr bool NEXT_STEP_LAST = WITH_PACKED_Q;
 // Named barriers. CONSUMERS: both consumers. DQ_EMPTY and DQ_FULL: a consumer and the dQ reduce warp, two barriers each. WARPGROUPS: four barriers, on
 // which the 2-CTA consumers synchronise twice per KV block.
 constexpr uint BARRIER_CONSUMERS = 1, BARRIER_DQ_EMPTY = 2, BARRIER_DQ_FULL = 4, BARRIER_WARPGROUPS = 6;
-// Warps that read tile indices: the consumers, and with TMA reductions the dQ reduce warp and two converting warps.
+// Number of warps that read tile indices: the consumers, and with TMA reductions also the dQ reduce warp and two converting warps.
 constexpr uint TILE_CONSUMER_WARPS = WARPS + (DQ_BY_TMA ? 3 : 0);
-// TWO_CTA: readers of a tile index: the consumer warps and the dO producer of both CTAs, and CTA 1's Q producer.
+// With TWO_CTA: the number of readers of a tile index, which are each CTA's consumer warps and dO producer, and CTA 1's Q producer.
 constexpr uint TILE_CONSUMERS_2CTA = 2 * (WARPS + 1) + 1;
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
@@ -66,8 +66,8 @@ struct Tile {
     int tile_index, section, slot;
 };
 
-// Index of a query tile among the tiles of all heads. With packed sequences, a head's tokens fill `tokens / TILE_M` tiles, plus one partial tile per
-// sequence.
+// Returns the index of a query tile among the tiles of all heads. With packed sequences, a head's tokens fill `tokens / TILE_M` tiles, plus one partial
+// tile per sequence.
 inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head, int tile) {
 #if WITH_PACKED_Q
     return long(head) * p.head_tiles + s.begin_q / TILE_M + batch + tile;
@@ -81,7 +81,7 @@ inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head,
 struct SharedStorage {
     uint k, v, k_other, q, d_o, d_s, p, dq_slices, dq_pieces, zeros, lse, delta;
     uint kv_full, kv_empty, q_full, q_empty, d_o_full, d_o_empty, tile_full, tile_empty, dq_pieces_full, d_s_full, d_s_empty, tile_slots, last;
-    // TWO_CTA: one mbarrier for each warp of consumer 0 and the warp of consumer 1 that has the same keys.
+    // With TWO_CTA: one mbarrier for each pair of warps, one of consumer 0 and one of consumer 1, that have the same keys.
     uint p_full, p_empty;
 };
 

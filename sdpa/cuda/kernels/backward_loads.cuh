@@ -30,7 +30,7 @@ template <int rows, int panels, int tensor_panels>
 inline void load_kv_rows(uint to, const TensorMap& map, uint barrier, const SeqInfo& seq_info, int block, int head, int batch, int first = 0) {
 #if WITH_PACKED_KV
     const VarlenBox box = varlen_box<rows>(seq_info.begin_kv, seq_info.len_kv, block * rows);
-    // A sequence may end before the second CTA's keys begin. All panels are zeros then.
+    // If the sequence ends before the second CTA's keys begin, all panels are zeros.
     const int there = TWO_CTA && block * rows >= seq_info.len_kv ? 0 : tensor_panels;
     tma_load_panels_varlen<KV_EVICT_FIRST>(to, rows * ROW_BYTES, first, panels, there, map, barrier, box, head);
 #else

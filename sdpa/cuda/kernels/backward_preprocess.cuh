@@ -1,12 +1,12 @@
 // Small kernels around the sm_90 backward pass: preprocess (log-sum-exp, delta, sink gradient) before it, conversion of parameter gradients after it.
 
-// Address of a row of a tensor indexed by queries, such as Q, O or dO.
+// Returns the address of a row of a tensor indexed by queries, such as Q, O or dO.
 inline const Element* row_of(const void* at, long batch_stride, long head_stride, long row_stride, const SeqInfo& s, int batch, int head, int row) {
     const long of_batch = WITH_PACKED_Q ? s.begin_q * row_stride : batch * batch_stride;
     return static_cast<const Element*>(at) + of_batch + head * head_stride + row * row_stride;
 }
 
-// Lanes that share a row: each reads eight elements.
+// Number of lanes that share a row. Each lane reads eight elements.
 constexpr int ROW_LANES = 8 * V_PANELS;
 constexpr int ROWS_AT_ONCE = 256 / ROW_LANES, ROUNDS = TILE_M / ROWS_AT_ONCE;
 
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
             }
         }
     } else {
-        // Rows are 16-byte aligned.
+        // Rows are 16-byte aligned, so eight elements are loaded as one vector.
         const bool full_vector = 8 * lane + 8 <= p.dim_v;
         float4 o[ROUNDS], d_o[ROUNDS];
 #pragma unroll
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
         if (lane == 0) {
             const long to = q_tile_index(p, seq_info, batch, head, tile) * TILE_M + row % TILE_M;
             const float lse = any ? lse_of_stat(stat) : INFINITE;
-            // recompute_large_lse writes the large ones.
+            // Large log-sum-exps are written by recompute_large_lse instead.
             if (!is_large(lse)) p.lse[to] = lse;
             p.delta[to] = sum;
         }

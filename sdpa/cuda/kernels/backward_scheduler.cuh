@@ -1,7 +1,7 @@
 // Tile scheduler of the sm_90 backward kernels: order of KV blocks, and the ring of dQ accumulators. KV heads form L2 sections. A section's dQ
 // accumulator stays in L2 from zeroing to conversion; another section then reuses its memory.
 
-// Number of CTAs that share a KV block. Each has some query heads of the GQA group.
+// Returns the number of CTAs that share a KV block. Each CTA processes some of the query heads of the GQA group.
 inline int head_splits_of(const Params& p) {
     return WITH_HEAD_SPLITS ? p.head_splits : 1;
 }
@@ -10,22 +10,22 @@ inline int kv_head_count(const Params& p) {
     return p.batch * (p.heads_q / p.group);
 }
 
-// KV heads of a section.
+// Returns the number of KV heads in a section.
 inline int section_heads(const Params& p, int section) {
     return min(p.section_heads, kv_head_count(p) - section * p.section_heads);
 }
 
-// Tile indices of a section.
+// Returns the number of tiles in a section.
 inline int section_tiles(const Params& p, int section) {
     return section_heads(p, section) * p.blocks * head_splits_of(p);
 }
 
-// dQ slices of a section.
+// Returns the number of dQ slices in a section.
 inline int section_slices(const Params& p, int section) {
     return section_heads(p, section) * p.group * p.tiles * SLICES;
 }
 
-// Within a section the first blocks come first, since they have the most queries under a causal mask.
+// Returns the tile of a tile index. Within a section, the first KV blocks of all heads come first, since they have the most queries under a causal mask.
 inline Tile tile_at(const Params& p, int tile_index) {
     const int shares = head_splits_of(p), kv_part = tile_index / shares, block = kv_part / COLUMN_PARTS;
     const int section = block / (p.section_heads * p.blocks), together = section_heads(p, section);
@@ -34,12 +34,12 @@ inline Tile tile_at(const Params& p, int tile_index) {
     return Tile{in_section / together, kv_head / heads_kv, kv_head % heads_kv, kv_part % COLUMN_PARTS, tile_index - kv_part * shares, kv_part, section, slot};
 }
 
-// Returns whether a packed sequence ends before this block. The work items cover the longest sequence.
+// Returns whether a packed sequence ends before this block. Shorter sequences have such blocks, because each gets as many work items as the longest one.
 inline bool is_empty(const Params& p, const Tile& tile) {
     return WITH_PACKED_KV && tile.block * TILE_N >= seq_info_of(p, tile.batch).len_kv;
 }
 
-// The accumulator slice of a query tile: in the ring of sections, or, without a ring, in an accumulator of all tiles.
+// Returns the address of an accumulator slice of a query tile: in the ring of sections, or, without a ring, in an accumulator of all tiles.
 inline float* dq_slice(const Params& p, const SeqInfo& seq_info, const Tile& tile, int head, int queries, int slice) {
     const long index = p.ring_sections > 0 ? (long(tile.slot) * p.group + head - tile.head * p.group) * p.tiles + queries
                                   : q_tile_index(p, seq_info, tile.batch, head, queries);
@@ -68,7 +68,7 @@ struct TilePipeline {
     inline uint phase() const { return count >> 1 & 1; }
 };
 
-// The next tile index, for a warp.
+// Returns the next tile index. Called by whole warps.
 inline int tile_consume(TilePipeline& tile_pipeline, const SharedStorage& smem) {
     mbarrier_wait_parity(tile_pipeline.full(smem), tile_pipeline.phase());
     const int tile_index = warp_uniform(int(ld_shared(tile_pipeline.slot(smem))));

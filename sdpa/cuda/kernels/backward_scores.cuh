@@ -59,7 +59,7 @@ inline void recompute_p(float (&s)[SCORES], float (&raw)[RAW_SCORES], uint (&p_p
                         const FragmentOrigin& origin, const float2 (&lse)[QUERY_PAIRS], uint dropout_mask) {
     const bool large = looks_for_large && *p.any_large_lse != 0;
 #if !WITH_SCORE_MOD
-    // The loads are volatile, one score at a time: keeping more values live would cost registers in the usual case too.
+    // Use volatile loads, one score at a time: keeping more values live would cost registers even if no log-sum-exp is large.
     if (__builtin_expect(large, 0)) {
         const float4* const row_max = exact_lse_of(p, origin);
 #pragma unroll

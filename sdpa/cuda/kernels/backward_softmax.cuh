@@ -28,7 +28,7 @@ inline float dropout_p(float prob, uint dropout_mask, int n) {
     return !WITH_DROPOUT || (dropout_mask >> n & 1) ? prob : 0.0f;
 }
 
-// dP before dropout, from dP after it.
+// Returns dP before dropout, given dP after dropout.
 inline float dropout_backward(const Params& p, float d_p, uint dropout_mask, int n) {
 #if WITH_DROPOUT
     return dropout_mask >> n & 1 ? d_p * p.dropout_scale : 0.0f;

@@ -12,7 +12,7 @@ inline float warp_sum(float x) {
     return x;
 }
 
-// The log-sum-exp of a split in base 2, relative to `all.origin`, which is common to all splits.
+// Returns the log-sum-exp of a split in base 2, relative to `all.origin`, which is common to all splits.
 inline float split_log2(const LogSumExp& split, const LogSumExp& all) { return log2_from(all, split.origin) + split.log; }
 
 extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __grid_constant__ Params p) {
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
         natural_max = fmaxf(natural_max, p.sink[head]);
 #endif
 #endif
-        // The largest origin of the splits that have keys.
+        // Find the largest origin among the splits that have keys.
         row_max.origin = -INFINITE;
         for (int split = lane; split < splits; split += 32) {
             const LogSumExp log = lse_of_split(split);

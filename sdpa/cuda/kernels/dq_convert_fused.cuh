@@ -7,7 +7,7 @@ struct SliceRange {
     int section, begin, end;
 };
 
-// The slices that a tile index converts: a share of the section that is `p.conversion_lag` sections before its own.
+// Returns the slices to convert at a tile index: a share of the section that is `p.conversion_lag` sections before the section of this index.
 inline SliceRange slices_of(const Params& p, int tile_index) {
     const int beyond = tile_index - p.block_items, each = p.section_heads * p.blocks * head_splits_of(p);
     const int own = beyond < 0 ? tile_index / each : p.sections + beyond / p.conversion_items, section = own - p.conversion_lag;
@@ -91,7 +91,7 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
         }
         slice = next;
     }
-    // Slices without queries count as converted.
+    // Count this warp's slices as converted, including those without queries.
     if (first) {
         cp_async_bulk_wait_group();
         counter_release_add(p.slices_converted + slices.section, (slices.end - slices.begin + 1 - mine) / 2);

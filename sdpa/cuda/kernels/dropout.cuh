@@ -28,7 +28,7 @@ inline bool survives(const Params& p, uint word, uint odd) {
     return (odd ? word >> 16 : word & 0xffffu) <= uint(p.dropout_threshold);
 }
 
-// Forward: calls `each` for all scores of a thread. It has queries q and q + 8, where q % 16 < 8, and keys k and k + 1 of every 8.
+// Forward: calls `each` for all scores of a thread. The thread has queries q and q + 8, where q % 16 < 8, and keys k and k + 1 of every 8.
 template <int scores, class Each>
 inline void dropout_of_queries(const Params& p, int batch, int head, int q, int k, Each each) {
 #pragma unroll

@@ -16,10 +16,10 @@ struct ExactLse {
     float row_max, log2_sum;
 };
 
-// The exponent of P for a score.
+// Returns the base-2 exponent of P for a score.
 inline float exponent_of(float x, float factor, const ExactLse& lse) { return (x - lse.row_max) * factor - lse.log2_sum; }
 
-// The factor that converts a score of the backward kernels to natural units.
+// Returns the factor that converts a score of the backward kernels to natural units.
 inline float natural_of(float factor) { return WITH_SCORE_MOD ? 1.0f : factor / LOG2_E; }
 
 // A warp computes the log-sum-exp of a row. `score_at(k, x)` sets x to the score that is multiplied by `factor`, and returns whether the query attends
@@ -58,12 +58,12 @@ inline ExactLse with_sink(const ExactLse& keys, float natural, float sink) {
     return ExactLse{keys.row_max, fmaxf(above, keys.log2_sum) + log2f(1.0f + ex2_approx(-fabsf(difference)))};
 }
 
-// P of the sink.
+// Returns P of the sink.
 inline float sink_probability(const ExactLse& row, float natural, float stat, float sink) {
     return ex2_approx(row.row_max == 0.0f ? (sink - stat) * LOG2_E : __fsub_rn(sink_above(row, natural, sink), row.log2_sum));
 }
 
-// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, else that statistic. The statistic may differ because the caller merged
+// Returns the recomputed log-sum-exp if it rounds to the caller's statistic, else the statistic itself. The statistic may differ because the caller merged
 // results over several parts of the keys, which makes the statistic larger.
 inline ExactLse nearest_to(float stat, float natural, const ExactLse& sum) {
     const float off = sum.row_max * natural + sum.log2_sum * LN_2 - stat;

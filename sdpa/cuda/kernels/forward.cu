@@ -9,14 +9,14 @@ constexpr int ROW_BYTES = 128;
 constexpr uint Q_PANEL_BYTES = CTA_ROWS * ROW_BYTES;
 constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-// Packed GQA stores O directly from registers.
+// Packed GQA stores O directly from registers, so O needs no shared memory.
 constexpr uint O_BYTES = PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_HAS_SMEM || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 constexpr int OUTPUTS = DIM_V / 2;
 
-// Zeroes rows of V past the sequence's last key, in the block that has any.
+// Zeroes rows of V past the sequence's last key, if this block contains such rows.
 inline void zero_v_padding(const Params& p, const Tile& tile, int block, uint v) {
 #if WITH_SEQ_LEN_KV || WITH_PAGES
     const int keys = seq_info_of_tile(p, tile).len_kv - block * TILE_N;
@@ -217,8 +217,8 @@ inline void producer_loop(const TensorMap& q_map, const TensorMap& k_map, const 
     const int tiles = tiles_per_head(p), all = head_count(p) * tiles;
     int tile_index = blockIdx.x;
     while (true) {
-        // Overwriting this slot needs no wait. With two slots, it has the tile before the last; consumers have released that tile's Q, so they have read
-        // the slot. With four slots, which the epilogue reads again, consumers have finished the tile in this slot.
+        // Overwriting this slot needs no wait. With two slots, the slot has the tile before the previous one. Consumers have released that tile's Q, so
+        // they have read the slot. With four slots, which the epilogue reads again, consumers have finished the tile in this slot.
         const uint to = tile_pipeline.slot(smem);
 #if WITH_TILE_LIST
         const Tile tile = tile_index < all ? tile_at(p, tiles, tile_index) : Tile{-1};

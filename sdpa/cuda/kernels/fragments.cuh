@@ -13,7 +13,7 @@ inline int fragment_column(int n) { return 8 * (n / 4) + (n & 1); }
 // Like fragment_column(n), plus `first`. `first` comes first in the sum, because another order compiles to different machine code.
 inline int fragment_column(int first, int n) { return first + 8 * (n / 4) + (n & 1); }
 
-// The next register of the same row. Row `half` begins with register `2 * half`.
+// Returns the next register in the row of register `n`. Row `half` begins with register `2 * half`.
 inline int next_in_row(int n) { return n + (n & 1 ? 3 : 1); }
 
 // The address that a lane passes to ldmatrix.x4 or stmatrix.x4 for 16 rows by 16 columns of a 128-byte swizzled panel at `at`. `row` is the lane's row.

@@ -31,7 +31,7 @@ namespace precise = exact;
 
 // Subtracts whole turns (multiples of 2 pi) from x, for |x| <= 2^24. The result is at most 3.8 in absolute value; its error is less than an ulp of 2.
 inline float reduce_range_small(float x) {
-    // Adding 1.5 * 2^23 rounds to an integer.
+    // Adding 1.5 * 2^23 rounds to an integer, which subtracting 1.5 * 2^23 gives back.
     const float turns = fmaf(x, 0.159154943f, 12582912.0f) - 12582912.0f;
     return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
@@ -55,12 +55,12 @@ inline float reduce_range(float x) {
     return fabsf(x) <= 16777216.0f ? reduce_range_small(x) : reduce_range_large(x);
 }
 
-// sin.approx has an absolute error of 5e-7; near 0 the argument itself is closer.
+// sin.approx has an absolute error of 5e-7; near 0 the argument itself is a better approximation.
 inline float sin_reduced(float angle) {
     return fabsf(angle) < 0.0144f ? angle : sin_approx(angle);
 }
 
-// log2(x) with a relative error of 1e-6, also for x close to 1, where large exponents of pow amplify the error.
+// Returns log2(x) with a relative error of 1e-6, also for x close to 1, where large exponents of pow amplify the error.
 inline float log2_accurate(float x) {
     const float y = x - 1.0f;
     float sum = fmaf(y, -0.246187665f, 0.293438937f);
@@ -71,7 +71,7 @@ inline float log2_accurate(float x) {
     return fabsf(y) < 0.125f ? y * sum : lg2_approx(x);
 }
 
-// exp(-2 |x|).
+// Returns exp(-2 |x|).
 inline float exp_minus_2abs(float x) {
     return ex2_approx(-2.88539008177792681472f * fabsf(x));
 }

@@ -6,7 +6,8 @@
 #define INNER_BLOCKS(p) (((p).seq_kv + TILE_N - 1) / TILE_N)
 #define DESCENDING true
 
-// By band, prefix and lengths, blocks [begin, end) have an attended (query, key) pair. Of these, blocks [full_begin, full_end) are full.
+// By band, prefix and lengths, blocks [begin, end) contain attended (query, key) pairs. Of these, blocks [full_begin, full_end) are full: all their pairs
+// are attended.
 struct BlockRange {
     int begin, end;
     int full_begin, full_end;

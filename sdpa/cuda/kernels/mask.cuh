@@ -15,7 +15,7 @@ struct SeqInfo {
 };
 
 #if WITH_PACKED_Q || WITH_PACKED_KV
-// Tokens of a packed sequence.
+// The first token and the number of tokens of a packed sequence.
 struct Sequence {
     int begin, length;
 };
@@ -60,11 +60,11 @@ inline SeqInfo seq_info_of(const Params& p, int batch) {
     return align_to_ends(p, s);
 }
 
-// Rows of the output or gradient to write: all rows of the tensor, or only the tokens of a packed sequence.
+// Returns the number of rows of the output or gradient to write: all rows of the tensor, or only the tokens of a packed sequence.
 inline int rows_q(const Params& p, const SeqInfo& s) { return WITH_PACKED_Q ? s.len_q : p.seq_q; }
 inline int rows_kv(const Params& p, const SeqInfo& s) { return WITH_PACKED_KV ? s.len_kv : p.seq_kv; }
 
-// Index of a query in stats, row_max and sum_exp.
+// Returns the index of a query in stats, row_max and sum_exp.
 inline long stats_index(const Params& p, const SeqInfo& s, int batch, int head, int q) {
     return WITH_PACKED_Q ? long(s.begin_q + q) * p.heads_q + head : (long(batch) * p.heads_q + head) * p.seq_q + q;
 }
@@ -75,7 +75,7 @@ struct Range {
     inline bool contains(int index) const { return uint(index - begin) < uint(max(0, end - begin)); }
 };
 
-// Keys that band, prefix and lengths let a query attend to.
+// Returns the keys that a query attends to by band, prefix and lengths.
 inline Range attended_keys(const Params& p, const SeqInfo& s, int q) {
     int end = min(s.len_kv, s.upper < UNBOUNDED ? q + s.upper + 1 : UNBOUNDED);
 #if WITH_PREFIX
@@ -85,7 +85,7 @@ inline Range attended_keys(const Params& p, const SeqInfo& s, int q) {
     return Range{begin, q < s.len_q ? end : begin};
 }
 
-// Queries that band, prefix and lengths let attend to a key. Neither end of the range decreases as the key increases.
+// Returns the queries that attend to a key by band, prefix and lengths. Neither end of the range decreases as the key increases.
 inline Range attending_queries(const Params& p, const SeqInfo& s, int k) {
     int begin = s.upper < UNBOUNDED ? max(0, k - s.upper) : 0;
 #if WITH_PREFIX
@@ -95,8 +95,8 @@ inline Range attending_queries(const Params& p, const SeqInfo& s, int k) {
     return Range{begin, k < s.len_kv ? end : begin};
 }
 
-// The position at an offset from (q, k), for traces. CLAMPS_QUERIES and CLAMPS_KEYS are set if a trace reads tensors along that axis or is long; the
-// index is then clamped to the extent. Otherwise values past the extent are computed and discarded.
+// Returns the position at an offset from (q, k), for traces. CLAMPS_QUERIES and CLAMPS_KEYS are set if a trace reads tensors along that axis or is long;
+// the index is then clamped to the extent. Otherwise values past the extent are computed and discarded.
 template <bool key_inside = false>
 inline Place place_at(const Params& p, int batch, int head, int q, int k, int q_offset, int k_offset) {
     const bool clamps = CLAMPS_KEYS && !key_inside;

@@ -95,12 +95,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         warp_gemm_abt<DIM_V>(d_p, v_at + warp * 16 * V_ROW, d_o_at, V_ROW);
         compute_ds(s, d_p, p, row_statistics, dropout_mask);
 #if WITH_PARAMETER_GRADIENTS
-        // Column parts recompute the same scores; one adds the parameter gradients.
+        // Column parts recompute the same scores, so only one part adds the parameter gradients.
         if (part == 0) parameter_gradients(raw, s, p, captured, gradients, origin);
 #endif
         score_mod_backward(s, raw, p, captured, origin);
         warp_gemm_ab(dk, s, q_at + part * (DIM_QK / COLUMN_PARTS) * ELEMENT_BYTES, QK_ROW);
-        // All warps are done with this stage.
+        // Wait until all warps are done with this stage.
         __syncthreads();
         if (STAGES == 1 && any) load_step(steps_at, p, batch, heads.head, tile);
         stage = next;

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         compute_ds(s, d_p, p, row_statistics, dropout_bits(p, origin));
         score_mod_backward(s, raw, p, captured, origin);
         warp_gemm_ab(dq, s, k_at, QK_ROW);
-        // All warps are done with this stage.
+        // Wait until all warps are done with this stage.
         __syncthreads();
         if (STAGES == 1 && any) load_step(steps_at, p, batch, kv_head, block);
         stage = next;

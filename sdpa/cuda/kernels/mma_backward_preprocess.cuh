@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(
 }
 
 // Deterministic parameter gradients: sums the partial results of warps, `from` of shape (batch, heads, slots, inner), in a fixed order. The gradient `to`
-// has an axis of batch entries if bit 0 of `spans` is set, and of heads if bit 1 is set. 1 or 32 lanes share an element of it.
+// has an axis of batch entries if bit 0 of `spans` is set, and of heads if bit 1 is set. 1 or 32 lanes share an element of `to`.
 extern "C" __global__ void __launch_bounds__(256, 1)
     attention_reduce_gradient(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
     const long thread = long(blockIdx.x) * 256 + threadIdx.x, element = thread / lanes;

@@ -21,7 +21,7 @@ inline void add_parameter_gradient(const float (&x)[SCORES], const Params& p, co
         }
         return;
     }
-    // Sums over the thread's scores of each query or key, then over the lanes that share it.
+    // Sum the thread's scores for each query or key that the parameter spans, then sum over the lanes that share the query or key.
     constexpr int count = by_q ? SCORES / 2 : by_k ? 2 : 1;
     float sum[count];
 #pragma unroll

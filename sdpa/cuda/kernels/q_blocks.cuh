@@ -6,7 +6,8 @@
 #define INNER_BLOCKS(p) ((p).tiles)
 #define DESCENDING false
 
-// By band, prefix and lengths, tiles [begin, end) have an attended (query, key) pair. Of these, tiles [full_begin, full_end) are full.
+// By band, prefix and lengths, tiles [begin, end) contain attended (query, key) pairs. Of these, tiles [full_begin, full_end) are full: all their pairs
+// are attended.
 struct BlockRange {
     int begin, end;
     int full_begin, full_end;

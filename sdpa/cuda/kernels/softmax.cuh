@@ -130,13 +130,13 @@ inline void add_sink(RowTotal& row, float sink) {
     const SinkUpdate update = with_sink(row.reference, sink);
     row.sum = row.sum * update.scale + update.sink;
     row.inverse_sum = row.sum == 0.0f ? 0.0f : update.scale / row.sum;
-    // The sink is now the reference. With lazy rescaling the row maximum may still be above it.
+    // If `scale` is below 1, the sink has become the reference. With lazy rescaling, the row maximum may still be above the sink.
     if (LAZY_RESCALE && update.scale < 1.0f) row.above = fmaxf(0.0f, row.above + log2f(update.scale));
     row.reference = update.row_max;
     row.natural_max = fmaxf(row.natural_max, sink);
 }
 
-// The sum of exponentials relative to the maximum.
+// Returns the sum of exponentials relative to the row maximum.
 inline float sum_from_max(const RowTotal& row) {
     return !LAZY_RESCALE ? row.sum : row.sum == 0.0f ? 0.0f : row.sum * ex2_approx(-row.above);
 }

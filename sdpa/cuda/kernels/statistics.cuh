@@ -36,8 +36,8 @@ inline SinkUpdate with_sink(const LogSumExp& row_max, float score) {
     const bool above = sink > row_max.log;
     SinkUpdate row;
     row.row_max = !above ? row_max : row_max.origin != 0.0f || is_large(sink) ? LogSumExp{score, 0.0f} : LogSumExp{row_max.origin, sink};
-    // Maximum and sink may both be -infinity, whose difference is NaN. The larger one is not subtracted from itself to get 1: as an FMA that would
-    // leave the rounding error of a large sink.
+    // Maximum and sink may both be -infinity, whose difference is NaN. The exponential of the larger one is written as 1, not as exp2(x - x): as an FMA, x
+    // - x would be the rounding error of a large sink.
     row.scale = row_max.log == -INFINITE ? 0.0f : above ? ex2_approx(row_max.log - sink) : 1.0f;
     row.sink = above ? 1.0f : sink == -INFINITE ? 0.0f : ex2_approx(sink - row_max.log);
     return row;

@@ -8,7 +8,7 @@ inline const Element* row_of(const Strided& extent, int batch, int head, int row
     return extent.at + batch * extent.batch + head * extent.head + row * extent.row;
 }
 
-// Rows of a sequence: the token that it begins at (0 if not packed), the first row wanted, and how many rows there are.
+// Rows of a sequence: the token at which the sequence begins (0 if not packed), the first row to access, and the number of rows of the sequence.
 struct Extent {
     int begin;
     int first;

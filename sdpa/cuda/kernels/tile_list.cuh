@@ -1,7 +1,7 @@
 // attention_tile_list writes the list of query tiles and their splits before each forward call of packed or split-KV problems. tile_scheduler.cuh reads
 // the list.
 
-// Query tiles of a sequence.
+// Returns the number of query tiles of a sequence.
 inline int tile_count_of(const Params& p, const SeqInfo& s) {
     return WITH_PACKED_Q ? (s.len_q + TILE_M - 1) / TILE_M : p.tiles;
 }
@@ -12,13 +12,13 @@ inline int warp_sum(int x) {
     return x;
 }
 
-// KV blocks of a query tile.
+// Returns the number of KV blocks of a query tile.
 inline int block_count_of(const Params& p, const SeqInfo& s, int tile) {
     const BlockRange r = block_range_of(p, s, tile);
     return r.end - r.begin;
 }
 
-// KV blocks of a sequence, over all tiles of a head.
+// Returns the number of KV blocks of a sequence, summed over all query tiles of a head.
 inline int block_count_of_sequence(const Params& p, int entry) {
     const SeqInfo s = seq_info_of(p, entry);
     int blocks = 0;
@@ -26,12 +26,12 @@ inline int block_count_of_sequence(const Params& p, int entry) {
     return blocks;
 }
 
-// Number of splits of a tile with `blocks` KV blocks: at most `max_blocks` per split.
+// Returns the number of splits of a tile with `blocks` KV blocks: at most `max_blocks` per split.
 inline int split_count_of(int blocks, int max_blocks) {
     return max(1, (blocks + max_blocks - 1) / max_blocks);
 }
 
-// Length of a sequence, by which the list is sorted in descending order: KV blocks with split-KV, otherwise query tiles.
+// Returns the length by which sequences are sorted in descending order: the number of KV blocks with split-KV, otherwise of query tiles.
 inline int sort_key_of(const Params& p, int entry) {
 #if WITH_SPLIT_KV
     return block_count_of_sequence(p, entry);
@@ -40,7 +40,7 @@ inline int sort_key_of(const Params& p, int entry) {
 #endif
 }
 
-// List entries of a sequence.
+// Returns the number of items that a sequence has in the tile list.
 inline int item_count_of(const Params& p, int entry, int max_blocks) {
     const SeqInfo s = seq_info_of(p, entry);
     const int tiles = tile_count_of(p, s);
@@ -53,7 +53,8 @@ inline int item_count_of(const Params& p, int entry, int max_blocks) {
 #endif
 }
 
-// The most KV blocks of a split: few enough that splits fill all SMs, but at least MIN_BLOCKS_PER_SPLIT, below which combining costs too much.
+// Returns the most KV blocks that a split may have: few enough that splits fill all SMs, but at least MIN_BLOCKS_PER_SPLIT, below which combining costs
+// too much.
 inline int max_blocks_per_split(const Params& p, int lane) {
 #if WITH_SPLIT_KV
     int blocks = 0;
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const _
     const int lane = threadIdx.x & 31, mine = int(blockIdx.x) * 8 + int(threadIdx.x >> 5);
     if (mine >= p.batch) return;
     const int max_blocks = max_blocks_per_split(p, lane), own_key = sort_key_of(p, mine);
-    // List entries of the sequences that precede this one in the list, and of all sequences.
+    // Count the list items of the sequences that precede this one in the list, and of all sequences.
     int before = 0, all = 0;
     for (int other = lane; other < p.batch; other += 32) {
         const int items = item_count_of(p, other, max_blocks), length = sort_key_of(p, other);
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const _
     all = warp_sum(all);
     const SeqInfo s = seq_info_of(p, mine);
     const int tiles = tile_count_of(p, s);
-    // If sequences in cu_seqlens overlap, there can be more tiles than list entries. Tiles past `max_items` are dropped.
+    // If sequences in cu_seqlens overlap, there can be more tiles than the list has room for. Tiles past `max_items` are dropped.
 #if WITH_SPLIT_KV
     for (int tile = tiles - 1; tile >= 0; tile--) {
         const int splits = split_count_of(block_count_of(p, s, tile), max_blocks);

@@ -6,7 +6,7 @@ struct ScheduledTile {
     int head_index, position;
 };
 
-// Number of heads to schedule. Each forward kernel defines this function.
+// Returns the number of heads to schedule. Each forward kernel defines this function.
 inline int head_count(const Params& p);
 
 inline ScheduledTile scheduled_tile(const Params& p, int tiles, int tile_index) {

@@ -7,15 +7,15 @@ constexpr float LN_2 = 0.69314718055994530942f;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A query tile of sequence `batch` and of query head `head`, the first of several with packed GQA. With split-KV it stands for split `split` of
-// `splits`, whose results are stored at `slot`.
+// A query tile of sequence `batch` and of query head `head`; with packed GQA, `head` is the first of the tile's heads. With split-KV it stands for split
+// `split` of `splits`, whose results are stored at `slot`.
 struct Tile {
     int tile, batch, head;
     int split, splits, slot;
     uint smem_address;  // with a tile list: address of the tile's slot
 };
 
-// Tiles per head: of one sequence, or, with a tile list, of all sequences together. Only the device knows the length of the list.
+// Returns the number of tiles per head: of one sequence, or, with a tile list, of all sequences together. Only the device knows the length of the list.
 inline int tiles_per_head(const Params& p) {
 #if WITH_TILE_LIST
     return p.tile_counter[1];
@@ -24,12 +24,12 @@ inline int tiles_per_head(const Params& p) {
 #endif
 }
 
-// Number of heads (packed GQA: of groups of heads that share tiles) that each have tiles_per_head() tiles.
+// Returns the number of heads (packed GQA: of groups of heads that share tiles), each of which has tiles_per_head() tiles.
 inline int head_count(const Params& p) {
     return WITH_TILE_LIST ? p.head_groups : p.batch * p.head_groups;
 }
 
-// The first query head of head group `unit`; without packed GQA a group is one head.
+// Returns the first query head of head group `unit`; without packed GQA a group is one head.
 inline int first_head(const Params& p, int unit) {
     return PACK_GQA ? unit / p.head_tiles * p.group + unit % p.head_tiles * PACKED_HEADS : unit;
 }
@@ -45,7 +45,8 @@ inline Tile tile_at(const Params& p, int tiles, int tile_index) {
 #endif
 }
 
-// Slots through which the producer passes tiles to the consumers. With a tile list a slot holds the whole tile: only the producer reads the list.
+// Number of slots through which the producer passes tiles to the consumers. With a tile list a slot holds the whole tile, because only the producer reads
+// the list.
 constexpr int TILE_SLOTS = WITH_TILE_LIST ? 4 : 2;
 constexpr uint TILE_SLOT_BYTES = WITH_TILE_LIST ? 48 : 4;
 
@@ -64,7 +65,7 @@ inline Tile load_tile(uint at) {
 }
 #endif
 
-// Band and lengths of the tile's sequence. With a tile list the lengths are read from the tile's slot in shared memory.
+// Returns the band and lengths of the tile's sequence. With a tile list the lengths are read from the tile's slot in shared memory.
 inline SeqInfo seq_info_of_tile(const Params& p, const Tile& tile) {
 #if WITH_TILE_LIST
     const auto word = [&](int n) { return int(ld_shared(tile.smem_address + 4 * n)); };
@@ -74,7 +75,7 @@ inline SeqInfo seq_info_of_tile(const Params& p, const Tile& tile) {
 #endif
 }
 
-// KV blocks of the tile, or of its split.
+// Returns the KV blocks of the tile, or with split-KV those of the tile's split.
 inline BlockRange block_range_of_tile(const Params& p, const SeqInfo& s, const Tile& tile) {
     BlockRange r = block_range_of(p, s, tile.tile);
 #if WITH_SPLIT_KV
@@ -85,7 +86,7 @@ inline BlockRange block_range_of_tile(const Params& p, const SeqInfo& s, const T
     return r;
 }
 
-// Query and head of a row of the tile.
+// Return the query and the head of a row of the tile.
 inline int query_of_row(const Tile& tile, int row) {
     return tile.tile * TILE_M + (PACK_GQA ? row % TILE_M : row);
 }
@@ -101,7 +102,7 @@ inline bool has_row(const Params& p, const SeqInfo& s, const Tile& tile, int row
 }
 
 #if PACK_GQA || WITH_SPLIT_KV
-// Address of a query's output row.
+// Returns the address of a query's output row.
 inline unsigned short* output_row(const Params& p, const SeqInfo& s, int batch, int head, int q) {
     return (unsigned short*)p.o + (WITH_PACKED_Q ? 0 : batch * p.o_batch) + head * p.o_head + long(s.begin_q + q) * p.o_row;
 }

@@ -62,7 +62,7 @@ inline void cp_async_bulk_load(uint to, const void* from, uint bytes, uint barri
                  : "memory");
 }
 
-// Source of zeros. The largest panel has 192 rows of 128 bytes.
+// Zeros from which panels are filled, as many as the largest panel has: 192 rows of 128 bytes.
 __device__ uint4 ZEROS[192 * 128 / 16];
 
 // Fills shared memory with zeros by a bulk copy, which completes on the mbarrier like a TMA load.

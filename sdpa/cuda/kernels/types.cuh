@@ -17,6 +17,6 @@ struct alignas(16) TileItem {
 // The position of a score, at which score_mods and masks are evaluated.
 struct Place {
     int batch, head, query, key;
-    // Compile-time parts of `query` and `key`. Without them, many scores of a thread have the same position (see float_from).
+    // Compile-time parts of `query` and `key`. After subtracting them, many scores of a thread have the same position (see float_from).
     int query_on, key_on;
 };

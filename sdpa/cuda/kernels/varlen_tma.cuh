@@ -1,9 +1,9 @@
 // TMA boxes that end where a packed sequence ends. The load and store code of the sm_90 kernels uses them.
 
 #if WITH_PACKED_Q || WITH_PACKED_KV
-// A box must end with its sequence, because the next row belongs to another one. The tensor map has two token axes of equal stride, whose indices add
-// up. The first axis is one box long: of a box at index `rows - left`, only `left` rows are in bounds. TMA loads zeros for the others and does not
-// store them. The second index compensates; it is never negative, since the map begins one box before the tensor.
+// A box must end where its sequence ends, because the next row belongs to another sequence. The tensor map has two token axes of equal stride, whose
+// indices add up. The first axis is one box long: of a box at index `rows - left`, only `left` rows are in bounds. TMA loads zeros for the others and does
+// not store them. The second index compensates; it is never negative, since the map begins one box before the tensor.
 struct VarlenBox {
     int row_offset;  // index along the first token axis, which is one box long
     int end;         // index along the second token axis: one past the last row of the box that is in the sequence

@@ -11,7 +11,7 @@ const LEAST_PIECE: i64 = 8;
 
 /// Checks that `extent`, the number of queries or keys per head, is below the limit of the kernels of both families.
 pub(crate) fn extent(check: &mut Check, name: &str, extent: i64) {
-    // Kernels add indices and bounds in i32, so the sums must fit too.
+    // Kernels add indices and bounds in i32, so their sums must also fit in i32.
     check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         // These differ from `dtype` only in FP8 problems, which the rule for `dtype` refuses.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
         Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
-        // The number of thread blocks is checked for the whole problem.
+        // These only affect the number of thread blocks, which is checked for the whole problem.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) => {}
         Fact::SeqQ(seq_q) => extent(check, "seq_q", *seq_q),
         Fact::SeqKv(seq_kv) => extent(check, "seq_kv", *seq_kv),
@@ -74,7 +74,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
             let limit = format!("a multiple of {LEAST_PIECE}, the rows that TMA swizzles together");
             check.that(page_size % LEAST_PIECE == 0, "paged.page_size", page_size, limit);
         }
-        // The kernel sources implement each of these: `Forward` in `problem`, `Backward` in `backward`.
+        // The kernels support all of these. `Forward` in `problem` and `Backward` in `backward` represent them.
         Fact::Sink(_)
         | Fact::Dropout(_)
         | Fact::ScoreMod(_)

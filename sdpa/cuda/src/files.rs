@@ -26,7 +26,7 @@ impl KernelHead {
     pub fn is_of(path: impl AsRef<Path>) -> Result<bool, PlanFileError> {
         match PlanFile::<KernelHead>::open(path) {
             Ok(_) => Ok(true),
-            // The checksum is valid, and the fields are those of the other kind of file.
+            // The file is intact, but its header has the fields of the other kind of plan file.
             Err(PlanFileError::Corrupt { what, .. }) if what == "header" => Ok(false),
             Err(error) => Err(error),
         }

@@ -184,7 +184,7 @@ mod tests {
         let few = |extents, masks: &[&str]| of(extents, masks).few.map(|few| (few.queries, few.heads));
         assert_eq!(few([2, 32, 8, 1, 900], &[]), Some((1, 4)));
         assert_eq!(few([2, 20, 4, 3, 900], &["padding"]), Some((4, 5)));
-        // 16 of 20 heads would fit: two tiles of ten.
+        // At most 16 of the 20 heads fit in one tile, so they are split evenly into two tiles of ten.
         assert_eq!(few([2, 20, 1, 4, 900], &[]), Some((4, 10)));
         assert_eq!(few([2, 8, 1, 64, 900], &[]), Some((64, 1)));
         assert_eq!(few([2, 8, 1, 65, 900], &[]), None);

@@ -73,7 +73,7 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &
     let queries_params = params(&mut builder, by_queries, &queries_lists, &gradients);
     let keys_params = params(&mut builder, by_keys, &keys_lists, &gradients);
     let captured = builder.captured();
-    // The dK and dV kernel adds to each gradient, or writes a partial sum per warp.
+    // Collect the addresses for the dK and dV kernel: it adds to each gradient, or writes a partial sum per warp.
     let added: Vec<Address> = sums.iter().zip(&partials).map(|(sum, partial)| partial.map_or(sum.sum, |(_, address)| address)).collect();
     let to = builder.structure(|to| added.iter().for_each(|address| address.push(to)));
 

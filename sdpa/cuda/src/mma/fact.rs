@@ -17,13 +17,13 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         // These differ from `dtype` only in FP8 problems, which the rule for `dtype` refuses.
         Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
         Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "false: the kernels read no block scales"),
-        // The number of thread blocks is checked for the whole problem.
+        // These only affect the number of thread blocks, which is checked for the whole problem.
         Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) => {}
         Fact::SeqQ(seq_q) => extent(check, "seq_q", *seq_q),
         Fact::SeqKv(seq_kv) => extent(check, "seq_kv", *seq_kv),
         Fact::DimQk(dim_qk) => dim(check, "dim_qk", *dim_qk),
         Fact::DimV(dim_v) => dim(check, "dim_v", *dim_v),
-        // Threads copy element by element if they cannot copy 16 bytes.
+        // All strides and alignments are supported: threads copy single elements if they cannot copy 16 bytes at once.
         Fact::Strides(..) | Fact::Alignment(..) => {}
         // The kernels support packing, which `Packs` in `problem` represents.
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
@@ -33,7 +33,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
             check.that(reads_pages, "paged", "a paged KV cache", "none: the backward kernels read contiguous keys");
         }
         Fact::PageSize(_) => {}
-        // The kernel sources implement each of these: `Forward` in `problem`, `Backward` in `backward`.
+        // The kernels support all of these. `Forward` in `problem` and `Backward` in `backward` represent them.
         Fact::Sink(_)
         | Fact::Dropout(_)
         | Fact::ScoreMod(_)

@@ -65,7 +65,7 @@ impl TileConfig {
     fn numbers(&self) -> u32 {
         match self.direction {
             Direction::Forward => self.dim_v / 2 + self.step / 2,
-            // Scores, P before the score_mod, and dP.
+            // Gradient accumulators, and three values per score: P, the score before the score_mod, and dP.
             Direction::Backward => (self.dim_qk + self.dim_v) / self.parts / 2 + 3 * self.step / 2,
         }
     }

@@ -80,7 +80,7 @@ mod tests {
             WarpPartials::of(&Along { name: String::new(), dtype: DType::F32, axes, reads: Vec::new() }, [3, 5, 40, 70], &config)
         };
         let axes = |all: &[Axis]| all.iter().fold(Axes::NONE, |axes, axis| axes.with(*axis));
-        // Two KV blocks of 64 keys, with four warps each.
+        // Two KV blocks of 64 keys with four warps each give eight slots.
         let scalar = of(Axes::NONE);
         assert_eq!((scalar.slots, scalar.inner, scalar.elements(), scalar.bytes()), (8, 1, 1, 4 * 3 * 5 * 8));
         let heads = of(axes(&[Axis::Head, Axis::Q]));
