@@ -271,7 +271,7 @@ mod tests {
         (forward.seq_len_kv, forward.packed) = (false, Some(sdpa_core::Packed::new().with_cross(true).with_wide(true)));
         let task = forward.task(None).unwrap();
         let reach = |operand: &Operand, said: Option<[i64; 2]>| task.reach(operand, said.map(|[queries, keys]| Tokens { queries, keys }));
-        // As many tokens as if each sequence were the longest.
+        // The memory covers as many tokens as if every sequence were as long as the longest one.
         for most in [None, Some([20, 12]), Some([21, 1000])] {
             assert_eq!(reach(&Operand::Q, most), 2 * (3 * 1000 + 19 * 20 + 15 + 1));
             assert_eq!(reach(&Operand::V, most), 2 * (1000 + 11 * 20 + 7 + 1));

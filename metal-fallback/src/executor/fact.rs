@@ -20,7 +20,7 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
         Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => {}
         // `supports` of the plans refuses pages together with packed queries.
         Fact::Pages(_) | Fact::PageSize(_) => {}
-        // The kernel sources implement each of these: `forward`, `backward`, `sink`, `captured`.
+        // The kernel sources `forward`, `backward`, `sink` and `captured` implement all of the following.
         Fact::Sink(_)
         | Fact::Dropout(_)
         | Fact::ScoreMod(_)
@@ -39,7 +39,7 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
             }
         }
         Fact::GradientsOf(_) => {}
-        // Each gradient is summed in a fixed order.
+        // Gradients are always summed in a fixed order.
         Fact::Deterministic(_) => {}
     }
 }

@@ -129,7 +129,7 @@ impl Captured {
     fn function(&self, signature: &str, trace: &Trace, root: usize) -> String {
         let mut text = format!("inline {signature} {{\n");
         let root = trace.roots().get(root).copied();
-        // The values on which this root depends.
+        // Mark the values on which this root depends.
         let mut needed = vec![false; trace.nodes().len()];
         root.into_iter().for_each(|root| needed[root.index()] = true);
         let ids: Vec<NodeId> = trace.ids().collect();
@@ -379,7 +379,7 @@ mod tests {
             assert!(text.contains(call), "{trace}: {text}");
             assert!(text.contains("exact::") == call.contains("exact::"), "{trace}: {text}");
         }
-        // 0.25 is 2^-2.
+        // The base-2 logarithm of 0.25 is -2, whose bits as an f32 are 0xc0000000.
         assert!(of("score * pow(0.25, f32(k))").contains("as_type<float>(0xc0000000u))"));
     }
 

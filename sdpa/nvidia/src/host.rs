@@ -220,7 +220,7 @@ impl Hosted {
         let problem = self.job.problem();
         let failed = self.failed;
         let documents = problem.documents(call.params)?;
-        // Paged keys are in whole pools, even if queries are packed.
+        // Paged keys are uploaded as a whole pool of pages, even if queries are packed.
         let of = |side: Side| documents.as_ref().filter(|_| problem.packs(side)).map(|documents| documents.of(side));
         let place = |operand: Operand| Ok::<_, Error>(Place::new(&self.tensor(operand)?, of(operand.side())));
         let mut operands: [Option<Buffer>; Operand::ALL.len()] = std::array::from_fn(|_| None);

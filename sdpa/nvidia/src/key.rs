@@ -158,7 +158,7 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
             (!kept.is_full()).then(|| short(&kept.to_string(), &kept.without_defaults().to_string()))
         }
         Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
-        // The head of the label has these.
+        // The first part of the label already states these.
         Fact::Dtype(_)
         | Fact::Batch(_)
         | Fact::HeadsQ(_)
@@ -167,7 +167,7 @@ fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
         | Fact::SeqKv(_)
         | Fact::DimQk(_)
         | Fact::DimV(_) => None,
-        // Only the fields of the key have these, not its label.
+        // The label omits these. Only the key's fields state them.
         Fact::OutputDtype(_)
         | Fact::Strides(..)
         | Fact::Alignment(..)
@@ -241,7 +241,7 @@ fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
         Fact::GradientDtype(dtype) => of_fp8("dtype of gradients", dtype.to_string()),
         Fact::Gradient(gradient) => Some(("gradient", or(gradient.map(|gradient| gradient.trace.without_defaults().to_string()), "none"))),
         Fact::GradientsOf(wrt) => Some(("wrt", wrt.iter().map(|g| format!("{} {}", g.name, g.dtype)).collect::<Vec<_>>().join(", "))),
-        // The traces of the score_mod and its derivative, and the element types, determine them.
+        // No field is needed: these follow from the traces of the score_mod and its derivative, and from the element types.
         Fact::BackwardParameters(_) => None,
         Fact::Deterministic(is_deterministic) => Some(("deterministic", is_deterministic.to_string())),
     }

@@ -318,11 +318,11 @@ mod tests {
             put(n, u64::from(n));
             assert!(folder.usage().unwrap().bytes <= 3 * one);
         }
-        // A record that exceeds the limit alone evicts no other.
+        // A record that is larger than the limit by itself is not stored, and evicts no other record.
         folder.put(&Here(1), record(99, 4000)).unwrap();
         assert_eq!(folder.usage().unwrap().records, 3);
         assert!(!folder.file(&record(99, 0).key).exists());
-        // The limit is smaller than the folder's content.
+        // With a limit below the size of the folder, writing a record evicts the others.
         Folder::new(&path, one).put(&Here(1), record(50, 1000)).unwrap();
         assert_eq!(folder.usage().unwrap().records, 1);
     }
@@ -391,7 +391,7 @@ mod tests {
             folder.put(&Here(1), record(1, 10)).unwrap();
             assert!(folder.get(&Here(1), &record(1, 0).key).unwrap().is_some());
         }
-        // A file at the path of the folder.
+        // The path of a file is refused as a folder.
         let other = Folder::new(&file, 1 << 20);
         assert!(matches!(other.get(&Here(1), &record(1, 0).key), Err(PlanFileError::NotAFolder { .. })));
         assert!(other.put(&Here(1), record(1, 10)).is_err());

@@ -63,7 +63,7 @@ impl Target {
         };
         let file = match followed {
             Some(file) => file,
-            // A dangling link. If the file exists by now, another process has just created it.
+            // Refuse a dangling link, but not a regular file, which another process has just created.
             None if std::fs::symlink_metadata(path).is_ok_and(|facts| facts.is_symlink()) => return Err(not_a_file()),
             None => {
                 let parent = std::fs::canonicalize(parent).map_err(PlanFileError::io(parent, "resolving"))?;

@@ -76,7 +76,7 @@ impl Tensor {
             DType::F8E4M3 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::F8E5M2 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::I32 | DType::I64 | DType::Bool => self.buffer.fill(stream, 0)?,
-            // 127 is the bit pattern of 1.0.
+            // 127 is the bit pattern of 1.0 in F8E8M0.
             DType::F8E8M0 => self.buffer.fill(stream, 127)?,
         }
         Ok(())
