@@ -1,16 +1,16 @@
 // Fragments of 8 x 8 matrices, distributed over the lanes of a simdgroup: each lane holds two adjacent elements of one row.
 
-// Returns the row of a lane in a fragment. The four lanes of a row differ in bits 0 and 3 of their numbers.
+// The row of a lane in a fragment. The four lanes of a row differ in bits 0 and 3 of their numbers.
 inline int fragment_row(uint lane) {
     return int(((lane >> 2) & 4u) + ((lane >> 1) & 3u));
 }
 
-// Returns the first of a lane's two columns.
+// The first of a lane's two columns.
 inline int fragment_column(uint lane) {
     return int(((lane >> 1) & 4u) + ((lane & 1u) << 1));
 }
 
-// Returns the lane that holds a column of a row.
+// The lane that holds a column of a row.
 inline ushort fragment_lane(int row, int column) {
     return ushort(((row & 4) << 2) + ((row & 3) << 1) + ((column & 4) << 1) + ((column >> 1) & 1));
 }
@@ -25,19 +25,19 @@ inline void multiply_add(thread float2& d, float2 a, float2 b) {
     d = reinterpret_cast<thread float2&>(sum.thread_elements());
 }
 
-// Returns the largest number in a row of fragments to all lanes of that row.
+// The largest number in a row of fragments; all lanes of the row receive it.
 inline float row_maximum(float x) {
     x = max(x, simd_shuffle_xor(x, ushort(1)));
     return max(x, simd_shuffle_xor(x, ushort(8)));
 }
 
-// Returns the sum of a row of fragments to all lanes of that row.
+// The sum of a row of fragments.
 inline float row_total(float x) {
     x += simd_shuffle_xor(x, ushort(1));
     return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// Returns the sum of a column of fragments to all lanes of that column.
+// The sum of a column of fragments.
 inline float column_total(float x) {
     x += simd_shuffle_xor(x, ushort(2));
     x += simd_shuffle_xor(x, ushort(4));
@@ -79,7 +79,7 @@ inline void tell_odd(threadgroup uint* told, bool odd, uint simdgroup, uint lane
     }
 }
 
-// After the barrier that follows tell_odd, returns whether any thread of the threadgroup has copied an infinity or NaN.
+// After that barrier, returns whether any thread of the threadgroup has copied an infinity or NaN.
 inline bool any_odd(const threadgroup uint* told, bool odd) {
     if (THREADS == 32) {
         return simd_any(odd);

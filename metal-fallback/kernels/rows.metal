@@ -6,13 +6,13 @@ struct Query {
     int query;
 };
 
-// Returns the head and query of a row. A row past the last one is treated as the last one.
+// Rows past the last one are clamped to it.
 inline Query query_at(int row, int head_kv, int seq_q, int group) {
     const int there = min(row, seq_q * group - 1);
     return Query{head_kv * group + there / seq_q, there % seq_q};
 }
 
-// Loads a row; elements past DIM become 0.
+// Elements past DIM are 0.
 template <int DIM, int PER_LANE>
 inline void load_row(thread float* to, const device Element* from, long step, uint lane) {
     UNROLL for (int i = 0; i < PER_LANE; i++) {
@@ -21,7 +21,7 @@ inline void load_row(thread float* to, const device Element* from, long step, ui
     }
 }
 
-// Returns the dot product of two rows to all lanes.
+// Dot product of two rows; all lanes receive it.
 template <int PER_LANE>
 inline float product_of(const thread float* a, const thread float* b) {
     float sum = 0.0f;
@@ -57,7 +57,7 @@ inline void tell_row(threadgroup float* rows, const thread float* row, float fac
     }
 }
 
-// Returns the sum of an element over the rows of all simdgroups.
+// The sum of an element over the simdgroups.
 template <int DIM>
 inline float total_at(const threadgroup float* rows, int at) {
     float sum = 0.0f;

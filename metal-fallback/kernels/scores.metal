@@ -1,7 +1,7 @@
 // Scores as the softmax sees them.
 
 #if WITH_SCORE_MOD || WITH_KEEP || WITH_GRADIENT
-// Returns the position of a score, clamped to the extents, because tensors have no elements past the extents.
+// Clamped to the extents, because tensors have no elements past them.
 template <typename P>
 inline Place place_of(int4 at, constant P& params) {
     return Place{at.x, at.y, min(at.z, params.seq_q - 1), min(at.w, params.seq_kv - 1)};

@@ -11,8 +11,8 @@ inline bool is_odd(float x) {
     return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u;
 }
 
-// Returns the exponential of a score relative to another one. The scores are subtracted before scaling: the difference of two large
-// scores is exact, but rounding their products with log2(e) would move the exponent by more than its range.
+// The exponential of a score relative to another one. The scores are subtracted before scaling: the difference of two large scores is
+// exact, but rounding their products with log2(e) would move the exponent by more than its range.
 inline float exp_from(float score, float from) {
     return exp2((score - from) * LOG2_E);
 }
@@ -22,8 +22,8 @@ inline float inverse_of(float sum) {
     return sum == 0.0f ? 0.0f : 1.0f / sum;
 }
 
-// Adds the sink of a row's head to the sum, after all keys of the row. Returns the factor for values that are relative to the
-// previous maximum. A sink of minus infinity adds nothing. A row without keys stays a row without keys.
+// Adds the sink of a row's head to the sum, after all keys of the row. Returns the factor for values that are relative to the previous
+// maximum. A sink of minus infinity adds nothing. A row without keys stays one.
 inline float add_sink(thread float& row_max, thread float& row_sum, float sink) {
     if (row_sum == 0.0f || sink < LOWEST) {
         return 1.0f;

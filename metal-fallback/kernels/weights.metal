@@ -14,9 +14,8 @@ inline Row row_of(const device float* lse, const device float* delta, long at, b
     return Row{lse[at * 2], lse[at * 2 + 1], delta[at]};
 }
 
-// Replaces the product of a query and a key by P after dropout, and dP by a gradient: that of the product, without the factor
-// `scale`, or that of a declared parameter. A masked-out pair has P and gradient 0, whatever its operands are. Returns whether the
-// query attends to the key.
+// Replaces the product of a query and a key by P after dropout, and dP by the gradient of the product, without `scale`, or of a declared
+// parameter. A masked-out pair has P and gradient 0, whatever its operands are. Returns whether the query attends to the key.
 inline bool to_weight(
     thread float& product, thread float& gradient, Row row, bool kept, int4 at, constant BackwardParams& params, Captured captured) {
 #if WITH_GRADIENT
