@@ -59,8 +59,8 @@ inline void load_piece(uint pieces, uint full, const float* sums, int n) {
     cp_async_bulk_load(pieces + (n & 1) * DQ_PIECE_BYTES, sums + n * DQ_PIECE, DQ_PIECE_BYTES, full + 8 * (n & 1));
 }
 
-// Converts those slices of a tile index that are assigned to this warp (`mine`). A slice has four pieces; loads run two pieces ahead, and continue into
-// the next slice.
+// Converts this warp's share of `slices`, which all belong to one tile index; `mine` is the warp's number among the converting warps. A slice has four
+// pieces; loads run two pieces ahead, and continue into the next slice.
 inline void convert_slices(const TensorMap& dq_map, const Params& p, const SharedStorage& smem, const SliceRange& slices, int mine) {
     const bool first = (threadIdx.x & 31) == 0, reused = p.ring_sections > 0 && slices.section + p.ring_sections < p.sections;
     const uint pieces = smem.dq_pieces + mine * DQ_CONVERT_BYTES, rounded = pieces + 2 * DQ_PIECE_BYTES, full = smem.dq_pieces_full + 16 * mine;

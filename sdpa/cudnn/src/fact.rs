@@ -16,7 +16,7 @@ fn tables(job: &Job, params: &[Declared]) -> Vec<Reason> {
     let tables = params.iter().filter(|declared| declared.kind.extents().len() > 0 && !in_order(&declared.name));
     let reason = |table: &Declared| {
         let extents: Vec<i64> = table.kind.extents().collect();
-        let rule = "a tensor over axes: cuDNN's engines cannot read at computed indices";
+        let rule = "a tensor indexed only by batch, head, query and key: cuDNN's engines cannot read at computed indices";
         limit(&format!("parameter {}", table.name), format!("a table {extents:?}"), rule)
     };
     tables.map(reason).collect()

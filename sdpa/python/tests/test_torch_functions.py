@@ -482,7 +482,7 @@ def test_every_function_is_run(monkeypatch):
         monkeypatch.setitem(FUNCTIONS, known, lambda *args, known=known, function=function, **kwargs: (seen.add(known), function(*args, **kwargs))[1])
     more = [
         lambda x, y: 1.0 + x, lambda x, y: 2 * x, lambda x, y: 2.0 // y, lambda x, y: 2.5 % x, lambda x, y: True & (x > y), lambda x, y: False | (x > y), lambda x, y: True ^ (x > y),
-        lambda x, y: math.floor(x),
+        lambda x, y: math.floor(x), lambda x, y: x.unsqueeze(-1),
     ]  # fmt: skip
     functions = [*TWO.values(), *[lambda x, y, fn=fn: fn(x) for fn in (ONE | CONVERSIONS).values()], *more]
     for fn in functions:

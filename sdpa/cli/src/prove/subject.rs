@@ -29,8 +29,8 @@ pub(super) fn name(preference: Preference) -> &'static str {
 impl Subject {
     /// Opens an executor. It bypasses the kernel cache on disk, where kernels of a proof would evict the user's.
     pub(super) fn open(preference: Preference, places: &PlaceArgs) -> Result<Subject, Failure> {
-        // With its ledger, cuDNN would refuse problems that a proof has to test. The automatic selection keeps the ledger, as its users
-        // do.
+        // A ledger lists the problems that cuDNN was shown to compute correctly. With it, cuDNN would refuse problems that a proof has to
+        // test. The automatic selection keeps its ledger, so that the proof tests what users run.
         let use_ledger = preference != Preference::Named(ExecutorName::CUDNN);
         let dispatcher = Dispatcher::new(places.options().with_use_ledger(use_ledger));
         let name = name(preference);

@@ -142,7 +142,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "no mask aligned to the sequence ends with FP8; a mask aligned to the start is supported, also with lengths",
+        limit: "only masks that are aligned to the start of each sequence, because the type is FP8; they may have lengths",
         breaks: |c| c.job.problem().ends().map(|_| c.job.problem().kept().to_string()),
     },
     Row {

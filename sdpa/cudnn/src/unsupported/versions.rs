@@ -55,7 +55,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "masks",
-        limit: "no right bound with one query before cuDNN 9.10",
+        limit: "a mask without a right bound if there is one query, or cuDNN 9.10 or newer",
         breaks: |c| {
             let p = c.job.problem();
             when(p.seq_q() == 1 && p.region().upper.is_some() && !c.runtime.at_least(9, 10), p.kept())
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn bounds_beside_others_are_taken_by_later_versions() {
-        assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 9, 90)[0].contains("no right bound with one query"));
+        assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 9, 90)[0].contains("without a right bound if there is one query"));
         assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 10, 90).is_empty() && forward(spec(1, [64, 64], &[]), 9, 90).is_empty());
         let window = || spec(128, [64, 64], &["window:9,0"]);
         for beside in [window().with_dropout(0.5), window().score_mod("bias:qk".parse().unwrap())] {

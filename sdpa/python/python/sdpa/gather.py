@@ -206,8 +206,10 @@ def mapped(name: str, args: tuple, kwargs: dict) -> Any:
         return REDUCTIONS[name](*args, **kwargs)
     if name == "unsqueeze":
         raise TracingError("`unsqueeze` is applied to a row", "use the row as it is: only one axis is unrolled")
-    if kwargs.get("inplace") or name.startswith("new_"):
-        raise TracingError(f"`{name}` changes a row in place" if kwargs.get("inplace") else f"`{name}` is applied to a row", "use the result of the function, or a number")
+    if kwargs.get("inplace"):
+        raise TracingError(f"`{name}` changes a row in place", "call it without inplace=True and use its result")
+    if name.startswith("new_"):
+        raise TracingError(f"`{name}` is applied to a row", "use a number instead of a new tensor")
     given = [*args, *kwargs.values()]
     lengths = {len(_row(x)) for x in given if _row(x) is not None} - {1}
     if len(lengths) > 1:

@@ -128,7 +128,7 @@ class BlockMask:
         index = index if isinstance(index, tuple) else (index,)
         blocks = -(-self._shape[2] // self.BLOCK_SIZE[0])
         if len(index) > 3 or any(at is None or at is Ellipsis for at in index):
-            raise one("block_mask[...]", repr(index), "at most three indices: batch entries, heads, query blocks")
+            raise one("block_mask[...]", repr(index), "at most three indices (batch entries, heads, query blocks), without None and `...`")
         counts = []
         for at, n in zip((*index, *[slice(None)] * (3 - len(index))), (*self._shape[:2], blocks)):
             at = slice(at, at + 1 or None) if isinstance(at, int) else at
