@@ -27,7 +27,7 @@ pub struct Tiles {
     pub passing: u32,
     /// Number of elements of a query and of a key, padded to whole fragments.
     pub padded_qk: u32,
-    /// Number of elements of a value, padded to whole fragments.
+    /// Head dim of V, rounded up to a multiple of the fragment width.
     pub padded_v: u32,
     /// Distance between rows of queries and of keys in threadgroup memory, in elements.
     pub pitch_qk: u32,

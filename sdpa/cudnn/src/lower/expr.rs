@@ -444,7 +444,7 @@ pub(super) enum Pass {
     Backward(Vectors),
 }
 
-/// The way in which a backward pass reads declared tensors that span queries.
+/// The way in which a backward pass reads declared tensors that have a query axis; cuDNN calls them vectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Vectors {
