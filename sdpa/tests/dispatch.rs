@@ -145,11 +145,11 @@ fn a_named_executor_never_falls_back() {
 #[cfg(not(feature = "cpu"))]
 #[cfg(not(target_vendor = "apple"))]
 #[test]
-fn where_nobody_takes_a_problem_every_reason_is_told() {
+fn every_reason_is_reported_if_no_executor_supports_a_problem() {
     let refused = dispatcher().with(Arc::new(Refuses("mine"))).prepare(&problem(), Preference::Auto).unwrap_err();
     assert!(refused.is_unsupported() && refused.to_string().contains("mine refuses"), "{refused}");
     if own().is_empty() {
-        let nobody = dispatcher().prepare(&problem(), Preference::Auto).unwrap_err();
-        assert!(nobody.to_string().contains("no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`"), "{nobody}");
+        let error = dispatcher().prepare(&problem(), Preference::Auto).unwrap_err();
+        assert!(error.to_string().contains("no executor is compiled in; enable a feature of the crate sdpa, such as `cuda`"), "{error}");
     }
 }

@@ -101,6 +101,16 @@ def test_reading_a_long_mask_needs_no_quadratic_memory():
     assert seconds < 2, seconds  # A dense mask of this size takes half a minute and 10 GiB.
 
 
+def test_one_block_of_many_that_disagrees_is_seen():
+    state = torch.full((1, 1, 256, 256), blocks.FULL, dtype=torch.uint8)
+    everything, lengths, size = (lambda b, h, q, k: q >= 0), (32768, 32768), (128, 128)
+    assert blocks.agree(state, everything, lengths, size)
+    for row, column in ((0, 0), (255, 255), (100, 17), (3, 250)):
+        state[0, 0, row, column] = blocks.EMPTY
+        assert not blocks.agree(state, everything, lengths, size), (row, column)
+        state[0, 0, row, column] = blocks.FULL
+
+
 def test_a_block_that_disagrees_is_seen():
     state = torch.full((1, 1, 4, 4), blocks.FULL, dtype=torch.uint8)
     everything, last = (lambda b, h, q, k: q >= 0), (lambda b, h, q, k: (q != 511) | (k != 511))

@@ -153,8 +153,8 @@ fn bounds(line: &str, all: &mut Vec<String>) {
 pub fn of(file: &str) -> Result<Vec<Edit>, String> {
     let (name, path) = named(file);
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    // The same rule takes another place on the next line, because neighbouring lines are often alike. So a comment that gets longer by a
-    // line changes the faults of the lines after it, and `equivalent.toml` has to follow.
+    // A rule that fits a line in several places changes the place that the line number selects, because neighbouring lines are often alike.
+    // So a comment that gets longer by a line changes the faults of the lines after it, and `equivalent.toml` has to follow.
     let of_line = |code: &str, n| if is_declaration(code.trim_start()) { Vec::new() } else { changes(code, n) };
     Ok(edits::of(&name, &text, |code, n| of_line(code, n).into_iter().map(|changed| ("", changed)).collect()))
 }

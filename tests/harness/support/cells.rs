@@ -40,8 +40,8 @@ fn why(answer: &Answer) -> Vec<String> {
     }
 }
 
-/// What a table tells of an answer: form and engine, or the reasons.
-pub(super) fn told(answer: &Answer) -> BTreeSet<String> {
+/// Returns the parts of an answer that are recorded: form and engine, or the reasons.
+pub(super) fn recorded_parts(answer: &Answer) -> BTreeSet<String> {
     match answer {
         Answer::Supported { form, engine: tag } => BTreeSet::from([format!("{form} {}", tag.as_deref().map_or("", engine))]),
         Answer::Unsupported(_) | Answer::Fails(_) => why(answer).into_iter().collect(),

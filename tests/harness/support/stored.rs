@@ -1,6 +1,6 @@
 //! Recorded answers of all runtimes. The file of a runtime has the answers that differ from those of the runtime before it.
 
-use super::cells::told;
+use super::cells::recorded_parts;
 use super::{detail, read};
 use crate::golden;
 use crate::matrix::Row;
@@ -59,7 +59,7 @@ pub fn files(rows: &[Row], all: &Stored) -> Result<Vec<(String, String)>, String
         if let Some((wanted, row)) = old.keys().find(|question| !new.contains_key(*question)) {
             return Err(format!("{runtime} has no answer to {row:?} ({wanted:?}), the runtime before it has one"));
         }
-        let answers = |asked: &[&Asked]| asked.iter().map(|a| (a.profile.clone(), told(&a.answer))).collect::<BTreeMap<_, _>>();
+        let answers = |asked: &[&Asked]| asked.iter().map(|a| (a.profile.clone(), recorded_parts(&a.answer))).collect::<BTreeMap<_, _>>();
         let differs = |question: &Question<'_>| old.get(question).is_none_or(|before| answers(before) != answers(&new[question]));
         let changed: Vec<Asked> = asked.iter().filter(|a| differs(&(a.wanted, a.row.as_str()))).cloned().collect();
         files.push((file(runtime), detail(rows, &changed)));

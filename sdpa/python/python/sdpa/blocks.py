@@ -8,8 +8,8 @@ import torch
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-# At most this many blocks are compared with a mask_mod, and of each at most this many queries and keys.
-_BLOCKS, _PLACES = 64, 128
+# Blocks that are compared with a mask_mod, and of each how many queries and keys: many blocks in nine places each, a few in more.
+_SAMPLES = ((2**17, 3), (64, 128))
 
 
 def states(block_mask: Any) -> torch.Tensor:
@@ -46,19 +46,21 @@ def evaluated(mask_mod: Callable, *indices: torch.Tensor, together: bool = False
 
 
 def agree(state: torch.Tensor, mask_mod: Callable, lengths: tuple[int, int], size: tuple[int, int]) -> bool:
-    """Returns true if empty blocks attend to no key and full blocks to every key, in a sample: all blocks of a small mask, and a fixed random part of a
-    large one. A partial block agrees always, because the mask_mod is applied there."""
+    """Returns true if empty blocks attend to no key and full blocks to every key, in samples: nine pairs of every block, up to 131,072 blocks, and up to 128
+    queries and keys of a fixed random selection. A partial block agrees always, because the mask_mod is applied there."""
     decided = (state != PARTIAL).nonzero() if 0 not in lengths else state.new_empty((0, 4))
-    if len(decided) > _BLOCKS:
-        chosen = torch.randperm(len(decided), generator=torch.Generator().manual_seed(len(decided)))[:_BLOCKS]
+    return not len(decided) or all(_agree(state, mask_mod, lengths, size, decided, *sample) for sample in _SAMPLES)
+
+
+def _agree(state: torch.Tensor, mask_mod: Callable, lengths: Any, size: Any, decided: torch.Tensor, most: int, pairs: int) -> bool:
+    if len(decided) > most:
+        chosen = torch.randperm(len(decided), generator=torch.Generator().manual_seed(len(decided)))[:most]
         decided = decided[chosen.to(decided.device)]
-    if not len(decided):
-        return True
     batch, head, *blocks = decided.unbind(1)
     places = []
     for block, length, rows in zip(blocks, lengths, size):
         # Evenly spaced over the block, both ends included. Indices past the length repeat its last one.
-        step = torch.linspace(0, min(rows, length) - 1, min(rows, length, _PLACES), device=state.device).long()
+        step = torch.linspace(0, min(rows, length) - 1, min(rows, length, pairs), device=state.device).long()
         places.append((block.unsqueeze(1) * rows + step).clamp(max=length - 1))
     attended = evaluated(mask_mod, batch, head, *places, together=True)
     expected = (state[tuple(decided.unbind(1))] == FULL)[:, None, None]
