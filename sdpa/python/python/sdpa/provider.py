@@ -70,7 +70,7 @@ def use() -> Use:
 
     It replaces PyTorch's fused kernels: flash attention on CPUs, and on GPUs flash, memory-efficient and cuDNN attention. Call it once, or use it as a context
     manager: `with sdpa.use(): ...`. Calls that PyTorch gives to none of them, because it computes them with single operations, are not affected. A call that
-    no executor supports raises `UnsupportedError`.
+    no executor supports raises `UnsupportedError`, and a call with float64 tensors raises `SpecError`.
     """
     return Use()
 
