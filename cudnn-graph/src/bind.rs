@@ -1,7 +1,11 @@
 //! Binds addresses and scalars to the tensors of a plan, and checks them before anything runs.
 
-use crate::ir::ty::DType;
-use crate::ir::{Scalar, Storage, TensorId, Verified};
+use crate::encode::data_type;
+use crate::error::Error;
+use crate::ffi::codes::{Attribute, Kind};
+use crate::ir::ty::{DType, Dims, Strides};
+use crate::ir::{Scalar, Storage, Tensor, TensorId, Verified};
+use crate::program::{Descriptor, Program, Values};
 use sdpa_driver::DeviceSlice;
 use smallvec::SmallVec;
 use std::fmt;
@@ -71,18 +75,18 @@ pub enum BindingError {
         name: String,
     },
     /// A value is bound to a tensor that the caller cannot bind, or that needs the other kind of value (device memory or a scalar).
-    #[error("{id}: got {what} a tensor for which this plan expects none")]
+    #[error("{id}: got {what} this tensor, but the plan expects none")]
     Unknown {
         /// The id of the tensor.
         id: TensorId,
-        /// The part of the message that names the kind of the given value: `device memory for` or `a number for`.
+        /// The part of the message that names the kind of the given value: `device memory for` or `a scalar for`.
         what: &'static str,
     },
     /// The number of addresses or scalars that were passed differs from the number of ports, which are the inputs and outputs of the
     /// plan.
     #[error("got {given} {what}, expected {need}")]
     Count {
-        /// The kind of the values that were passed: `addresses` or `numbers`.
+        /// The kind of the values that were passed: `addresses` or `scalars`.
         what: &'static str,
         /// The number of values that were given.
         given: usize,
@@ -180,6 +184,62 @@ pub(crate) struct Bound {
     pub(crate) values: SmallVec<[Scalar; 8]>,
 }
 
+/// A tensor descriptor of a program.
+struct PlainTensor<'a> {
+    descriptor: &'a Descriptor,
+}
+
+impl<'a> PlainTensor<'a> {
+    fn of(descriptor: &'a Descriptor) -> Self {
+        PlainTensor { descriptor }
+    }
+
+    fn get(&self, attribute: Attribute) -> Option<&'a Values> {
+        self.descriptor.settings.iter().find(|s| s.attribute == attribute).map(|s| &s.values)
+    }
+
+    fn flag(&self, attribute: Attribute) -> bool {
+        self.get(attribute) == Some(&Values::Bool(true))
+    }
+
+    fn numbers(&self, attribute: Attribute) -> Result<Vec<i64>, String> {
+        match self.get(attribute) {
+            Some(Values::I64(numbers)) => Ok(numbers.clone()),
+            other => Err(format!("{attribute} is {other:?}, expected 64-bit integers")),
+        }
+    }
+
+    /// Adds the port of the tensor.
+    fn port(&self, ports: &mut Ports) -> Result<(), String> {
+        let dtype = match self.get(Attribute::TENSOR_DATA_TYPE) {
+            Some(Values::Code(code, _)) => DType::ALL.into_iter().find(|&dtype| data_type(dtype).0 == *code),
+            Some(_) | None => None,
+        };
+        let dtype = dtype.ok_or("its element type is unknown")?;
+        let uid = self.numbers(Attribute::TENSOR_UNIQUE_ID)?;
+        let id = match uid[..] {
+            [uid] if uid >= 1 => u32::try_from(uid - 1).map(TensorId).ok(),
+            _ => None,
+        };
+        let id = id.ok_or_else(|| format!("{} is {uid:?}, expected a number from 1 to {}", Attribute::TENSOR_UNIQUE_ID, u32::MAX))?;
+        let name = self.descriptor.label.clone();
+        if self.flag(Attribute::TENSOR_IS_BY_VALUE) {
+            ports.values.push(ValuePort { id, name, dtype, value: None });
+            return Ok(());
+        }
+        let (dims, strides) = (Dims(self.numbers(Attribute::TENSOR_DIMENSIONS)?), Strides(self.numbers(Attribute::TENSOR_STRIDES)?));
+        let alignment = self.numbers(Attribute::TENSOR_BYTE_ALIGNMENT)?;
+        let &[alignment] = &alignment[..] else { return Err(format!("{} is not one number", Attribute::TENSOR_BYTE_ALIGNMENT)) };
+        let alignment = u32::try_from(alignment).ok().filter(|n| n.is_power_of_two()).ok_or("its alignment is not a power of two")?;
+        let tensor = Tensor::device(name.clone(), dtype, dims).strides(strides);
+        let bytes = tensor.bytes().filter(|_| tensor.strides.0.len() == tensor.dims.rank());
+        let bytes = bytes.ok_or_else(|| format!("extents {} and strides {} have no size", tensor.dims, tensor.strides))?;
+        let ragged = self.get(Attribute::TENSOR_RAGGED_OFFSET_DESC).is_some();
+        ports.device.push(DevicePort { id, name, bytes: if ragged { 0 } else { bytes }, alignment, addressing: true });
+        Ok(())
+    }
+}
+
 impl Ports {
     /// Returns the ports of a graph: its tensors in device memory, and its scalars in host memory.
     pub fn of(graph: &Verified) -> Ports {
@@ -201,6 +261,25 @@ impl Ports {
             }
         }
         ports
+    }
+
+    /// Returns the ports of a program that a caller wrote: its tensors that are neither virtual nor constant. Which of them determine
+    /// addresses is unknown, so all do ([`DevicePort::addressing`]).
+    ///
+    /// # Errors
+    /// Returns [`Error::Program`] with every tensor whose type, extents, strides or id cannot be bound.
+    pub fn of_program(program: &Program) -> Result<Ports, Error> {
+        let (mut ports, mut wrong) = (Ports::default(), Vec::new());
+        for descriptor in program.descriptors.iter().filter(|d| d.kind == Kind::TENSOR) {
+            let tensor = PlainTensor::of(descriptor);
+            if tensor.flag(Attribute::TENSOR_IS_VIRTUAL) || tensor.get(Attribute::TENSOR_CONSTANT_VALUE).is_some() {
+                continue;
+            }
+            if let Err(what) = tensor.port(&mut ports) {
+                wrong.push(format!("tensor {}: {what}", descriptor.label));
+            }
+        }
+        if wrong.is_empty() { Ok(ports) } else { Err(Error::Program(wrong.join("\n"))) }
     }
 
     /// Checks bindings against the ports, and returns their addresses and scalars in the order of the ports.
@@ -245,7 +324,7 @@ impl Ports {
 
     #[cold]
     fn misfits(&self, addresses: &[u64], values: &[Scalar]) -> BindingErrors {
-        let counts = [("addresses", addresses.len(), self.device.len()), ("numbers", values.len(), self.values.len())];
+        let counts = [("addresses", addresses.len(), self.device.len()), ("scalars", values.len(), self.values.len())];
         let wrong = counts.into_iter().filter(|(_, given, need)| given != need);
         let wrong: Vec<BindingError> = wrong.map(|(what, given, need)| BindingError::Count { what, given, need }).collect();
         if !wrong.is_empty() {
@@ -304,7 +383,7 @@ impl Ports {
                 .map(|(id, _)| unknown(id, "device memory for")),
         );
         errors.extend(
-            bindings.values.iter().filter(|(id, _)| !self.values.iter().any(|p| p.id == *id)).map(|(id, _)| unknown(id, "a number for")),
+            bindings.values.iter().filter(|(id, _)| !self.values.iter().any(|p| p.id == *id)).map(|(id, _)| unknown(id, "a scalar for")),
         );
         if errors.is_empty() { Ok(bound) } else { Err(BindingErrors(errors)) }
     }
@@ -345,7 +424,7 @@ mod tests {
                 "y: got no buffer, expected one",
                 "k: got a scalar of type i32, expected f32",
                 "z: bound more than once",
-                "t1: got device memory for a tensor for which this plan expects none",
+                "t1: got device memory for this tensor, but the plan expects none",
             ]
         );
     }

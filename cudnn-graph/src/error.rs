@@ -50,8 +50,8 @@ pub enum Error {
     /// The graph uses features that this version of cuDNN does not have.
     #[error(transparent)]
     TooNew(#[from] TooNew),
-    /// An attribute of an encoded graph has elements of another type than stated: a bug of the code that encoded it.
-    #[error("program: {0}")]
+    /// A program breaks a rule of [`Program::check`](crate::Program::check).
+    #[error("the program is invalid: {0}")]
     Program(String),
     /// No engine supports the graph.
     #[error("no engine supports the graph:\n{0}")]

@@ -35,9 +35,12 @@
 //! - [`mod@encode`]: descriptors as plain data for a runtime version, without anything newer.
 //! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the chosen one, and each refusal in cuDNN's own words. Plans are made for the device
 //!   of a [`Handle`] or, without a GPU, for a [`DeviceProfile`].
+//! - [`Plans`]: a bounded cache in memory and in files, which plans each graph once and explains its misses.
+//! - [`Program`]: written by a caller or read from JSON, it can be planned too ([`Planner::for_program`]), for attributes that are newer than this crate.
 //! - [`Bindings`]: tensors by id; missing, too short or misaligned memory is an error before anything runs.
 //! - Two ways to execute: [`Plan::execute`] over addresses for which the caller vouches, and [`launch`] over owned buffers.
-//! - [`ffi`]: all unsafe code except the signatures of [`Plan::execute`], [`Plan::execute_in_order`] and [`Plan::from_json`].
+//! - [`ffi`]: all unsafe code except the signatures of [`Plan::execute`], [`Plan::execute_in_order`] and [`Plan::from_json`], and the
+//!   call that loads a plan from a file.
 
 pub mod bind;
 pub mod encode;
@@ -46,8 +49,10 @@ pub mod error;
 pub mod ffi;
 pub mod ir;
 pub mod plan;
+pub mod plans;
 pub mod profile;
 pub mod program;
+pub mod tune;
 pub mod version;
 
 pub use bind::{BindingError, BindingErrors, Bindings};
@@ -61,12 +66,20 @@ pub use ffi::{Handle, Library, Search};
 pub use ir::ty::DType;
 pub use ir::{Graph, Verified};
 pub use plan::{Plan, Planner};
+pub use plans::{AttachError, Plans};
 pub use profile::{DeviceProfile, Target};
 pub use program::Program;
+pub use sdpa_cache::planfile::Folder;
+pub use sdpa_cache::{CacheSnapshot, CacheStats, Difference, Explanation, Limits};
 pub use sdpa_driver::Error as DriverError;
 pub use sdpa_driver::{Buffer, Captured, Device, DeviceSlice, Driver, Entered, Event, Kernel, RawStream, Stream};
+pub use tune::Trial;
 pub use version::Version;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/graph.md")]
+struct Guide;

@@ -28,7 +28,7 @@ const SHELVES: usize = 8;
 #[derive(Debug)]
 pub struct Planner {
     library: &'static Library,
-    graph: Arc<Verified>,
+    ports: Ports,
     program: Program,
     descriptors: Arc<Vec<Descriptor>>,
     profile: Option<Arc<Descriptor>>,
@@ -44,11 +44,22 @@ impl Planner {
     /// Returns [`Error::TooNew`] if the runtime is too old for the graph, a cuDNN error if cuDNN rejects the graph, and
     /// [`Error::NoEngine`], with every reason, if cuDNN offers no engine that the policy accepts.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
-        target.within(|| Planner::asked(library, graph, target, policy))
+        target.within(|| Planner::asked(library, encode(&graph, library.version())?, Ports::of(&graph), target, policy))
     }
 
-    fn asked(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
-        let program = encode(&graph, library.version())?;
+    /// Queries cuDNN for engines for a program that the caller wrote or read, such as one with attributes that are newer than this crate. A
+    /// program has no rules other than those of [`Program::check`], no meaning in the interpreter, and no values of scalars: each execution
+    /// must bind them. Plans of it need [`launch_addressed`](crate::launch_addressed) or [`Plan::execute`].
+    ///
+    /// # Errors
+    /// Returns [`Error::Program`] for an invalid program, and fails as [`Planner::new`] does otherwise.
+    pub fn for_program(library: &'static Library, program: Program, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
+        program.check()?;
+        let ports = Ports::of_program(&program)?;
+        target.within(|| Planner::asked(library, program, ports, target, policy))
+    }
+
+    fn asked(library: &'static Library, program: Program, ports: Ports, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
         let descriptors = replay(library, &program, target.handle())?;
         let profile = match target {
             Target::Handle(_) => None,
@@ -59,7 +70,7 @@ impl Planner {
         if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
             return Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))));
         }
-        Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
+        Ok(Planner { library, ports, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
 
     /// Returns every engine configuration that cuDNN offered for the graph, with its outcome.
@@ -84,31 +95,46 @@ impl Planner {
             if report.candidates[n].outcome != Outcome::NotTried {
                 continue;
             }
-            match self.finalize(n, target) {
-                Ok(descriptor) => {
-                    // Check the workspace again: only the compiled plan reports the final size, and before cuDNN 9.2 nothing else reports
-                    // a size.
-                    if let Some(over) = self.policy.over_workspace(workspace_of(&descriptor)?) {
-                        report.candidates[n].outcome = over;
-                        continue;
-                    }
+            match self.attempt(n, target, &mut failed)? {
+                Ok(plan) => {
                     report.candidates[n].outcome = Outcome::Chosen;
-                    return self.plan(descriptor, report, target);
+                    return Ok(plan.with_report(report));
                 }
-                Err(error) if error.is_fatal() => return Err(error),
-                Err(Error::Cudnn { status, text, call, subject }) => {
-                    tracing::debug!(engine = report.candidates[n].tag(), %status, text, "not taken");
-                    report.candidates[n].outcome = if status.is_unsupported() {
-                        Outcome::Refused { status, text }
-                    } else {
-                        failed.get_or_insert(Error::Cudnn { status, text: text.clone(), call, subject });
-                        Outcome::Failed { status, text }
-                    };
-                }
-                Err(other) => return Err(other),
+                Err(outcome) => report.candidates[n].outcome = outcome,
             }
         }
         Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))))
+    }
+
+    /// Builds a plan from the `n`th of the offered engine configurations, or returns why it is not used. `failed` receives the first failure for
+    /// another reason than a lack of support.
+    ///
+    /// # Errors
+    /// Fails if no other configuration would help.
+    pub(crate) fn attempt(&self, n: usize, target: &Target<'_>, failed: &mut Option<Error>) -> Result<Result<Plan, Outcome>, Error> {
+        match self.finalize(n, target) {
+            Ok(descriptor) => {
+                // Check the workspace again: only the compiled plan reports the final size, and before cuDNN 9.2 nothing else reports a size.
+                match self.policy.over_workspace(workspace_of(&descriptor)?) {
+                    Some(over) => Ok(Err(over)),
+                    None => {
+                        let mut report = self.report.clone();
+                        report.candidates[n].outcome = Outcome::Chosen;
+                        self.plan(descriptor, report, target).map(Ok)
+                    }
+                }
+            }
+            Err(error) if error.is_fatal() => Err(error),
+            Err(Error::Cudnn { status, text, call, subject }) => {
+                tracing::debug!(engine = self.report.candidates[n].tag(), %status, text, "not taken");
+                if status.is_unsupported() {
+                    return Ok(Err(Outcome::Refused { status, text }));
+                }
+                failed.get_or_insert(Error::Cudnn { status, text: text.clone(), call, subject });
+                Ok(Err(Outcome::Failed { status, text }))
+            }
+            Err(other) => Err(other),
+        }
     }
 
     /// Builds a plan from the `n`th of the offered engine configurations, regardless of the policy, for comparisons.
@@ -134,7 +160,7 @@ impl Planner {
 
     fn plan(&self, descriptor: Descriptor, report: EngineReport, target: &Target<'_>) -> Result<Plan, Error> {
         let needs = (Some(self.descriptors.clone()), self.profile.clone());
-        Plan::new(self.library, target, descriptor, needs, &self.graph, report)
+        Plan::new(self.library, target, descriptor, needs, self.ports.clone(), report)
     }
 }
 
@@ -204,7 +230,7 @@ impl Plan {
         target: &Target<'_>,
         descriptor: Descriptor,
         needs: Needs,
-        graph: &Verified,
+        ports: Ports,
         report: EngineReport,
     ) -> Result<Plan, Error> {
         let workspace = workspace_of(&descriptor)?;
@@ -213,12 +239,18 @@ impl Plan {
             device: target.device(),
             descriptor,
             _needs: needs,
-            ports: Ports::of(graph),
+            ports,
             report,
             workspace,
             code: OnceLock::new(),
             packs: std::array::from_fn(|_| Mutex::new(VecDeque::new())),
         })
+    }
+
+    /// Sets the report of the engines that were offered.
+    pub(crate) fn with_report(mut self, report: EngineReport) -> Plan {
+        self.report = report;
+        self
     }
 
     /// Loads a plan from its JSON, including compiled kernels, for the graph from which it was made.
@@ -246,7 +278,7 @@ impl Plan {
             bind_target(&mut plan, target, profile.as_deref())?;
             plan.set_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION, json)?;
             plan.finalize("from JSON")?;
-            Plan::new(library, target, plan, (None, profile), graph, EngineReport::default())
+            Plan::new(library, target, plan, (None, profile), Ports::of(graph), EngineReport::default())
         })
     }
 

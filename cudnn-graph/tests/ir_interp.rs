@@ -33,18 +33,18 @@ fn place(dims: &[i64], index: &[i64]) -> usize {
 }
 
 #[test]
-fn pointwise_broadcasts_missing_and_single_axes() {
+fn pointwise_broadcasts_single_axes() {
     let mut g = Graph::new();
     let x = g.input("x", F32, [2, 3, 4]);
-    let row = g.input("row", F32, [4]);
-    let col = g.input("col", F32, [3, 1]);
-    let two = g.tensor(Tensor::by_value("two", F32, None, 1));
+    let row = g.input("row", F32, [1, 1, 4]);
+    let col = g.input("col", F32, [1, 3, 1]);
+    let two = g.tensor(Tensor::by_value("two", F32, None, 3));
     let sum = g.pointwise(Mode::Add, &[x, row]);
     let sum = g.pointwise(Mode::Sub, &[sum, col]);
     let y = g.pointwise(Mode::Mul, &[sum, two]);
     g.output(y, "y", F32);
-    let (vx, vrow, vcol) = (numbers(&[2, 3, 4]), numbers(&[4]), numbers(&[3, 1]));
-    let inputs = [(x, vx.clone()), (row, vrow.clone()), (col, vcol.clone()), (two, Value::new([1], [2.0]))];
+    let (vx, vrow, vcol) = (numbers(&[2, 3, 4]), numbers(&[1, 1, 4]), numbers(&[1, 3, 1]));
+    let inputs = [(x, vx.clone()), (row, vrow.clone()), (col, vcol.clone()), (two, Value::new([1, 1, 1], [2.0]))];
     let out = eval(g, &inputs, Precision::F64);
     for b in 0..2 {
         for i in 0..3 {
@@ -164,10 +164,6 @@ fn reductions_fold_neighbours() {
                     ReductionMode::Min => group.iter().copied().fold(INF, f64::min),
                     ReductionMode::Max => group.iter().copied().fold(-INF, f64::max),
                     ReductionMode::Amax => group.iter().fold(0.0, |m, x| m.max(x.abs())),
-                    ReductionMode::Avg => group.iter().sum::<f64>() / 6.0,
-                    ReductionMode::Norm1 => group.iter().map(|x| x.abs()).sum(),
-                    ReductionMode::Norm2 => group.iter().map(|x| x * x).sum::<f64>().sqrt(),
-                    ReductionMode::MulNoZeros => group.iter().filter(|x| **x != 0.0).product(),
                 };
                 let got = got[(head * 3 + j) as usize];
                 assert!((got - want).abs() < 1e-12, "{mode:?}: {got}, not {want}");
@@ -189,7 +185,6 @@ fn reductions_of_awkward_numbers() {
     assert!(of(ReductionMode::Max, &[-0.0, 0.0]).is_sign_positive());
     assert!(of(ReductionMode::Min, &[0.0, -0.0]).is_sign_negative());
     assert_eq!(of(ReductionMode::Amax, &[-5.0, 2.0]), 5.0);
-    assert_eq!(of(ReductionMode::MulNoZeros, &[0.0, -0.0]), 1.0);
     assert!(of(ReductionMode::Add, &[INF, -INF]).is_nan());
 }
 

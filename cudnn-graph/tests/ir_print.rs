@@ -275,10 +275,174 @@ fn attention_ops() -> Vec<Op> {
     all
 }
 
+fn image_ops() -> Vec<Op> {
+    let [x, w, y, index, other] = ids();
+    let geometry = || ConvGeometry::new(2);
+    let geometries = [
+        geometry(),
+        geometry().stride([1, 2]),
+        geometry().dilation([1, 2]),
+        geometry().padding([0, 1]).post_padding([0, 0]),
+        geometry().post_padding([0, 1]),
+    ];
+    let conv = |geometry, compute| ConvForward { x, w, y, geometry, compute };
+    let mut all: Vec<Op> = geometries.iter().map(|g| Op::ConvForward(conv(g.clone(), F32))).collect();
+    all.extend([
+        Op::ConvForward(conv(geometry(), F16)),
+        Op::ConvForward(ConvForward { x: other, ..conv(geometry(), F32) }),
+        Op::ConvForward(ConvForward { w: other, ..conv(geometry(), F32) }),
+        Op::ConvBackwardData(ConvBackwardData { dy: x, w, dx: y, geometry: geometry(), compute: F32 }),
+        Op::ConvBackwardData(ConvBackwardData { dy: x, w: other, dx: y, geometry: geometry(), compute: F32 }),
+        Op::ConvBackwardFilter(ConvBackwardFilter { dy: x, x: w, dw: y, geometry: geometry(), compute: F32 }),
+        Op::ConvBackwardFilter(ConvBackwardFilter { dy: x, x: other, dw: y, geometry: geometry(), compute: F32 }),
+    ]);
+    let window = || Window::new([2, 2]);
+    let windows = [
+        window(),
+        Window { extent: vec![2, 3], ..window() },
+        window().stride([1, 2]),
+        window().padding([0, 1]).post_padding([0, 0]),
+        window().post_padding([0, 1]),
+    ];
+    let pool = |mode, window| ResampleForward { mode, x, y, index: None, window, compute: F32 };
+    all.extend(windows.map(|window| Op::ResampleForward(pool(ResampleMode::Max, window))));
+    all.extend([
+        Op::ResampleForward(pool(ResampleMode::AverageIncludePadding, window())),
+        Op::ResampleForward(pool(ResampleMode::AverageExcludePadding, window())),
+        Op::ResampleForward(ResampleForward { index: Some(index), ..pool(ResampleMode::Max, window()) }),
+        Op::ResampleForward(ResampleForward { compute: F16, ..pool(ResampleMode::Max, window()) }),
+    ]);
+    let back = |index, x, y| ResampleBackward { mode: ResampleMode::Max, dy: w, dx: other, index, x, y, window: window(), compute: F32 };
+    all.extend(
+        [back(None, None, None), back(Some(index), None, None), back(None, Some(x), None), back(None, None, Some(y))]
+            .map(Op::ResampleBackward),
+    );
+    all
+}
+
+fn norm_ops() -> Vec<Op> {
+    let [x, scale, epsilon, y, bias, mean, inverse, other] = ids();
+    let forward = |mode| NormForward { mode, x, scale, bias: None, epsilon, y, mean: None, inv_variance: None, running: None };
+    let stats = RunningStats { factor: x, mean: scale, variance: epsilon, next_mean: y, next_variance: bias };
+    let changed = [
+        RunningStats { factor: other, ..stats },
+        RunningStats { mean: other, ..stats },
+        RunningStats { variance: other, ..stats },
+        RunningStats { next_mean: other, ..stats },
+        RunningStats { next_variance: other, ..stats },
+    ];
+    let plain = || forward(NormMode::Layer);
+    let mut all: Vec<Op> = NormMode::ALL.map(|mode| Op::NormForward(forward(mode))).into();
+    all.extend([stats].into_iter().chain(changed).map(|s| Op::NormForward(NormForward { running: Some(s), ..plain() })));
+    all.extend(
+        [
+            NormForward { bias: Some(bias), ..plain() },
+            NormForward { mean: Some(mean), ..plain() },
+            NormForward { inv_variance: Some(inverse), ..plain() },
+            NormForward { epsilon: other, ..plain() },
+            NormForward { scale: other, ..plain() },
+        ]
+        .map(Op::NormForward),
+    );
+    let backward = |mode, mean, dbias| NormBackward { mode, x, dy: y, scale, mean, inv_variance: inverse, dx: bias, dscale: other, dbias };
+    all.extend(
+        [
+            backward(NormMode::Layer, None, None),
+            backward(NormMode::Rms, None, None),
+            backward(NormMode::Layer, Some(mean), None),
+            backward(NormMode::Layer, None, Some(epsilon)),
+        ]
+        .map(Op::NormBackward),
+    );
+    let finalize = |count, running, compute| {
+        Op::BnFinalize(BnFinalize {
+            sum: x,
+            square_sum: scale,
+            scale: bias,
+            bias: mean,
+            epsilon,
+            count,
+            running,
+            mean: inverse,
+            inv_variance: other,
+            eq_scale: y,
+            eq_bias: x,
+            compute,
+        })
+    };
+    let weights = BnBackwardWeights {
+        x,
+        dy: y,
+        scale,
+        mean,
+        inv_variance: inverse,
+        dscale: bias,
+        dbias: epsilon,
+        eq_scale_dy: other,
+        eq_scale_x: x,
+        eq_bias: y,
+        compute: F32,
+    };
+    all.extend(
+        [
+            weights.clone(),
+            BnBackwardWeights { dy: x, ..weights.clone() },
+            BnBackwardWeights { scale: x, ..weights.clone() },
+            BnBackwardWeights { mean: x, ..weights.clone() },
+            BnBackwardWeights { inv_variance: x, ..weights.clone() },
+            BnBackwardWeights { dscale: x, ..weights.clone() },
+            BnBackwardWeights { dbias: x, ..weights.clone() },
+            BnBackwardWeights { eq_scale_dy: x, ..weights.clone() },
+            BnBackwardWeights { eq_scale_x: y, ..weights.clone() },
+            BnBackwardWeights { eq_bias: x, ..weights.clone() },
+            BnBackwardWeights { compute: F64, ..weights },
+        ]
+        .map(Op::BnBackwardWeights),
+    );
+    all.extend([
+        Op::GenStats(GenStats { x, sum: y, square_sum: other, compute: F32 }),
+        Op::GenStats(GenStats { x, sum: other, square_sum: y, compute: F32 }),
+        Op::GenStats(GenStats { x, sum: y, square_sum: other, compute: F64 }),
+        finalize(other, stats, F32),
+        finalize(x, stats, F32),
+        finalize(other, RunningStats { mean: other, ..stats }, F32),
+        finalize(other, stats, F64),
+    ]);
+    all
+}
+
+fn expert_ops() -> Vec<Op> {
+    let [a, b, c, y, index, slot] = ids();
+    let moe = |routing, compute| Op::MoeMatmul(MoeMatmul { tokens: a, weights: b, first_token: c, routing, y, compute });
+    let rope = |scale, width| Op::Rope(Rope { x: a, angles: b, y, scale, width });
+    vec![
+        Op::Concat(Concat { inputs: vec![a, b], y, axis: 0 }),
+        Op::Concat(Concat { inputs: vec![b, a], y, axis: 0 }),
+        Op::Concat(Concat { inputs: vec![a, b, c], y, axis: 0 }),
+        Op::Concat(Concat { inputs: vec![a, b], y, axis: 1 }),
+        moe(Routing::None, F32),
+        moe(Routing::None, F16),
+        moe(Routing::Gather(index), F32),
+        moe(Routing::Gather(slot), F32),
+        moe(Routing::Scatter { index, slot, top_k: 2 }, F32),
+        moe(Routing::Scatter { index, slot, top_k: 3 }, F32),
+        moe(Routing::Scatter { index: slot, slot: index, top_k: 2 }, F32),
+        Op::MoeMatmulBackward(MoeMatmulBackward { tokens: a, dy: b, first_token: c, dweights: y, compute: F32 }),
+        Op::MoeMatmulBackward(MoeMatmulBackward { tokens: b, dy: a, first_token: c, dweights: y, compute: F32 }),
+        rope(1.0, None),
+        rope(0.5, None),
+        rope(f32::INFINITY, None),
+        rope(1.0, Some(4)),
+        Op::RopeBackward(RopeBackward { dy: a, angles: b, dx: y, scale: 1.0, width: None }),
+        Op::RopeBackward(RopeBackward { dy: a, angles: b, dx: y, scale: 1.0, width: Some(4) }),
+    ]
+}
+
 /// Returns graphs that each differ from some other in one field.
 fn variants() -> Vec<Graph> {
     let mut all = tensors();
-    all.extend(pointwise_ops().into_iter().chain(linear_ops()).chain(attention_ops()).map(only));
+    let others = linear_ops().into_iter().chain(attention_ops()).chain(image_ops()).chain(norm_ops()).chain(expert_ops());
+    all.extend(pointwise_ops().into_iter().chain(others).map(only));
     all.push(Graph::new());
     all.push(graph());
     all

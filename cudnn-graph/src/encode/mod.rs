@@ -3,6 +3,8 @@
 //! Every descriptor kind, attribute, element type and mode has the version that introduced it ([`crate::ffi::codes`]). A graph that needs anything
 //! newer than the runtime is refused here, with a list of everything that is too new, so nothing newer is ever set.
 
+mod experts;
+mod network;
 mod op;
 mod sdpa;
 
@@ -172,6 +174,15 @@ impl Settings {
         }
     }
 
+    /// Sets a factor of a result, which has the width of the arithmetic.
+    fn blend(&mut self, attribute: Attribute, compute: DType, value: f32) {
+        if compute == DType::F64 {
+            self.f64(attribute, Some(f64::from(value)));
+        } else {
+            self.f32(attribute, value);
+        }
+    }
+
     fn bool(&mut self, attribute: Attribute, value: bool) {
         self.set(attribute, AttributeType::BOOLEAN, Values::Bool(value));
     }
@@ -197,7 +208,7 @@ impl Settings {
     }
 }
 
-fn data_type(dtype: DType) -> DataType {
+pub(crate) fn data_type(dtype: DType) -> DataType {
     match dtype {
         DType::F32 => DataType::FLOAT,
         DType::F64 => DataType::DOUBLE,
@@ -212,5 +223,7 @@ fn data_type(dtype: DType) -> DataType {
         DType::F8E5M2 => DataType::FP8_E5M2,
         DType::F8E8M0 => DataType::FP8_E8M0,
         DType::F4E2M1 => DataType::FP4_E2M1,
+        DType::I4 => DataType::INT4,
+        DType::U4 => DataType::UINT4,
     }
 }

@@ -169,6 +169,16 @@ impl Library {
         Error::Cudnn { call, subject: subject.to_owned(), status: Status(status), text }
     }
 
+    /// Discards what a successful call left as the last-error message, such as notes on engines that cuDNN considered, so that an error of a
+    /// later call does not show it.
+    pub(super) fn forget_messages(&self) {
+        if let Some(last_error) = self.last_error {
+            let mut text = [0u8; 1024];
+            // SAFETY: the buffer has the stated length. cuDNN clears the message when it returns it.
+            unsafe { last_error(text.as_mut_ptr().cast(), text.len()) };
+        }
+    }
+
     pub(super) fn check(&self, call: &'static str, subject: &str, status: i32) -> Result<(), Error> {
         if status == 0 { Ok(()) } else { Err(self.error(call, subject, status)) }
     }

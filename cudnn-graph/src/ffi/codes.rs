@@ -3,8 +3,17 @@
 //! Integer newtypes instead of Rust enums: a code that a newer library returns must be representable.
 
 use crate::version::Version;
-use serde::{Serialize, Serializer};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
+
+/// A code in JSON.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Named {
+    Number(i32),
+    Text(String),
+}
 
 macro_rules! codes {
     ($(#[$doc:meta])* $t:ident: $repr:ty { $($name:ident = $value:literal $(since $major:literal . $minor:literal)?;)* }) => {
@@ -57,6 +66,19 @@ macro_rules! codes {
         impl Serialize for $t {
             fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
                 s.collect_str(self)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $t {
+            /// Reads a name, or the number of a code that this crate does not know.
+            fn deserialize<D: Deserializer<'de>>(from: D) -> Result<$t, D::Error> {
+                let text = match Named::deserialize(from)? {
+                    Named::Number(code) => return Ok($t(code)),
+                    Named::Text(text) => text,
+                };
+                let unknown = || text.strip_prefix(stringify!($t))?.trim().parse().ok().map($t);
+                let known = $t::ALL.iter().copied().find(|code| code.name() == Some(text.as_str()));
+                known.or_else(unknown).ok_or_else(|| D::Error::custom(format!("{text:?} is no {}", stringify!($t))))
             }
         }
     };
@@ -146,19 +168,32 @@ codes! {
     /// Kinds of backend descriptors (`cudnnBackendDescriptorType_t`).
     Kind: i32 {
         POINTWISE = 0;
+        CONVOLUTION = 1;
         ENGINE = 2;
         ENGINECFG = 3;
         ENGINEHEUR = 4;
         EXECUTION_PLAN = 5;
         KNOB_CHOICE = 7;
+        OPERATION_CONVOLUTION_FORWARD = 10;
+        OPERATION_CONVOLUTION_BACKWARD_FILTER = 11;
+        OPERATION_CONVOLUTION_BACKWARD_DATA = 12;
         OPERATION_POINTWISE = 13;
+        OPERATION_GEN_STATS = 14;
         OPERATIONGRAPH = 15;
         VARIANT_PACK = 16;
         TENSOR = 17;
         MATMUL = 18;
         OPERATION_MATMUL = 19;
+        OPERATION_BN_FINALIZE_STATISTICS = 20;
         REDUCTION = 21;
         OPERATION_REDUCTION = 22;
+        OPERATION_BN_BWD_WEIGHTS = 23;
+        RESAMPLE = 24;
+        OPERATION_RESAMPLE_FWD = 25;
+        OPERATION_RESAMPLE_BWD = 26;
+        OPERATION_CONCAT = 27;
+        OPERATION_NORM_FORWARD = 29;
+        OPERATION_NORM_BACKWARD = 30;
         OPERATION_RESHAPE = 31;
         RNG = 32;
         OPERATION_RNG = 33;
@@ -167,186 +202,20 @@ codes! {
         OPERATION_BLOCK_SCALE_DEQUANTIZE = 37 since 9 . 7;
         DEVICEPROP = 38 since 9 . 8;
         OPERATION_SDPA_FWD = 41 since 9 . 13;
+        OPERATION_MOE_GROUPED_MATMUL = 42 since 9 . 15;
         OPERATION_SDPA_BWD = 43 since 9 . 17;
         OPERATION_DIAGONAL_BAND_MASK = 44 since 9 . 20;
         OPERATION_SOFTMAX = 45 since 9 . 20;
         OPERATION_TRANSPOSE = 46 since 9 . 22;
         OPERATION_SLICE = 47 since 9 . 22;
+        OPERATION_MOE_GROUPED_MATMUL_BWD = 48 since 9 . 22;
+        OPERATION_ROPE_FWD = 49 since 9 . 24;
+        OPERATION_ROPE_BWD = 50 since 9 . 25;
     }
 }
 
-codes! {
-    /// Attributes of descriptors (`cudnnBackendAttributeName_t`).
-    Attribute: i32 {
-        POINTWISE_MODE = 0;
-        POINTWISE_MATH_PREC = 1;
-        POINTWISE_RELU_LOWER_CLIP = 3;
-        POINTWISE_RELU_UPPER_CLIP = 4;
-        POINTWISE_RELU_LOWER_CLIP_SLOPE = 5;
-        POINTWISE_ELU_ALPHA = 6;
-        POINTWISE_SOFTPLUS_BETA = 7;
-        POINTWISE_SWISH_BETA = 8;
-        POINTWISE_AXIS = 9;
-        ENGINEHEUR_MODE = 200;
-        ENGINEHEUR_OPERATION_GRAPH = 201;
-        ENGINEHEUR_RESULTS = 202;
-        ENGINEHEUR_DEVICEPROP = 204 since 9 . 8;
-        ENGINECFG_ENGINE = 300;
-        ENGINECFG_KNOB_CHOICES = 302;
-        ENGINECFG_WORKSPACE_SIZE = 303 since 9 . 2;
-        ENGINECFG_SHARED_MEMORY_USED = 304 since 9 . 2;
-        EXECUTION_PLAN_HANDLE = 400;
-        EXECUTION_PLAN_ENGINE_CONFIG = 401;
-        EXECUTION_PLAN_WORKSPACE_SIZE = 402;
-        EXECUTION_PLAN_JSON_REPRESENTATION = 405;
-        EXECUTION_PLAN_DEVICEPROP = 407 since 9 . 8;
-        KNOB_CHOICE_KNOB_TYPE = 600;
-        KNOB_CHOICE_KNOB_VALUE = 601;
-        OPERATION_POINTWISE_PW_DESCRIPTOR = 750;
-        OPERATION_POINTWISE_XDESC = 751;
-        OPERATION_POINTWISE_BDESC = 752;
-        OPERATION_POINTWISE_YDESC = 753;
-        OPERATION_POINTWISE_ALPHA1 = 754;
-        OPERATION_POINTWISE_ALPHA2 = 755;
-        OPERATION_POINTWISE_DXDESC = 756;
-        OPERATION_POINTWISE_DYDESC = 757;
-        OPERATION_POINTWISE_TDESC = 758;
-        OPERATIONGRAPH_HANDLE = 800;
-        OPERATIONGRAPH_OPS = 801;
-        OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802;
-        TENSOR_BYTE_ALIGNMENT = 900;
-        TENSOR_DATA_TYPE = 901;
-        TENSOR_DIMENSIONS = 902;
-        TENSOR_STRIDES = 903;
-        TENSOR_UNIQUE_ID = 906;
-        TENSOR_IS_VIRTUAL = 907;
-        TENSOR_IS_BY_VALUE = 908;
-        TENSOR_REORDERING_MODE = 909;
-        TENSOR_CONSTANT_VALUE = 910 since 9 . 22;
-        TENSOR_RAGGED_OFFSET_DESC = 913;
-        TENSOR_RAGGED_OFFSET_MULTIPLIER = 914 since 9 . 24;
-        VARIANT_PACK_UNIQUE_IDS = 1000;
-        VARIANT_PACK_DATA_POINTERS = 1001;
-        VARIANT_PACK_WORKSPACE = 1003;
-        ENGINE_OPERATION_GRAPH = 1300;
-        ENGINE_GLOBAL_INDEX = 1301;
-        ENGINE_NUMERICAL_NOTE = 1303;
-        ENGINE_BEHAVIOR_NOTE = 1305;
-        ENGINE_DEVICEPROP = 1307 since 9 . 8;
-        MATMUL_COMP_TYPE = 1500;
-        MATMUL_PADDING_VALUE = 1503;
-        OPERATION_MATMUL_ADESC = 1520;
-        OPERATION_MATMUL_BDESC = 1521;
-        OPERATION_MATMUL_CDESC = 1522;
-        OPERATION_MATMUL_DESC = 1523;
-        OPERATION_MATMUL_GEMM_M_OVERRIDE_DESC = 1525;
-        OPERATION_MATMUL_GEMM_N_OVERRIDE_DESC = 1526;
-        OPERATION_MATMUL_GEMM_K_OVERRIDE_DESC = 1527;
-        REDUCTION_OPERATOR = 1600;
-        REDUCTION_COMP_TYPE = 1601;
-        REDUCTION_IS_DETERMINISTIC = 1602 since 9 . 11;
-        OPERATION_REDUCTION_XDESC = 1610;
-        OPERATION_REDUCTION_YDESC = 1611;
-        OPERATION_REDUCTION_DESC = 1612;
-        OPERATION_PAGED_CACHE_LOAD_CONTAINER_DESC = 1950 since 9 . 4;
-        OPERATION_PAGED_CACHE_LOAD_YDESC = 1951 since 9 . 4;
-        OPERATION_PAGED_CACHE_LOAD_SEQUENCE_DESC = 1952 since 9 . 4;
-        OPERATION_PAGED_CACHE_LOAD_PAGE_TABLE_DESC = 1953 since 9 . 4;
-        OPERATION_RESHAPE_XDESC = 2200;
-        OPERATION_RESHAPE_YDESC = 2201;
-        OPERATION_RESHAPE_MODE = 2202 since 9 . 22;
-        RNG_DISTRIBUTION = 2300;
-        RNG_NORMAL_DIST_MEAN = 2301;
-        RNG_NORMAL_DIST_STANDARD_DEVIATION = 2302;
-        RNG_UNIFORM_DIST_MAXIMUM = 2303;
-        RNG_UNIFORM_DIST_MINIMUM = 2304;
-        RNG_BERNOULLI_DIST_PROBABILITY = 2305;
-        OPERATION_RNG_YDESC = 2310;
-        OPERATION_RNG_SEED = 2311;
-        OPERATION_RNG_DESC = 2312;
-        OPERATION_RNG_OFFSET_DESC = 2313;
-        OPERATION_BLOCK_SCALE_QUANTIZE_XDESC = 2500 since 9 . 7;
-        OPERATION_BLOCK_SCALE_QUANTIZE_YDESC = 2501 since 9 . 7;
-        OPERATION_BLOCK_SCALE_QUANTIZE_SCALE_DESC = 2502 since 9 . 7;
-        OPERATION_BLOCK_SCALE_QUANTIZE_MATH_PREC = 2503 since 9 . 7;
-        OPERATION_BLOCK_SCALE_QUANTIZE_BLOCK_SIZE = 2504 since 9 . 7;
-        OPERATION_BLOCK_SCALE_DEQUANTIZE_XDESC = 2600 since 9 . 7;
-        OPERATION_BLOCK_SCALE_DEQUANTIZE_SCALE_DESC = 2601 since 9 . 7;
-        OPERATION_BLOCK_SCALE_DEQUANTIZE_YDESC = 2602 since 9 . 7;
-        OPERATION_BLOCK_SCALE_DEQUANTIZE_MATH_PREC = 2603 since 9 . 7;
-        OPERATION_BLOCK_SCALE_DEQUANTIZE_BLOCK_SIZE = 2604 since 9 . 7;
-        DEVICEPROP_DEVICE_ID = 2700 since 9 . 8;
-        DEVICEPROP_HANDLE = 2701 since 9 . 8;
-        DEVICEPROP_JSON_REPRESENTATION = 2702 since 9 . 8;
-        OPERATION_SDPA_FWD_QDESC = 2800 since 9 . 13;
-        OPERATION_SDPA_FWD_KDESC = 2801 since 9 . 13;
-        OPERATION_SDPA_FWD_VDESC = 2802 since 9 . 13;
-        OPERATION_SDPA_FWD_ODESC = 2803 since 9 . 13;
-        OPERATION_SDPA_FWD_STATSDESC = 2804 since 9 . 13;
-        OPERATION_SDPA_FWD_SCALEDESC = 2805 since 9 . 13;
-        OPERATION_SDPA_FWD_BLOCK_MASK_DESC = 2806 since 9 . 14;
-        OPERATION_SDPA_FWD_PAGE_TABLE_KDESC = 2807 since 9 . 15;
-        OPERATION_SDPA_FWD_PAGE_TABLE_VDESC = 2808 since 9 . 15;
-        OPERATION_SDPA_FWD_SEQ_LEN_QDESC = 2809 since 9 . 15;
-        OPERATION_SDPA_FWD_SEQ_LEN_KVDESC = 2810 since 9 . 15;
-        OPERATION_SDPA_FWD_SUBGRAPH = 2811 since 9 . 21;
-        OPERATION_SDPA_FWD_SUBGRAPH_INPUT_UID = 2812 since 9 . 21;
-        OPERATION_SDPA_FWD_SUBGRAPH_OUTPUT_UID = 2813 since 9 . 21;
-        OPERATION_SDPA_FWD_SOFTMAX_DESC = 2814 since 9 . 21;
-        OPERATION_SDPA_FWD_DROPOUT_SEED_DESC = 2815 since 9 . 21;
-        OPERATION_SDPA_FWD_DROPOUT_OFFSET_DESC = 2816 since 9 . 21;
-        OPERATION_SDPA_FWD_DROPOUT_RNG_DUMP_DESC = 2817 since 9 . 21;
-        OPERATION_SDPA_FWD_DROPOUT_PROBABILITY = 2818 since 9 . 21;
-        OPERATION_SDPA_FWD_CU_SEQ_LEN_QDESC = 2820 since 9 . 24;
-        OPERATION_SDPA_FWD_CU_SEQ_LEN_KVDESC = 2821 since 9 . 24;
-        OPERATION_SDPA_FWD_DESCALE_QDESC = 2822 since 9 . 25;
-        OPERATION_SDPA_FWD_DESCALE_KDESC = 2823 since 9 . 25;
-        OPERATION_SDPA_FWD_DESCALE_VDESC = 2824 since 9 . 25;
-        OPERATION_SDPA_FWD_DESCALE_SDESC = 2825 since 9 . 25;
-        OPERATION_SDPA_FWD_SCALE_SDESC = 2826 since 9 . 25;
-        OPERATION_SDPA_FWD_SCALE_ODESC = 2827 since 9 . 25;
-        OPERATION_SDPA_FWD_AMAX_SDESC = 2828 since 9 . 25;
-        OPERATION_SDPA_FWD_AMAX_ODESC = 2829 since 9 . 25;
-        OPERATION_SDPA_BWD_QDESC = 2851 since 9 . 17;
-        OPERATION_SDPA_BWD_KDESC = 2852 since 9 . 17;
-        OPERATION_SDPA_BWD_VDESC = 2853 since 9 . 17;
-        OPERATION_SDPA_BWD_ODESC = 2854 since 9 . 17;
-        OPERATION_SDPA_BWD_STATSDESC = 2855 since 9 . 17;
-        OPERATION_SDPA_BWD_SCALEDESC = 2856 since 9 . 17;
-        OPERATION_SDPA_BWD_SEQ_LEN_QDESC = 2857 since 9 . 17;
-        OPERATION_SDPA_BWD_SEQ_LEN_KVDESC = 2858 since 9 . 17;
-        OPERATION_SDPA_BWD_DQDESC = 2859 since 9 . 17;
-        OPERATION_SDPA_BWD_DKDESC = 2860 since 9 . 17;
-        OPERATION_SDPA_BWD_DVDESC = 2861 since 9 . 17;
-        OPERATION_SDPA_BWD_DODDESC = 2862 since 9 . 17;
-        OPERATION_SDPA_BWD_SUBGRAPH = 2867 since 9 . 28;
-        OPERATION_SDPA_BWD_SUBGRAPH_INPUT_UID = 2868 since 9 . 28;
-        OPERATION_SDPA_BWD_SUBGRAPH_OUTPUT_UID = 2869 since 9 . 28;
-        OPERATION_DIAGONAL_BAND_MASK_XDESC = 3000 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_SEQ_LEN_KVDESC = 3001 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_SEQ_LEN_QDESC = 3002 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_LEFT_BOUND_DESC = 3003 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_SHIFT_RIGHT_BOUND_DESC = 3004 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_BDESC = 3005 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_YDESC = 3006 since 9 . 20;
-        OPERATION_DIAGONAL_BAND_MASK_COMPARISON_MODE = 3007 since 9 . 20;
-        OPERATION_SOFTMAX_XDESC = 3100 since 9 . 20;
-        OPERATION_SOFTMAX_YDESC = 3101 since 9 . 20;
-        OPERATION_SOFTMAX_STATS_DESC = 3102 since 9 . 20;
-        OPERATION_SOFTMAX_MAX_DESC = 3103 since 9 . 20;
-        OPERATION_SOFTMAX_SUM_EXP_DESC = 3104 since 9 . 20;
-        OPERATION_SOFTMAX_SINK_DESC = 3105 since 9 . 20;
-        OPERATION_SOFTMAX_STATS_LOG2 = 3106 since 9 . 27;
-        OPERATION_TRANSPOSE_XDESC = 3200 since 9 . 22;
-        OPERATION_TRANSPOSE_YDESC = 3201 since 9 . 22;
-        OPERATION_TRANSPOSE_PERMUTATION = 3202 since 9 . 22;
-        OPERATION_SLICE_XDESC = 3300 since 9 . 22;
-        OPERATION_SLICE_YDESC = 3301 since 9 . 22;
-        OPERATION_SLICE_START_INDICES = 3302 since 9 . 22;
-        OPERATION_SLICE_LIMIT_INDICES = 3303 since 9 . 22;
-        OPERATION_SLICE_STRIDES = 3304 since 9 . 22;
-    }
-}
+mod attribute;
+pub use attribute::Attribute;
 
 codes! {
     /// The type of an attribute's elements (`cudnnBackendAttributeType_t`).
@@ -358,17 +227,25 @@ codes! {
         FLOAT = 4;
         DOUBLE = 5;
         VOID_PTR = 6;
+        CONVOLUTION_MODE = 7;
         HEUR_MODE = 8;
         KNOB_TYPE = 9;
         NUMERICAL_NOTE = 11;
         POINTWISE_MODE = 14;
         BACKEND_DESCRIPTOR = 15;
+        GENSTATS_MODE = 16;
+        BN_FINALIZE_STATS_MODE = 17;
         REDUCTION_OPERATOR_TYPE = 18;
         BEHAVIOR_NOTE = 19;
         TENSOR_REORDERING_MODE = 20;
+        RESAMPLE_MODE = 21;
+        PADDING_MODE = 22;
         INT32 = 23;
         CHAR = 24;
+        NORM_MODE = 27;
+        NORM_FWD_PHASE = 28;
         RNG_DISTRIBUTION = 29;
+        MOE_GROUPED_MATMUL_MODE = 30 since 9 . 15;
         RESHAPE_MODE = 31 since 9 . 22;
     }
 }
@@ -389,6 +266,8 @@ codes! {
         FP8_E5M2 = 13;
         FP8_E8M0 = 15 since 9 . 7;
         FP4_E2M1 = 16 since 9 . 7;
+        INT4 = 17 since 9 . 11;
+        UINT4 = 18 since 9 . 11;
     }
 }
 
@@ -416,6 +295,46 @@ codes! {
     ReductionOperator: i32 {
         ADD = 0; MUL = 1; MIN = 2; MAX = 3; AMAX = 4; AVG = 5; NORM1 = 6; NORM2 = 7; MUL_NO_ZEROS = 8;
     }
+}
+
+codes! {
+    /// Orientations of a filter (`cudnnConvolutionMode_t`).
+    ConvolutionMode: i32 { CONVOLUTION = 0; CROSS_CORRELATION = 1; }
+}
+
+codes! {
+    /// Axes of a norm (`cudnnBackendNormMode_t`).
+    NormMode: i32 { LAYER_NORM = 0; INSTANCE_NORM = 1; BATCH_NORM = 2; GROUP_NORM = 3; RMS_NORM = 4; ADA_LAYER_NORM = 5 since 9 . 7; }
+}
+
+codes! {
+    /// Phases of a norm (`cudnnBackendNormFwdPhase_t`).
+    NormPhase: i32 { INFERENCE = 0; TRAINING = 1; }
+}
+
+codes! {
+    /// Statistics per channel (`cudnnGenStatsMode_t`).
+    GenStatsMode: i32 { SUM_SQSUM = 0; }
+}
+
+codes! {
+    /// Phases of the last step of batch norm (`cudnnBnFinalizeStatsMode_t`).
+    BnFinalizeMode: i32 { TRAINING = 0; INFERENCE = 1; }
+}
+
+codes! {
+    /// Values that are computed from a window (`cudnnResampleMode_t`).
+    ResampleMode: i32 { NEAREST = 0; BILINEAR = 1; AVGPOOL_INCLUDE_PADDING = 2; MAXPOOL = 3; AVGPOOL_EXCLUDE_PADDING = 4; }
+}
+
+codes! {
+    /// Values of padded elements (`cudnnPaddingMode_t`).
+    PaddingMode: i32 { ZERO_PAD = 0; NEG_INF_PAD = 1; EDGE_VAL_PAD = 2; }
+}
+
+codes! {
+    /// Orders of rows in a grouped matrix product (`cudnnMoeGroupedMatmulMode_t`).
+    MoeMode: i32 { NONE = 0 since 9 . 15; GATHER = 1 since 9 . 15; SCATTER = 2 since 9 . 15; }
 }
 
 codes! {

@@ -145,9 +145,14 @@ impl Descriptor {
     /// # Errors
     /// A cuDNN error about `subject`.
     pub(crate) fn finalize(&mut self, subject: &str) -> Result<(), Error> {
+        self.library.forget_messages();
         // SAFETY: the descriptor is live.
         let status = unsafe { (self.library.table.descriptor_finalize)(self.raw) };
-        if status == 0 { Ok(()) } else { Err(self.library.error("cudnnBackendFinalize", &format!("{} {subject}", self.kind), status)) }
+        if status != 0 {
+            return Err(self.library.error("cudnnBackendFinalize", &format!("{} {subject}", self.kind), status));
+        }
+        self.library.forget_messages();
+        Ok(())
     }
 
     /// # Safety
@@ -156,11 +161,11 @@ impl Descriptor {
         let mut count = 0i64;
         // SAFETY: the caller upholds the contract.
         let status = unsafe { (self.library.table.descriptor_get)(self.raw, attribute.0, ty.0, requested as i64, &mut count, elements) };
-        if status == 0 {
-            Ok(usize::try_from(count).unwrap_or(0))
-        } else {
-            Err(self.library.error("cudnnBackendGetAttribute", &attribute.to_string(), status))
+        if status != 0 {
+            return Err(self.library.error("cudnnBackendGetAttribute", &attribute.to_string(), status));
         }
+        self.library.forget_messages();
+        Ok(usize::try_from(count).unwrap_or(0))
     }
 
     fn count(&self, attribute: Attribute, ty: AttributeType) -> Result<usize, Error> {
@@ -255,18 +260,16 @@ impl Drop for Descriptor {
 /// Creates every descriptor of a program, in order. The last is the finalized operation graph; with a handle, it is bound to the handle's device.
 ///
 /// # Errors
-/// A cuDNN error that names the descriptor.
+/// [`Error::Program`], or a cuDNN error that names the descriptor.
 pub(crate) fn replay(library: &'static Library, program: &Program, handle: Option<&Handle<'_>>) -> Result<Vec<Descriptor>, Error> {
+    program.check()?;
     let mut made: Vec<Descriptor> = Vec::with_capacity(program.descriptors.len());
     for (n, plain) in program.descriptors.iter().enumerate() {
         let mut descriptor = Descriptor::new(library, plain.kind)?;
         // Attributes point to these constants, so they must live until the descriptor is finalized.
         let mut constants: Vec<Vec<u8>> = Vec::new();
         for s in &plain.settings {
-            if !s.values.are(s.ty) {
-                let text = format!("{} of {}: got {:?}, expected elements of type {}", s.attribute, plain.label, s.values, s.ty);
-                return Err(Error::Program(text));
-            }
+            // `check` compared the type of each value, and the order of the descriptors.
             let raw_of = |id: &DescriptorId| made[id.0].raw;
             // SAFETY: in each arm, type and count are those of the data.
             unsafe {

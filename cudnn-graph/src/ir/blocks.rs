@@ -22,12 +22,12 @@ pub(crate) fn blocks_of(dims: &[i64], scale: &Tensor, block: &[i32]) -> Result<V
         return Err(format!("block size {size} is below 1"));
     }
     if scale_dims.len() != dims.len() {
-        return Err(format!("the scale has {} axes, the tensor {}", scale_dims.len(), dims.len()));
+        return Err(format!("the scale has {} axes, expected {}, as the tensor has", scale_dims.len(), dims.len()));
     }
     let mut per_axis = Vec::with_capacity(dims.len());
     for (axis, (&n, &scales)) in dims.iter().zip(scale_dims).enumerate() {
         let size = if scales < n {
-            i64::from(*sizes.next().ok_or_else(|| format!("axis {axis} has blocks, but {block:?} has no size for it"))?)
+            i64::from(*sizes.next().ok_or_else(|| format!("axis {axis} has blocks, but the block sizes {block:?} have no entry for it"))?)
         } else {
             1
         };
@@ -37,12 +37,12 @@ pub(crate) fn blocks_of(dims: &[i64], scale: &Tensor, block: &[i32]) -> Result<V
             Reordering::F8x128x4 => scales >= need,
         };
         if !fits {
-            return Err(format!("axis {axis} of the scale is {scales}, not {need}"));
+            return Err(format!("the scale has extent {scales} along axis {axis}, expected {need}, or more with the reordering f8x128x4"));
         }
         per_axis.push(size);
     }
     if sizes.next().is_some() {
-        return Err(format!("{block:?} has more sizes than there are axes with blocks"));
+        return Err(format!("the block sizes {block:?} have more entries above 1 than there are axes with blocks"));
     }
     Ok(per_axis)
 }

@@ -1,6 +1,13 @@
 //! The builder: each method appends an op and infers the type of its result. No method fails; for invalid operands it guesses a type, and `verify`
 //! reports the mistake.
 
+mod network;
+mod other;
+
+pub use network::{
+    BnFinalizeInputs, BnFinalizeOutputs, BnGradientInputs, BnGradients, NormGradientInputs, NormGradients, NormOutputs, RunningInputs,
+};
+
 use super::Graph;
 use super::op::{BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, Slice, Softmax, Transpose};
 use super::pointwise::{Mode, Params, Signature};
@@ -24,13 +31,20 @@ impl Graph {
         self.tensor(Tensor::device(name, dtype, dims))
     }
 
-    /// Adds a scalar in host memory, of shape (1, 1, 1, 1), whose value is part of the graph.
+    /// Adds a dense input in device memory whose channels, the second axis, are innermost (NHWC).
+    pub fn input_channels_last(&mut self, name: &str, dtype: DType, dims: impl Into<Dims>) -> TensorId {
+        self.tensor(Tensor::device(name, dtype, dims).channels_last())
+    }
+
+    /// Adds a scalar in host memory, of shape (1, 1, 1, 1), whose value is part of the graph. A pointwise op whose result has
+    /// another rank receives a scalar of that rank.
     pub fn scalar(&mut self, value: Scalar) -> TensorId {
         let name = format!("scalar{}", self.tensors.len());
         self.tensor(Tensor::by_value(name, value.dtype(), Some(value), 4))
     }
 
-    /// Adds a scalar in host memory, of shape (1, 1, 1, 1), that the caller supplies at each execution.
+    /// Adds a scalar in host memory, of shape (1, 1, 1, 1), that the caller supplies at each execution. If its first use is a pointwise op
+    /// whose result has fewer axes, it receives that rank; its value for [`interp`](crate::ir::interp) then has the same rank.
     pub fn parameter(&mut self, name: &str, dtype: DType) -> TensorId {
         self.tensor(Tensor::by_value(name, dtype, None, 4))
     }
@@ -87,6 +101,25 @@ impl Graph {
         self.get(id).map_or_else(|| Dims(vec![1]), |t| t.dims.clone())
     }
 
+    /// Gives a result channels last strides if an operand has them.
+    fn like_channels_last(&mut self, id: TensorId, channels_last: bool) {
+        if channels_last && let Some(tensor) = self.tensors.get_mut(id.index()) {
+            tensor.strides = tensor.dims.channels_last();
+        }
+    }
+
+    /// Gives a tensor the strides of another one of the same extents.
+    fn like_strides(&mut self, id: TensorId, like: TensorId) {
+        let strides = self.get(like).map(|t| t.strides.clone());
+        if let (Some(tensor), Some(strides)) = (self.tensors.get_mut(id.index()), strides) {
+            tensor.strides = strides;
+        }
+    }
+
+    fn is_channels_last(&self, id: TensorId) -> bool {
+        self.get(id).is_some_and(Tensor::is_channels_last)
+    }
+
     /// Adds the result of an op as a virtual tensor, which exists only inside the fused kernel. Its name consists of `op` and its number.
     pub fn result(&mut self, op: &str, dtype: DType, dims: Dims) -> TensorId {
         let name = format!("{op}{}", self.tensors.len());
@@ -108,15 +141,49 @@ impl Graph {
 
     /// Adds a pointwise operation like [`Graph::pointwise`], with the given compute type, result type and constants.
     pub fn pointwise_as(&mut self, mode: Mode, inputs: &[TensorId], compute: DType, dtype: DType, params: Params) -> TensorId {
-        let dims = inputs.iter().map(|&id| self.dims(id)).reduce(|a, b| a.broadcast(&b).unwrap_or(a)).unwrap_or_else(|| Dims(vec![1]));
+        let tensors: Vec<&Tensor> = inputs.iter().filter_map(|&id| self.get(id)).collect();
+        let scalars = tensors.iter().all(|t| t.is_scalar_value());
+        // A scalar does not raise the rank of the result.
+        let shaped = || tensors.iter().filter(|t| scalars || !t.is_scalar_value());
+        let dims = shaped().map(|t| t.dims.clone()).reduce(|a, b| a.broadcast(&b).unwrap_or(a)).unwrap_or_else(|| Dims(vec![1]));
+        let channels_last = shaped().any(|t| t.is_channels_last() && t.dims == dims);
+        let rank = dims.rank();
         let y = self.result(mode.name(), dtype, dims);
-        self.push_pointwise(mode, inputs, y, compute, params);
+        self.like_channels_last(y, channels_last);
+        let inputs: Vec<TensorId> = if scalars { inputs.to_vec() } else { inputs.iter().map(|&id| self.with_rank(id, rank)).collect() };
+        self.push_pointwise(mode, &inputs, y, compute, params);
         y
     }
 
     /// Adds `y = mode(inputs)` as an op in f32 arithmetic, where `y` is an existing tensor.
     pub fn pointwise_into(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId) {
         self.push_pointwise(mode, inputs, y, DType::F32, Params::default());
+    }
+
+    /// Returns a scalar with as many axes as its op's result, which cuDNN requires: the scalar itself, which changes unless an op uses it
+    /// already, or else a copy of it. A parameter cannot be copied, and keeps the rank of its first use.
+    fn with_rank(&mut self, id: TensorId, rank: usize) -> TensorId {
+        let used = self.ops.iter().any(|op| op.operands().inputs.iter().any(|operand| operand.tensor == id));
+        let Some(tensor) = self.tensors.get_mut(id.index()) else { return id };
+        let value = match tensor.storage {
+            Storage::ByValue(value) => value,
+            Storage::Constant(value) => Some(value),
+            Storage::Device | Storage::Virtual => return id,
+        };
+        let have = tensor.dims.rank();
+        if have == rank || (have < rank && value.is_none()) {
+            return id;
+        }
+        let ones = Tensor { dims: Dims(vec![1; rank]), strides: Strides(vec![1; rank]), ..tensor.clone() };
+        if !used {
+            *tensor = ones;
+            return id;
+        }
+        if value.is_none() {
+            return id;
+        }
+        let name = format!("scalar{}", self.tensors.len());
+        self.tensor(Tensor { name, ..ones })
     }
 
     fn push_pointwise(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId, compute: DType, params: Params) {

@@ -57,6 +57,18 @@ macro_rules! module {
             pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<$t, D::Error> {
                 Float::<$t>::deserialize(from).map($t::from)
             }
+
+            pub(crate) mod list {
+                use super::*;
+
+                pub(crate) fn serialize<S: Serializer>(list: &[$t], to: S) -> Result<S::Ok, S::Error> {
+                    to.collect_seq(list.iter().map(|&x| Float::<$t>::from(x)))
+                }
+
+                pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<$t>, D::Error> {
+                    Ok(Vec::<Float<$t>>::deserialize(from)?.into_iter().map($t::from).collect())
+                }
+            }
         }
     };
 }

@@ -8,8 +8,9 @@
 
 mod blocks;
 mod build;
-mod float;
+pub(crate) mod float;
 pub mod interp;
+mod norms;
 pub mod op;
 pub mod operands;
 pub mod pointwise;
@@ -19,7 +20,10 @@ pub mod tensor;
 pub mod ty;
 pub mod verify;
 
-pub use op::Op;
+pub use build::{
+    BnFinalizeInputs, BnFinalizeOutputs, BnGradientInputs, BnGradients, NormGradientInputs, NormGradients, NormOutputs, RunningInputs,
+};
+pub use op::{BandSide, ConvGeometry, Distribution, NormMode, Op, ReductionMode, ResampleMode, ReshapeMode, Routing, Seed, Window};
 pub use pointwise::Mode;
 pub use tensor::{Ragged, Reordering, Scalar, Storage, Tensor, TensorId};
 pub use verify::{Verified, VerifyError, VerifyErrors};

@@ -1,5 +1,15 @@
 //! The ops of a graph. Operands are fields, so a missing one does not compile.
 
+mod convolution;
+mod experts;
+mod norm;
+mod resample;
+
+pub use convolution::{ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry};
+pub use experts::{Concat, MoeMatmul, MoeMatmulBackward, Rope, RopeBackward, Routing};
+pub use norm::{BnBackwardWeights, BnFinalize, GenStats, NormBackward, NormForward, NormMode, RunningStats};
+pub use resample::{ResampleBackward, ResampleForward, ResampleMode, Window};
+
 use super::pointwise::{Mode, Params};
 use super::tensor::TensorId;
 use super::ty::DType;
@@ -21,6 +31,36 @@ pub enum Op {
     Transpose(Transpose),
     /// Takes a part of `x` along each axis (from cuDNN 9.22 on).
     Slice(Slice),
+    /// Joins tensors along an axis.
+    Concat(Concat),
+    /// A convolution over one to three spatial axes.
+    ConvForward(ConvForward),
+    /// The gradient of a convolution with respect to its images.
+    ConvBackwardData(ConvBackwardData),
+    /// The gradient of a convolution with respect to its filters.
+    ConvBackwardFilter(ConvBackwardFilter),
+    /// A layer, instance, batch or RMS norm.
+    NormForward(NormForward),
+    /// The gradients of a norm.
+    NormBackward(NormBackward),
+    /// The sums of elements and squares of each channel.
+    GenStats(GenStats),
+    /// The statistics of batch norm, from such sums.
+    BnFinalize(BnFinalize),
+    /// The gradients of the scale and bias of batch norm, and the factors that give the gradient of its input.
+    BnBackwardWeights(BnBackwardWeights),
+    /// Pooling: the maximum or mean of windows.
+    ResampleForward(ResampleForward),
+    /// The gradient of pooling.
+    ResampleBackward(ResampleBackward),
+    /// A matrix product with weights per expert (from cuDNN 9.15 on).
+    MoeMatmul(MoeMatmul),
+    /// The gradient of such a product with respect to the weights (from cuDNN 9.22 on).
+    MoeMatmulBackward(MoeMatmulBackward),
+    /// A rotary position embedding (from cuDNN 9.24 on).
+    Rope(Rope),
+    /// The gradient of a rotary position embedding (from cuDNN 9.25 on).
+    RopeBackward(RopeBackward),
     /// Generates random numbers.
     Rng(Rng),
     /// Softmax over the last axis (from cuDNN 9.20 on).
@@ -51,11 +91,29 @@ impl Op {
             }
             Op::SdpaBackward(s) => vec![s.seq_len_q, s.seq_len_kv],
             Op::BandMask(b) => vec![b.seq_q, b.seq_kv],
+            Op::ResampleBackward(r) => vec![r.index],
+            Op::MoeMatmul(m) => {
+                let (index, slot) = m.routing.operands();
+                vec![Some(m.first_token), index, slot]
+            }
+            Op::MoeMatmulBackward(m) => vec![Some(m.first_token)],
             Op::Pointwise(_)
             | Op::Reduction(_)
             | Op::Reshape(_)
             | Op::Transpose(_)
             | Op::Slice(_)
+            | Op::Concat(_)
+            | Op::ConvForward(_)
+            | Op::ConvBackwardData(_)
+            | Op::ConvBackwardFilter(_)
+            | Op::NormForward(_)
+            | Op::NormBackward(_)
+            | Op::GenStats(_)
+            | Op::BnFinalize(_)
+            | Op::BnBackwardWeights(_)
+            | Op::ResampleForward(_)
+            | Op::Rope(_)
+            | Op::RopeBackward(_)
             | Op::Rng(_)
             | Op::Softmax(_)
             | Op::BlockScaleQuantize(_)
@@ -108,7 +166,8 @@ pub struct Matmul {
     pub compute: DType,
 }
 
-/// The operation of a reduction.
+/// The operation of a reduction. NVIDIA's header also has avg, norm1, norm2 and mul_no_zeros, but cuDNN 9.19 and 9.27 refuse their descriptors:
+/// compose them of these modes and pointwise ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReductionMode {
@@ -122,29 +181,12 @@ pub enum ReductionMode {
     Max,
     /// The largest magnitude of an element.
     Amax,
-    /// Mean of the elements.
-    Avg,
-    /// Sum of the magnitudes of the elements.
-    Norm1,
-    /// Square root of the sum of the squares of the elements.
-    Norm2,
-    /// Product of all elements that are not zero.
-    MulNoZeros,
 }
 
 impl ReductionMode {
     /// Every mode of a reduction.
-    pub const ALL: [ReductionMode; 9] = [
-        ReductionMode::Add,
-        ReductionMode::Mul,
-        ReductionMode::Min,
-        ReductionMode::Max,
-        ReductionMode::Amax,
-        ReductionMode::Avg,
-        ReductionMode::Norm1,
-        ReductionMode::Norm2,
-        ReductionMode::MulNoZeros,
-    ];
+    pub const ALL: [ReductionMode; 5] =
+        [ReductionMode::Add, ReductionMode::Mul, ReductionMode::Min, ReductionMode::Max, ReductionMode::Amax];
 
     /// Returns the name of the mode in printed graphs.
     pub fn name(self) -> &'static str {
@@ -154,10 +196,6 @@ impl ReductionMode {
             ReductionMode::Min => "min",
             ReductionMode::Max => "max",
             ReductionMode::Amax => "amax",
-            ReductionMode::Avg => "avg",
-            ReductionMode::Norm1 => "norm1",
-            ReductionMode::Norm2 => "norm2",
-            ReductionMode::MulNoZeros => "mul_no_zeros",
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Operands and names of ops.
 
-use super::op::{Op, ScoreGraph, SdpaForward, Seed};
+use super::op::{Op, Routing, RunningStats, ScoreGraph, SdpaForward, Seed};
 use super::tensor::TensorId;
 
 /// One operand of an op: the name of a field of the op, and the tensor in it.
@@ -31,6 +31,26 @@ impl Operands {
         self.outputs.extend(tensor.into().map(|tensor| Operand { field, tensor }));
         self
     }
+
+    fn running(self, stats: Option<&RunningStats>) -> Self {
+        let Some(s) = stats else { return self };
+        self.read("factor", s.factor)
+            .read("running_mean", s.mean)
+            .read("running_variance", s.variance)
+            .write("next_running_mean", s.next_mean)
+            .write("next_running_variance", s.next_variance)
+    }
+}
+
+impl Routing {
+    /// Returns the tensors `index` and `slot`, as far as the routing has them.
+    pub(crate) fn operands(&self) -> (Option<TensorId>, Option<TensorId>) {
+        match *self {
+            Routing::None => (None, None),
+            Routing::Gather(index) => (Some(index), None),
+            Routing::Scatter { index, slot, top_k: _ } => (Some(index), Some(slot)),
+        }
+    }
 }
 
 impl Op {
@@ -43,6 +63,21 @@ impl Op {
             Op::Reshape(_) => "reshape",
             Op::Transpose(_) => "transpose",
             Op::Slice(_) => "slice",
+            Op::Concat(_) => "concat",
+            Op::ConvForward(_) => "conv_forward",
+            Op::ConvBackwardData(_) => "conv_backward_data",
+            Op::ConvBackwardFilter(_) => "conv_backward_filter",
+            Op::NormForward(_) => "norm_forward",
+            Op::NormBackward(_) => "norm_backward",
+            Op::GenStats(_) => "gen_stats",
+            Op::BnFinalize(_) => "bn_finalize",
+            Op::BnBackwardWeights(_) => "bn_backward_weights",
+            Op::ResampleForward(_) => "resample_forward",
+            Op::ResampleBackward(_) => "resample_backward",
+            Op::MoeMatmul(_) => "moe_matmul",
+            Op::MoeMatmulBackward(_) => "moe_matmul_backward",
+            Op::Rope(_) => "rope",
+            Op::RopeBackward(_) => "rope_backward",
             Op::Rng(_) => "rng",
             Op::Softmax(_) => "softmax",
             Op::BandMask(_) => "band_mask",
@@ -70,6 +105,68 @@ impl Op {
             Op::Reshape(r) => none.read("x", r.x).write("y", r.y),
             Op::Transpose(t) => none.read("x", t.x).write("y", t.y),
             Op::Slice(s) => none.read("x", s.x).write("y", s.y),
+            Op::Concat(c) => c.inputs.iter().fold(none, |all, &x| all.read("x", x)).write("y", c.y),
+            Op::ConvForward(c) => none.read("x", c.x).read("w", c.w).write("y", c.y),
+            Op::ConvBackwardData(c) => none.read("dy", c.dy).read("w", c.w).write("dx", c.dx),
+            Op::ConvBackwardFilter(c) => none.read("dy", c.dy).read("x", c.x).write("dw", c.dw),
+            Op::NormForward(n) => none
+                .read("x", n.x)
+                .read("scale", n.scale)
+                .read("bias", n.bias)
+                .read("epsilon", n.epsilon)
+                .write("y", n.y)
+                .write("mean", n.mean)
+                .write("inv_variance", n.inv_variance)
+                .running(n.running.as_ref()),
+            Op::NormBackward(n) => none
+                .read("x", n.x)
+                .read("dy", n.dy)
+                .read("scale", n.scale)
+                .read("mean", n.mean)
+                .read("inv_variance", n.inv_variance)
+                .write("dx", n.dx)
+                .write("dscale", n.dscale)
+                .write("dbias", n.dbias),
+            Op::GenStats(s) => none.read("x", s.x).write("sum", s.sum).write("square_sum", s.square_sum),
+            Op::BnFinalize(b) => none
+                .read("sum", b.sum)
+                .read("square_sum", b.square_sum)
+                .read("scale", b.scale)
+                .read("bias", b.bias)
+                .read("epsilon", b.epsilon)
+                .read("count", b.count)
+                .write("mean", b.mean)
+                .write("inv_variance", b.inv_variance)
+                .write("eq_scale", b.eq_scale)
+                .write("eq_bias", b.eq_bias)
+                .running(Some(&b.running)),
+            Op::BnBackwardWeights(b) => none
+                .read("x", b.x)
+                .read("dy", b.dy)
+                .read("scale", b.scale)
+                .read("mean", b.mean)
+                .read("inv_variance", b.inv_variance)
+                .write("dscale", b.dscale)
+                .write("dbias", b.dbias)
+                .write("eq_scale_dy", b.eq_scale_dy)
+                .write("eq_scale_x", b.eq_scale_x)
+                .write("eq_bias", b.eq_bias),
+            Op::ResampleForward(r) => none.read("x", r.x).write("y", r.y).write("index", r.index),
+            Op::ResampleBackward(r) => none.read("dy", r.dy).read("index", r.index).read("x", r.x).read("y", r.y).write("dx", r.dx),
+            Op::MoeMatmul(m) => {
+                let (index, slot) = m.routing.operands();
+                none.read("tokens", m.tokens)
+                    .read("weights", m.weights)
+                    .read("first_token", m.first_token)
+                    .read("index", index)
+                    .read("slot", slot)
+                    .write("y", m.y)
+            }
+            Op::MoeMatmulBackward(m) => {
+                none.read("tokens", m.tokens).read("dy", m.dy).read("first_token", m.first_token).write("dweights", m.dweights)
+            }
+            Op::Rope(r) => none.read("x", r.x).read("angles", r.angles).write("y", r.y),
+            Op::RopeBackward(r) => none.read("dy", r.dy).read("angles", r.angles).write("dx", r.dx),
             Op::Rng(r) => {
                 let seed = match r.seed {
                     Seed::Value(_) => None,
@@ -125,6 +222,21 @@ impl Op {
             | Op::Reshape(_)
             | Op::Transpose(_)
             | Op::Slice(_)
+            | Op::Concat(_)
+            | Op::ConvForward(_)
+            | Op::ConvBackwardData(_)
+            | Op::ConvBackwardFilter(_)
+            | Op::NormForward(_)
+            | Op::NormBackward(_)
+            | Op::GenStats(_)
+            | Op::BnFinalize(_)
+            | Op::BnBackwardWeights(_)
+            | Op::ResampleForward(_)
+            | Op::ResampleBackward(_)
+            | Op::MoeMatmul(_)
+            | Op::MoeMatmulBackward(_)
+            | Op::Rope(_)
+            | Op::RopeBackward(_)
             | Op::Rng(_)
             | Op::Softmax(_)
             | Op::BandMask(_)

@@ -11,7 +11,10 @@
 //!
 //! Defaults are left out: alignment 16, reordering none, no ragged offsets, absent operands and constants.
 
-use super::op::{BandSide, Distribution, Op, ReshapeMode, Seed};
+use super::op::{
+    BandSide, ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, Distribution, Op, ResampleBackward, ResampleForward,
+    ReshapeMode, Rope, RopeBackward, Routing, Seed, Window,
+};
 use super::operands::Operand;
 use super::pointwise::Params;
 use super::tensor::{Reordering, Scalar, Storage, Tensor, TensorId};
@@ -147,6 +150,40 @@ impl Display for OpLine<'_> {
             },
             Op::Transpose(t) => write!(f, " permutation {}", List(&t.permutation))?,
             Op::Slice(s) => write!(f, " start {} limit {} step {}", List(&s.start), List(&s.limit), List(&s.step))?,
+            Op::Concat(c) => write!(f, " axis {}", c.axis)?,
+            Op::ConvForward(ConvForward { geometry, compute, .. })
+            | Op::ConvBackwardData(ConvBackwardData { geometry, compute, .. })
+            | Op::ConvBackwardFilter(ConvBackwardFilter { geometry, compute, .. }) => {
+                let ConvGeometry { stride, dilation, pre_padding, post_padding } = geometry;
+                write!(f, " stride {} dilation {}", List(stride), List(dilation))?;
+                write!(f, " padding {} {} compute {compute}", List(pre_padding), List(post_padding))?;
+            }
+            Op::NormForward(n) => write!(f, " {}", n.mode.name())?,
+            Op::NormBackward(n) => write!(f, " {}", n.mode.name())?,
+            Op::GenStats(s) => write!(f, " compute {}", s.compute)?,
+            Op::BnFinalize(b) => write!(f, " compute {}", b.compute)?,
+            Op::BnBackwardWeights(b) => write!(f, " compute {}", b.compute)?,
+            Op::ResampleForward(ResampleForward { mode, window, compute, .. })
+            | Op::ResampleBackward(ResampleBackward { mode, window, compute, .. }) => {
+                let Window { extent, stride, pre_padding, post_padding } = window;
+                write!(f, " {} window {} stride {}", mode.name(), List(extent), List(stride))?;
+                write!(f, " padding {} {} compute {compute}", List(pre_padding), List(post_padding))?;
+            }
+            Op::MoeMatmul(m) => {
+                match m.routing {
+                    Routing::None => {}
+                    Routing::Gather(_) => f.write_str(" gather")?,
+                    Routing::Scatter { top_k, .. } => write!(f, " scatter top_k {top_k}")?,
+                }
+                write!(f, " compute {}", m.compute)?;
+            }
+            Op::MoeMatmulBackward(m) => write!(f, " compute {}", m.compute)?,
+            Op::Rope(Rope { scale, width, .. }) | Op::RopeBackward(RopeBackward { scale, width, .. }) => {
+                write!(f, " scale {scale:?}")?;
+                if let Some(width) = width {
+                    write!(f, " width {width}")?;
+                }
+            }
             Op::Rng(r) => {
                 match r.distribution {
                     Distribution::Bernoulli(p) => write!(f, " bernoulli({p:?})")?,

@@ -21,20 +21,20 @@ impl AttentionShape {
     /// Derives the extents of an attention op from those of q, k and v; the error names those that do not fit.
     pub(crate) fn of(q: &[i64], k: &[i64], v: &[i64]) -> Result<AttentionShape, String> {
         let (&[batch, heads_q, seq_q, dim_qk], &[k_batch, heads_k, seq_kv, k_dim], &[v_batch, heads_v, v_seq, dim_v]) = (q, k, v) else {
-            return Err("q, k and v are not (batch, heads, sequence, dim)".to_owned());
+            return Err("q, k and v do not all have the four axes (batch, heads, sequence, dim)".to_owned());
         };
         if k_batch != batch || v_batch != batch {
-            return Err(format!("q has {batch} batch entries, k {k_batch}, v {v_batch}"));
+            return Err(format!("q has {batch} batch entries, k has {k_batch} and v has {v_batch}, expected equal numbers"));
         }
         if k_dim != dim_qk {
-            return Err(format!("q has heads of {dim_qk} elements, k of {k_dim}"));
+            return Err(format!("q has head dim {dim_qk} and k has head dim {k_dim}, expected equal head dims"));
         }
         if v_seq != seq_kv {
-            return Err(format!("k has {seq_kv} rows, v {v_seq}"));
+            return Err(format!("k has sequence length {seq_kv} and v has {v_seq}, expected equal lengths"));
         }
         for (name, heads) in [("k", heads_k), ("v", heads_v)] {
             if heads_q % heads != 0 {
-                return Err(format!("the {heads} heads of {name} do not divide the {heads_q} of q"));
+                return Err(format!("q has {heads_q} heads, expected a multiple of the {heads} heads of {name}"));
             }
         }
         Ok(AttentionShape { batch, heads_q, heads_k, heads_v, seq_q, seq_kv, dim_qk, dim_v })

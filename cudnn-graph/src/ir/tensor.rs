@@ -161,6 +161,13 @@ impl Tensor {
         self
     }
 
+    /// Sets the strides of a dense tensor whose channels, the second axis, are innermost (NHWC).
+    #[must_use]
+    pub fn channels_last(mut self) -> Tensor {
+        self.strides = self.dims.channels_last();
+        self
+    }
+
     /// Sets the alignment of the base address, in bytes.
     #[must_use]
     pub fn alignment(mut self, bytes: u32) -> Tensor {
@@ -173,6 +180,12 @@ impl Tensor {
     pub fn ragged(mut self, ragged: Ragged) -> Tensor {
         self.ragged = Some(ragged);
         self
+    }
+
+    /// Returns whether the tensor is dense and its channels, the second of at least three axes, are innermost. A tensor whose elements have
+    /// the same order with the last axis innermost is not.
+    pub fn is_channels_last(&self) -> bool {
+        self.dims.rank() >= 3 && self.strides == self.dims.channels_last() && self.strides != self.dims.packed()
     }
 
     /// Returns whether the tensor is virtual: it has no memory.

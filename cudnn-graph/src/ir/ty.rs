@@ -33,11 +33,15 @@ pub enum DType {
     F8E8M0,
     /// 4-bit float (OCP E2M1), since cuDNN 9.7.
     F4E2M1,
+    /// Signed 4-bit integer, since cuDNN 9.11.
+    I4,
+    /// Unsigned 4-bit integer, since cuDNN 9.11.
+    U4,
 }
 
 impl DType {
     /// Every element type, in declaration order.
-    pub const ALL: [DType; 13] = [
+    pub const ALL: [DType; 15] = [
         DType::F32,
         DType::F64,
         DType::F16,
@@ -51,6 +55,8 @@ impl DType {
         DType::F8E5M2,
         DType::F8E8M0,
         DType::F4E2M1,
+        DType::I4,
+        DType::U4,
     ];
 
     /// Returns the name used in printed graphs, files and options.
@@ -69,6 +75,8 @@ impl DType {
             DType::F8E5M2 => "f8e5m2",
             DType::F8E8M0 => "f8e8m0",
             DType::F4E2M1 => "f4e2m1",
+            DType::I4 => "i4",
+            DType::U4 => "u4",
         }
     }
 
@@ -79,7 +87,7 @@ impl DType {
             DType::F32 | DType::I32 => 32,
             DType::F16 | DType::BF16 => 16,
             DType::I8 | DType::U8 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 8,
-            DType::F4E2M1 => 4,
+            DType::F4E2M1 | DType::I4 | DType::U4 => 4,
         }
     }
 
@@ -92,7 +100,7 @@ impl DType {
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 | DType::F4E2M1 => true,
-            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool => false,
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool | DType::I4 | DType::U4 => false,
         }
     }
 
@@ -143,6 +151,22 @@ impl Dims {
         Strides(strides)
     }
 
+    /// Returns the strides of a dense tensor of these extents whose second axis, the channels, is innermost (NHWC). With fewer than three
+    /// axes, they are those of [`Dims::packed`].
+    pub fn channels_last(&self) -> Strides {
+        if self.rank() < 3 {
+            return self.packed();
+        }
+        let mut order = self.0.clone();
+        let channels = order.remove(1);
+        order.push(channels);
+        let mut strides = Dims(order).packed().0;
+        if let Some(channels) = strides.pop() {
+            strides.insert(1, channels);
+        }
+        Strides(strides)
+    }
+
     /// Returns the number of axes.
     pub fn rank(&self) -> usize {
         self.0.len()
@@ -177,6 +201,45 @@ impl Strides {
             }
             n.checked_add(s.checked_mul(d - 1)?)
         })
+    }
+
+    /// Returns stride and extent of every axis with more than one element, the smallest stride first.
+    fn axes(&self, dims: &Dims) -> Vec<(i64, i64)> {
+        let mut axes: Vec<(i64, i64)> = self.0.iter().copied().zip(dims.0.iter().copied()).filter(|&(_, d)| d > 1).collect();
+        axes.sort_unstable();
+        axes
+    }
+
+    /// Returns whether an axis has a smaller stride than the axes inside of it cover, as cuDNN counts: stride 0 is a broadcast, and no overlap.
+    pub(crate) fn overlap(&self, dims: &Dims) -> bool {
+        let axes: Vec<(i64, i64)> = self.axes(dims).into_iter().filter(|&(s, _)| s > 0).collect();
+        axes.windows(2).any(|pair| pair[1].0 < pair[0].0.saturating_mul(pair[0].1))
+    }
+
+    /// Returns whether two elements may be at the same index: an axis has a stride of 0, or one that is not above the last index of the axes
+    /// inside of it.
+    pub(crate) fn shares_elements(&self, dims: &Dims) -> bool {
+        let mut last = 0i64;
+        self.axes(dims).into_iter().any(|(s, d)| {
+            let shared = s <= last;
+            last = last.saturating_add(s.saturating_mul(d - 1));
+            shared
+        })
+    }
+
+    /// Returns whether the elements fill their memory without gaps, in any order of the axes.
+    pub(crate) fn dense(&self, dims: &Dims) -> bool {
+        let mut next = 1i64;
+        self.axes(dims).into_iter().all(|(s, d)| {
+            let here = s == next;
+            next = next.saturating_mul(d);
+            here
+        })
+    }
+
+    /// Returns whether two tensors of extents `dims` have the same strides. Those of axes with one element do not count.
+    pub(crate) fn same(&self, other: &Strides, dims: &Dims) -> bool {
+        self.0.iter().zip(&other.0).zip(&dims.0).all(|((a, b), &d)| d == 1 || a == b)
     }
 }
 
@@ -219,6 +282,12 @@ mod tests {
     }
 
     #[test]
+    fn channels_are_innermost_in_nhwc() {
+        assert_eq!(Dims::from([2, 3, 5, 7]).channels_last(), Strides::from([105, 1, 21, 3]));
+        assert_eq!(Dims::from([2, 3]).channels_last(), Strides::from([3, 1]));
+    }
+
+    #[test]
     fn broadcast_takes_the_larger_and_refuses_a_mismatch() {
         let a = Dims::from([2, 1, 5]);
         assert_eq!(a.broadcast(&Dims::from([3, 1])), Some(Dims::from([2, 3, 5])));
@@ -230,5 +299,22 @@ mod tests {
     fn extent_counts_the_last_element_and_survives_overflow() {
         assert_eq!(Strides::from([10, 1]).extent(&Dims::from([3, 4])), Some(24));
         assert_eq!(Strides::from([i64::MAX, 1]).extent(&Dims::from([3, 4])), None);
+    }
+
+    #[test]
+    fn overlaps_and_gaps_are_found_in_any_order_of_the_axes() {
+        let dims = Dims::from([2, 1, 4]);
+        let of = |strides: [i64; 3]| {
+            let s = Strides::from(strides);
+            (s.overlap(&dims), s.shares_elements(&dims), s.dense(&dims))
+        };
+        assert_eq!(of([4, 7, 1]), (false, false, true));
+        assert_eq!(of([1, 0, 2]), (false, false, true));
+        assert_eq!(of([5, 4, 1]), (false, false, false));
+        assert_eq!(of([3, 4, 1]), (true, true, false));
+        assert_eq!(of([7, 4, 2]), (true, false, false));
+        assert_eq!(of([0, 4, 1]), (false, true, false));
+        assert!(Strides::from([4, 7, 1]).same(&Strides::from([4, 9, 1]), &dims));
+        assert!(!Strides::from([4, 7, 1]).same(&Strides::from([5, 7, 1]), &dims));
     }
 }

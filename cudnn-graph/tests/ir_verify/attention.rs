@@ -84,12 +84,16 @@ fn sdpa_forward_rules() {
     good(over_score);
     check(vec![
         case("sdpa_forward(", "q t0 is i8, not a float", sdpa(|_, t| t[0].dtype = I8, |_, op| op)),
-        case("sdpa_forward(", "are not (batch, heads, sequence, dim)", sdpa(|_, t| t[0] = Tensor::device("q", F16, [8, 5, 8]), |_, op| op)),
-        case("sdpa_forward(", "q has 2 batch entries, k 3, v 2", shapes(1, [3, 2, 7, 8])),
-        case("sdpa_forward(", "q has heads of 8 elements, k of 9", shapes(1, [2, 2, 7, 9])),
-        case("sdpa_forward(", "k has 7 rows, v 6", shapes(2, [2, 1, 6, 6])),
-        case("sdpa_forward(", "the 3 heads of k do not divide the 4 of q", shapes(1, [2, 3, 7, 8])),
-        case("sdpa_forward(", "the 3 heads of v do not divide the 4 of q", shapes(2, [2, 3, 7, 6])),
+        case(
+            "sdpa_forward(",
+            "the four axes (batch, heads, sequence, dim)",
+            sdpa(|_, t| t[0] = Tensor::device("q", F16, [8, 5, 8]), |_, op| op),
+        ),
+        case("sdpa_forward(", "q has 2 batch entries, k has 3 and v has 2, expected equal numbers", shapes(1, [3, 2, 7, 8])),
+        case("sdpa_forward(", "q has head dim 8 and k has head dim 9, expected", shapes(1, [2, 2, 7, 9])),
+        case("sdpa_forward(", "k has sequence length 7 and v has 6, expected", shapes(2, [2, 1, 6, 6])),
+        case("sdpa_forward(", "q has 4 heads, expected a multiple of the 3 heads of k", shapes(1, [2, 3, 7, 8])),
+        case("sdpa_forward(", "q has 4 heads, expected a multiple of the 3 heads of v", shapes(2, [2, 3, 7, 6])),
         case("sdpa_forward(", "o t3 is [2,4,5,8], not [2,4,5,6]", shapes(3, [2, 4, 5, 8])),
         case("sdpa_forward(", "attn_scale t4 is f16, not f32", extra(F16, &[1], |op, t| op.attn_scale = Some(t))),
         case("sdpa_forward(", "attn_scale t4 is [2], not one element", extra(F32, &[2], |op, t| op.attn_scale = Some(t))),

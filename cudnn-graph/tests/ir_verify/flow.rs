@@ -74,7 +74,7 @@ fn flow_rules() {
             g.push(Op::Softmax(Softmax { x, y, stats: Some(stats), max: Some(stats), sum_exp: None, sink: None, stats_log2: false }));
         }),
         case("\"scalar1\"", "a scalar value cannot be the result of an op (exp)", |g| {
-            let (x, y) = (g.input("x", F32, [1]), g.scalar(Scalar::F32(1.0)));
+            let (x, y) = (g.input("x", F32, [1, 1, 1, 1]), g.scalar(Scalar::F32(1.0)));
             g.push(pointwise(Mode::Exp, x, y));
         }),
         case("= sin(x t1)", "x t1 is read before exp writes it", |g| {

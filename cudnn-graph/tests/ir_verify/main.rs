@@ -2,8 +2,10 @@
 
 mod attention;
 mod flow;
+mod network;
 mod ops;
 mod pointwise;
+mod strides;
 mod tensors;
 
 use cudnn_graph::DType::{self, *};

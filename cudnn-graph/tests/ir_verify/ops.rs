@@ -85,7 +85,7 @@ fn reduction_and_move_rules() {
     // The extent is 1 already, so there is nothing to reduce.
     good(two((F32, &[2, 1]), (F32, &[2, 1]), reduce(F32)));
     good(two((F32, &[2, 3, 4]), (F16, &[2, 4, 3]), reshape(None)));
-    good(two((F32, &[2, 3, 4]), (F16, &[4, 2, 3]), transpose(&[2, 0, 1])));
+    good(two((F32, &[2, 3, 4]), (F32, &[4, 2, 3]), transpose(&[2, 0, 1])));
     good(two((F32, &[9, 4]), (F32, &[3, 2]), slice(&[1, 2], &[8, 4], &[3, 1])));
     check(vec![
         case("= reduction(", "x has 2 axes, y 1", two((F32, &[2, 3]), (F32, &[2]), reduce(F32))),
@@ -105,11 +105,11 @@ fn reduction_and_move_rules() {
             two((F32, &[2, 3]), (F32, &[5]), reshape(Some(ReshapeMode::Logical))),
         ),
         case("= reshape(", "x t0 is bool, but y t1 is f32", two((Bool, &[2, 3]), (F32, &[6]), reshape(None))),
-        case("= transpose(", "[0,0] does not permute 2 axes", two((F32, &[2, 3]), (F32, &[2, 2]), transpose(&[0, 0]))),
-        case("= transpose(", "[0] does not permute 2 axes", two((F32, &[2, 3]), (F32, &[2]), transpose(&[0]))),
-        case("= transpose(", "[2,0] does not permute", two((F32, &[2, 3]), (F32, &[2, 3]), transpose(&[2, 0]))),
+        case("= transpose(", "[0,0] is not a permutation of the 2 axes of x", two((F32, &[2, 3]), (F32, &[2, 2]), transpose(&[0, 0]))),
+        case("= transpose(", "[0] is not a permutation of the 2 axes of x", two((F32, &[2, 3]), (F32, &[2]), transpose(&[0]))),
+        case("= transpose(", "[2,0] is not a permutation", two((F32, &[2, 3]), (F32, &[2, 3]), transpose(&[2, 0]))),
         case("= transpose(", "y t1 is [2,3], not [3,2]", two((F32, &[2, 3]), (F32, &[2, 3]), transpose(&[1, 0]))),
-        case("= transpose(", "x t0 is f32, but y t1 is bool", two((F32, &[2, 3]), (Bool, &[3, 2]), transpose(&[1, 0]))),
+        case("= transpose(", "y t1 is f16, expected f32 as x t0", two((F32, &[2, 3]), (F16, &[3, 2]), transpose(&[1, 0]))),
         case(
             "= slice(",
             "got [1, 1, 2] starts, limits and steps, expected 1 of each",
@@ -124,7 +124,7 @@ fn reduction_and_move_rules() {
         case("= slice(", "the range 0..10 is outside of axis", two((F32, &[9]), (F32, &[9]), slice(&[0], &[10], &[1]))),
         case("= slice(", "step 0 of axis 0 is below 1", two((F32, &[9]), (F32, &[9]), slice(&[0], &[9], &[0]))),
         case("= slice(", "y t1 is [3], not [4]", two((F32, &[9]), (F32, &[3]), slice(&[1], &[8], &[2]))),
-        case("= slice(", "x t0 is f32, but y t1 is bool", two((F32, &[9]), (Bool, &[9]), slice(&[0], &[9], &[1]))),
+        case("= slice(", "y t1 is f16, expected f32 as x t0", two((F32, &[9]), (F16, &[9]), slice(&[0], &[9], &[1]))),
     ]);
 }
 
@@ -149,6 +149,12 @@ fn rng_rules() {
         case("= rng(", "deviation -1 describe no distribution", rng(Distribution::Normal(0.0, -1.0), F32)),
         case("= rng(", "seed t1 is f32, not an integer", seeded((F32, &[1]), (I64, &[1]))),
         case("= rng(", "offset t2 is [2], not one element", seeded((I64, &[1]), (I64, &[2]))),
+        case("= rng(", "seed t1 has strides [4,1], expected 1 along every axis", |g| {
+            let y = g.input("y", F32, [2]);
+            let seed = g.tensor(Tensor::device("seed", I64, [1, 1]).strides([4, 1]));
+            let distribution = Distribution::Bernoulli(0.5);
+            g.push(Op::Rng(Rng { y, distribution, seed: Seed::Tensor(seed), offset: None }));
+        }),
     ]);
 }
 
@@ -255,27 +261,33 @@ fn band_mask_rules() {
         case("= band_mask(", "fill t2 is not a value from the host", band(Right, |b| b.fill = Tensor::device("fill", F32, [1]))),
         case(
             "= band_mask(",
-            "a mask of the left side takes no shift_right, got t3",
+            "shift_right is t3, expected none: only a mask of the right side has shift_right",
             band(Left, |b| b.shift = Some(Tensor::by_value("s", I32, None, 1))),
         ),
         case("= band_mask(", "shift_right t3 is f32, not an integer", band(Right, |b| b.shift = Some(Tensor::by_value("s", F32, None, 1)))),
         case("= band_mask(", "shift_right t3 is not a value from the host", band(Right, |b| b.shift = Some(Tensor::device("s", I32, [1])))),
         case(
             "= band_mask(",
-            "a mask of the right side takes no left, got t4",
+            "left is t4, expected none: only a mask of the left side has left",
             band(Right, |b| b.left = Some(Tensor::by_value("l", I32, None, 1))),
         ),
-        case("= band_mask(", "a mask of the left side needs left", band(Left, |b| b.left = None)),
+        case("= band_mask(", "the attribute `left` is missing: a band mask of the side Left needs it", band(Left, |b| b.left = None)),
         case("= band_mask(", "left t3 is bool, not a number", band(Left, |b| b.left = Some(Tensor::by_value("l", Bool, None, 1)))),
         case("= band_mask(", "left t3 is not a value from the host", band(Left, |b| b.left = Some(Tensor::device("l", I32, [1])))),
         case("= band_mask(", "seq_q and seq_kv are given together or not at all", band(Right, |b| b.kv = None)),
-        case("= band_mask(", "seq_q t4 is f32, not an integer", band(Right, |b| b.q = Some(Tensor::device("seq_q", F32, [2, 1, 1, 1])))),
+        case("= band_mask(", "seq_q t4 is f32, not i32 or i64", band(Right, |b| b.q = Some(Tensor::device("seq_q", F32, [2, 1, 1, 1])))),
         case(
             "= band_mask(",
-            "seq_kv t5 is [3,1,1,1], expected one length",
+            "seq_kv t5 is [3,1,1,1], expected one length by value, or one per batch entry",
             band(Right, |b| b.kv = Some(Tensor::device("seq_kv", I32, [3, 1, 1, 1]))),
         ),
     ]);
+    check(vec![case(
+        "= band_mask(",
+        "seq_q t4 is [1,1,1,1], expected one length by value, or one per batch entry",
+        band(Right, |b| b.q = Some(Tensor::device("seq_q", I32, [1, 1, 1, 1]))),
+    )]);
+    good(band(Right, |b| b.q = Some(Tensor::by_value("seq_q", I32, None, 1))));
     let mut ints = Graph::new();
     band(Right, |b| b.dtype = I32)(&mut ints);
     assert_eq!(ints.verify().unwrap_err().0.len(), 2, "x and y are both no floats");
@@ -303,9 +315,20 @@ fn page_and_block_scale_rules() {
             g.push(Op::BlockScaleDequantize(BlockScaleDequantize { x, scale, y, block: block.to_vec(), compute: F32 }));
         }
     };
+    fn quantize<const N: usize>(x: [i64; N], scale: Tensor) -> impl FnOnce(&mut Graph) {
+        move |g| {
+            let (x, y, scale) = (g.input("x", F32, x), g.input("y", F8E4M3, x), g.tensor(scale));
+            g.push(Op::BlockScaleQuantize(BlockScaleQuantize { x, y, scale, block: vec![32], compute: F32 }));
+        }
+    }
+    let reordered =
+        |dims: &[i64]| Tensor { reordering: cudnn_graph::ir::Reordering::F8x128x4, ..Tensor::device("scale", F8E8M0, dims.to_vec()) };
+    good(quantize([2, 64], Tensor::device("scale", F8E8M0, [2, 2])));
+    good(quantize([1, 2, 64], reordered(&[1, 128, 4])));
     let scale = |dims: &[i64]| Tensor::device("scale", F8E8M0, dims.to_vec());
     let x: (DType, &[i64]) = (F8E4M3, &[2, 64]);
     good(scales(x, &[2, 64], scale(&[2, 2]), &[1, 32]));
+    good(scales((I4, &[2, 64]), &[2, 64], scale(&[2, 2]), &[1, 32]));
     good(scales((F8E4M3, &[64, 2]), &[64, 2], scale(&[2, 2]), &[1, 32]));
     good(scales(x, &[2, 64], Tensor { reordering: cudnn_graph::ir::Reordering::F8x128x4, ..scale(&[128, 4]) }, &[32]));
     check(vec![
@@ -316,22 +339,30 @@ fn page_and_block_scale_rules() {
         case("= paged_load(", "seq_len t1 is f32", load(c, (F32, &[3, 1, 1, 1]), t, y)),
         case("= paged_load(", "page_table t2 is [3,1,2,1], not [3,1,3,1]", load(c, n, (I32, &[3, 1, 2, 1]), y)),
         case("= paged_load(", "page_table t2 is i64, not i32", load(c, n, (I64, &[3, 1, 3, 1]), y)),
-        case("= paged_load(", "x t0 is f16, but y t3 is bool", load(c, n, t, (Bool, &[3, 2, 10, 8]))),
-        case("= block_scale_dequantize(", "x t0 is i8, not a float", scales((I8, &[2, 64]), &[2, 64], scale(&[2, 2]), &[32])),
+        case("= paged_load(", "y t3 is bf16, expected f16 as container t0", load(c, n, t, (BF16, &[3, 2, 10, 8]))),
+        case(
+            "= paged_load(",
+            "y t3 has strides [2,1,1,1], expected 1 along exactly one of the last two axes",
+            load(&[9, 2, 4, 1], n, (I32, &[3, 1, 1, 1]), (F16, &[3, 2, 1, 1])),
+        ),
+        case("= paged_load(", "pages have 3 tokens, expected a power of two", load(&[9, 2, 3, 8], n, (I32, &[3, 1, 4, 1]), y)),
+        case("= paged_load(", "seq_len t1 is u8, not i32 or i64", load(c, (U8, &[3, 1, 1, 1]), t, y)),
+        case("= block_scale_dequantize(", "x t0 is bool, not a number", scales((Bool, &[2, 64]), &[2, 64], scale(&[2, 2]), &[32])),
         case("= block_scale_dequantize(", "y t1 is [2,32], not [2,64]", scales(x, &[2, 32], scale(&[2, 2]), &[32])),
-        case("= block_scale_dequantize(", "the scale has 1 axes, the tensor 2", scales(x, &[2, 64], scale(&[2]), &[32])),
-        case("= block_scale_dequantize(", "axis 1 of the scale is 3, not 2", scales(x, &[2, 64], scale(&[2, 3]), &[32])),
+        case("= block_scale_dequantize(", "the scale has 1 axes, expected 2, as the tensor has", scales(x, &[2, 64], scale(&[2]), &[32])),
+        case("= block_scale_dequantize(", "the scale has extent 3 along axis 1, expected 2", scales(x, &[2, 64], scale(&[2, 3]), &[32])),
         case(
             "= block_scale_dequantize(",
-            "axis 0 has blocks, but [1, 1] has no size for it",
+            "axis 0 has blocks, but the block sizes [1, 1] have no entry for it",
             scales(x, &[2, 64], scale(&[1, 64]), &[1, 1]),
         ),
         case(
             "= block_scale_dequantize(",
-            "[32, 16] has more sizes than there are axes with blocks",
+            "the block sizes [32, 16] have more entries above 1 than there are axes with blocks",
             scales(x, &[2, 64], scale(&[2, 2]), &[32, 16]),
         ),
         case("= block_scale_dequantize(", "block size 0 is below 1", scales(x, &[2, 64], scale(&[2, 2]), &[0])),
+        case("= block_scale_dequantize(", "got 3 block sizes, expected at most 2", scales(x, &[2, 64], scale(&[2, 2]), &[1, 1, 32])),
         case(
             "= block_scale_quantize(",
             "got 2 block sizes, expected one, for the last axis",
@@ -345,6 +376,25 @@ fn page_and_block_scale_rules() {
             over_inputs([("x", F32, &[2, 64]), ("y", F8E4M3, &[2, 64]), ("scale", F32, &[2, 2])], |[x, y, scale]| {
                 Op::BlockScaleQuantize(BlockScaleQuantize { x, y, scale, block: vec![32], compute: I32 })
             }),
+        ),
+        case(
+            "= block_scale_quantize(",
+            "y t1 is f16, expected f8e4m3, f8e5m2 or f4e2m1",
+            over_inputs([("x", F32, &[2, 64]), ("y", F16, &[2, 64]), ("scale", F32, &[2, 2])], |[x, y, scale]| {
+                Op::BlockScaleQuantize(BlockScaleQuantize { x, y, scale, block: vec![32], compute: F32 })
+            }),
+        ),
+        case(
+            "= block_scale_quantize(",
+            "the scale has no reordering f8x128x4",
+            quantize([1, 2, 64], Tensor::device("scale", F8E8M0, [1, 2, 2])),
+        ),
+        case("= block_scale_quantize(", "the scale has the reordering f8x128x4", quantize([2, 64], reordered(&[128, 4]))),
+        case("= block_scale_quantize(", "the scale is [1,128,8] with", quantize([1, 2, 64], reordered(&[1, 128, 8]))),
+        case(
+            "= block_scale_quantize(",
+            "expected [1,128,4] with [512,4,1]",
+            quantize([1, 2, 64], reordered(&[1, 128, 4]).strides([512, 8, 1])),
         ),
     ]);
 }

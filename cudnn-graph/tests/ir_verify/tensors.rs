@@ -24,8 +24,8 @@ fn tensor_rules() {
         }),
         case("\"x\"", "1 strides for 2 axes", |g| exp_of(g, Tensor::device("x", F32, [2, 3]).strides([1]))),
         case("\"x\"", "stride -1 is negative", |g| exp_of(g, Tensor::device("x", F32, [2, 3]).strides([3, -1]))),
-        case("\"x\"", "does not fit 64 bits", |g| exp_of(g, Tensor::device("x", F32, [2, 3]).strides([i64::MAX, 1]))),
-        case("\"x\"", "does not fit 64 bits", |g| {
+        case("\"x\"", "does not fit in 64 bits", |g| exp_of(g, Tensor::device("x", F32, [2, 3]).strides([i64::MAX, 1]))),
+        case("\"x\"", "does not fit in 64 bits", |g| {
             let x = g.tensor(Tensor::device("x", F32, [1 << 30, 1 << 30, 1 << 30]).strides([0, 0, 0]));
             let y = g.tensor(Tensor::device("y", F32, [1]));
             g.push(pointwise(Mode::Exp, x, y));

@@ -18,6 +18,7 @@
 //! | `facts`, `journal`, `past`, `explain` | reports |
 //! | `news` | events for subscribers, sent after the lock is released |
 //! | `meter` | events as counters, with the feature `metrics` |
+//! | `planfile` | files of compiled plans |
 //! | `sync` | primitives, real ones or those of a model checker |
 
 mod entry;
@@ -32,6 +33,8 @@ mod meter;
 mod model;
 mod news;
 mod past;
+#[cfg(not(feature = "model"))]
+pub mod planfile;
 mod store;
 mod sync;
 #[cfg(all(test, not(feature = "model")))]

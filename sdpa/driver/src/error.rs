@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// A path at which a library was searched, and the reason why it was not loaded from there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +34,7 @@ pub enum Error {
         symbol: &'static str,
     },
     /// There is a driver, but not this device.
-    #[error("the CUDA driver has no device {ordinal}: it sees {count}; check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    #[error("the CUDA driver has no device {ordinal}: the number of visible devices is {count}; check nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoDevice {
         /// The ordinal that was requested.
         ordinal: u32,
@@ -51,6 +52,32 @@ pub enum Error {
         name: String,
         /// The driver's message.
         text: String,
+    },
+    /// A call into NCCL failed, or its version is too old.
+    #[error("{call} returned {code}: {text}")]
+    Nccl {
+        /// The NCCL function that was called.
+        call: &'static str,
+        /// The `ncclResult_t` that NCCL returned.
+        code: i32,
+        /// NCCL's text for the code, or the reason.
+        text: String,
+    },
+    /// Ranks did not do their part in time.
+    #[error("waited {after:?} for {what}; a rank may be stopped, or wait for another exchange")]
+    Timeout {
+        /// The event that did not happen in time.
+        what: &'static str,
+        /// The deadline.
+        after: Duration,
+    },
+    /// The environment does not say which rank this process is.
+    #[error("{launcher}: {problems}")]
+    Launcher {
+        /// The launcher whose variables were read.
+        launcher: &'static str,
+        /// Every variable that is missing or wrong, with the rule.
+        problems: String,
     },
     /// NVRTC cannot compile a source.
     #[error("{call} returned {code}{}", Log(log))]
@@ -92,7 +119,12 @@ impl Error {
         match self {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } => true,
             Error::Driver { code, .. } => NO_DRIVER.contains(code),
-            Error::Compile { .. } | Error::Memory { .. } | Error::OtherDevice { .. } => false,
+            Error::Compile { .. }
+            | Error::Nccl { .. }
+            | Error::Timeout { .. }
+            | Error::Launcher { .. }
+            | Error::Memory { .. }
+            | Error::OtherDevice { .. } => false,
         }
     }
 
@@ -100,7 +132,12 @@ impl Error {
     pub fn is_fatal(&self) -> bool {
         match self {
             Error::Library { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } | Error::Driver { .. } => true,
-            Error::Compile { .. } | Error::Memory { .. } | Error::OtherDevice { .. } => false,
+            Error::Compile { .. }
+            | Error::Nccl { .. }
+            | Error::Timeout { .. }
+            | Error::Launcher { .. }
+            | Error::Memory { .. }
+            | Error::OtherDevice { .. } => false,
         }
     }
 }

@@ -5,6 +5,7 @@
 //! | `driver`, `device` | the process's driver; a GPU, and how a thread enters its context |
 //! | `stream`, `memory` | streams and events; owned device memory |
 //! | `nvrtc` | the run-time compiler |
+//! | `nccl`, `communicator` | NCCL: its version, unique ids and error texts; one rank of a group |
 //! | `kernel`, `module`, `tensor_map` | code that stays loaded, and code that can be unloaded; tensor maps for TMA |
 //! | `submission` | the work that one call submits to a stream |
 //! | `capture` | stream capture and CUDA graphs |
@@ -16,6 +17,7 @@
 #![allow(unsafe_code)]
 
 mod capture;
+mod communicator;
 mod device;
 mod driver;
 mod error;
@@ -24,6 +26,7 @@ mod lane;
 pub mod load;
 mod memory;
 mod module;
+mod nccl;
 mod nvrtc;
 mod retire;
 mod room;
@@ -32,6 +35,7 @@ mod submission;
 mod tensor_map;
 
 pub use capture::Captured;
+pub use communicator::{Communicator, Rank};
 pub use device::{Device, Entered};
 pub use driver::{Driver, Ptr, absolute, relaxed};
 pub use error::{Error, Searched};
@@ -39,6 +43,7 @@ pub use kernel::Kernel;
 pub use lane::Lane;
 pub use memory::{Buffer, DeviceSlice, Element};
 pub use module::{Entry, Launch, Module};
+pub use nccl::{Nccl, UniqueId};
 pub use nvrtc::{Compiled, Nvrtc};
 pub use stream::{Event, RawStream, Stream};
 pub use submission::Submission;

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 pub enum Place {
     /// A file, by its path.
     File(PathBuf),
+    /// A library name, if the process has already loaded a library of this name.
+    Loaded(&'static str),
     /// A library name, which the system's loader resolves.
     System(&'static str),
     /// A Python environment that does not have the library, and a text about the missing package. It only appears in error messages.
@@ -66,6 +68,16 @@ pub fn open_file(path: &Path) -> Result<Opened, String> {
     Ok(Opened { dl: std::mem::ManuallyDrop::new(dl), path: path.to_owned() })
 }
 
+/// `RTLD_NOLOAD` of the system's header: `dlopen` fails if the library is not loaded.
+const RTLD_NOLOAD: i32 = if cfg!(target_vendor = "apple") { 0x10 } else { 0x4 };
+
+/// Returns the library of this name that the process has already loaded.
+fn loaded(name: &'static str) -> Result<Opened, String> {
+    // SAFETY: nothing is loaded, so no initialiser runs.
+    let dl = unsafe { Dl::open(Some(name), RTLD_LAZY | RTLD_NOLOAD) }.map_err(|_| "not loaded by this process yet".to_owned())?;
+    Ok(Opened { dl: std::mem::ManuallyDrop::new(dl), path: PathBuf::from(name) })
+}
+
 /// Loads the first library that exists.
 ///
 /// # Errors
@@ -75,14 +87,18 @@ pub fn open_first(library: &'static str, places: &[Place]) -> Result<Opened, Err
     for place in places {
         let path = match place {
             Place::File(path) => path.as_path(),
-            Place::System(name) => Path::new(name),
+            Place::System(name) | Place::Loaded(name) => Path::new(name),
             Place::Empty(path, problem) => {
                 let problem = format!("{problem} in lib/python3*/site-packages/nvidia");
                 searched.push(Searched { place: path.display().to_string(), problem });
                 continue;
             }
         };
-        match open_file(path) {
+        let opened = match place {
+            Place::Loaded(name) => loaded(name),
+            Place::File(_) | Place::System(_) | Place::Empty(..) => open_file(path),
+        };
+        match opened {
             Ok(opened) => return Ok(opened),
             Err(problem) => searched.push(Searched { place: path.display().to_string(), problem }),
         }
@@ -145,3 +161,20 @@ macro_rules! table {
     };
 }
 pub use table;
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loaded_library_is_found_first_and_nothing_is_loaded_for_it() {
+        // The C library of every test process; no process has the other one.
+        let found =
+            open_first("a library", &[Place::Loaded("libnever-there.so.9"), Place::Loaded("libc.so.6"), Place::System("libm.so.6")])
+                .unwrap();
+        assert_eq!(found.path, Path::new("libc.so.6"));
+        assert!(found.mapped_path().is_absolute());
+        let told = open_first("a library", &[Place::Loaded("libnever-there.so.9")]).unwrap_err().to_string();
+        assert!(told.contains("libnever-there.so.9") && told.contains("not loaded by this process yet"), "{told}");
+    }
+}

@@ -83,9 +83,9 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
     errors.extend(params::check(job.params(), problem.extents(), &given, true).err().into_iter().flat_map(|e| e.0));
     // Specifications with different defaults share a plan, so the plan knows no default.
     let left = job.params().iter().filter(|p| p.default.is_some() && given.iter().all(|(name, _)| *name != p.name));
-    errors.extend(
-        left.map(|p| SpecError::new(format!("parameter {}", p.name), "nothing", "a value: a call over device memory has no defaults")),
-    );
+    errors.extend(left.map(|p| {
+        SpecError::new(format!("parameter {}", p.name), "nothing", "a value: defaults do not apply to calls with tensors in device memory")
+    }));
     let wanted: &[GradientSpec] = match job {
         Job::Forward(_) => &[],
         Job::Backward(backward) => backward.wrt(),

@@ -68,7 +68,8 @@ impl Empty {
             limit(format!("{operand}.strides"), format!("{strides:?}"), rule)
         });
         let beside_sink = self.statistics().filter(|_| self.job.problem().sink()).map(|which| {
-            let rule = "none: when there are no keys it equals the sink, which this call cannot read from device memory; use a call over host memory";
+            let rule = "no request when there are no keys: the value is then computed from the sink, which this executor cannot \
+                        read from device memory; use a call with tensors in host memory";
             limit(which.name().to_owned(), "a request".to_owned(), rule)
         });
         gaps.chain(beside_sink).collect()

@@ -194,7 +194,7 @@ fn other_pass() -> Error {
     Error::Spec(SpecErrors(vec![SpecError::new(
         "pass",
         "a call of the other direction",
-        "forward for a forward plan, backward for a backward plan",
+        "a forward call for a forward plan, or a backward call for a backward plan",
     )]))
 }
 

@@ -95,8 +95,19 @@ impl Query<Job> for JobQuery<'_> {
     }
 }
 
-/// Shortens an expression for a label: if it is long, to its value without declarations, and a hash of the compared text.
-fn short(text: &str, compared: &str) -> String {
+/// Returns the text of a score_mod or mask with `scalar NAME` for each scalar. Its default is not part of a key, because a call may pass
+/// another value.
+fn without_values(expression: &impl std::fmt::Display) -> String {
+    let text = expression.to_string();
+    let declaration = |part: &str| match (part.starts_with("scalar "), part.split_once(" = ")) {
+        (true, Some((declared, _))) => declared.to_owned(),
+        (true, None) | (false, _) => part.to_owned(),
+    };
+    text.split("; ").map(declaration).collect::<Vec<_>>().join("; ")
+}
+
+/// Shortens an expression for a label: if it is long, to its value without declarations, and a hash of the text.
+fn short(text: &str) -> String {
     const MOST: usize = 60;
     if text.chars().count() <= MOST {
         return text.to_owned();
@@ -107,7 +118,7 @@ fn short(text: &str, compared: &str) -> String {
         false => value.to_owned(),
     };
     let mut state = DefaultHasher::new();
-    compared.hash(&mut state);
+    text.hash(&mut state);
     format!("{cut} #{:08x}", state.finish() as u32)
 }
 
@@ -147,15 +158,16 @@ fn declared(p: &Problem) -> Option<String> {
 fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
     match fact {
         Fact::BlockScaled(is_scaled) => is_scaled.then(|| "block-scaled".to_owned()),
+        Fact::BatchInvariant(is_invariant) => is_invariant.then(|| "batch-invariant".to_owned()),
         Fact::Packed(is_packed) => is_packed.then(|| "packed".to_owned()),
         Fact::Sink(has_sink) => has_sink.then(|| "sink".to_owned()),
         Fact::Dropout(dropout) => dropout.map(|dropout| format!("dropout {}", dropout.p())),
         Fact::PageSize(page_size) => page_size.map(|page_size| format!("paged by {page_size}")),
-        Fact::ScoreMod(score_mod) => score_mod.map(|score_mod| short(&score_mod.to_string(), &score_mod.without_defaults().to_string())),
+        Fact::ScoreMod(score_mod) => score_mod.map(|score_mod| short(&without_values(score_mod))),
         // One expression covers all parts of the masks.
         Fact::Band(..) => {
             let kept = problem.kept();
-            (!kept.is_full()).then(|| short(&kept.to_string(), &kept.without_defaults().to_string()))
+            (!kept.is_full()).then(|| short(&without_values(kept)))
         }
         Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
         // The first part of the label already states these.
@@ -230,16 +242,17 @@ fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
             Some(("paged", or(paged, "no")))
         }
         Fact::PageSize(_) => None,
-        Fact::ScoreMod(score_mod) => Some(("score_mod", or(score_mod.map(|trace| trace.without_defaults().to_string()), "none"))),
+        Fact::ScoreMod(score_mod) => Some(("score_mod", or(score_mod.map(without_values), "none"))),
         // One field covers all parts of the masks.
-        Fact::Band(..) => Some(("mask", p.kept().without_defaults().to_string())),
+        Fact::Band(..) => Some(("mask", without_values(p.kept()))),
         Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
         Fact::Parameters(_) => declared(p).map(|declared| ("parameters", declared)),
         Fact::Statistic(statistic, is_computed) => Some((statistic.name(), is_computed.to_string())),
         Fact::StatsBase(base) => Some(("stats_base", base.to_string())),
+        Fact::BatchInvariant(is_invariant) => Some(("batch_invariant", is_invariant.to_string())),
         Fact::UpstreamDtype(dtype) => of_fp8("dtype of d_o", dtype.to_string()),
         Fact::GradientDtype(dtype) => of_fp8("dtype of gradients", dtype.to_string()),
-        Fact::Gradient(gradient) => Some(("gradient", or(gradient.map(|gradient| gradient.trace.without_defaults().to_string()), "none"))),
+        Fact::Gradient(gradient) => Some(("gradient", or(gradient.map(|gradient| without_values(&gradient.trace)), "none"))),
         Fact::GradientsOf(wrt) => Some(("wrt", wrt.iter().map(|g| format!("{} {}", g.name, g.dtype)).collect::<Vec<_>>().join(", "))),
         // No field is needed: these follow from the traces of the score_mod and its derivative, and from the element types.
         Fact::BackwardParameters(_) => None,
@@ -270,12 +283,15 @@ impl CacheKey for Job {
 
     fn advice(differences: &[Difference]) -> Option<&'static str> {
         let only = |names: &[&str]| !differences.is_empty() && differences.iter().all(|d| names.contains(&d.field.as_str()));
+        if only(&["mask"]) && differences.iter().all(|d| pattern(&d.asked) == pattern(&d.there)) {
+            return Some(BOUNDS);
+        }
         ADVICE.iter().find(|(names, _)| only(names)).map(|(_, advice)| *advice)
     }
 }
 
 /// Advice for keys that differ only in these fields. The first row that contains all differing fields applies.
-const ADVICE: [(&[&str], &str); 8] = [
+const ADVICE: [(&[&str], &str); 9] = [
     (&["batch"], "only the batch differs: pad the batch to a few sizes, or split it"),
     (
         &["packed"],
@@ -291,8 +307,30 @@ const ADVICE: [(&[&str], &str); 8] = [
     (&["mask"], "only the mask differs: pass lengths and documents as tensors (padding, document), not as constants"),
     (&["seq_q", "seq_kv", "mask"], "only lengths differ: with length buckets, one plan serves many lengths"),
     (&["score_mod", "gradient"], "only the score_mod differs: declare numbers that change between calls as p.scalar(name, default)"),
+    (
+        &["layout of k", "layout of v"],
+        "only the strides of keys and values differ: allocate a KV cache once with its full capacity and pass slices of it, so that the strides \
+         stay the same",
+    ),
     (&LAYOUTS_AND_ALIGNMENTS, "only strides or alignments differ: pass the tensors of all calls in one layout, with the same alignment"),
 ];
+
+/// Advice for masks that differ only in their numbers.
+const BOUNDS: &str = "only numbers of the mask differ, such as the bounds of a window: use few different bounds, or write the mask with \
+                      Mask::new and declare the numbers that change between calls as p.scalar(name, default)";
+
+/// Returns a text without its numbers, a sign before a number included.
+fn pattern(text: &str) -> String {
+    let mut pattern = String::with_capacity(text.len());
+    let mut is_name = false;
+    for c in text.chars() {
+        if is_name || !c.is_ascii_digit() && c != '-' {
+            pattern.push(c);
+        }
+        is_name = c == '_' || c.is_ascii_alphabetic() || is_name && c.is_ascii_digit();
+    }
+    pattern
+}
 
 /// Fields of strides and alignments.
 const LAYOUTS_AND_ALIGNMENTS: [&str; 16] = [
@@ -329,7 +367,45 @@ mod tests {
         let wide = AttentionSpec::dense(DType::F16, Shape { dim_v: 16, ..shape }, Layout::Bhsd).mask(sdpa_core::Mask::causal());
         assert_eq!(label(wide.validate().unwrap().into()), "forward f16 (1,2,1,5,7,8,16) causal");
         let capped = spec.score_mod("softcap:30".parse().unwrap());
-        assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0; tanh(score / cap) * cap");
+        assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap; tanh(score / cap) * cap");
+    }
+
+    #[test]
+    fn advice_fits_the_numbers_of_a_mask_and_the_strides_of_a_cache() {
+        let shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 64, seq_kv: 64, dim_qk: 8, dim_v: 8 };
+        let job = |mask: &str, capacity: i64| -> Job {
+            let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap());
+            (spec.k.strides, spec.v.strides) = ([2 * capacity * 8, capacity * 8, 8, 1], [2 * capacity * 8, capacity * 8, 8, 1]);
+            spec.validate().unwrap().into()
+        };
+        let advice = |asked: Job, there: Job| {
+            let all = asked.fields().into_iter().zip(there.fields()).filter(|(asked, there)| asked != there);
+            let difference =
+                |((field, asked), (_, there)): ((&str, String), (_, String))| Difference { field: field.to_owned(), asked, there };
+            Job::advice(&all.map(difference).collect::<Vec<_>>()).unwrap_or_default()
+        };
+        assert!(advice(job("window:16,0", 64), job("window:32,0", 64)).starts_with("only numbers of the mask differ"));
+        assert!(advice(job("window:16,0", 64), job("window:16,3", 64)).starts_with("only the mask differs"));
+        assert!(advice(job("window:16,0", 64), job("causal & document", 64)).starts_with("only the mask differs"));
+        assert!(advice(job("(q + k) % 2 == 0", 64), job("(q + k) % 3 == 0", 64)).starts_with("only numbers"));
+        assert!(
+            advice(job("causal", 64), job("causal", 128)).starts_with("only the strides of keys and values differ: allocate a KV cache")
+        );
+        assert_eq!([pattern("t1 < 10 - 3"), pattern("x_2y & -64")], ["t1 <   ", "x_2y & "]);
+    }
+
+    #[test]
+    fn defaults_of_scalars_are_not_printed_as_values() {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).score_mod("softcap:30".parse().unwrap());
+        let job: Job =
+            spec.mask("scalar slope = 0.5; f32(q) * slope < f32(k)".parse().unwrap()).with_stats().backward().validate().unwrap().into();
+        let texts = job.fields().into_iter().map(|(_, value)| value).chain([job.label()]).collect::<Vec<_>>().join("\n");
+        assert!(
+            texts.contains("scalar cap; tanh(score / cap) * cap") && texts.contains("scalar slope; f32(q) * slope < f32(k)"),
+            "{texts}"
+        );
+        assert!(!texts.contains("scalar cap =") && !texts.contains("slope ="), "{texts}");
     }
 
     /// Labels must differ, because reports identify keys by them.

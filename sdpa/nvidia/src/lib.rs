@@ -8,7 +8,7 @@ mod executor;
 mod host;
 mod job;
 mod key;
-pub mod planfile;
+pub use sdpa_cache::planfile;
 pub mod race;
 pub mod user;
 

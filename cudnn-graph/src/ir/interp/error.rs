@@ -10,7 +10,7 @@ pub enum InterpError {
     #[error("{}", lines(.0))]
     Bindings(Vec<BindingError>),
     /// A view maps an element of the result to an offset at which its input has no element.
-    #[error("{at}: the view puts an element at memory offset {offset}, where its input has none")]
+    #[error("{at}: the view reads memory offset {offset}, where the input has no element")]
     View {
         /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
@@ -18,7 +18,9 @@ pub enum InterpError {
         offset: i64,
     },
     /// A page table refers to a page outside the pool.
-    #[error("{at}: page {page} of batch entry {batch}: got block {block}, expected a block below {blocks}")]
+    #[error(
+        "{at}: page table, batch entry {batch}, entry {page}: got page {block}, expected at least 0 and below {blocks}, the number of pages"
+    )]
     Page {
         /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,
@@ -140,7 +142,7 @@ pub enum BindingError {
         limit: i64,
     },
     /// An attention op has more scores than the interpreter computes.
-    #[error("{at}: more than {limit} scores, the limit of the interpreter")]
+    #[error("{at}: the attention has more than {limit} scores, the limit of the interpreter")]
     HiddenTooLarge {
         /// The op that cannot be interpreted, in the form of printed graphs.
         at: String,

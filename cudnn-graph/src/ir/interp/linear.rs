@@ -42,46 +42,25 @@ pub(super) fn matmul(state: &mut State<'_>, op: &Matmul) -> Result<(), InterpErr
 pub(super) fn reduction(state: &mut State<'_>, op: &Reduction) -> Result<(), InterpError> {
     let x = state.value(op.x)?;
     let dims = state.dims(op.y)?;
-    let folded = (x.data.len() / count(&dims).max(1)) as f64;
-    let (start, zero_counts) = match op.mode {
-        ReductionMode::Add | ReductionMode::Avg | ReductionMode::Norm1 | ReductionMode::Norm2 => (0.0, true),
+    let start = match op.mode {
+        ReductionMode::Add => 0.0,
         // Extremes start from NaN, to which every number is preferred.
-        ReductionMode::Min | ReductionMode::Max | ReductionMode::Amax => (f64::NAN, true),
-        ReductionMode::Mul => (1.0, true),
-        ReductionMode::MulNoZeros => (1.0, false),
+        ReductionMode::Min | ReductionMode::Max | ReductionMode::Amax => f64::NAN,
+        ReductionMode::Mul => 1.0,
     };
     let mut y = vec![start; count(&dims)];
     let mut from = x.data.iter().map(|&x| state.precision.convert(x, op.compute));
     each(&x.dims, |index| {
         let folds = index.iter().zip(&x.dims).zip(&dims).map(|((&i, &x), &y)| i / (x / y));
         let (into, Some(x)) = (&mut y[place(&dims, folds)], from.next()) else { return };
-        if x == 0.0 && !zero_counts {
-            return;
-        }
         let folded = match op.mode {
-            ReductionMode::Add | ReductionMode::Avg => *into + x,
-            ReductionMode::Norm1 => *into + x.abs(),
-            ReductionMode::Norm2 => *into + x * x,
-            ReductionMode::Mul | ReductionMode::MulNoZeros => *into * x,
+            ReductionMode::Add => *into + x,
+            ReductionMode::Mul => *into * x,
             ReductionMode::Min => least(*into, x),
             ReductionMode::Max => -least(-*into, -x),
             ReductionMode::Amax => -least(-*into, -x.abs()),
         };
         *into = state.precision.convert(folded, op.compute);
     });
-    for y in &mut y {
-        let done = match op.mode {
-            ReductionMode::Avg => *y / folded,
-            ReductionMode::Norm2 => libm::sqrt(*y),
-            ReductionMode::Add
-            | ReductionMode::Norm1
-            | ReductionMode::Mul
-            | ReductionMode::MulNoZeros
-            | ReductionMode::Min
-            | ReductionMode::Max
-            | ReductionMode::Amax => *y,
-        };
-        *y = state.precision.convert(done, op.compute);
-    }
     state.store(op.y, y)
 }

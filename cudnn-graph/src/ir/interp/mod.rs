@@ -6,6 +6,7 @@
 //!   ragged packing, reordering and alignment do not matter, and offsets of ragged tensors need no value.
 //! - Every op computes in f64, rounded as [`Precision`] determines: once per pointwise op, once per term of a sum, and once more when the result is
 //!   stored in its tensor.
+//! - Norms compute statistics and results in f64 and round once, when they are stored. Of max pooling, the first of equal elements is the maximum.
 //! - Random bits are specific to the library. The caller passes the result of an rng op, and the random numbers of dropout.
 //!
 //! ```
@@ -24,11 +25,14 @@
 
 mod attention;
 mod axes;
+mod convolution;
 mod error;
+mod experts;
 mod gradient;
 mod inputs;
 mod linear;
 mod moves;
+mod norms;
 mod number;
 mod pages;
 mod scalar;
@@ -104,6 +108,21 @@ fn step(state: &mut State<'_>, op: &Op) -> Result<(), InterpError> {
         Op::Reshape(op) => moves::reshape(state, op),
         Op::Transpose(op) => moves::transpose(state, op),
         Op::Slice(op) => moves::slice(state, op),
+        Op::Concat(op) => experts::concat(state, op),
+        Op::ConvForward(op) => convolution::forward(state, op),
+        Op::ConvBackwardData(op) => convolution::backward_data(state, op),
+        Op::ConvBackwardFilter(op) => convolution::backward_filter(state, op),
+        Op::NormForward(op) => norms::forward(state, op),
+        Op::NormBackward(op) => norms::backward(state, op),
+        Op::GenStats(op) => norms::gen_stats(state, op),
+        Op::BnFinalize(op) => norms::bn_finalize(state, op),
+        Op::BnBackwardWeights(op) => norms::bn_backward_weights(state, op),
+        Op::ResampleForward(op) => convolution::resample(state, op),
+        Op::ResampleBackward(op) => convolution::resample_backward(state, op),
+        Op::MoeMatmul(op) => experts::moe_matmul(state, op),
+        Op::MoeMatmulBackward(op) => experts::moe_matmul_backward(state, op),
+        Op::Rope(op) => experts::rope(state, op),
+        Op::RopeBackward(op) => experts::rope_backward(state, op),
         // The caller passed the random numbers as an input.
         Op::Rng(_) => Ok(()),
         Op::Softmax(op) => softmax::softmax(state, op),

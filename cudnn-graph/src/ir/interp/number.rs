@@ -22,6 +22,8 @@ impl Precision {
         match dtype {
             DType::I8 => f64::from(x as i8),
             DType::U8 => f64::from(x as u8),
+            DType::I4 => f64::from((x as i8).clamp(-8, 7)),
+            DType::U4 => f64::from((x as u8).min(15)),
             DType::I32 => f64::from(x as i32),
             DType::I64 => (x as i64) as f64,
             DType::Bool => f64::from(u8::from(x != 0.0)),
@@ -65,7 +67,7 @@ fn round(x: f64, dtype: DType) -> f64 {
         DType::F8E5M2 => nearest(x, &ocp(2, -14, 57344.0, f64::NAN)),
         DType::F4E2M1 => nearest(x, &ocp(1, 0, 6.0, 6.0)),
         DType::F8E8M0 => power_of_two_above(x),
-        DType::F64 | DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool => x,
+        DType::F64 | DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool | DType::I4 | DType::U4 => x,
     }
 }
 
@@ -122,6 +124,8 @@ pub(super) fn largest(dtype: DType) -> f64 {
         DType::F4E2M1 => 6.0,
         DType::I8 => f64::from(i8::MAX),
         DType::U8 => f64::from(u8::MAX),
+        DType::I4 => 7.0,
+        DType::U4 => 15.0,
         DType::I32 => f64::from(i32::MAX),
         DType::I64 => i64::MAX as f64,
         DType::Bool => 1.0,
@@ -225,6 +229,9 @@ mod tests {
             assert_eq!(precision.convert(1e300, DType::I32), f64::from(i32::MAX));
             assert_eq!(precision.convert(-1.0, DType::U8), 0.0);
             assert_eq!(precision.convert(-300.0, DType::I8), -128.0);
+            let all = |dtype| [-9.5, -1.9, 7.9, 8.0, 300.0].map(|x| precision.convert(x, dtype));
+            assert_eq!(all(DType::I4), [-8.0, -1.0, 7.0, 7.0, 7.0]);
+            assert_eq!(all(DType::U4), [0.0, 0.0, 7.0, 8.0, 15.0]);
             assert_eq!(precision.convert(f64::NAN, DType::I64), 0.0);
             assert_eq!(precision.convert(f64::NAN, DType::Bool), 1.0);
             assert_eq!(precision.convert(-0.0, DType::Bool), 0.0);

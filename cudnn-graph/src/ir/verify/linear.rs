@@ -57,19 +57,19 @@ pub(super) fn reshape(at: &mut At<'_>, op: &Reshape) {
 }
 
 pub(super) fn transpose(at: &mut At<'_>, op: &Transpose) {
-    at.same_kind(op.x, op.y);
+    at.type_like("y", op.y, ("x", op.x));
     let x = at.dims(op.x);
     let mut sorted = op.permutation.clone();
     sorted.sort_unstable();
     let permutes = sorted.iter().copied().eq(0..x.len() as i64);
-    if at.rule(permutes, || format!("{} does not permute {} axes", Dims(op.permutation.clone()), x.len())) {
+    if at.rule(permutes, || format!("{} is not a permutation of the {} axes of x", Dims(op.permutation.clone()), x.len())) {
         let want: Vec<i64> = op.permutation.iter().map(|&axis| x[axis as usize]).collect();
         at.extents("y", op.y, &want);
     }
 }
 
 pub(super) fn slice(at: &mut At<'_>, op: &Slice) {
-    at.same_kind(op.x, op.y);
+    at.type_like("y", op.y, ("x", op.x));
     let x = at.dims(op.x);
     let counts = [op.start.len(), op.limit.len(), op.step.len()];
     if !at.rule(counts == [x.len(); 3], || format!("got {counts:?} starts, limits and steps, expected {} of each", x.len())) {

@@ -3,6 +3,7 @@
 use super::linear::rows;
 use super::{At, Class};
 use crate::ir::op::{BandMask, BandSide, Distribution, Rng, Seed, Softmax};
+use crate::ir::tensor::TensorId;
 use crate::ir::ty::DType;
 
 pub(super) fn rng(at: &mut At<'_>, op: &Rng) {
@@ -16,11 +17,17 @@ pub(super) fn rng(at: &mut At<'_>, op: &Rng) {
     };
     match op.seed {
         Seed::Value(_) => {}
-        Seed::Tensor(id) => at.one("seed", id, Class::Integer),
+        Seed::Tensor(id) => state(at, "seed", id),
     }
     if let Some(id) = op.offset {
-        at.one("offset", id, Class::Integer);
+        state(at, "offset", id);
     }
+}
+
+fn state(at: &mut At<'_>, field: &str, id: TensorId) {
+    at.one(field, id, Class::Integer);
+    let strides = &at.tensor(id).strides;
+    at.rule(strides.0.iter().all(|&s| s == 1), || format!("{field} {id} has strides {strides}, expected 1 along every axis"));
 }
 
 pub(super) fn softmax(at: &mut At<'_>, op: &Softmax) {
@@ -53,15 +60,17 @@ pub(super) fn band_mask(at: &mut At<'_>, op: &BandMask) {
     at.one("fill", op.fill, Class::F32);
     at.host_value("fill", op.fill);
     if let Some(id) = op.shift_right
-        && at.rule(op.side == BandSide::Right, || format!("a mask of the left side takes no shift_right, got {id}"))
+        && at.rule(op.side == BandSide::Right, || {
+            format!("shift_right is {id}, expected none: only a mask of the right side has shift_right")
+        })
     {
         at.one("shift_right", id, Class::Integer);
         at.host_value("shift_right", id);
     }
     match (op.side, op.left) {
         (BandSide::Right, None) => {}
-        (BandSide::Right, Some(id)) => at.fail(format!("a mask of the right side takes no left, got {id}")),
-        (BandSide::Left, None) => at.fail("a mask of the left side needs left"),
+        (BandSide::Right, Some(id)) => at.fail(format!("left is {id}, expected none: only a mask of the left side has left")),
+        (BandSide::Left, None) => at.fail("the attribute `left` is missing: a band mask of the side Left needs it"),
         (BandSide::Left, Some(id)) => {
             at.one("left", id, Class::Number);
             at.host_value("left", id);
@@ -70,11 +79,11 @@ pub(super) fn band_mask(at: &mut At<'_>, op: &BandMask) {
     at.rule(op.seq_q.is_some() == op.seq_kv.is_some(), || "seq_q and seq_kv are given together or not at all".to_owned());
     for (field, id) in [("seq_q", op.seq_q), ("seq_kv", op.seq_kv)] {
         if let Some(id) = id {
-            at.type_in(field, id, Class::Integer);
+            at.type_in(field, id, Class::IntegerArithmetic);
             let dims = at.tensor(id).dims.clone();
-            let one = dims.elements() == Some(1);
+            let one = at.tensor(id).is_scalar_value() && dims.elements() == Some(1);
             let each = x.first().is_some_and(|&b| dims.0 == [b, 1, 1, 1]);
-            at.rule(one || each, || format!("{field} {id} is {dims}, expected one length, or one per batch entry"));
+            at.rule(one || each, || format!("{field} {id} is {dims}, expected one length by value, or one per batch entry as [b,1,1,1]"));
         }
     }
 }

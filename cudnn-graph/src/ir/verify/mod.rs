@@ -35,6 +35,20 @@
 //! - **reduction**: numbers of equal rank; extents of the result divide those of the input (all may be equal).
 //! - **reshape**: as many elements. **transpose**: a permutation. **slice**: a part that exists, in steps of at least 1.
 //!   All three convert numbers but keep bools.
+//! - **conv_forward**, **conv_backward_data**, **conv_backward_filter**: numbers of one rank from 3 to 5. The channels of the filters divide those of
+//!   the images, and the ratio, the groups, divides the filters. Each list of the geometry has one number per spatial axis: strides and
+//!   dilations at least 1, paddings at least 0. The result has the extents that these give.
+//! - **resample_forward**, **resample_backward**: likewise for windows, which are larger than their padding. Only max has an index, an integer
+//!   per result, and its gradient needs it.
+//! - **norm_forward**, **norm_backward**: floats. The scale of batch and instance norm is (1, c, 1, …). That of the others has the extent of `x` or 1
+//!   along each axis after the first, and at least one axis is normalized. The bias is like the scale, only RMS norm may have none. Epsilon is one
+//!   f32 from the host. Statistics are f32, with extent 1 along normalized axes; RMS norm has no mean. Only batch norm has running statistics, and
+//!   it always has statistics.
+//! - **gen_stats**, **bn_finalize**: f32 (1, c, 1, …); the count is one i64 from the host.
+//! - **concat**: the type of the result, and its extents except along the axis, where the extents add up.
+//! - **moe_matmul**, **moe_matmul_backward**: tokens (1, rows, k), weights (experts, k, n), first_token i32 (experts, 1, 1), index and slot i32
+//!   (1, rows, 1). top_k divides the rows.
+//! - **rope**, **rope_backward**: floats (b, h, s, d), angles (s, 1, 1, width) for an even width of at most d, a finite scale.
 //! - **rng**: a number; probability in [0, 1], an interval that is not empty, a deviation that is not negative; seed and
 //!   offset are one integer.
 //! - **softmax**: floats of the same extents; stats, max and sum_exp are f32 with a last axis of 1; the sink is f32
@@ -55,9 +69,12 @@
 //! [`Mode`]: crate::ir::Mode
 
 mod attention;
+mod convolution;
+mod experts;
 mod flow;
 mod linear;
 mod masks;
+mod norms;
 mod pages;
 mod pointwise;
 mod tensors;
@@ -155,6 +172,21 @@ fn check_op(at: &mut At<'_>) {
         Op::Reshape(op) => linear::reshape(at, op),
         Op::Transpose(op) => linear::transpose(at, op),
         Op::Slice(op) => linear::slice(at, op),
+        Op::Concat(op) => experts::concat(at, op),
+        Op::ConvForward(op) => convolution::forward(at, op),
+        Op::ConvBackwardData(op) => convolution::backward_data(at, op),
+        Op::ConvBackwardFilter(op) => convolution::backward_filter(at, op),
+        Op::NormForward(op) => norms::forward(at, op),
+        Op::NormBackward(op) => norms::backward(at, op),
+        Op::GenStats(op) => norms::gen_stats(at, op),
+        Op::BnFinalize(op) => norms::bn_finalize(at, op),
+        Op::BnBackwardWeights(op) => norms::bn_backward_weights(at, op),
+        Op::ResampleForward(op) => convolution::resample_forward(at, op),
+        Op::ResampleBackward(op) => convolution::resample_backward(at, op),
+        Op::MoeMatmul(op) => experts::moe_matmul(at, op),
+        Op::MoeMatmulBackward(op) => experts::moe_matmul_backward(at, op),
+        Op::Rope(op) => experts::rope(at, op),
+        Op::RopeBackward(op) => experts::rope_backward(at, op),
         Op::Rng(op) => masks::rng(at, op),
         Op::Softmax(op) => masks::softmax(at, op),
         Op::BandMask(op) => masks::band_mask(at, op),
@@ -218,6 +250,27 @@ impl<'g> At<'g> {
         let dims = self.tensor(id).dims.clone();
         self.rule(dims.elements() == Some(1), || format!("{field} {id} is {dims}, not one element"));
         self.type_in(field, id, class);
+    }
+
+    /// Checks that `id` has the element type of `like`.
+    fn type_like(&mut self, field: &str, id: TensorId, (like_field, like): (&str, TensorId)) {
+        let (got, want) = (self.dtype(id), self.dtype(like));
+        self.rule(got == want, || format!("{field} {id} is {got}, expected {want} as {like_field} {like}"));
+    }
+
+    /// Checks that `id` has the strides of `like`, which has the same extents.
+    fn strides_like(&mut self, field: &str, id: TensorId, (like_field, like): (&str, TensorId)) {
+        let (got, want) = (self.tensor(id), self.tensor(like));
+        let same = got.dims != want.dims || got.strides.same(&want.strides, &want.dims);
+        self.rule(same, || format!("{field} {id} has strides {}, expected {} as {like_field} {like}", got.strides, want.strides));
+    }
+
+    /// Checks that `id` has the strides of `like`, and that both are in the same kind of storage.
+    fn similar(&mut self, field: &str, id: TensorId, like: (&str, TensorId)) {
+        self.strides_like(field, id, like);
+        let kind = |t: &Tensor| (t.is_virtual(), t.is_scalar_value());
+        let same = kind(self.tensor(id)) == kind(self.tensor(like.1));
+        self.rule(same, || format!("{field} {id} and {} {} are in different kinds of storage", like.0, like.1));
     }
 
     fn host_value(&mut self, field: &str, id: TensorId) {

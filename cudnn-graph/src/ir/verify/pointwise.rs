@@ -40,12 +40,14 @@ fn extents(at: &mut At<'_>, op: &Pointwise) {
     for (field, id) in [("x", Some(op.x)), ("b", op.b), ("t", op.t), ("dy", op.dy)] {
         let Some(id) = id else { continue };
         let dims = at.dims(id);
-        let missing = y.len().checked_sub(dims.len());
-        let fits = missing.is_some_and(|missing| dims.iter().zip(&y[missing..]).all(|(&d, &to)| d == 1 || d == to));
+        if !at.rule(dims.len() == y.len(), || format!("{field} {id} has {} axes, expected {} as y {}", dims.len(), y.len(), op.y)) {
+            return;
+        }
+        let fits = dims.iter().zip(&y).all(|(&d, &to)| d == 1 || d == to);
         if !at.rule(fits, || format!("{field} {id} does not broadcast to y {}", op.y)) {
             return;
         }
-        for (have, &d) in reached.iter_mut().rev().zip(dims.iter().rev()) {
+        for (have, &d) in reached.iter_mut().zip(dims) {
             *have = d.max(*have);
         }
     }

@@ -11,14 +11,25 @@ pub(super) fn check(graph: &Graph, errors: &mut Vec<VerifyError>) -> Vec<bool> {
     let shapes: Vec<Result<(), String>> = graph.tensors.iter().map(shape).collect();
     let sound: Vec<bool> = shapes.iter().map(Result::is_ok).collect();
     let inherited = inherited(graph, &sound);
+    let written: HashSet<TensorId> = graph.ops.iter().flat_map(|op| op.operands().outputs).map(|o| o.tensor).collect();
     let mut names: HashMap<&str, TensorId> = HashMap::new();
     for ((id, tensor), shape) in graph.ids().zip(&graph.tensors).zip(shapes) {
         let mut fail = |message: String| errors.push(tensor_error(graph, id, message));
-        if let (Err(message), false) = (shape, inherited.contains(&id)) {
-            fail(message);
+        if let (Err(message), false) = (&shape, inherited.contains(&id)) {
+            fail(message.clone());
         }
         if !tensor.alignment.is_power_of_two() {
             fail(format!("alignment {} is not a power of two", tensor.alignment));
+        } else if u64::from(tensor.alignment) < tensor.dtype.bytes(1) {
+            fail(format!("alignment {} is below the {} bytes of an element", tensor.alignment, tensor.dtype.bytes(1)));
+        }
+        if shape.is_ok()
+            && written.contains(&id)
+            && tensor.is_device()
+            && tensor.ragged.is_none()
+            && tensor.strides.shares_elements(&tensor.dims)
+        {
+            fail(format!("an op writes it, but its strides {} place several elements at one index", tensor.strides));
         }
         value(tensor, &mut fail);
         if tensor.is_device() || tensor.storage == Storage::ByValue(None) {
@@ -62,7 +73,7 @@ fn shape(tensor: &Tensor) -> Result<(), String> {
         return Err(format!("stride {s} is negative"));
     }
     if tensor.dims.elements().is_none() || tensor.bytes().is_none() {
-        return Err("its size does not fit 64 bits".to_owned());
+        return Err("the number of elements or bytes does not fit in 64 bits".to_owned());
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 //! on its path lets another user replace it. A user who may write a file can put any code into it, with valid checksums.
 //!
 //! ```
-//! use sdpa_nvidia::planfile::{self, Digest, Fault, Head, PlanFile, Record};
+//! use sdpa_cache::planfile::{self, Digest, Fault, Head, PlanFile, Record};
 //!
 //! #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 //! struct Compiler {

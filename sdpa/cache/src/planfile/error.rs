@@ -34,7 +34,7 @@ pub enum PlanFileError {
         known: u32,
     },
     /// The file is truncated: it ends before the last of its fields and records.
-    #[error("{} is cut off: it has {has} bytes, and its {what} needs {needs}", path.display())]
+    #[error("{} is cut off: it has {has} bytes, but its {what} ends at byte {needs}", path.display())]
     Truncated {
         /// The path of the file.
         path: PathBuf,

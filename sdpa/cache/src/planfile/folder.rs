@@ -24,7 +24,7 @@ const ABANDONED: Duration = Duration::from_secs(3600);
 /// - **Shared.** A record is written to a temporary file in the folder and renamed, so no process reads a part of one. Readers take no lock.
 ///
 /// ```
-/// use sdpa_nvidia::planfile::{Digest, Folder, Head, Record};
+/// use sdpa_cache::planfile::{Digest, Folder, Head, Record};
 ///
 /// #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 /// struct Compiler {
