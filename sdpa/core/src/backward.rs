@@ -196,10 +196,10 @@ impl BackwardSpec {
             check.fail("forward.stats_base", forward.stats_base, "natural: backward passes read natural logarithms");
         }
         if forward.paged.is_some() {
-            check.fail("forward.paged", "a paged KV cache", "none in a backward pass, which reads no paged KV cache");
+            check.fail("forward.paged", "a paged KV cache", "none in a backward pass: gradients of a paged KV cache are not supported");
         }
         if forward.block_scaled {
-            let rule = "false in a backward pass: its GEMMs sum over other axes and would need q, k and d_o with block scales along those";
+            let rule = "false in a backward pass: its GEMMs sum over other axes, so q, k and d_o would need block scales along those axes";
             check.fail("forward.block_scaled", true, rule);
         }
         let dtype = asked.dtype;

@@ -180,10 +180,10 @@ pub(crate) fn declare(check: &mut Check, spec: &AttentionSpec) -> Vec<Declared> 
         check.fail("q.dims[3] (dim_qk)", dim_qk, format!("a multiple of {BLOCK} with block scales"));
     }
     if spec.packed.is_some() {
-        check.fail("packed", "packed sequences", "none with block scales, which pad each batch entry to whole tiles");
+        check.fail("packed", "packed sequences", "none with block scales: their layout pads each batch entry to whole tiles");
     }
     if spec.paged.is_some() {
-        check.fail("paged", "a paged KV cache", "none with block scales, which pad each batch entry to whole tiles");
+        check.fail("paged", "a paged KV cache", "none with block scales: their layout pads each batch entry to whole tiles");
     }
     let mut declared = Vec::new();
     for (which, tensor) in BlockScale::ALL.into_iter().zip([spec.q, spec.k, spec.v]) {

@@ -89,7 +89,7 @@ impl Check {
         }
         let bytes = t.extent().and_then(|n| n.checked_mul(i64::from(dtype.bits() / 8)));
         if t.dims.iter().all(|&d| d >= 0) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
-            self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "a size below 2^63 bytes");
+            self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "strides that span less than 2^63 bytes");
         }
         if !t.alignment.is_power_of_two() {
             self.fail(format!("{name}.alignment"), t.alignment, "a power of two, in bytes");
@@ -124,7 +124,7 @@ impl Check {
         let field = format!("packed.{}", Side::Keys.total());
         if spec.paged.is_some() {
             if !packed.cross {
-                self.fail("packed.cross", "false", "true with a paged KV cache, whose sequences have their own lengths");
+                self.fail("packed.cross", "false", "true with a paged KV cache, whose key lengths are independent of the query lengths");
             }
             if let Some(total) = packed.total_kv {
                 self.fail(field, total, "none with a paged KV cache, whose size is paged.pages");
@@ -191,7 +191,7 @@ impl Check {
         match mask {
             Mask::Window { left, right, align } => {
                 if cross && *align == Align::BottomRight {
-                    let rule = "top-left or ends: with separate cu_seqlens for keys, each sequence has its own corner";
+                    let rule = "top-left or ends: with separate cu_seqlens for keys, only ends follows the corner of each sequence";
                     self.fail(format!("{field}.align"), "bottom-right", rule);
                 }
                 if let Some(left) = left.filter(|&l| l < 1) {
@@ -251,7 +251,7 @@ impl Check {
                 // Declarations that differ only in their defaults compare equal, so compare the defaults too: a parameter can have only
                 // one.
                 Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
-                    let number = |default: Option<f32>| format!("{:?} by default", default.unwrap_or(f32::NAN));
+                    let number = |default: Option<f32>| default.map_or("no default".to_owned(), |x| format!("{x:?} by default"));
                     self.fail(
                         format!("{field}, parameter {}", p.name),
                         number(p.default),

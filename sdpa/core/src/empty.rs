@@ -48,7 +48,7 @@ pub fn unsupported(problem: &Problem) -> Option<Reason> {
     problem.is_empty().then(|| Reason::Limit {
         field: "(batch, seq_q, seq_kv)".to_owned(),
         value: format!("{:?}", (batch, seq_q, seq_kv)),
-        limit: "at least 1 each: an empty pass compiles nothing; prepare it through an executor or the dispatcher, which fill its results"
+        limit: "at least 1 each: an empty problem has nothing to compile; prepare it through an executor or the dispatcher, which fill its outputs"
             .to_owned(),
     })
 }
@@ -107,6 +107,8 @@ impl Prepared for Empty<Problem> {
             stats_base,
             row_max: _,
             sum_exp: _,
+            // Nothing is summed.
+            batch_invariant: _,
         } = problem;
         let values = problem.bind(call.params)?;
         let sinks = problem.sinks(params, &values);

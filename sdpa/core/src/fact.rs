@@ -110,6 +110,8 @@ pub enum Fact<'a> {
     Statistic(Statistic, bool),
     /// The base of the logarithms in `stats`.
     StatsBase(StatsBase),
+    /// Whether the bits of a sequence's results depend on this sequence alone.
+    BatchInvariant(bool),
     /// Element type of `d_o` in a backward problem.
     UpstreamDtype(DType),
     /// Element type of `dq`, `dk` and `dv` in a backward problem.
@@ -164,6 +166,7 @@ impl Problem {
             stats_base,
             row_max,
             sum_exp,
+            batch_invariant,
         } = self;
         let Kept { region, ends, seq_len_q, seq_len_kv, rest } = kept;
         let (Region { lower, upper, prefix }, Ends { lower: ends_lower, upper: ends_upper }) = (region, ends);
@@ -203,6 +206,7 @@ impl Problem {
             Fact::Statistic(Statistic::RowMax, *row_max),
             Fact::Statistic(Statistic::SumExp, *sum_exp),
             Fact::StatsBase(*stats_base),
+            Fact::BatchInvariant(*batch_invariant),
         ];
         let operands = Operand::FORWARD.into_iter().zip([q, k, v, o]).flat_map(|(operand, tensor)| of_operand(operand, tensor));
         extents.into_iter().chain(operands).chain(options)
@@ -285,6 +289,7 @@ mod tests {
             dense().with_stats_in(StatsBase::Two),
             dense().with_row_max(),
             dense().with_sum_exp(),
+            dense().batch_invariant(),
         ]
     }
 

@@ -120,7 +120,7 @@ impl Fp8Scale {
         Err(SpecError::new(
             format!("parameter {self}"),
             value,
-            "a finite number above 0; fp8::scale_of computes one from a largest magnitude",
+            "a finite number above 0; fp8::scale_of computes a scale from the largest magnitude of a tensor",
         ))
     }
 

@@ -245,6 +245,25 @@ impl<'a> HostGradient<'a> {
     pub fn new(name: &'a str, data: impl Into<ElementsMut<'a>>) -> HostGradient<'a> {
         HostGradient { name, data: data.into() }
     }
+
+    /// Returns the mistakes in destinations of gradients for a problem: names that are missing, unknown or repeated, and other types and lengths.
+    pub fn mistakes(problem: &BackwardProblem, all: &[HostGradient<'_>]) -> Vec<SpecError> {
+        let given: Vec<&str> = all.iter().map(|g| g.name).collect();
+        let mut errors = params::check_gradients(problem.wrt().iter().map(|g| g.name.as_str()), &given);
+        for given in all {
+            let Some(wanted) = problem.wrt().iter().find(|wanted| wanted.name == given.name) else { continue };
+            let field = format!("gradient of {}", wanted.name);
+            if given.data.dtype() != wanted.dtype {
+                errors.push(SpecError::new(&field, given.data.dtype(), format!("{}, the type of the problem", wanted.dtype)));
+            }
+            let need = problem.gradient_elements(&wanted.name);
+            if given.data.len() as i64 != need {
+                let rule = format!("{need} elements: gradients are stored densely");
+                errors.push(SpecError::new(format!("{field} length"), given.data.len(), rule));
+            }
+        }
+        errors
+    }
 }
 
 impl<'a> HostAmax<'a> {
@@ -348,8 +367,8 @@ impl Check<'_> {
         self.lengths.push((operand, *tensor, len));
         let need = tensor.extent().unwrap_or(i64::MAX);
         if !self.problem.packs(operand.side()) && i64::try_from(len).is_ok_and(|len| len < need) {
-            let pages = self.problem.paged().filter(|_| operand.side() == Side::Keys).map(|paged| format!(", for {} pages", paged.pages));
-            let rule = format!("at least {need} elements{}, by its strides", pages.unwrap_or_default());
+            let pages = self.problem.paged().filter(|_| operand.side() == Side::Keys).map(|paged| format!(" for {} pages", paged.pages));
+            let rule = format!("at least {need} elements{}, as the extents and strides require", pages.unwrap_or_default());
             self.errors.push(SpecError::new(format!("{operand} length"), len, rule));
         }
     }
@@ -443,25 +462,8 @@ impl HostBackward<'_> {
         }
         check.statistic(Statistic::Stats, self.stats.len());
         check.values(problem.params(), self.params);
-        check.errors.extend(self.wrong_gradients(problem));
+        check.errors.extend(HostGradient::mistakes(problem, &self.gradients));
         check.errors.extend(Amax::check(problem.forward(), Direction::Backward, self.amax.iter().map(|amax| amax.of)));
         check.scale(self.attn_scale)
-    }
-
-    fn wrong_gradients(&self, problem: &BackwardProblem) -> Vec<SpecError> {
-        let given: Vec<&str> = self.gradients.iter().map(|g| g.name).collect();
-        let mut errors = params::check_gradients(problem.wrt().iter().map(|g| g.name.as_str()), &given);
-        for given in &self.gradients {
-            let Some(wanted) = problem.wrt().iter().find(|wanted| wanted.name == given.name) else { continue };
-            let field = format!("gradient of {}", wanted.name);
-            if given.data.dtype() != wanted.dtype {
-                errors.push(SpecError::new(&field, given.data.dtype(), format!("{}, the type of the problem", wanted.dtype)));
-            }
-            let need = problem.gradient_elements(&wanted.name);
-            if given.data.len() as i64 != need {
-                errors.push(SpecError::new(format!("{field} length"), given.data.len(), format!("{need} elements, dense")));
-            }
-        }
-        errors
     }
 }

@@ -36,6 +36,7 @@ pub mod packed;
 pub mod paged;
 pub mod params;
 mod piece;
+pub mod placed;
 pub mod problem;
 pub mod score_mod;
 pub mod seq;
@@ -43,6 +44,7 @@ mod sink;
 pub mod spec;
 mod statistic;
 pub mod tensor;
+pub mod unpacked;
 mod unproven;
 
 /// The crate of [`f16`](half::f16) and [`bf16`](half::bf16), for slices in [`Elements`].
@@ -75,6 +77,7 @@ pub use mask::{Align, Ends, Kept, Mask, Piece, Region};
 pub use operand::{Direction, Operand, Side};
 pub use packed::{Documents, Packed};
 pub use paged::{Paged, Pages};
+pub use placed::{Chunk, Placed, Placement};
 pub use problem::Problem;
 pub use score_mod::{Gradient, ScoreMod, TableRead};
 pub use sink::SINK;

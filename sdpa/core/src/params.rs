@@ -87,7 +87,8 @@ fn check_one(p: &Declared, given: Supplied, extents: [i64; 4], at_least: bool) -
             let need = elements(p, extents);
             let short = i64::try_from(given).is_ok_and(|given| given < need);
             let long = !at_least && i64::try_from(given).is_ok_and(|given| given > need);
-            let rule = || format!("{need} elements, dense: {} in this problem", kind(p.kind));
+            let least = if at_least { "at least " } else { "" };
+            let rule = || format!("{least}{need} elements: in this problem the parameter is {}, stored densely", kind(p.kind));
             (short || long).then(|| SpecError::new(format!("{} length", name()), given, rule()))
         }
     }

@@ -77,8 +77,10 @@ impl Problem {
             stats_base,
             row_max,
             sum_exp,
+            batch_invariant,
         } = self;
-        let beyond = packed.is_some() || paged.is_some() || *sink || dropout.is_some() || dtype.is_fp8();
+        // The pieces of a mask, and so the roundings of their sums, depend on the lengths of the longest sequence.
+        let beyond = packed.is_some() || paged.is_some() || *sink || dropout.is_some() || dtype.is_fp8() || *batch_invariant;
         if beyond || *row_max || *sum_exp || *stats_base != StatsBase::Natural {
             return None;
         }

@@ -54,6 +54,8 @@ pub struct Problem {
     pub(crate) row_max: bool,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(crate) sum_exp: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) batch_invariant: bool,
 }
 
 impl Hash for Problem {
@@ -84,9 +86,10 @@ impl Hash for Problem {
             stats_base,
             row_max,
             sum_exp,
+            batch_invariant,
         } = self;
         (dtype, tensors, packed, paged, score_mod, kept, sink, dropout).hash(state);
-        (o_dtype, stats_base, [*stats, *row_max, *sum_exp, *block_scaled]).hash(state);
+        (o_dtype, stats_base, [*stats, *row_max, *sum_exp, *block_scaled, *batch_invariant]).hash(state);
     }
 }
 
@@ -111,6 +114,7 @@ impl Problem {
             stats_base,
             row_max,
             sum_exp,
+            batch_invariant,
         } = spec;
         let mut check = Check::default();
         if !dtype.is_float() {
@@ -154,6 +158,12 @@ impl Problem {
             check.errors.extend(paged.mistakes());
         }
         check.dropout(dropout);
+        if batch_invariant && dropout.is_some() {
+            check.fail("batch_invariant", "true with dropout", "no dropout: its random numbers depend on the index of the batch entry");
+        }
+        if batch_invariant && dtype.is_fp8() {
+            check.fail("batch_invariant", format!("true with {dtype}"), "f32, f16 or bf16: no executor promises it for 8-bit floats");
+        }
         check.masks(masks, packed.is_some_and(|packed| packed.cross));
         // Invalid extents were reported above. Clamp them, so that the expressions can still be checked.
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
@@ -167,7 +177,7 @@ impl Problem {
         }
         let own_lengths = |kept: &Kept| kept.seq_len_q || kept.seq_len_kv && packs(Side::Keys);
         if packed.is_some() && kept.as_ref().is_some_and(own_lengths) {
-            check.fail("masks", "per-sequence lengths", "none with packed sequences, whose cu_seqlens give them");
+            check.fail("masks", "per-sequence lengths", "none with packed sequences: cu_seqlens already give the lengths");
         }
         let mut params = Vec::new();
         let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| packs(*side)).collect();
@@ -213,6 +223,7 @@ impl Problem {
             stats_base: if stats { stats_base } else { StatsBase::Natural },
             row_max,
             sum_exp,
+            batch_invariant,
         })
     }
 
@@ -230,6 +241,11 @@ impl Problem {
     #[inline]
     pub fn block_scaled(&self) -> bool {
         self.block_scaled
+    }
+    /// Returns whether the bits of a sequence's results depend on this sequence alone: see [`AttentionSpec::batch_invariant`].
+    #[inline]
+    pub fn batch_invariant(&self) -> bool {
+        self.batch_invariant
     }
     /// Returns the number of batch entries.
     #[inline]

@@ -146,6 +146,12 @@ impl ScoreMod {
         Ok(self)
     }
 
+    /// Replaces the trace of each stage by what `to` makes of it.
+    pub(crate) fn map_stages(&self, mut to: impl FnMut(&Trace) -> Result<Trace, ExprErrors>) -> Result<ScoreMod, ExprErrors> {
+        let stages = self.stages.iter().map(|stage| to(stage).map(Arc::new)).collect::<Result<_, _>>()?;
+        Ok(ScoreMod { name: self.name.clone(), stages })
+    }
+
     pub(crate) fn named(mut self, name: &str) -> ScoreMod {
         name.clone_into(&mut self.name);
         self

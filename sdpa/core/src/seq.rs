@@ -209,12 +209,13 @@ impl SeqPolicy {
                 }
             }
             if own_lengths && shifts {
-                let rule = "no lengths from the caller if a mask is bottom-right aligned; remove the lengths, as buckets add their own";
+                let rule =
+                    "no per-sequence lengths from the caller with a bottom-right aligned mask; remove them, because buckets add their own";
                 errors.push(SpecError::new("masks", SEQ_LEN_KV, rule));
             }
             if own_lengths && spec.masks.iter().any(ends::reads) && !has_both_lengths(spec) {
                 let rule =
-                    "both lengths, joined to the other masks by &, if a mask is aligned to the sequence ends; use padding, or no lengths";
+                    "seq_len_q and seq_len_kv, joined by &, with a mask that is aligned to the sequence ends; use padding, or no lengths";
                 errors.push(SpecError::new("masks", Mask::All(spec.masks.clone()), rule));
             }
             for (n, score_mod) in spec.score_mods.iter().enumerate() {
@@ -236,7 +237,8 @@ impl SeqPolicy {
     }
 }
 
-const EXTENTS: &str = "no use of the number of queries or keys: with buckets, these are the lengths of the bucket, not the true ones";
+const EXTENTS: &str =
+    "no use of the number of queries or keys: with buckets, these numbers are the lengths of the bucket, not the true lengths";
 
 /// Extends a tensor to more rows with the same strides.
 fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
@@ -246,7 +248,7 @@ fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
         return Ok(());
     }
     if exact == 1 && tensor.strides[2] < tensor.dims[3] {
-        return Err(format!("rows at least {} apart: {length} rows would overlap", tensor.dims[3]));
+        return Err(format!("a row stride of at least {}: otherwise the {length} rows of the bucket overlap", tensor.dims[3]));
     }
     let reach = tensor.strides[2].saturating_mul(length);
     for (axis, name) in [(0, "batch entries"), (1, "heads")] {
@@ -254,7 +256,7 @@ fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
         // This axis steps over all rows, so its stride must leave space for `length` of them.
         if tensor.dims[axis] > 1 && stride > tensor.strides[2] && stride < reach {
             return Err(format!(
-                "{name} at least {reach} apart, so that {length} rows fit between them; allocate a buffer of fixed capacity"
+                "{name} at least {reach} elements apart, so that the {length} rows of the bucket fit; allocate a buffer of fixed capacity"
             ));
         }
     }

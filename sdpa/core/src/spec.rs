@@ -87,7 +87,7 @@ impl TensorSpec {
     #[must_use]
     pub fn densely(&self) -> TensorSpec {
         let mut order = [0usize, 1, 2];
-        // Axes of stride 0 become outermost, where they merge with one another.
+        // A stride of 0 gives an axis no place in the order, so such axes become outermost.
         order.sort_by_key(|&a| std::cmp::Reverse(if self.strides[a] == 0 { i64::MAX } else { self.strides[a] }));
         let mut strides = [1i64; 4];
         let mut next = self.dims[3];
@@ -209,6 +209,9 @@ pub struct AttentionSpec {
     /// includes `exp(sink − row_max)`; without a key it is then 1, or 0 if `row_max` is −inf.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sum_exp: bool,
+    /// Whether the bits of a sequence's results depend on this sequence alone: see [`AttentionSpec::batch_invariant`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub batch_invariant: bool,
 }
 
 impl AttentionSpec {
@@ -281,6 +284,7 @@ impl AttentionSpec {
             stats_base: StatsBase::Natural,
             row_max: false,
             sum_exp: false,
+            batch_invariant: false,
         }
     }
 
@@ -531,6 +535,33 @@ impl AttentionSpec {
     #[must_use]
     pub fn with_sum_exp(mut self) -> Self {
         self.sum_exp = true;
+        self
+    }
+
+    /// Requires that the bits of a sequence's results depend on this sequence alone, whatever else is in the call.
+    ///
+    /// Without this option, an executor divides the work as is fastest for the shape of a call, so sums round differently in different calls. With
+    /// it, the `o`, row statistics, `dq`, `dk` and `dv` of a sequence have the same bits alone and in any batch, padded and packed, from contiguous
+    /// and from paged keys, on any number of SMs or threads. The results of a query have the same bits for any number of queries in the call, so
+    /// prefill, chunked prefill and decode agree.
+    ///
+    /// The promise holds for one executor, kernel family, release and type of device. Score_mods and masks must not read the index of the batch entry,
+    /// and must give the same values for the same query and key; chunks therefore need masks that count from the last key, such as
+    /// [`Mask::causal_bottom_right`]. Gradients of declared parameters sum over the batch, so they are only deterministic.
+    ///
+    /// Dropout is an error, because its random numbers depend on the index of the batch entry. So are 8-bit floats.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 4, heads_q: 8, heads_kv: 2, seq_q: 1, seq_kv: 900, dim_qk: 64, dim_v: 64 };
+    /// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::padding()).batch_invariant();
+    /// assert!(spec.validate()?.batch_invariant());
+    /// assert!(spec.with_dropout(0.1).validate().is_err());
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    #[must_use]
+    pub fn batch_invariant(mut self) -> Self {
+        self.batch_invariant = true;
         self
     }
 

@@ -44,7 +44,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     max.fill(f32::NEG_INFINITY);
     sum.fill(0.0);
 
-    let mut long = Long::of(piece, n_rows, o.len());
+    let mut long = Long::of(piece, &schedule.blocks, n_rows, o.len());
     let keys_of_head = Head { batch, head_kv: head, group: 1 };
     let kept_by_all = extents.keys_of_all(&strip.rows);
     for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {

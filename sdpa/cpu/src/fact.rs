@@ -22,6 +22,8 @@ pub(crate) fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
         | Fact::Prefix(_)
         | Fact::Ends(..)
         | Fact::Lengths(..) => Ok(()),
+        // The modules `schedule` and `backward::cut` handle this fact: blocks, strips and sums have the same borders in every call.
+        Fact::BatchInvariant(_) => Ok(()),
         // The module `pack` handles these facts. It reads and writes operands element by element, so alignment does not matter.
         Fact::Strides(..)
         | Fact::Alignment(..)

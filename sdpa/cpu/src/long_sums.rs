@@ -2,7 +2,7 @@
 //!
 //! An f32 sum loses precision as terms are added: adding one small number a million times is off by 1e-3. A piece with few keys does not pay for this.
 
-use super::schedule::{Piece, Schedule};
+use super::schedule::{Blocks, Piece, Schedule};
 
 /// Number of keys whose sums stay in f32: about twenty blocks.
 const KEYS: usize = 2048;
@@ -34,9 +34,12 @@ pub(super) struct Outputs<'o> {
 
 impl Long {
     /// Returns the sums for a piece with this many rows and output elements, or `None` if it has few keys.
-    pub(super) fn of(piece: &Piece, n_rows: usize, n_elements: usize) -> Option<Long> {
-        (piece.keys.len() > KEYS).then(|| Long {
-            from: piece.keys.start,
+    pub(super) fn of(piece: &Piece, blocks: &Blocks, n_rows: usize, n_elements: usize) -> Option<Long> {
+        // With aligned blocks, sums begin at multiples of this number of keys.
+        let aligned = KEYS.next_multiple_of(blocks.block_keys);
+        let from = if blocks.aligned { piece.keys.start - piece.keys.start % aligned } else { piece.keys.start };
+        (piece.keys.end - from > KEYS).then(|| Long {
+            from,
             max: vec![f32::NEG_INFINITY; n_rows],
             sum: vec![0.0; n_rows],
             o: vec![0.0; n_elements],
@@ -45,7 +48,7 @@ impl Long {
 
     /// Returns the maximum bytes of one worker's sums.
     pub(super) fn bytes(schedule: &Schedule, n_elements: usize, n_rows: usize) -> usize {
-        let any = schedule.pieces.iter().any(|piece| piece.keys.len() > KEYS);
+        let any = schedule.pieces.iter().any(|piece| piece.keys.len() > KEYS || schedule.blocks.aligned && piece.keys.end > KEYS);
         if any { 8 * n_elements + 12 * n_rows } else { 0 }
     }
 

@@ -176,13 +176,13 @@ fn a_wrong_page_table_is_told_and_nothing_is_written() {
             &[0, 1, 2, 3, 4],
             [9, 9],
             container,
-            &["page_table length: got 5, expected 6 elements, dense: a tensor [batch, ceil(k / 4)] of i32"],
+            &["page_table length: got 5, expected 6 elements: in this problem the parameter is a tensor [batch, ceil(k / 4)] of i32"],
         ),
         (
             &[0, 1, 2, 3, 4, 0],
             [9, 9],
             container - 1,
-            &["k length: got 159, expected at least 160 elements, for 5 pages", "v length: got 159"],
+            &["k length: got 159, expected at least 160 elements for 5 pages", "v length: got 159"],
         ),
         (&[0, 1, 9, 3, 4, 0], [9, 9], 0, &["k length", "v length", "page_table[0][2]: got 9"]),
     ];

@@ -131,6 +131,8 @@ pub(super) struct Blocks {
     pub(super) strip_rows: usize,
     /// Number of keys of a block.
     pub(super) block_keys: usize,
+    /// Whether blocks begin at multiples of their size, and all of a row's keys belong to one piece, so that a row's sums round alike in every call.
+    pub(super) aligned: bool,
 }
 
 /// A strip: rows of one KV head that are computed together.
@@ -174,7 +176,8 @@ impl Schedule {
         let threads = if flops < SERIAL_FLOPS { 1 } else { threads };
         let enough = if threads == 1 { 1 } else { threads * PIECES_PER_THREAD };
         let page = problem.paged().map_or(usize::MAX, |paged| paged.page_size as usize);
-        let blocks = Blocks::new(&extents, (problem.dtype(), page), isa, enough, rules);
+        let aligned = problem.batch_invariant();
+        let blocks = Blocks::new(&extents, (problem.dtype(), page), isa, enough, (rules, aligned));
 
         // Returns ranges of rows, each with its number of (row, key) pairs.
         let spans_of = |extents: Extents| -> Vec<(Range<usize>, usize)> {
@@ -197,8 +200,11 @@ impl Schedule {
             let of_entry = extents.within(&lengths, batch);
             for head_kv in 0..extents.heads_kv {
                 for (rows, pairs) in spans(batch) {
-                    let keys = of_entry.keys_of_any(rows);
-                    let wanted = if enough <= n_strips { 1 } else { pairs.div_ceil(fair) };
+                    let mut keys = of_entry.keys_of_any(rows);
+                    if blocks.aligned {
+                        keys.start -= keys.start % blocks.block_keys;
+                    }
+                    let wanted = if enough <= n_strips || blocks.aligned { 1 } else { pairs.div_ceil(fair) };
                     let n_pieces = wanted.min(keys.len() / MIN_SPLIT_KEYS).max(1);
                     for i in 0..n_pieces {
                         let cut = |i: usize| keys.start + keys.len() * i / n_pieces;
@@ -238,18 +244,19 @@ impl Schedule {
 
 impl Blocks {
     /// `page` is the number of consecutive keys in memory, for a paged KV cache.
-    fn new(extents: &Extents, (dtype, page): (DType, usize), isa: Isa, enough: usize, rules: bool) -> Blocks {
+    fn new(extents: &Extents, (dtype, page): (DType, usize), isa: Isa, enough: usize, (rules, aligned): (bool, bool)) -> Blocks {
         let n_rows = extents.seq_q * extents.group;
         let heads = extents.batch * extents.heads_kv;
         let dim = extents.dim_qk.max(extents.dim_v);
-        if n_rows <= isa.lanes() / 2 && !rules {
+        // The few-row kernel adds in another order.
+        if n_rows <= isa.lanes() / 2 && !rules && !aligned {
             let whole = extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
             let many = (16384 / dim).clamp(1, 128);
             let in_place = dtype == DType::F32 && whole && page >= many;
             // If keys are copied, blocks of one OS page are fastest: the next pages are loaded while a block is processed.
             let few = (4096 / (dim * dtype.bits() as usize / 8)).clamp(1, 128);
             let block_keys = if in_place { many } else { few }.min(extents.seq_kv);
-            return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys };
+            return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys, aligned };
         }
         let tile_rows = isa.lanes() * isa.tile_vectors();
         let n_tiles = n_rows.div_ceil(tile_rows);
@@ -257,8 +264,9 @@ impl Blocks {
         let per_strip = (n_tiles * heads / enough).clamp(1, most);
         let n_strips = n_tiles.div_ceil(per_strip);
         let strip_rows = n_tiles.div_ceil(n_strips) * tile_rows;
+        // With fewer keys than a block has, one smaller block has all of them.
         let block_keys = (BLOCK_ELEMENTS / dim).clamp(24, 192).min(extents.seq_kv).next_multiple_of(PANEL);
-        Blocks { few_rows: false, tile_rows, strip_rows, block_keys }
+        Blocks { few_rows: false, tile_rows, strip_rows, block_keys, aligned }
     }
 }
 

@@ -118,7 +118,7 @@ pub(super) fn run<T: Element>(
         Weights::new(known, used, scores.len(), |lane| of_group.index(strip.rows.start + lane.min(n_rows - 1)))
     });
 
-    let mut long = Long::of(piece, max.len(), o.len());
+    let mut long = Long::of(piece, &schedule.blocks, max.len(), o.len());
     let (batch, head) = (strip.batch, strip.head_kv);
     let keys_of_head = Head { batch, head_kv: head, group: 1 };
     let kept_by_all = if masked { 0..0 } else { extents.keys_of_all(&strip.rows) };
@@ -138,7 +138,11 @@ pub(super) fn run<T: Element>(
         });
         for (tile, (rows, vectors, width)) in tiles().enumerate() {
             let rows_of_head = strip.rows.start + rows.start..strip.rows.start + rows.end;
-            let taken = overlap(&extents.keys_of_any(&rows_of_head), &keys);
+            let mut taken = overlap(&extents.keys_of_any(&rows_of_head), &keys);
+            if schedule.blocks.aligned && !taken.is_empty() {
+                // Partial sums of a block take turns from its first key on.
+                taken.start = keys.start;
+            }
             if taken.is_empty() || !rules.keep(tile, width, &taken, kept) {
                 continue;
             }

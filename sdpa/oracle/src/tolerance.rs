@@ -356,7 +356,7 @@ pub(crate) fn compare(
 ) -> Distance {
     let score = want.weight_error;
     let sum = sum_of(seq_kv);
-    // For 8-bit floats, the rounding of P is added below, without the factor of 2; see `narrow`.
+    // `relative` counts u twice. For 8-bit floats u has half of the error of the products, and the rounding of P is added once below.
     let u = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { element.roundoff() };
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
     // Below the smallest normal number of the type, rounding errors are absolute, not relative.

@@ -29,6 +29,8 @@ pub struct Inputs {
     pub extents: Option<[i64; 4]>,
     /// Constants that are added to the indices (batch, head, q, k) in the copy.
     pub origin: [i64; 4],
+    /// Values that replace the indices (batch, head, q, k), for each axis that has one. `origin` and the extent do not apply to such an axis.
+    pub indices: [Option<NodeId>; 4],
 }
 
 impl Builder {
@@ -250,8 +252,10 @@ impl Builder {
                 Node::Upstream => inputs.upstream.unwrap_or_else(|| self.upstream()),
                 Node::Index(axis) => {
                     let origin = inputs.origin[axis.place()] as i32;
+                    if let Some(value) = inputs.indices[axis.place()] {
+                        value
                     // An axis of extent 1 has only the index 0.
-                    if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) {
+                    } else if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) {
                         self.konst(Const::I32(origin))
                     } else {
                         let index = self.index(axis);

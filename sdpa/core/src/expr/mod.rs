@@ -28,6 +28,7 @@
 
 mod build;
 mod eval;
+mod gain;
 mod grad;
 mod interval;
 mod jumps;

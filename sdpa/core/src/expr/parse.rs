@@ -317,7 +317,7 @@ impl Reader {
     fn expression(&mut self, least: u8) -> Read<NodeId> {
         self.depth += 1;
         if self.depth > DEPTH {
-            return self.fail(format!("expected at most {DEPTH} nested parentheses"));
+            return self.fail(format!("expected at most {DEPTH} levels of nested parentheses and operators"));
         }
         let mut x = self.prefix()?;
         while let Token::Sign(sign) = *self.peek() {

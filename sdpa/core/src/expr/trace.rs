@@ -17,7 +17,9 @@ pub enum ExprError {
         name: String,
     },
     /// A name is not 1 to 64 letters, digits and `_`, begins with a digit, or is a reserved word.
-    #[error("parameter {name:?}: expected a name of 1 to 64 letters, digits and _, which begins with no digit and is no reserved word")]
+    #[error(
+        "parameter {name:?}: expected a name of 1 to 64 letters, digits and _ that does not begin with a digit and is not a reserved word"
+    )]
     Name {
         /// The invalid name.
         name: String,
@@ -299,5 +301,10 @@ impl Trace {
     /// Returns whether some value is the index along an axis.
     pub fn uses_index(&self, axis: Axis) -> bool {
         self.nodes.contains(&Node::Index(axis))
+    }
+
+    /// Returns whether some value is the extent of an axis.
+    pub fn uses_extent(&self, axis: Axis) -> bool {
+        self.nodes.contains(&Node::Extent(axis))
     }
 }

@@ -6,7 +6,7 @@ use crate::expr::{Axis, Binary, Builder, Const, NodeId, Unary};
 
 /// The point of the score matrix that a diagonal goes through.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Corner {
+pub(crate) enum Corner {
     /// Query 0 and key 0.
     Origin,
     /// The last query and the last key.
@@ -20,7 +20,7 @@ fn bound(b: &mut Builder, value: i64) -> NodeId {
     b.konst(Const::I32(value.clamp(-i64::from(i32::MAX), i64::from(i32::MAX)) as i32))
 }
 
-pub(super) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, corner: Corner) -> NodeId {
+pub(crate) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, corner: Corner) -> NodeId {
     let (q, k) = (b.index(Axis::Q), b.index(Axis::K));
     let distance = b.binary(Binary::Sub, k, q);
     let ends = match corner {

@@ -20,7 +20,7 @@ pub const SEQ_LEN_Q: &str = "seq_len_q";
 pub const SEQ_LEN_KV: &str = "seq_len_kv";
 
 /// Declares the parameter of this name as per-sequence lengths.
-pub(super) fn length_of(name: &str) -> Declared {
+pub(crate) fn length_of(name: &str) -> Declared {
     Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }, default: None }
 }
 

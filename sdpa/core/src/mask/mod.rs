@@ -11,14 +11,15 @@ mod pieces;
 mod region;
 mod text;
 
+pub(crate) use band::{Corner, window};
 pub use ends::Ends;
+pub(crate) use kept::length_of;
 pub use kept::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
 pub use pieces::Piece;
 pub use region::Region;
 
 use crate::expr::{At, Binary, Bool, Builder, Const, Expr, ExprErrors, Inputs, NodeId, Params, Trace, Unary};
 use crate::library::{self, ParseError};
-use band::Corner;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::{BitAnd, BitOr, Not};

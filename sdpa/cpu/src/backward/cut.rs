@@ -82,7 +82,8 @@ impl Cut {
         let tile_rows = isa.lanes() * isa.tile_vectors();
         let dim = extents.dim_qk.max(extents.dim_v);
         let (mut rows, mut keys) = (MOST_ROWS, (KEY_ELEMENTS / dim).clamp(LEAST_KEYS, MOST_KEYS));
-        while heads * n_rows.div_ceil(rows) * n_keys.div_ceil(keys) < CELLS {
+        let invariant = problem.batch_invariant();
+        while !invariant && heads * n_rows.div_ceil(rows) * n_keys.div_ceil(keys) < CELLS {
             if rows > LEAST_ROWS && (rows >= keys || keys <= LEAST_KEYS) {
                 rows /= 2;
             } else if keys > LEAST_KEYS {
@@ -91,8 +92,12 @@ impl Cut {
                 break;
             }
         }
-        let even = |n: usize, most: usize, unit: usize| n.div_ceil(n.div_ceil(most)).next_multiple_of(unit);
-        let (strip_rows, strip_keys) = (even(n_rows, rows, tile_rows), even(n_keys, keys, PANEL));
+        // A row's terms, and a key's, are added strip by strip. If sums must round alike in every call, strips have one size whatever the lengths are.
+        let strip = |n: usize, most: usize, unit: usize| {
+            let len = if invariant { most.next_multiple_of(unit).min(n) } else { n.div_ceil(n.div_ceil(most)) };
+            len.next_multiple_of(unit)
+        };
+        let (strip_rows, strip_keys) = (strip(n_rows, rows, tile_rows), strip(n_keys, keys, PANEL));
 
         let grids: Vec<Grid> = if lengths.packed() || extents.moves() {
             (0..extents.batch).map(|batch| Grid::new(&extents.within(&lengths, batch), [strip_rows, strip_keys])).collect()
@@ -182,7 +187,7 @@ impl Grid {
                 }
             }
         }
-        // Ordered by rows, the sums dK and dV of all keys are incomplete at the same time; ordered by keys, the sums dQ of all rows are.
+        // Row by row, the partial sums dK and dV of all keys are in memory at the same time; key by key, the partial sums dQ of all rows.
         // Choose the order that needs less memory.
         if n_rows * extents.dim_qk < n_keys * (extents.dim_qk + extents.dim_v) {
             cells.sort_by_key(|cell| (cell.keys, cell.rows));
