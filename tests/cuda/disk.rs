@@ -5,6 +5,7 @@ use conformance::case::Case;
 use conformance::runner::{Outcome, run_case};
 use sdpa::cuda::kernel::Origin;
 use sdpa::cuda::{CudaExecutor, KernelCache};
+use sdpa::nvidia::Job;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -25,6 +26,25 @@ fn computed(cache: &KernelCache) -> Option<Origin> {
     let origins = executor.origins();
     let [origin] = origins[..] else { panic!("{origins:?}") };
     Some(origin)
+}
+
+#[test]
+fn a_miss_tells_whether_its_call_compiles_or_only_binds() {
+    let parent = tempfile::tempdir().unwrap();
+    let cache = KernelCache::new(parent.path().join("kernels"));
+    let Some(executor) = executor_with(&cache) else { return };
+    let mut spec = case().spec().unwrap();
+    let problem = spec.clone().validate().unwrap();
+    (spec.k.dims[2], spec.v.dims[2]) = (spec.k.dims[2] - 1, spec.v.dims[2] - 1);
+    let shorter = Job::from(spec.validate().unwrap());
+    let notes = |executor: &CudaExecutor, job: &Job| executor.explain(job).notes;
+    let job = Job::from(problem);
+    assert_eq!(notes(&executor, &job), ["the first call compiles 1 of 1 kernels with NVRTC"]);
+    assert!(matches!(run_case(&case(), &executor), Outcome::Pass(..)));
+    assert_eq!(notes(&executor, &job), Vec::<String>::new());
+    assert_eq!(notes(&executor, &shorter), ["the first call compiles nothing: it binds new numbers to kernels in memory"]);
+    let other = executor_with(&cache).unwrap();
+    assert_eq!(notes(&other, &job), ["the first call compiles nothing: it loads 1 of 1 kernels from a file or the kernel cache on disk"]);
 }
 
 fn entry(cache: &KernelCache) -> PathBuf {

@@ -1,5 +1,6 @@
 //! Native CUDA kernels for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
 
+mod deterministic;
 mod disk;
 mod documents;
 mod emptied;
@@ -9,6 +10,8 @@ mod fault_cases;
 mod faults;
 mod files;
 mod function_faults;
+mod invariant;
+mod invariant_faults;
 mod kept_map;
 mod large;
 mod late_faults;
@@ -29,6 +32,7 @@ use conformance::case::Case;
 use conformance::compare::GradientDistance;
 use conformance::covering::Strength;
 use conformance::emulated;
+use conformance::invariance::Features;
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, Stays, Tally, edges, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed,
@@ -48,6 +52,20 @@ const COVERING_DAYS: u64 = 3;
 
 /// What the kernels take.
 const NARROW: [DType; 2] = [DType::BF16, DType::F16];
+
+/// The features that comparisons of bits begin with.
+const CAUSAL: Features = Features {
+    dtype: DType::BF16,
+    heads: [4, 2],
+    dims: [64, 40],
+    score_mods: &[],
+    masks: &["causal-ends"],
+    sink: false,
+    lengths: &[[20, 20]],
+    from_the_end: true,
+    gradients: true,
+    batch_invariant: true,
+};
 
 fn executor() -> Option<CudaExecutor> {
     emulated::executor().map_err(|why| skip("cuda", &why)).ok()

@@ -1,15 +1,16 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{backward_on, based, covering_on, each, forward_on, gradient_of, judged};
+use super::{CAUSAL, backward_on, based, covering_on, each, forward_on, gradient_of, judged};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
+use conformance::invariance::{Features, compare};
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, Stays, edges, random_backward, random_ends, random_packed, random_padded, random_padded_backward, random_paged,
     run, run_backward, run_tree, stays,
 };
 use conformance::say::{say, skip};
-use conformance::share::{new_seeds, on_request, seeds_of_today};
+use conformance::share::{new_seeds, on_request, one_of_today, seeds_of_today};
 use sdpa::cuda::{CudaExecutor, Family};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Paged, Shape};
 
@@ -91,6 +92,34 @@ fn packed_cases() {
 #[test]
 fn statistics_cases() {
     forward("statistics", floats([Case::all_statistics()]));
+}
+
+#[test]
+fn invariant_cases() {
+    forward("invariant", floats([Case::all_invariant()]));
+    backward("invariant backward", floats([Case::all_invariant()]), &[Source::Oracle]);
+}
+
+/// The bits of a sequence's results alone and in other calls.
+#[test]
+fn results_of_a_sequence_do_not_depend_on_the_rest_of_the_call() {
+    let Some(executor) = executor() else { return };
+    let causal = Features { lengths: &[[20, 20], [1, 150], [30, 140], [70, 70]], ..CAUSAL };
+    let all = [
+        causal,
+        Features { dtype: DType::F32, dims: [32, 32], sink: true, masks: &["window:50,0:ends"], ..causal },
+        Features {
+            heads: [2, 2],
+            score_mods: &["softcap:5", "alibi"],
+            masks: &["causal-ends", "(q + k) % 3 != 1"],
+            from_the_end: false,
+            ..causal
+        },
+    ];
+    for features in one_of_today(&format!("invariant {NAME}"), &all) {
+        let compared = compare(&executor, &features).unwrap_or_else(|why| panic!("{features:?}: {why}"));
+        say(&format!("batch_invariant {NAME}: {compared} equal results of {features:?}"));
+    }
 }
 
 #[test]

@@ -44,7 +44,7 @@ const FAULTS: [Fault; 19] = [
         ["mbarrier_arrive(smem.kv_full);\n        kv_phase ^= 1;\n    }\n}", "mbarrier_arrive(smem.kv_full);\n    }\n}"],
         WIDE,
     ),
-    ("a half of the rows is not scaled", Backward, ["one.z * scale", "one.z"], RINGS),
+    ("a half of the rows is not scaled", Backward, ["scales[2] = {p.scale, p.scale}", "scales[2] = {p.scale, 1.0f}"], RINGS),
     (
         "rounded rows are stored over one another",
         Backward,
@@ -125,8 +125,8 @@ const FAULTS: [Fault; 19] = [
         "rounded rows are written over before they have left",
         Backward,
         [
-            "if (first) cp_async_bulk_wait_group_read<1>();\n            __syncwarp();\n            convert",
-            "__syncwarp();\n            convert",
+            "if (first) cp_async_bulk_wait_group_read<1>();\n            __syncwarp();\n            float scales",
+            "__syncwarp();\n            float scales",
         ],
         RINGS,
     ),

@@ -128,7 +128,12 @@ inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const 
         for (int warpgroup = 0; warpgroup < 2; warpgroup++) {
             named_barrier_sync(BARRIER_DQ_FULL + warpgroup, 160);
             if (first) {
-                cp_reduce_async_bulk_add(dq_slice(p, seq_info, tile, step.head, step.queries, warpgroup), smem.dq_slices + warpgroup * DQ_SLICE_BYTES, DQ_SLICE_BYTES);
+                float* const to = dq_slice(p, seq_info, tile, step.head, step.queries, warpgroup);
+#if FIXED_POINT_DQ
+                cp_reduce_async_bulk_add((uint*)to, smem.dq_slices + warpgroup * DQ_SLICE_BYTES, DQ_SLICE_BYTES);
+#else
+                cp_reduce_async_bulk_add(to, smem.dq_slices + warpgroup * DQ_SLICE_BYTES, DQ_SLICE_BYTES);
+#endif
                 cp_async_bulk_commit_group();
             }
         }
@@ -156,17 +161,29 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
 
 // Stores a consumer's dQ slice in shared memory for the dQ reduce warp. Each warp's piece is in register order, not row-major, because the accumulator is
 // in register order too. The warpgroup index is recomputed: keeping it live costs a register that WGMMA operands need.
-inline void store_dq(const float (&sums)[DQ], float*, uint at) {
+// With fixed-point sums `scales` points to the scale of the thread's first query.
+inline void store_dq(const float (&sums)[DQ], float* scales, bool k_finite, uint at) {
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
+#if FIXED_POINT_DQ
+    const float scale[2] = {scales[0], scales[8]};
+    if (__builtin_expect(!k_finite, 0)) {
+        for (int n = 0; n < DQ; n++)
+            if (!(fabsf(sums[n]) < INFINITE)) scales[fragment_row(n)] = NOT_A_NUMBER;
+        __threadfence();
+    }
+    const auto part = [&](int n) { return __int_as_float(__float2int_rn(sums[n] * scale[fragment_half(n)])); };
+#else
+    const auto part = [&](int n) { return sums[n]; };
+#endif
     named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
     at += warpgroup * DQ_SLICE_BYTES + (threadIdx.x >> 5 & 3) * DQ_PIECE_BYTES + (threadIdx.x & 31) * 16;
 #pragma unroll
-    for (int n = 0; n < DQ; n += 4) st_shared_v4_f32(at + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    for (int n = 0; n < DQ; n += 4) st_shared_v4_f32(at + n * 128, part(n), part(n + 1), part(n + 2), part(n + 3));
     fence_proxy_async();
     named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);
 }
 #else
-inline void store_dq(const float (&sums)[DQ], float* to, uint) {
+inline void store_dq(const float (&sums)[DQ], float* to, bool, uint) {
     red_add_dq(sums, to);
 }
 #endif
@@ -180,11 +197,11 @@ inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const
 }
 
 // Finishes dQ of the previous step: releases the dS stage and stores dQ. The caller must already have waited for the WGMMAs that compute dQ.
-inline void finish_dq_previous(float (&dq)[DQ], float* to, const StepState& step_state, const SharedStorage& smem) {
+inline void finish_dq_previous(float (&dq)[DQ], float* to, bool k_finite, const StepState& step_state, const SharedStorage& smem) {
     wgmma_fence_operand(dq);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(smem.d_s_empty + 8 * (step_state.stage ^ 1));
-    store_dq(dq, to, smem.dq_slices);
+    store_dq(dq, to, k_finite, smem.dq_slices);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -267,8 +284,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             uint k_registers[K_REGISTERS], v_registers[V_REGISTERS];
             load_a_fragments(k_registers, smem.k + own_rows, KV_PANEL_BYTES);
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
-            // Points to the dQ accumulator slice of the previous step.
+            // Points to the dQ accumulator slice of the previous step, or, with fixed-point sums, to the scales of its queries.
             float* to = nullptr;
+#if FIXED_POINT_DQ
+            const bool k_finite = p.k_not_finite[(tile.batch * (p.heads_q / p.group) + tile.head) * p.blocks + tile.block] == 0;
+#else
+            constexpr bool k_finite = true;
+#endif
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                 gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
@@ -307,6 +329,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                                                                           owns_scores);
                     else compute_ds<false>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask, owns_scores);
                     convert_fragment(ds_packed, d_p);
+#if FIXED_POINT_DQ
+                    mark_not_finite(p, origin, ds_packed);
+#endif
                     // Wait until both consumers have read the dS of two steps ago, which is in the same buffer.
                     if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
                     // dS is stored transposed: rows are keys, and a panel has 64 queries.
@@ -331,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
                         gemm_dk_dv(dk, ds_packed, q_columns);
                         wgmma_wait_group<1>();
-                        finish_dq_previous(dq, to, step_state, smem);
+                        finish_dq_previous(dq, to, k_finite, step_state, smem);
                         wgmma_wait_group<0>();
                         wgmma_fence_operand(dk);
                     } else {
@@ -345,6 +370,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(smem.q_empty + 8 * step_state.operand_stage());
                 if (!DQ_BY_TMA) to = dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);
+#if FIXED_POINT_DQ
+                to = p.dq_scale + q_tile_index(p, seq_info, tile.batch, step.head, step.queries) * TILE_M + (TILE_M == 128 ? warpgroup * 64 : 0) + warp * 16 +
+                     thread_row(lane);
+#endif
                 step_state.advance();
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
                 has_previous = true;
@@ -359,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             float dq[DQ];
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
             wgmma_wait_group<0>();
-            finish_dq_previous(dq, to, step_state, smem);
+            finish_dq_previous(dq, to, k_finite, step_state, smem);
             // Release K and V: dK and dV are staged in the memory of dS and of the dQ slices, so the next K and V can be loaded at the same time.
             if (DQ_BY_TMA && lane == 0) mbarrier_arrive(smem.kv_empty);
         } else if (!DQ_BY_TMA) {

@@ -26,6 +26,11 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     // The grid covers the longest sequence; this one may be shorter.
     if (tile * TILE_M >= extent) return;
     float stats[ROUNDS], sums[ROUNDS];
+#if FIXED_POINT_DQ
+    Magnitudes upstream[ROUNDS];
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++) upstream[n] = Magnitudes{0.0f, 0.0f, true};
+#endif
 #pragma unroll
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
@@ -39,9 +44,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
             const int row = first + n * ROWS_AT_ONCE;
             Element* const copy = p.d_o_copy + ((long(batch) * p.heads_q + head) * p.seq_q + row) * p.copy_row;
             for (int dim = lane; row < extent && dim < p.dim_v; dim += ROW_LANES) {
-                const Element upstream = d_o_of(row)[dim * p.d_o_dim];
-                sums[n] += float(o_of(row)[dim]) * float(upstream);
-                copy[dim] = upstream;
+                const Element element = d_o_of(row)[dim * p.d_o_dim];
+                sums[n] += float(o_of(row)[dim]) * float(element);
+                copy[dim] = element;
+#if FIXED_POINT_DQ
+                add_magnitude(upstream[n], float(element));
+#endif
             }
         }
     } else {
@@ -60,6 +68,14 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
             sums[n] = dot_pairs(o[n].x, d_o[n].x) + dot_pairs(o[n].y, d_o[n].y) + dot_pairs(o[n].z, d_o[n].z) +
                       dot_pairs(o[n].w, d_o[n].w);
         }
+#if FIXED_POINT_DQ
+        // The vectors are loaded again, from the L1 cache: keeping them live would cost registers.
+#pragma unroll
+        for (int n = 0; n < ROUNDS; n++) {
+            const int row = first + n * ROWS_AT_ONCE;
+            if (row < extent) add_magnitudes(upstream[n], d_o_of(row), 8 * lane, p.dim_v);
+        }
+#endif
         if (p.dim_v % 8 != 0 && !full_vector) {
 #pragma unroll 1
             for (int n = 0; n < ROUNDS; n++) {
@@ -72,6 +88,10 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
         for (int apart = ROW_LANES / 2; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
+#if FIXED_POINT_DQ
+        float largest = upstream[n].finite ? upstream[n].largest : INFINITE;
+        for (int half = ROW_LANES / 2; half > 0; half /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, half));
+#endif
         // `o` of a row without keys may hold anything, so delta is set to 0.
         const float stat = stats[n];
         const bool any = stat != -INFINITE && row < seq_info.len_q;
@@ -82,6 +102,10 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
             // Large log-sum-exps are written by recompute_large_lse instead.
             if (!is_large(lse)) p.lse[to] = lse;
             p.delta[to] = sum;
+#if FIXED_POINT_DQ
+            // A log-sum-exp of NaN or infinity makes P and dQ NaN.
+            p.dq_scale[to] = !any ? 1.0f : fabsf(stat) < INFINITE ? dq_scale_of_row(p, batch, head, largest, sum) : NOT_A_NUMBER;
+#endif
         }
     }
     const auto score_at = [&](int q, int k, float& x) {
@@ -100,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.softmax_scale_log2 : p.softmax_scale_log2 * p.scale;
     const bool large = recompute_large_lse(p, seq_info, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact_lse + to, 1, p.lse + to, score_at);
     if (large && (threadIdx.x & 31) == 0) *p.any_large_lse = 1;
-#if WITH_SINK_GRADIENT
+#if WITH_SINK_GRADIENT && !FIXED_POINT_DQ
     // Wait until all deltas of the tile are written.
     __syncthreads();
     float of_sink = 0.0f;

@@ -12,6 +12,41 @@ inline float warp_sum(float x) {
     return x;
 }
 
+#if FIXED_SPLIT
+// Merges the splits of a row from the last to the first and writes the row's output and statistics. `place` returns where a split's result is.
+template <class Place>
+inline void merge_splits(const Params& p, const SeqInfo& seq_info, int batch, int head, int q, int splits, const Place& place) {
+    const int lane = threadIdx.x & 31;
+    PartialRow row = {-INFINITE, 0.0f, -INFINITE};
+    float2 o[DIM_V / 64] = {};
+    for (int split = splits - 1; split >= 0 && q < seq_info.len_q; split--) {
+        const long at = place(split);
+        const float2 sum = p.split_lse[at];
+#if WITH_SPLIT_MAX
+        const float row_max = p.split_row_max[at];
+#else
+        const float row_max = sum.x;
+#endif
+        const SplitMerge merge = merge_split(row, PartialRow{sum.x, sum.y, row_max}, p);
+#pragma unroll
+        for (int n = 0; n < DIM_V / 64; n++) {
+            const float2 next = *(const float2*)(p.split_o + at * DIM_V + 64 * n + 2 * lane);
+            o[n] = float2{merged(merge, o[n].x, next.x), merged(merge, o[n].y, next.y)};
+        }
+    }
+    RowTotal total = row_total(row.reference, row.sum, row.row_max, p);
+#if WITH_SINK
+    add_sink(total, p.sink[head]);
+#endif
+    if (lane == 0) store_statistics(p, stats_index(p, seq_info, batch, head, q), q < seq_info.len_q, lse_of(total), total.natural_max, sum_from_max(total));
+    const float scale = q < seq_info.len_q ? total.inverse_sum : 0.0f;
+    unsigned short* const to = output_row(p, seq_info, batch, head, q);
+#pragma unroll
+    for (int n = 0; n < DIM_V / 64; n++)
+        store_pair(p, to, 64 * n + 2 * lane, scale == 0.0f ? 0u : pack_pair(Element{}, o[n].x * scale, o[n].y * scale));
+}
+#endif
+
 // Returns the log-sum-exp of a split in base 2, relative to `all.origin`, which is common to all splits.
 inline float split_log2(const LogSumExp& split, const LogSumExp& all) { return log2_from(all, split.origin) + split.log; }
 
@@ -33,6 +68,9 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
         const float2 both = p.split_lse[place(split)];
         return LogSumExp{both.x, both.y};
     };
+#if FIXED_SPLIT
+    return merge_splits(p, seq_info, batch, head, q, splits, place);
+#else
     LogSumExp row_max = {0.0f, -INFINITE};
     float sum = 0.0f, natural_max = -INFINITE;
     if (q < seq_info.len_q) {
@@ -85,4 +123,5 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_combine(const __g
         }
         store_pair(p, to, column, pack_pair(Element{}, low, high));
     }
+#endif
 }

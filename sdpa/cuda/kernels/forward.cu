@@ -9,8 +9,8 @@ constexpr int ROW_BYTES = 128;
 constexpr uint Q_PANEL_BYTES = CTA_ROWS * ROW_BYTES;
 constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-// Packed GQA stores O directly from registers, so O needs no shared memory.
-constexpr uint O_BYTES = PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
+// Packed GQA stores O directly from registers, so O needs no shared memory. Merging splits needs O in f32.
+constexpr uint O_BYTES = MERGES_SPLITS ? 2 * Q_PANEL_BYTES * V_PANELS : PACK_GQA ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_HAS_SMEM || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
@@ -117,7 +117,7 @@ inline void ping_pong_arrive(int warpgroup) {
 }
 
 struct SharedStorage {
-    uint q, k, v, o;
+    uint q, k, v, o, split_rows;
     uint q_full, q_empty, k_full, v_full, k_empty, v_empty, tile_full, tiles;
 };
 
@@ -135,6 +135,7 @@ inline SharedStorage shared_layout(uint base) {
     smem.v_empty = smem.k_empty + 8 * STAGES;
     smem.tile_full = smem.v_empty + 8 * STAGES;
     smem.tiles = smem.tile_full + 16;
+    smem.split_rows = smem.tiles + TILE_SLOTS * TILE_SLOT_BYTES;
     return smem;
 }
 
@@ -285,22 +286,22 @@ inline void softmax_step(bool masked, float (&s)[SCORES], SoftmaxState& state, f
 }
 
 #if WITH_SPLIT_KV
-// Stores the result of one split for attention_combine: O in f32, log-sum-exps, row maxima.
-inline void store_split(const float (&o)[OUTPUTS], const float (&inverse_sum)[2], const LogSumExp (&lse)[2], const float (&natural_max)[2], const Params& p,
+// Stores the result of one split for attention_combine: O in f32, row sums, row maxima.
+inline void store_split(const float (&o)[OUTPUTS], const float (&factor)[2], const float2 (&split_sum)[2], const float (&split_max)[2], const Params& p,
                         const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (row + 8 * half >= TILE_ROWS) continue;
         const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
-        if (lane == 0) p.split_lse[at] = float2{lse[half].origin, lse[half].log};
+        if (lane == 0) p.split_lse[at] = split_sum[half];
 #if WITH_SPLIT_MAX
-        if (lane == 0) p.split_row_max[at] = natural_max[half];
+        if (lane == 0) p.split_row_max[at] = split_max[half];
 #endif
         float* const to = p.split_o + at * DIM_V + 2 * lane;
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4) {
-            const float scale = inverse_sum[half];
+            const float scale = factor[half];
             *(float2*)(to + 2 * (n - 2 * half)) = scale == 0.0f ? float2{0.0f, 0.0f} : float2{o[n] * scale, o[n + 1] * scale};
         }
     }
@@ -336,15 +337,16 @@ inline void epilogue(float (&o)[OUTPUTS], SoftmaxState& state, bool any, const T
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = thread_row(lane);
     float inverse_sum[2], natural_max[2];
 #if WITH_SPLIT_KV
-    LogSumExp lse[2];
+    float2 split_sum[2];
 #endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         RowTotal total = row_total(state, half, p);
         const int row = warpgroup * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_SPLIT_KV
-        // The split's log-sum-exp excludes the sink, which attention_combine adds once.
-        lse[half] = lse_of(total);
+        // The sum of a split excludes the sink, which attention_combine adds once.
+        const LogSumExp lse = lse_of(total);
+        split_sum[half] = FIXED_SPLIT ? float2{reference_of(state, half), total.sum} : float2{lse.origin, lse.log};
 #endif
 #if WITH_SINK
         const float sink = p.sink[min(head_of_row(tile, row), p.heads_q - 1)];
@@ -361,9 +363,16 @@ inline void epilogue(float (&o)[OUTPUTS], SoftmaxState& state, bool any, const T
 #if WITH_DROPOUT
         inverse_sum[half] *= p.dropout_scale;
 #endif
+#if FIXED_SPLIT && WITH_SPLIT_KV
+        // A split of fixed size is stored as it is: attention_combine merges splits as a CTA with several of them does.
+        if (tile.splits > 1) {
+            inverse_sum[half] = total.sum == 0.0f ? 0.0f : 1.0f;
+            natural_max[half] = state.row_max[half];
+        }
+#endif
     }
 #if WITH_SPLIT_KV
-    if (tile.splits > 1) return store_split(o, inverse_sum, lse, natural_max, p, tile, warpgroup * 64 + warp * 16 + in_warp);
+    if (tile.splits > 1) return store_split(o, inverse_sum, split_sum, natural_max, p, tile, warpgroup * 64 + warp * 16 + in_warp);
 #endif
 #if PACK_GQA
     store_packed_gqa(o, inverse_sum, p, seq_info, tile, warpgroup * 64 + warp * 16 + in_warp);
@@ -431,6 +440,10 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
     TilePipeline tile_pipeline;
     PipelineState<1> q_pipeline;
     float o[OUTPUTS];
+#if MERGES_SPLITS
+    const int first_row = warpgroup * 64 + (threadIdx.x >> 5 & 3) * 16;
+    const SplitBuffer buffer = {smem.o + first_row * ROW_BYTES, smem.split_rows + first_row * 12};
+#endif
     if (warpgroup == CONSUMER_WARPGROUPS - 1) ping_pong_arrive(warpgroup);
     while (true) {
         mbarrier_wait_parity(tile_pipeline.barrier(smem), tile_pipeline.phase());
@@ -469,6 +482,10 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
             convert_fragment(p_packed, s);
             bool add = false;
             int previous_block = block;
+#if MERGES_SPLITS
+            bool merges = false;
+            int split = block / FIXED_SPLIT;
+#endif
             while (next_block(iterator, p, range, block, partial)) {
                 const PipelineState<STAGES> before = kv_pipeline;
                 kv_pipeline.advance();
@@ -484,6 +501,21 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
                 wgmma_wait_group<1>();
                 wgmma_fence_operand(s);
                 if (lane == 0) mbarrier_arrive(smem.k_empty + 8 * kv_pipeline.stage);
+#if MERGES_SPLITS
+                if (block / FIXED_SPLIT != split) {
+                    split = block / FIXED_SPLIT;
+                    wgmma_wait_group<0>();
+                    wgmma_fence_operand(o);
+                    // O is in the memory that TMA may still be reading for the previous tile.
+                    if (lane == 0) cp_async_bulk_wait_group_read();
+                    __syncwarp();
+                    finish_split(state);
+                    merge_buffer<true>(o, state, buffer, merges, p);
+                    state = empty_softmax();
+                    merges = true;
+                    add = false;
+                }
+#endif
                 softmax_step(partial, s, state, rescale, p, captured, tile, block * TILE_N);
                 wgmma_wait_group<0>();
                 wgmma_fence_operand(o);
@@ -502,6 +534,12 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMER_WARPGROUPS + 1), 1)
             wgmma_fence_operand(o);
             if (lane == 0) mbarrier_arrive(smem.v_empty + 8 * kv_pipeline.stage);
             kv_pipeline.advance();
+#if FIXED_SPLIT
+            finish_split(state);
+#endif
+#if MERGES_SPLITS
+            if (merges) merge_buffer<false>(o, state, buffer, true, p);
+#endif
         }
         epilogue(o, state, any, o_map, p, smem, tile, warpgroup);
         if (lane == 0) {

@@ -23,7 +23,8 @@ inline float float_of_small(int x) {
     return __int_as_float(0x4b400000 + x) - 12582912.0f;
 }
 
-// Returns float(x). `x - more` is the same for many scores of a thread, so the compiler converts it once, and each score costs one addition.
+// Returns float(x), where x is a base that many scores of a thread share, plus `more`, the constant offset of this score. The compiler converts the base
+// `x - more` once, so each score costs one addition.
 inline float float_from(int x, int more) {
     return more == 0 ? float_of_small(x) : float_of_small(x - more) + float(more);
 }

@@ -111,14 +111,21 @@ struct RowTotal {
     float above, natural_max, inverse_sum;
 };
 
-inline RowTotal row_total(SoftmaxState& state, int half, const Params& p) {
+// `sum`: of the exponentials relative to `reference`.
+inline RowTotal row_total(float reference, float sum, float row_max, const Params& p) {
     RowTotal row;
-    row.sum = row_reduce_sum(state.row_sum[half]);
-    row.reference = lse_of_max(p, reference_of(state, half));
-    row.above = (state.row_max[half] - reference_of(state, half)) * p.softmax_scale_log2;
-    row.natural_max = natural_score(p, state.row_max[half]);
+    row.sum = sum;
+    row.reference = lse_of_max(p, reference);
+    row.above = (row_max - reference) * p.softmax_scale_log2;
+    row.natural_max = natural_score(p, row_max);
     row.inverse_sum = row.sum == 0.0f ? 0.0f : 1.0f / row.sum;
     return row;
+}
+
+inline RowTotal row_total(SoftmaxState& state, int half, const Params& p) {
+    // With splits of fixed size, the sum is reduced at the end of each split.
+    const float sum = FIXED_SPLIT ? state.row_sum[half] : row_reduce_sum(state.row_sum[half]);
+    return row_total(reference_of(state, half), sum, state.row_max[half], p);
 }
 
 inline LogSumExp lse_of(const RowTotal& row) {

@@ -26,9 +26,14 @@ inline int block_count_of_sequence(const Params& p, int entry) {
     return blocks;
 }
 
-// Returns the number of splits of a tile with `blocks` KV blocks: at most `max_blocks` per split.
-inline int split_count_of(int blocks, int max_blocks) {
-    return max(1, (blocks + max_blocks - 1) / max_blocks);
+// Returns the number of splits of a tile: of fixed size, or with at most `max_blocks` KV blocks.
+inline int split_count_of(const Params& p, const SeqInfo& s, int tile, int max_blocks) {
+#if FIXED_SPLIT
+    const BlockRange r = block_range_of(p, s, tile);
+    return r.end <= r.begin ? 1 : (r.end - 1) / FIXED_SPLIT - r.begin / FIXED_SPLIT + 1;
+#else
+    return max(1, (block_count_of(p, s, tile) + max_blocks - 1) / max_blocks);
+#endif
 }
 
 // Returns the length by which sequences are sorted in descending order: the number of KV blocks with split-KV, otherwise of query tiles.
@@ -46,7 +51,7 @@ inline int item_count_of(const Params& p, int entry, int max_blocks) {
     const int tiles = tile_count_of(p, s);
 #if WITH_SPLIT_KV
     int items = 0;
-    for (int tile = 0; tile < tiles; tile++) items += split_count_of(block_count_of(p, s, tile), max_blocks);
+    for (int tile = 0; tile < tiles; tile++) items += split_count_of(p, s, tile, max_blocks);
     return items;
 #else
     return tiles;
@@ -56,7 +61,7 @@ inline int item_count_of(const Params& p, int entry, int max_blocks) {
 // Returns the most KV blocks that a split may have: few enough that splits fill all SMs, but at least MIN_BLOCKS_PER_SPLIT, below which combining costs
 // too much.
 inline int max_blocks_per_split(const Params& p, int lane) {
-#if WITH_SPLIT_KV
+#if WITH_SPLIT_KV && !FIXED_SPLIT
     int blocks = 0;
     for (int entry = lane; entry < p.batch; entry += 32) blocks += block_count_of_sequence(p, entry);
     return max(MIN_BLOCKS_PER_SPLIT, int((long(warp_sum(blocks)) * p.head_groups + p.max_splits - 1) / p.max_splits));
@@ -85,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_tile_list(const _
     // If sequences in cu_seqlens overlap, there can be more tiles than the list has room for. Tiles past `max_items` are dropped.
 #if WITH_SPLIT_KV
     for (int tile = tiles - 1; tile >= 0; tile--) {
-        const int splits = split_count_of(block_count_of(p, s, tile), max_blocks);
+        const int splits = split_count_of(p, s, tile, max_blocks);
         if (lane == 0) p.first_items[mine * p.tiles + tile] = before;
         for (int split = lane; split < splits && before + split < p.max_items; split += 32) p.tile_items[before + split] = TileItem{mine, tile, split, splits};
         before += splits;

@@ -79,9 +79,15 @@ inline SeqInfo seq_info_of_tile(const Params& p, const Tile& tile) {
 inline BlockRange block_range_of_tile(const Params& p, const SeqInfo& s, const Tile& tile) {
     BlockRange r = block_range_of(p, s, tile.tile);
 #if WITH_SPLIT_KV
+#if FIXED_SPLIT
+    const int first = (r.begin / FIXED_SPLIT + tile.split) * FIXED_SPLIT;
+    r.end = min(r.end, first + FIXED_SPLIT);
+    r.begin = max(r.begin, first);
+#else
     const int each = (r.end - r.begin + tile.splits - 1) / tile.splits, begin = r.begin + tile.split * each;
     r.end = min(r.end, begin + each);
     r.begin = min(begin, r.end);
+#endif
 #endif
     return r;
 }

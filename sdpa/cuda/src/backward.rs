@@ -3,7 +3,7 @@
 use crate::index_range::captured;
 use crate::problem::Forward;
 use crate::tile_config::{BackwardTile, MOST_DIM};
-use crate::unsupported::{checked, copies, unsupported};
+use crate::unsupported::{Check, checked, copies, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};
@@ -16,6 +16,9 @@ use std::sync::Arc;
 /// gradients of parameters follow.
 pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
+
+/// The largest head dim for which dQ is summed through shared memory, which fixed-point sums need.
+const MOST_FIXED_DIM: i64 = 128;
 
 /// A declared parameter of a score_mod whose gradient is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -46,7 +49,7 @@ pub struct Backward {
     pub gradient: Option<Arc<Trace>>,
     /// Parameters of score_mods whose gradients are computed, in the order of their roots in [`Backward::gradient`].
     pub along: Vec<Along>,
-    /// Whether gradients of parameters are summed in a fixed order.
+    /// Whether sums do not depend on the order in which thread blocks run.
     pub deterministic: bool,
     /// Element type of the gradient of the sinks, if it is computed.
     pub sink_gradient: Option<DType>,
@@ -72,13 +75,40 @@ impl Backward {
                 false,
                 "d_o strides",
                 format!("{:?}", d_o.strides),
-                "dense rows whose size is a multiple of 16 bytes, as TMA reads packed sequences",
+                "a dense last axis, 16-byte alignment, and other strides that are nonzero multiples of 16 bytes, for TMA",
             );
         }
         if !check.0.is_empty() {
             return Err(unsupported(check.0));
         }
-        Ok(Backward::of_supported(problem, Forward::of_supported(problem.forward())))
+        let backward = Backward::of_supported(problem, Forward::of_supported(problem.forward()));
+        if backward.deterministic {
+            backward.check_fixed_point(&mut check);
+        }
+        if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
+    }
+
+    /// Adds the limits of passes that sum dQ in fixed point.
+    fn check_fixed_point(&self, check: &mut Check) {
+        let [q, _, v, _] = &self.forward.tensors;
+        let dim = q.dims[3].max(v.dims[3]);
+        check.that(
+            dim <= MOST_FIXED_DIM,
+            "deterministic, dim",
+            dim,
+            format!("at most {MOST_FIXED_DIM}: wider slices of dq are added as f32"),
+        );
+        let names: Vec<&str> = self.along.iter().map(|along| along.name.as_str()).collect();
+        check.that(names.is_empty(), "deterministic, gradients of", names.join(", "), "none: these gradients are summed in no fixed order");
+        check.that(self.gain().is_some(), "deterministic, score_mod", "a derivative without a bound", "one whose bound is known");
+    }
+
+    /// Returns a bound of the derivative of the score_mod; `None` if none is known.
+    pub(crate) fn gain(&self) -> Option<f64> {
+        match &self.gradient {
+            Some(gradient) if self.forward.score_mod.is_some() => gradient.gain(ALONG_SCORE, self.forward.extents),
+            Some(_) | None => Some(1.0),
+        }
     }
 
     /// Creates the kernels' form of a backward problem without support checks. `forward` is the form of its attention problem.
@@ -103,7 +133,7 @@ impl Backward {
             gradients: [*problem.dq(), *problem.dk(), *problem.dv()],
             gradient,
             along,
-            deterministic: problem.deterministic(),
+            deterministic: problem.deterministic() || problem.forward().batch_invariant(),
             sink_gradient: of_sink.map(|g| g.dtype),
             forward,
         }
@@ -120,7 +150,8 @@ impl Backward {
             unsupported(vec![Reason::Limit { field: "dim".to_owned(), value, limit }])
         })?;
         let tile = BackwardTile::of_two_cta(q.dims[3], v.dims[3]).filter(|_| self.may_use_clusters()).unwrap_or(tile);
-        Ok(BackwardTile { shares: self.shares(&tile, multiprocessors), ..tile })
+        let shares = if self.deterministic { 1 } else { self.shares(&tile, multiprocessors) };
+        Ok(BackwardTile { shares, fixed_point: self.deterministic, ..tile })
     }
 
     /// Returns whether wide heads may use 2-CTA clusters. A warpgroup then has either scores or dP in registers, and few registers for anything else.

@@ -16,6 +16,8 @@ pub enum EntryPoint {
     BlockLists,
     /// Computes the backward pass with `wgmma`.
     Backward,
+    /// Finds the bounds of keys and values that determine the fixed-point scales of dQ. It runs before the other backward kernels.
+    BackwardBounds,
     /// Computes the log-sum-exp and delta (the sum of `o` times `d_o`) of each row. It runs before the backward kernels of either family.
     BackwardPreprocess,
     /// Converts the f32 dQ accumulator to the element type of `dq`, for head dims for which the main backward kernel does not do so.
@@ -24,7 +26,7 @@ pub enum EntryPoint {
     BackwardDq,
     /// Computes dK, dV and gradients of parameters with `mma.sync`.
     BackwardDkv,
-    /// Computes the gradient of the sinks, in the `mma.sync` family of kernels.
+    /// Computes the gradient of the sinks in a fixed order: in the `mma.sync` family of kernels, and in deterministic passes of the WGMMA kernels.
     SinkGradient,
     /// Sums the partial sums of a parameter's gradient in a fixed order, in the `mma.sync` family of kernels.
     ReduceGradient,
@@ -41,6 +43,7 @@ impl EntryPoint {
             EntryPoint::Combine => c"attention_combine",
             EntryPoint::BlockLists => c"attention_block_lists",
             EntryPoint::Backward => c"attention_backward",
+            EntryPoint::BackwardBounds => c"attention_backward_bounds",
             EntryPoint::BackwardPreprocess => c"attention_backward_preprocess",
             EntryPoint::ConvertDq => c"attention_convert_dq",
             EntryPoint::BackwardDq => c"attention_backward_dq",

@@ -9,7 +9,7 @@ use crate::plan::CudaPlan;
 use crate::schedule::Schedule;
 use crate::target::Target;
 use crate::tile_config::Tile;
-use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
+use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache, State};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::device::{DeviceExecutor, OnDevice};
 use sdpa_core::empty;
@@ -47,6 +47,9 @@ pub struct CudaOptions {
     /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first. It is for tests
     /// and timing.
     pub family: Option<Family>,
+    /// Whether to use kernels that have run under emulation only: WGMMA kernels for deterministic backward passes, which sum dQ in fixed point,
+    /// and for batch-invariant passes. False by default. It is for tests and timing.
+    pub untested_kernels: bool,
     /// Limits of the plan cache.
     pub plans: Limits,
     /// Limits of the kernel cache in memory. Problems that differ only in lengths share kernels.
@@ -92,6 +95,13 @@ impl CudaOptions {
         self
     }
 
+    /// Allows kernels that have run under emulation only.
+    #[must_use]
+    pub fn with_untested_kernels(mut self, untested_kernels: bool) -> Self {
+        self.untested_kernels = untested_kernels;
+        self
+    }
+
     /// Sets the limits of the plan cache.
     #[must_use]
     pub fn with_plans(mut self, plans: Limits) -> Self {
@@ -118,7 +128,17 @@ impl Default for CudaOptions {
     fn default() -> CudaOptions {
         let kernels = Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN));
         let plans = Limits::default();
-        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, family: None, plans, kernels, kernel_cache: None }
+        CudaOptions {
+            driver: None,
+            nvrtc: None,
+            ordinal: 0,
+            tile: None,
+            family: None,
+            untested_kernels: false,
+            plans,
+            kernels,
+            kernel_cache: None,
+        }
     }
 }
 
@@ -147,7 +167,7 @@ impl CudaExecutor {
         Ok(CudaExecutor {
             device,
             nvrtc,
-            target: Target { tile: options.tile, family: options.family, ..Target::of(device) },
+            target: Target { tile: options.tile, family: options.family, untested_kernels: options.untested_kernels, ..Target::of(device) },
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             files: Files::default(),
@@ -166,10 +186,36 @@ impl CudaExecutor {
         &self.nvrtc
     }
 
-    /// Explains whether the plan of a pass is cached. On a miss, it names the nearest key and the fields that differ. It does not change
-    /// the cache.
+    /// Explains whether the plan of a pass is cached. On a miss, it names the nearest key and the fields that differ, and how many kernels
+    /// a call would compile. It does not change the cache.
     pub fn explain(&self, job: &Job) -> Explanation {
-        self.plans.explain(job)
+        let mut explanation = self.plans.explain(job);
+        match explanation.state {
+            State::Hit(_) | State::Building => {}
+            State::Unsupported { .. } | State::Absent => explanation.notes.extend(self.compiled_by(job)),
+        }
+        explanation
+    }
+
+    /// Returns a sentence on the kernels that the first call of a pass compiles or loads. `None` for a pass that is empty or unsupported.
+    fn compiled_by(&self, job: &Job) -> Option<String> {
+        let schedule = match job {
+            Job::Forward(problem) => self.target.forward(problem),
+            Job::Backward(problem) => self.target.backward(problem),
+        };
+        let kernels = schedule.ok()?.kernels;
+        let missing: Vec<&KernelKey> = kernels.iter().filter(|key| !matches!(self.kernels.explain(*key).state, State::Hit(_))).collect();
+        let is_stored =
+            |key: &KernelKey| self.files.code(key, self.nvrtc.version()).is_some() || self.disk.code(key, &self.nvrtc).is_some();
+        let stored = missing.iter().filter(|key| is_stored(key)).count();
+        Some(match (missing.len() - stored, stored, kernels.len()) {
+            (_, _, 0) => return None,
+            (0, 0, _) => "the first call compiles nothing: it binds new numbers to kernels in memory".to_owned(),
+            (0, stored, all) => {
+                format!("the first call compiles nothing: it loads {stored} of {all} kernels from a file or the kernel cache on disk")
+            }
+            (compiled, _, all) => format!("the first call compiles {compiled} of {all} kernels with NVRTC"),
+        })
     }
 
     /// Returns snapshots of two caches: first the plan cache, then the kernel cache in memory.

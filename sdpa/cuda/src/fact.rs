@@ -3,6 +3,7 @@
 use crate::params::FAR;
 use crate::tile_config::MOST_DIM;
 use crate::unsupported::Check;
+use crate::work::FIXED_SPLIT_DIM;
 use sdpa_core::{DType, Direction, Fact, Operand, Side, TensorSpec, packed};
 use sdpa_nvidia::JobQuery;
 
@@ -84,10 +85,17 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         | Fact::Lengths(..)
         | Fact::Keep(_) => {}
         Fact::Statistic(..) | Fact::StatsBase(_) => {}
+        Fact::BatchInvariant(is_invariant) => {
+            let [dim_qk, dim_v] = [pass.problem().dim_qk(), pass.problem().dim_v()];
+            // `backward` checks what a batch-invariant backward pass needs.
+            if *is_invariant && pass.direction() == Direction::Forward && dim_qk.max(dim_v) > FIXED_SPLIT_DIM {
+                let limit = format!("false for head dims above {FIXED_SPLIT_DIM}: the shape of a call determines tiles and split-KV");
+                check.that(false, "batch_invariant", "true", limit);
+            }
+        }
         Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
         Fact::Gradient(_) | Fact::GradientsOf(_) => {}
-        Fact::Deterministic(is_deterministic) => {
-            check.that(!is_deterministic, "deterministic", "true", "false: the kernels sum dq in no fixed order");
-        }
+        // `backward` checks what a deterministic pass needs.
+        Fact::Deterministic(_) => {}
     }
 }

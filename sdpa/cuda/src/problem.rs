@@ -48,6 +48,8 @@ pub struct Forward {
     pub packed: Option<Packs>,
     /// The paging of keys and values; `None` if they are not paged.
     pub paged: Option<Paged>,
+    /// Whether the bits of a sequence's results must depend on this sequence alone.
+    pub batch_invariant: bool,
 }
 
 /// The layout of packed sequences, without `cu_seqlens`, which belong to a call.
@@ -103,6 +105,7 @@ impl Forward {
             extents: problem.extents(),
             group: problem.group(),
             paged: problem.paged().copied(),
+            batch_invariant: problem.batch_invariant(),
             packed: problem.packed().map(|packed| Packs {
                 keys: problem.packs(Side::Keys),
                 wide: packed.wide,

@@ -37,6 +37,7 @@ pub(crate) const SOFTMAX: (&str, &str) = piece!("softmax.cuh");
 pub(crate) const TILE_ORDER: (&str, &str) = piece!("tile_order.cuh");
 const TILE_SCHEDULER: (&str, &str) = piece!("tile_scheduler.cuh");
 const TILE_LIST: (&str, &str) = piece!("tile_list.cuh");
+const FIXED_SPLITS: (&str, &str) = piece!("fixed_splits.cuh");
 const COMBINE: (&str, &str) = piece!("combine.cuh");
 const FORWARD_KERNEL: (&str, &str) = piece!("forward.cu");
 /// The piece of kernel source for the query tiles of a KV block.
@@ -46,7 +47,9 @@ const BACKWARD_LAYOUT: (&str, &str) = piece!("backward_layout.cuh");
 pub(crate) const BACKWARD_SOFTMAX: (&str, &str) = piece!("backward_softmax.cuh");
 const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
 pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
+const DQ_FIXED_POINT: (&str, &str) = piece!("dq_fixed_point.cuh");
 const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
+const SINK_GRADIENT: (&str, &str) = piece!("sink_gradient.cuh");
 const BACKWARD_SCHEDULER: (&str, &str) = piece!("backward_scheduler.cuh");
 /// Conversion of the dQ accumulator: in the main kernel, or in a separate one.
 const DQ_CONVERT_FUSED: (&str, &str) = piece!("dq_convert_fused.cuh");
@@ -68,6 +71,9 @@ pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-sp
 
 /// Shared memory of the kernel [`EntryPoint::BlockLists`](crate::EntryPoint::BlockLists) in bytes: 4 bytes for each of its 32 warps.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
+
+/// Bytes of shared memory of the sink gradient kernel: a partial sum for each of its 8 warps.
+pub(crate) const SINKS_SHARED_BYTES: u32 = 4 * 8;
 
 /// The largest cost of mask and score_mod for one score, in units of an addition, with which they are compiled separately for full and
 /// partial blocks. Costlier ones are compiled once for both, because compiling them for 64 scores takes long and the mask costs little in
@@ -208,6 +214,8 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("PAGE_SLICE", problem.piece(tile)),
         ("WITH_TILE_LIST", problem.lists_tiles(tile).into()),
         ("WITH_SPLIT_KV", tile.split.into()),
+        ("FIXED_SPLIT", tile.fixed_split),
+        ("MERGES_SPLITS", tile.merges_splits().into()),
         ("MIN_BLOCKS_PER_SPLIT", problem.least_blocks(tile)),
         ("WITH_SPLIT_MAX", (tile.split && problem.leaves_largest()).into()),
     ];
@@ -219,7 +227,8 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text.push_str(GENERATED);
     text.push_str(&wgmma_wrappers::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(BLOCK_SPARSITY);
-    let items = problem.lists_tiles(tile).then_some(TILE_LIST).into_iter().chain(tile.split.then_some(COMBINE));
+    let fixed = (tile.fixed_split > 0).then_some(FIXED_SPLITS);
+    let items = problem.lists_tiles(tile).then_some(TILE_LIST).into_iter().chain(fixed).chain(tile.split.then_some(COMBINE));
     [MASK, VARLEN_TMA, PADDING, KV_BLOCKS, TILE_ORDER, TILE_SCHEDULER, STATISTICS, SOFTMAX, PIPELINE]
         .into_iter()
         .chain(map)
@@ -255,6 +264,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("ALWAYS_MASKED", u32::from(forward.weight() > HEAVY)),
         ("APPROXIMATE", (forward.dtype == DType::BF16).into()),
         ("DQ_BY_TMA", (tile.sums_bytes() > 0).into()),
+        ("FIXED_POINT_DQ", tile.fixed_point.into()),
+        ("SCORE_MOD_GAIN_BITS", (problem.gain().unwrap_or(1.0) as f32).next_up().to_bits()),
         ("WITH_HEAD_SPLITS", (tile.shares > 1).into()),
         ("WITH_PARAMETER_GRADIENTS", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
@@ -286,8 +297,14 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     }
     let of_queries = if tile.sums_bytes() > 0 { DQ_CONVERT_FUSED } else { DQ_CONVERT };
     let kernel = if tile.two_cta { BACKWARD_2CTA } else { BACKWARD_KERNEL };
-    [EXACT_LSE, BACKWARD_PREPROCESS, BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, PIPELINE, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel]
+    if tile.fixed_point {
+        add(&mut text, DQ_FIXED_POINT);
+    }
+    let of_sinks = (tile.fixed_point && problem.sink_gradient.is_some()).then_some(SINK_GRADIENT);
+    [EXACT_LSE, BACKWARD_PREPROCESS]
         .into_iter()
+        .chain(of_sinks)
+        .chain([BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, PIPELINE, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel])
         .for_each(|piece| add(&mut text, piece));
     text
 }

@@ -28,12 +28,15 @@ pub struct Target {
     pub tile: Option<Tile>,
     /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first.
     pub family: Option<Family>,
+    /// Whether to use kernels that have run under emulation only: WGMMA kernels for deterministic backward passes, which sum dQ in fixed point, and
+    /// for batch-invariant passes. False by default.
+    pub untested_kernels: bool,
 }
 
 impl Target {
     /// Creates the description of a device with compute capability `sm` (90 for 9.0) and this number of SMs.
     pub fn new(sm: u32, multiprocessors: u32) -> Target {
-        Target { sm, multiprocessors, tile: None, family: None }
+        Target { sm, multiprocessors, tile: None, family: None, untested_kernels: false }
     }
 
     /// Creates the description of a device in this machine.
@@ -97,7 +100,8 @@ impl Target {
         let (family, forward) = self.supported_forward(problem)?;
         Ok(match family {
             Family::Wgmma => {
-                let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
+                // Batch-invariant problems have one tile shape per head dim.
+                let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()) && !problem.batch_invariant());
                 let tile = own.map_or_else(|| forward.tile(self.multiprocessors), Ok)?;
                 wgmma::forward_schedule(problem, &forward, &tile, self.gpu())
             }
@@ -120,7 +124,7 @@ impl Target {
     pub(crate) fn supported_forward(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
         not_empty(problem)?;
         self.first_supporting(|family| match family {
-            Family::Wgmma => Forward::of(problem),
+            Family::Wgmma => Forward::of(problem).and_then(|forward| self.invariant(forward)),
             Family::Mma => mma::forward(problem),
         })
     }
@@ -128,9 +132,28 @@ impl Target {
     pub(crate) fn supported_backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
         not_empty(problem.forward())?;
         self.first_supporting(|family| match family {
-            Family::Wgmma => Backward::of(problem),
+            Family::Wgmma => Backward::of(problem).and_then(|backward| self.ordered(problem, backward)),
             Family::Mma => mma::backward(problem),
         })
+    }
+
+    /// Refuses a batch-invariant forward pass of the WGMMA kernels unless untested kernels are allowed.
+    fn invariant(&self, forward: Forward) -> Result<Forward, Unsupported> {
+        if !forward.batch_invariant || self.untested_kernels {
+            return Ok(forward);
+        }
+        let limit = "false: no GPU has run the kernels with splits of fixed size yet".to_owned();
+        Err(unsupported(vec![Reason::Limit { field: "batch_invariant".to_owned(), value: "true".to_owned(), limit }]))
+    }
+
+    /// Refuses a deterministic pass of the WGMMA kernels unless untested kernels are allowed.
+    fn ordered(&self, problem: &BackwardProblem, backward: Backward) -> Result<Backward, Unsupported> {
+        if !backward.deterministic || self.untested_kernels {
+            return Ok(backward);
+        }
+        let field = if problem.deterministic() { "deterministic" } else { "batch_invariant" };
+        let limit = "false: the kernels sum dq in no fixed order".to_owned();
+        Err(unsupported(vec![Reason::Limit { field: field.to_owned(), value: "true".to_owned(), limit }]))
     }
 
     /// Returns the first family that supports a problem on this device, with its view of the problem; otherwise the reasons of the family that has

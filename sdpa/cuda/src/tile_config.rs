@@ -28,6 +28,9 @@ pub struct Tile {
     pub few: Option<Few>,
     /// Whether split-KV is possible: several thread blocks may process the keys of a tile, and a combine kernel merges their results.
     pub split: bool,
+    /// Number of KV blocks in a split of fixed size; 0 if splits have no fixed size. With fixed sizes, a thread block that processes several
+    /// splits of a tile merges their results as the combine kernel does.
+    pub fixed_split: u32,
 }
 
 /// A packed GQA tile (PackGQA): few queries of several heads of a GQA group. The number of rows, queries times heads, is at most that of
@@ -96,6 +99,7 @@ const fn usual_tile(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
         bring_registers,
         few: None,
         split: false,
+        fixed_split: 0,
     }
 }
 
@@ -149,13 +153,27 @@ impl Tile {
         128 * (self.groups + 1)
     }
 
+    /// Returns whether a thread block merges the results of several splits of a tile.
+    pub fn merges_splits(&self) -> bool {
+        self.fixed_split > 0 && !self.split
+    }
+
+    /// Returns the tile with splits of `keys` keys. A thread block that merges splits needs shared memory for their results, so it may have
+    /// fewer stages.
+    pub(crate) fn with_fixed_splits(self, keys: u32) -> Tile {
+        let tile = Tile { fixed_split: keys / self.keys, ..self };
+        let fits = |stages: &u32| Tile { stages: *stages, ..tile }.shared_bytes() <= SHARED_BYTES;
+        Tile { stages: (2..=tile.stages).rev().find(fits).unwrap_or(2), ..tile }
+    }
+
     /// Returns the shared memory of a thread block in bytes. It holds queries, keys and values, mbarriers, items of the tile list, and
-    /// the output unless it reuses the memory of the queries.
+    /// the output unless it reuses the memory of the queries. Merging splits needs the output in f32 and three numbers for each row.
     pub fn shared_bytes(&self) -> u32 {
         let panels = |dim: u32| dim / PANEL * ROW_BYTES;
         let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
         let step = self.keys * (panels(self.dim_qk) + panels(self.dim_v));
         let rows = match (self.few, self.output_apart) {
+            _ if self.merges_splits() => queries + 2 * output + 12 * self.rows(),
             // Packed GQA tiles store O from registers, without shared memory.
             (Some(_), _) => queries,
             (None, true) => queries + output,
@@ -192,6 +210,8 @@ pub struct BackwardTile {
     pub group_registers: u32,
     /// Number of registers per producer thread.
     pub bring_registers: u32,
+    /// Whether dQ is summed in fixed point, so that its bits do not depend on the order of the sums.
+    pub fixed_point: bool,
 }
 
 /// The tiles of backward passes, ordered by head dims: the first that fits both is used.
@@ -223,6 +243,7 @@ const fn usual_backward_tile(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTil
         held: [0, 0],
         group_registers: 240,
         bring_registers: 24,
+        fixed_point: false,
     }
 }
 

@@ -17,6 +17,16 @@ const PARTS_EACH: [i64; 2] = [4, 2];
 /// causal one; at 16,384, 2 and 3 % faster.
 const LONG: i64 = 8192;
 
+/// Number of keys in a split of fixed size. It is a multiple of the block sizes of [`FIXED_SPLIT_DIM`].
+const FIXED_SPLIT_KEYS: u32 = 1024;
+
+/// The largest head dim with splits of fixed size. All tiles for these dims have the same number of keys in a KV block, and shared memory for
+/// the results of splits.
+pub(crate) const FIXED_SPLIT_DIM: i64 = 128;
+
+/// The most bytes of outputs of fixed splits in the workspace. If there were more, a thread block processes all splits of a tile.
+const MOST_SPLIT_BYTES: i64 = 256 << 20;
+
 /// Bytes of L2 for operands. Of its 50 MB, this much is near all SMs.
 const CACHE_BYTES: i64 = 32 << 20;
 
@@ -44,9 +54,42 @@ impl Forward {
             let limit = format!("at most {MOST_DIM}");
             unsupported(vec![Reason::Limit { field: "dim".to_owned(), value: dim_qk.max(dim_v).to_string(), limit }])
         })?;
+        if self.batch_invariant {
+            return Ok(self.with_fixed_splits(tile, multiprocessors));
+        }
         let split = self.splits(&tile, multiprocessors);
         let long = Tile::of_long(dim_qk, dim_v).filter(|_| tile.few.is_none() && !split && self.is_long());
         Ok(Tile { split, ..long.unwrap_or(tile) })
+    }
+
+    /// Returns the tile for a batch-invariant problem. Every row sums over the same KV blocks and splits in the same order in any call, and whether
+    /// thread blocks share the splits of a tile changes no bit.
+    fn with_fixed_splits(&self, tile: Tile, multiprocessors: u32) -> Tile {
+        if self.most_splits(&tile) <= 1 {
+            return tile;
+        }
+        let tile = Tile { split: true, ..tile };
+        let bytes =
+            4 * self.most_items(&tile, multiprocessors) * self.head_groups(&tile) * i64::from(tile.queries() * tile.heads() * tile.dim_v);
+        let split = bytes <= MOST_SPLIT_BYTES && self.splits(&tile, multiprocessors);
+        Tile { split, ..tile }.with_fixed_splits(FIXED_SPLIT_KEYS)
+    }
+
+    /// Returns the most fixed splits that a tile may have. Bands of a call may begin anywhere, so this counts from the first key.
+    fn most_splits(&self, tile: &Tile) -> i64 {
+        debug_assert_eq!(FIXED_SPLIT_KEYS % tile.keys, 0, "KV blocks must not cross splits");
+        steps(self.extents[3], FIXED_SPLIT_KEYS)
+    }
+
+    /// Returns the most items of the tile list: one for each query tile, or for each split of one.
+    pub(crate) fn most_items(&self, tile: &Tile, multiprocessors: u32) -> i64 {
+        let rows = self.most_rows(tile);
+        match (tile.split, self.batch_invariant) {
+            (false, _) => rows,
+            (true, true) => rows * self.most_splits(tile),
+            // The number of splits of each tile is rounded up, so the list may have one item per tile more than the requested splits.
+            (true, false) => rows + self.most_parts(tile, multiprocessors) / self.head_groups(tile) + 1,
+        }
     }
 
     /// Returns whether registers are short, because dropout or long traces need many.

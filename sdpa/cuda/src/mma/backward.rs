@@ -3,7 +3,7 @@
 
 use super::forward::params;
 use super::params::{Gradients, Strided};
-use super::source::{self, SINKS_SHARED_BYTES};
+use super::source;
 use super::tile_config::TileConfig;
 use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
@@ -12,6 +12,7 @@ use crate::family::Family;
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
 use crate::schedule::{Address, Blocking, Builder, Gpu, KernelId, Schedule};
+use crate::source::SINKS_SHARED_BYTES;
 use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::spec::TensorSpec;

@@ -43,6 +43,9 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         | Fact::Lengths(..)
         | Fact::Keep(_) => {}
         Fact::Statistic(..) | Fact::StatsBase(_) => {}
+        // Holds for every problem: tile shapes depend on dims and element type alone, a thread block has all keys of its queries (or all queries of its
+        // keys), and it adds in the order of blocks.
+        Fact::BatchInvariant(_) => {}
         Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
         Fact::Gradient(_) => {}
         // `problem` checks the workspace of a deterministic sum.

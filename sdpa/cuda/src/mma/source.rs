@@ -18,9 +18,6 @@ const BACKWARD: (&str, &str) = piece!("mma_backward.cuh");
 const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
 const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
 
-/// Bytes of shared memory of the sink gradient kernel: a partial sum for each of its 8 warps.
-pub(super) const SINKS_SHARED_BYTES: u32 = 4 * 8;
-
 /// Returns 1 if rows are 16-byte aligned, so that threads can copy 16 bytes at once.
 fn wide(tensor: &TensorSpec, bytes: i64) -> u32 {
     let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
@@ -79,7 +76,7 @@ pub fn forward_text(forward: &Forward, config: &TileConfig) -> String {
     own.extend(statistics(forward));
     own.push(("WITH_PAGES", forward.paged.is_some().into()));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
-    own.push(("LAZY_RESCALE", 0));
+    own.extend([("LAZY_RESCALE", 0), ("FIXED_SPLIT", 0)]);
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, forward.weight(), &own, &params(forward), &traced, &WARP_PIECES);

@@ -10,7 +10,7 @@ use crate::head_sections::{HeadSections, head_tiles};
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
 use crate::schedule::{Address, Argument, Blocking, Builder, Gpu, OperandMap, Schedule};
-use crate::source;
+use crate::source::{self, SINKS_SHARED_BYTES};
 use crate::tile_config::BackwardTile;
 use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
@@ -36,6 +36,9 @@ struct Zeroed {
     large: Address,
     /// The dQ accumulator.
     dq_sums: Address,
+    /// The bounds of each KV head, and which KV blocks have keys that are not finite, for fixed-point sums of dQ.
+    kv_bounds: Address,
+    k_not_finite: Address,
 }
 
 /// Returns a description of the tile configuration.
@@ -67,11 +70,16 @@ pub(crate) fn schedule(
     let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Wgmma, gpu), label(tile));
     let mut entries =
         vec![(EntryPoint::Backward, tile.shared_bytes()), (EntryPoint::BackwardPreprocess, 0), (EntryPoint::ConvertGradient, 0)];
+    entries.extend(tile.fixed_point.then_some((EntryPoint::BackwardBounds, 0)));
+    let orders_sinks = tile.fixed_point && backward.sink_gradient.is_some();
+    entries.extend(orders_sinks.then_some((EntryPoint::SinkGradient, SINKS_SHARED_BYTES)));
     let converts_dq = tile.sums_bytes() == 0;
     entries.extend(converts_dq.then_some((EntryPoint::ConvertDq, 0)));
     let kernel = builder.kernel(source::backward(backward, tile), entries);
 
-    let Forward { tensors: [q, k, _, o], extents: [batch, heads_q, seq_q, seq_kv], .. } = forward;
+    let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
+    let kv_blocks = if tile.fixed_point { batch * (heads_q / group) * steps(*seq_kv, BackwardTile::KEYS) } else { 0 };
+    let kv_units = if tile.fixed_point { batch * (heads_q / group) } else { 0 };
     let [dq, ..] = &backward.gradients;
     let rows_of_all = if forward.packed.is_some() { 1 } else { *batch } * heads_q * head_tiles(backward, tile) * i64::from(tile.queries);
     let shared_blocks = if tile.shares > 1 { sections.blocks } else { 0 };
@@ -91,12 +99,15 @@ pub(crate) fn schedule(
         converted,
         large: builder.slot("whether a log-sum-exp is large", 4),
         dq_sums: builder.slot("dQ accumulator", sections.places * i64::from(tile.sums_of_queries())),
+        kv_bounds: builder.slot("bounds of keys and values", 8 * kv_units),
+        k_not_finite: builder.slot("whether keys of a KV block are not finite", 4 * kv_blocks),
     };
     builder.zero_slots(first);
     gradients.iter().filter(|gradient| !gradient.is_rounded()).for_each(|gradient| builder.zero(gradient.sum));
     let lse = builder.slot("log-sum-exp in base 2", 4 * rows_of_all);
     let delta = builder.slot("delta", 4 * rows_of_all);
     let exact = builder.slot("log-sum-exp as two f32", 8 * rows_of_all);
+    let dq_scale = builder.slot("fixed-point scale of dQ", if tile.fixed_point { 4 * rows_of_all } else { 0 });
     let copy = if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 };
     let d_o_copy = builder.slot("dO as TMA reads it", copy);
     let lists = builder.block_lists("block lists", Blocking { queries: tile.queries, keys: BackwardTile::KEYS, by_keys: true });
@@ -118,6 +129,10 @@ pub(crate) fn schedule(
         k: Address::Operand(Operand::K),
         delta,
         dq_accum: zeroed.dq_sums,
+        dq_scale,
+        kv_bounds: zeroed.kv_bounds,
+        k_not_finite: zeroed.k_not_finite,
+        v: Address::Operand(Operand::V),
         dkv_accum: zeroed.dkv_sums,
         splits_done: zeroed.dkv_done,
         tile_counter: zeroed.next,
@@ -130,6 +145,9 @@ pub(crate) fn schedule(
         k_batch: k.strides[0],
         k_head: k.strides[1],
         k_row: k.strides[2],
+        v_batch: v.strides[0],
+        v_head: v.strides[1],
+        v_row: v.strides[2],
         o_batch: o.strides[0],
         o_head: o.strides[1],
         o_row: o.strides[2],
@@ -159,7 +177,13 @@ pub(crate) fn schedule(
 
     builder.make_block_lists(&lists, kernel, [params, captured]);
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
+    if tile.fixed_point {
+        builder.launch(kernel, EntryPoint::BackwardBounds, [kv_blocks, THREADS], [params]);
+    }
     builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
+    if orders_sinks {
+        builder.launch_with(kernel, EntryPoint::SinkGradient, ([*heads_q, THREADS], SINKS_SHARED_BYTES), [params]);
+    }
     // The grid has whole clusters, since the CTAs of a cluster start together.
     let at_once = (gpu.multiprocessors / tile.cluster_size()).max(1) * tile.cluster_size();
     let main = ([i64::from(last).min(at_once.into()), BackwardTile::THREADS.into()], tile.shared_bytes());

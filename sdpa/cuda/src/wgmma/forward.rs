@@ -59,10 +59,8 @@ impl Workspace {
             return own;
         }
         let [batch, _, seq_q, _] = forward.extents;
-        let (rows, head_groups) = (forward.most_rows(tile), forward.head_groups(tile));
-        // The number of splits of each tile is rounded up, so the list may have one item per tile more than the requested splits.
-        let splits = if tile.split { forward.most_parts(tile, multiprocessors) / head_groups + 1 } else { 0 };
-        own.most_items = rows + splits;
+        let head_groups = forward.head_groups(tile);
+        own.most_items = forward.most_items(tile, multiprocessors);
         own.counter = builder.slot("tile counter, number of tiles", 8);
         own.items = builder.slot("tile list", ITEM_BYTES * own.most_items);
         if tile.split {
@@ -80,7 +78,8 @@ impl Workspace {
 fn label(tile: &Tile) -> String {
     let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
     let split = if tile.split { ", split-KV" } else { "" };
-    format!("forward {}{heads} x {} of {}, {}{split}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
+    let fixed = if tile.fixed_split > 0 { format!(", splits of {} keys", tile.fixed_split * tile.keys) } else { String::new() };
+    format!("forward {}{heads} x {} of {}, {}{split}{fixed}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
 }
 
 /// Returns the number of heads, or packed GQA groups of heads, that are processed together: whole GQA groups. A tile list contains the tiles of all
@@ -99,8 +98,7 @@ fn heads_in_l2(forward: &Forward, tile: &Tile) -> i64 {
 
 /// Returns the number of thread blocks: one per SM, each processing many tiles, or one per tile if there are fewer.
 fn blocks(forward: &Forward, tile: &Tile, multiprocessors: u32) -> i64 {
-    let splits = if tile.split { forward.most_parts(tile, multiprocessors) + forward.head_groups(tile) } else { 0 };
-    (forward.most_tiles(tile) + splits).min(multiprocessors.into())
+    (forward.most_items(tile, multiprocessors) * forward.head_groups(tile)).min(multiprocessors.into())
 }
 
 /// Returns the schedule (memory and launches) of a forward pass with this tile configuration.

@@ -212,5 +212,20 @@ params! {
         softmax_scale_log2,
         dropout_threshold,
         dropout_scale,
+        // For fixed-point sums of dQ only, so last: the machine code of other passes stays the same.
+        /// Address of the fixed-point scale of dQ of each row, f32 in the order of `lse`; 0 unless dQ is summed in fixed point.
+        dq_scale: Address = "float* ",
+        /// Address of the bounds of each KV head, the bits of two f32: max |K| and max |V|_1. They are 0 when the kernels begin.
+        kv_bounds: Address = "int* ",
+        /// Address of an i32 for each KV block of each KV head: whether K has an infinity or NaN. They are 0 when the kernels begin.
+        k_not_finite: Address = "int* ",
+        /// Address of the values.
+        v: Address = "const void* ",
+        /// Batch stride of `v`.
+        v_batch: i64 = "long ",
+        /// Head stride of `v`.
+        v_head: i64 = "long ",
+        /// Key stride of `v`.
+        v_row: i64 = "long ",
     }
 }

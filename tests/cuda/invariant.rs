@@ -1,0 +1,95 @@
+//! Batch-invariant forward passes of the WGMMA kernels, whose splits have a fixed size.
+
+use super::{CAUSAL, NARROW, based, each};
+use conformance::case::Case;
+use conformance::emulated::{Emulated, executor_with};
+use conformance::invariance::{Features, compare};
+use conformance::random::Random;
+use conformance::runner::{in_rows_of_16_bytes, random_few, random_packed, random_padded, random_paged, random_spec, run};
+use conformance::say::{say, skip};
+use conformance::share::{new_seeds, one_of_today};
+use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
+use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, Shape};
+
+pub(super) const NAME: &str = "cuda-fixed-splits-emulated";
+
+pub(super) fn executor() -> Option<CudaExecutor> {
+    let options = CudaOptions::default().with_family(Family::Wgmma).with_untested_kernels(true);
+    executor_with(Emulated::H200, options).map_err(|why| skip("cuda", &why)).ok()
+}
+
+/// The bits of a sequence's results alone and in other calls. Splits have 1,024 keys. The emulated device has five SMs, so that some calls divide the
+/// splits of a tile among thread blocks, and others do not.
+#[test]
+fn results_of_a_sequence_do_not_depend_on_the_rest_of_the_call() {
+    let Some(executor) = executor() else { return };
+    let causal = Features { lengths: &[[20, 20], [1, 1150], [30, 2300], [140, 1100]], gradients: false, ..CAUSAL };
+    let all = [
+        causal,
+        // So many heads that thread blocks merge the splits of few queries too.
+        Features { dtype: DType::F16, heads: [8, 8], dims: [128, 128], sink: true, masks: &["window:1500,0:ends"], ..causal },
+        Features { heads: [2, 2], dims: [96, 64], masks: &["causal-ends", "(q + k) % 3 != 1"], from_the_end: false, ..causal },
+        Features {
+            heads: [5, 1],
+            score_mods: &["softcap:5"],
+            masks: &[],
+            lengths: &[[3, 2048], [90, 1025], [7, 3100]],
+            from_the_end: false,
+            ..causal
+        },
+    ];
+    for features in one_of_today(&format!("invariant {NAME}"), &all) {
+        let compared = compare(&executor, &features).unwrap_or_else(|why| panic!("{features:?}: {why}"));
+        say(&format!("batch_invariant {NAME}: {compared} equal results of {features:?}"));
+    }
+}
+
+#[test]
+fn cases() {
+    let Some(executor) = executor() else { return };
+    let cases = Case::all_invariant().unwrap().into_iter().filter(|case| NARROW.contains(&case.dtype)).collect::<Vec<_>>();
+    super::forward_on(&executor, NAME, "invariant", &cases);
+}
+
+#[test]
+fn random_problems() {
+    let Some(executor) = executor() else { return };
+    let seeds = new_seeds(NAME, 3);
+    each("random", NAME, &seeds, |&seed, tally| {
+        let random = &mut Random::new(seed * 7919 + 47);
+        // Larger head dims and dropout are not batch-invariant in these kernels.
+        let mut drawn = |draw: fn(&mut Random, &[DType]) -> AttentionSpec| loop {
+            let spec = draw(random, &NARROW);
+            if spec.q.dims[3].max(spec.v.dims[3]) <= 128 && spec.dropout.is_none() {
+                break in_rows_of_16_bytes(based(spec, seed)).batch_invariant();
+            }
+        };
+        let forward = |spec: AttentionSpec, what: &str| {
+            let unsupported = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
+            let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(unsupported, || format!("{spec:?}"));
+            tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
+        };
+        forward(drawn(random_few), "few");
+        forward(drawn(random_few).with_sink(), "few with a sink");
+        forward(drawn(random_few).with_row_max().with_sum_exp(), "few with statistics");
+        forward(drawn(random_spec), "any");
+        forward(drawn(random_packed), "documents");
+        forward(drawn(random_paged), "paged");
+        forward(drawn(random_padded).with_sink(), "lengths and a sink");
+        forward(many_keys(random).with_row_max().with_sum_exp(), "many keys");
+        forward(many_keys(random).with_sink().with_row_max().with_sum_exp(), "many keys and a sink");
+    });
+}
+
+/// Returns a problem with so many query tiles that thread blocks process all splits of each.
+fn many_keys(random: &mut Random) -> AttentionSpec {
+    let seq_kv = random.between(1025, 3300);
+    let [dim_qk, dim_v] = [(); 2].map(|()| 8 * random.between(1, 16));
+    let group = random.between(1, 2);
+    let shape = Shape { batch: 2, heads_q: 2 * group, heads_kv: 2, seq_q: random.between(130, 300), seq_kv, dim_qk, dim_v };
+    let mask = random.pick(&["causal-bottom-right", "window:1400,0:bottom-right", "padding"]);
+    AttentionSpec::dense(random.pick(&NARROW), shape, random.pick(&[Layout::Bhsd, Layout::Bshd]))
+        .mask(mask.parse::<Mask>().unwrap())
+        .with_stats()
+        .batch_invariant()
+}
