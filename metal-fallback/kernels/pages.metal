@@ -21,7 +21,7 @@ inline const device Element* key_row(KeyRows rows, int key) {
 #endif
 }
 
-// Copies rows from `first` on to threadgroup memory, with zeros for rows from `present` on and columns from DIM on. Returns whether this thread copied an infinity or NaN.
+// Copies COUNT rows, beginning at row `first`, to threadgroup memory. Tile rows from `present` on, and columns from DIM on, are filled with zeros. Returns whether this thread copied an infinity or NaN.
 template <int COUNT, int DIM, int PADDED, int PITCH>
 inline bool load_keys(threadgroup Element* tile, KeyRows rows, int first, int present, int thread_index) {
     bool odd = false;

@@ -11,8 +11,8 @@ inline bool is_odd(float x) {
     return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u;
 }
 
-// The exponential of a score relative to another one. The scores are subtracted before scaling: the difference of two large scores is
-// exact, but rounding their products with log2(e) would move the exponent by more than its range.
+// The exponential of a score relative to another one. The scores are subtracted before scaling: the difference of close scores is exact,
+// but with scores scaled first, the rounding errors of large products with log2(e) would remain in the argument of exp2.
 inline float exp_from(float score, float from) {
     return exp2((score - from) * LOG2_E);
 }

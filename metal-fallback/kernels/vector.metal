@@ -47,7 +47,7 @@ kernel void attention_vector(
     const int part = int(group.x) % PARTS;
     const Span span_q = QUERY_SPAN;
     const Span span_k = KEY_SPAN;
-    // These rows are past the end of a packed sequence, which is shorter than the longest: nothing is read or written for them.
+    // A packed sequence may be shorter than the longest one. Nothing is read or written for rows past its end.
     if (first >= span_q.rows * params.group) {
         return;
     }

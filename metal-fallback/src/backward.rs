@@ -79,7 +79,7 @@ impl Backward {
             roots >= needed,
             "gradient",
             format!("{roots} roots"),
-            format!("at least {needed}: the score, its gradient and the gradient of each requested parameter"),
+            format!("at least {needed}: the modified score, its gradient and the gradient of each requested parameter"),
         );
         for along in &self.along {
             let float = matches!(along.dtype, DType::F32 | DType::F16 | DType::BF16);

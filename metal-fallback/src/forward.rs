@@ -118,7 +118,12 @@ impl Forward {
         }
         self.check_packed(&mut check);
         let apart = self.paged.is_none() || self.packed.is_none();
-        check.that(apart, "packed", "packed queries", "none with a paged KV cache: the kernels pack both sides, or neither");
+        check.that(
+            apart,
+            "packed",
+            "packed queries",
+            "none with a paged KV cache: the Metal kernels support packed queries only with packed keys",
+        );
         self.check_captured(&mut check, None);
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
@@ -133,7 +138,7 @@ impl Forward {
             tensors.len() <= room as usize,
             "declared tensors",
             tensors.len(),
-            format!("at most {room}: Metal binds {SLOTS} buffers, and the kernels need the others"),
+            format!("at most {room}: Metal binds {SLOTS} buffers, and the kernels need the remaining ones"),
         );
     }
 
@@ -174,7 +179,11 @@ impl Forward {
         let [dim_qk, dim_v] = self.dims();
         let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
         tiles.ok_or_else(|| {
-            vec![limit("dims", format!("{dim_qk} and {dim_v}"), "smaller head dims, whose tiles fit the threadgroup memory")]
+            vec![limit(
+                "dims",
+                format!("{dim_qk} and {dim_v}"),
+                "smaller head dims: no tile configuration for these fits in the threadgroup memory",
+            )]
         })
     }
 

@@ -31,7 +31,7 @@ impl Limits {
         check.that(self.simd == u64::from(SIMD), &field("lanes of a simdgroup"), self.simd, SIMD.to_string());
         let bytes = self.static_bytes + plan.threadgroup.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
         let room = self.threadgroup_bytes;
-        check.that(bytes <= room, &field("threadgroup memory"), format!("{bytes} bytes"), format!("at most {room} on this GPU"));
+        check.that(bytes <= room, &field("threadgroup memory"), format!("{bytes} bytes"), format!("at most {room} bytes on this GPU"));
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
 }

@@ -58,7 +58,7 @@ impl Forward {
     pub(crate) fn check_packed(&self, check: &mut Check) {
         let Some(tokens) = self.tokens() else { return };
         let lengths = self.seq_len_q || self.seq_len_kv && self.paged.is_none();
-        check.that(!lengths, "masks", "per-sequence lengths", "none with packed sequences, whose cu_seqlens give them");
+        check.that(!lengths, "masks", "per-sequence lengths", "none with packed sequences: cu_seqlens already give the lengths");
         for (field, total) in [("packed.total_q", tokens.queries), ("packed.total_kv", tokens.keys)] {
             check.that(total >= 0, field, total, "at least 0");
         }

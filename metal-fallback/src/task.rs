@@ -156,7 +156,12 @@ impl Task {
                 continue;
             }
             let bytes = tensors.reach(operand);
-            check.that(bytes.is_some(), operand.name(), "strides that are negative or too large", "a tensor of at most 2^64 bytes");
+            check.that(
+                bytes.is_some(),
+                operand.name(),
+                "strides that are negative or too large",
+                "strides of at least 0 and fewer than 2^64 bytes",
+            );
             reach.extend(bytes.map(|bytes| (operand.clone(), bytes)));
         }
         let steps = reach.iter().filter_map(|(operand, _)| tensors.step(operand).map(|(side, bytes)| (operand.clone(), side, bytes)));

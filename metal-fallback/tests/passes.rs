@@ -154,7 +154,9 @@ fn limits_are_reported_with_field_value_and_rule() {
     let mut without = with_bias(forward(4, 4));
     without.gradient = None;
     assert!(
-        without.supports().unwrap_err()[0].to_string().starts_with("gradient: got 0 roots, expected at least 4: the score, its gradient"),
+        without.supports().unwrap_err()[0]
+            .to_string()
+            .starts_with("gradient: got 0 roots, expected at least 4: the modified score, its gradient"),
         "no gradient"
     );
 }

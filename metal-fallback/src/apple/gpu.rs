@@ -82,7 +82,7 @@ fn suits(facts: &Facts) -> Result<(), Unavailable> {
         return Err(unsupported(
             "threadgroup memory",
             format!("{} bytes", facts.threadgroup_bytes),
-            format!("at least {THREADGROUP_BYTES}"),
+            format!("at least {THREADGROUP_BYTES} bytes"),
         ));
     }
     Ok(())

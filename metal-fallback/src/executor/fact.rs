@@ -31,11 +31,19 @@ fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
         | Fact::Keep(_) => {}
         Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
         Fact::Statistic(..) => {}
+        Fact::BatchInvariant(is_invariant) => {
+            check.that(!is_invariant, "batch_invariant", "true", "false: kernels for few queries split keys by the shape of the call");
+        }
         Fact::StatsBase(base) => check.that(*base == StatsBase::Natural, "stats_base", base, "natural"),
         Fact::Gradient(None) => {}
         Fact::Gradient(Some(gradient)) => {
             for name in gradient.reads.iter().map(|read| &gradient.wrt[read.wrt]) {
-                check.that(false, "wrt", name, "no gradient of a table: the Metal kernels cannot sum gradients at computed indices");
+                check.that(
+                    false,
+                    "wrt",
+                    name,
+                    "a parameter that is not a table: the Metal kernels cannot sum gradients at computed indices",
+                );
             }
         }
         Fact::GradientsOf(_) => {}

@@ -176,6 +176,9 @@ pub(crate) struct ProblemArgs {
     /// Compute sum_exp, each row's sum of exponentials relative to its largest score
     #[arg(long, help_heading = RESULTS)]
     pub(crate) sum_exp: bool,
+    /// Compute results whose bits do not depend on the other sequences of a call
+    #[arg(long, help_heading = RESULTS)]
+    pub(crate) batch_invariant: bool,
 }
 
 /// The gradient of an attention problem.

@@ -143,7 +143,7 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
     if distance.verdict() == sdpa_oracle::Verdict::Passed {
         Ok(report.engine)
     } else {
-        Err(format!("wrong by {:.1e} at worst ({})", distance.o.error, report.engine))
+        Err(format!("wrong result: the largest error is {:.1e} ({})", distance.o.error, report.engine))
     }
 }
 

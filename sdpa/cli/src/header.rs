@@ -120,7 +120,9 @@ impl Header {
         let length = u64::from_le_bytes(length);
         let data = length.saturating_add(LENGTH);
         if length > LONGEST || data > size {
-            return Err(format!("is not a safetensors file: a header of {length} bytes does not fit its {size} bytes"));
+            return Err(format!(
+                "is not a safetensors file: a header of {length} bytes exceeds the file ({size} bytes) or the format's limit"
+            ));
         }
         let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
         file.read_exact(&mut text).map_err(|e| format!("cannot be read: {e}"))?;

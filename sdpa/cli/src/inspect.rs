@@ -299,10 +299,11 @@ fn wrt_text(wrt: &[GradientSpec]) -> String {
 /// Describes packed sequences: the sides with offsets, and the numbers of tokens.
 fn packed_text(packed: Option<&Packed>, paged: Option<&Paged>) -> Option<String> {
     let packed = packed?;
-    let side =
-        |side: Side| format!("{}, {}", packed.boundaries(side), packed.total(side).map_or("any number".to_owned(), |n| n.to_string()));
+    let side = |side: Side| {
+        format!("{}, {}", packed.boundaries(side), packed.total(side).map_or("any number of".to_owned(), |n| format!("at most {n}")))
+    };
     let sides = if packed.cross && paged.is_none() { &Side::ALL[..] } else { &Side::ALL[..1] };
-    Some(format!("{} tokens at most", sides.iter().map(|s| side(*s)).collect::<Vec<_>>().join("; ")))
+    Some(format!("{} tokens", sides.iter().map(|s| side(*s)).collect::<Vec<_>>().join("; ")))
 }
 
 /// Describes pages: their number and size.
@@ -330,6 +331,7 @@ fn spec_text(request: &Request) -> String {
         stats_base,
         row_max,
         sum_exp,
+        batch_invariant,
         ..
     } = &request.spec;
     let mut table = Table::default();
@@ -347,6 +349,7 @@ fn spec_text(request: &Request) -> String {
     table.rows("stats_base", (*stats_base != StatsBase::Natural).then(|| stats_base.to_string()));
     table.rows("row_max", row_max.then(|| yes(true).to_owned()));
     table.rows("sum_exp", sum_exp.then(|| yes(true).to_owned()));
+    table.rows("batch_invariant", batch_invariant.then(|| yes(true).to_owned()));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
         let BackwardSpec { forward: _, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype, .. } = b;
         table.rows("dtype of do", d_o_dtype.map(|dtype| dtype.name().to_owned()));
@@ -413,6 +416,7 @@ fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
             table.rows("stats_base", (*base != StatsBase::Natural).then(|| base.to_string()));
             table.row("scale", request.attn_scale().to_string());
         }
+        Fact::BatchInvariant(is_invariant) => table.rows("batch_invariant", is_invariant.then(|| yes(true).to_owned())),
         Fact::UpstreamDtype(dtype) => table.rows("dtype of do", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
         Fact::GradientDtype(dtype) => table.rows("dtype of gradients", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
         // The gradient is printed as a stage of its own.

@@ -253,7 +253,7 @@ impl Request {
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
         (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
-        any.o_dtype = o_dtype.map(Element::dtype);
+        (any.o_dtype, any.batch_invariant) = (o_dtype.map(Element::dtype), args.batch_invariant);
         if args.block_scaled {
             // The shape `ANY` has no block scales, so check the rules with f32 instead of 8-bit floats.
             (any.dtype, any.o_dtype) = (DType::F32, None);
@@ -290,7 +290,7 @@ impl Request {
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
         (spec.dropout, spec.o_dtype) = (dropping.dropout, o_dtype.map(Element::dtype));
-        spec.block_scaled = args.block_scaled;
+        (spec.block_scaled, spec.batch_invariant) = (args.block_scaled, args.batch_invariant);
         (spec.row_max, spec.sum_exp, spec.stats_base) = (args.row_max, args.sum_exp, base);
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);

@@ -220,7 +220,8 @@ impl Report {
     fn text(&self) -> String {
         let mut table = Table::default();
         table.row("problem", &self.problem);
-        let library = self.library.clone().unwrap_or_else(|| "which is not installed: rules only, no engine was asked".to_owned());
+        let library =
+            self.library.clone().unwrap_or_else(|| "which is not installed: only the rules were checked, not the engines".to_owned());
         table.row("cudnn", format!("{}, {library}", self.cudnn));
         for on in &self.devices {
             let text = match on.form {

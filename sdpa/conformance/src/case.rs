@@ -60,6 +60,9 @@ pub struct Case {
     /// Whether the forward pass returns the sum of exponentials of each row.
     #[serde(default)]
     pub sum_exp: bool,
+    /// Whether the bits of a sequence's results must depend on this sequence alone.
+    #[serde(default)]
+    pub batch_invariant: bool,
     /// The attention scale; by default `1 / √dim_qk`.
     #[serde(default)]
     pub attn_scale: Option<f32>,
@@ -237,6 +240,15 @@ impl Case {
         Case::parse(include_str!("../cases/few.toml"))
     }
 
+    /// Returns every case of `invariant.toml`: problems that ask for `batch_invariant`. Each runs as a forward and as a backward pass, those without
+    /// a page table.
+    ///
+    /// # Errors
+    /// Fails as [`Case::parse`] does.
+    pub fn all_invariant() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/invariant.toml"))
+    }
+
     /// Returns every case of `functions.toml`: functions of the expression language over their complete domains.
     ///
     /// # Errors
@@ -316,6 +328,7 @@ impl Case {
         }
         (spec.stats, spec.sink, spec.dropout) = (self.stats, self.sink, self.dropout.map(Dropout::new));
         (spec.row_max, spec.sum_exp, spec.stats_base) = (self.row_max, self.sum_exp, self.stats_base);
+        spec.batch_invariant = self.batch_invariant;
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
@@ -365,6 +378,7 @@ impl Case {
             (self.sink, " --sink"),
             (self.row_max, " --row-max"),
             (self.sum_exp, " --sum-exp"),
+            (self.batch_invariant, " --batch-invariant"),
             (self.stats_base == StatsBase::Two, " --stats-base-2"),
         ];
         let flags: String = flags.into_iter().filter(|(there, _)| *there).map(|(_, flag)| flag).collect();

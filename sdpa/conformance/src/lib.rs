@@ -4,6 +4,7 @@ pub mod case;
 pub mod compare;
 pub mod covering;
 pub mod inputs;
+pub mod invariance;
 pub mod library;
 pub mod oracle;
 pub mod packing;

@@ -54,6 +54,10 @@ pub(crate) fn against(job: &Job, fact: &Fact<'_>) -> Vec<Reason> {
         Fact::Parameters(params) => tables(job, params),
         // Rules are in `unsupported`, by version.
         Fact::Statistic(..) | Fact::StatsBase(_) => Vec::new(),
+        Fact::BatchInvariant(false) => Vec::new(),
+        Fact::BatchInvariant(true) => {
+            vec![limit("batch_invariant", "true".to_owned(), "false: cuDNN divides the work of a call by its shape")]
+        }
         // Rules are in `unsupported/functions`; `lower/backward` lowers derivatives. Their parameters are those of the score_mod.
         Fact::Gradient(_) | Fact::GradientsOf(_) | Fact::BackwardParameters(_) => Vec::new(),
         // Rules are in `unsupported`; `plan` chooses among engines by this flag.
@@ -96,6 +100,7 @@ pub(crate) fn beside_programs(fact: &Fact<'_>) -> Option<u8> {
         | Fact::Parameters(_)
         | Fact::Statistic(..)
         | Fact::StatsBase(_)
+        | Fact::BatchInvariant(_)
         | Fact::UpstreamDtype(_)
         | Fact::GradientDtype(_)
         | Fact::Gradient(_)

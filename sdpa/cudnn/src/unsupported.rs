@@ -208,14 +208,21 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         if pages.is_none() {
             limit("paged.page_size", paged.page_size.to_string(), lower::UNEVEN);
         }
-        if pages.is_some_and(|pages| paged.pages.saturating_mul(pages.parts) > i64::from(i32::MAX)) {
-            limit("paged.pages", paged.pages.to_string(), "fewer pages: cuDNN counts pages and their parts in 32 bits");
+        let most = pages.map_or(i64::MAX, |pages| i64::from(i32::MAX) / pages.parts);
+        if paged.pages > most {
+            let rule =
+                format!("at most {most}: cuDNN reads each page in parts whose length is a power of two, at most 2^31 - 1 parts in all");
+            limit("paged.pages", paged.pages.to_string(), &rule);
         }
         if runtime < lower::PAGED_SINCE {
             limit("cudnn", runtime.to_string(), "9.5 or newer for a paged KV cache");
         }
         if problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys) {
-            limit("masks", problem.kept().to_string(), "lengths of both queries and keys, or none, with a paged KV cache");
+            limit(
+                "masks",
+                problem.kept().to_string(),
+                "per-sequence lengths for both queries and keys, or for neither, with a paged KV cache",
+            );
         }
     }
     if is_backward(job) && job.deterministic() && problem.dropout().is_some() && (100..110).contains(&sm) {
@@ -237,7 +244,8 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         limit(statistic.name(), "a request".to_owned(), rule);
     }
     if behind && problem.packed().is_some() {
-        let rule = "none with packed sequences if each has one query or cuDNN is older than 9.13: a separate step then adds the sink and cannot read packed rows";
+        let rule = "none with packed sequences if each has at most one query or cuDNN is older than 9.13: the kernel that then adds the \
+                    sink cannot read packed sequences";
         limit("sink", "a sink".to_owned(), rule);
     }
     if problem.stats_base() == StatsBase::Two {
@@ -538,7 +546,7 @@ mod tests {
                 change(s);
             })
         };
-        // A sequence may begin at any token of its row, so the token stride matters even if a sequence has at most one token.
+        // A packed sequence may begin at any token of the packed tensor, so the token stride matters even if no sequence has more than one token.
         let odd = |s: &mut AttentionSpec| (s.o.strides[1], s.o.strides[2]) = (64, 4 * 64 + 3);
         for seq_q in [1, 33] {
             assert_eq!(packed(seq_q, odd), ["o.strides"], "{seq_q}");

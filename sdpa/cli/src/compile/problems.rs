@@ -50,6 +50,8 @@ struct Problem {
     row_max: bool,
     #[serde(default)]
     sum_exp: bool,
+    #[serde(default)]
+    batch_invariant: bool,
     /// Compiles the forward pass with stats, and the backward pass.
     #[serde(default)]
     backward: bool,
@@ -166,6 +168,7 @@ impl Problem {
             stats_base_2: self.stats_base_2,
             row_max: self.row_max,
             sum_exp: self.sum_exp,
+            batch_invariant: self.batch_invariant,
         };
         let gradient = BackwardArgs {
             backward: self.backward,

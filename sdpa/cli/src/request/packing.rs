@@ -54,7 +54,7 @@ impl Packing {
             for (option, _) in given.iter().filter(|(option, text)| *option != given[1].0 && text.is_some()) {
                 mistakes.add(
                     option,
-                    "cannot be combined with --paged; pass --cu-seqlens-q to pack the queries, and the lengths of keys in seq_len_kv",
+                    "cannot be combined with --paged; use --cu-seqlens-q for the queries, and the tensor seq_len_kv of --input for the key lengths",
                 );
             }
         } else if both.is_some() && (queries.is_some() || keys.is_some()) {

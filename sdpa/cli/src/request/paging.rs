@@ -133,7 +133,7 @@ impl Paging {
             if let (Some(container), Some(page_size)) = (container, self.page_size)
                 && container[2] != page_size
             {
-                mistakes.add(about, format!("{name}: got pages of {} tokens, expected {page_size}, by --paged", container[2]));
+                mistakes.add(about, format!("{name}: got pages of {} tokens, expected {page_size}, the value of --paged", container[2]));
             }
         }
         if let (Some(k), Some(v)) = (k, v)

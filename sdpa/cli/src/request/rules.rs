@@ -90,7 +90,7 @@ pub(super) fn judge(
     let problem = valid(any.validate(), |errors| {
         for e in &errors.0 {
             let twice = e.rule.contains("declared twice") || e.value.contains("declared twice");
-            let hint = if twice { "; NAME[OLD=NEW] gives a parameter of a named one another name" } else { "" };
+            let hint = if twice { "; write NAME[OLD=NEW] to rename the parameter OLD of the function NAME" } else { "" };
             mistakes.add(option(&e.field), format!("{e}{hint}"));
         }
     })?;
@@ -122,7 +122,8 @@ pub(super) fn judge(
                 let declared = if e.rule == "a declared parameter" { format!("; declared: {declared}") } else { String::new() };
                 mistakes.add("--wrt", format!("got {}, expected {}{declared}", e.value, e.rule));
             } else {
-                mistakes.add("--backward", format!("got {}, expected {}", e.value, e.rule));
+                let field = e.field.strip_prefix("forward.").unwrap_or(&e.field);
+                mistakes.add("--backward", format!("{field}: got {}, expected {}", e.value, e.rule));
             }
         }
     });

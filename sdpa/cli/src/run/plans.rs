@@ -90,7 +90,7 @@ impl Plans {
             if let Preference::Named(name) = preference
                 && name != of
             {
-                mistakes.add(about, format!("it is a file of {of}, but --executor is {name}; name a file of {name}"));
+                mistakes.add(about, format!("the file is for the executor {of}, but --executor is {name}; pass a file for {name}"));
                 continue;
             }
             let absent = |error: Error| match preference {

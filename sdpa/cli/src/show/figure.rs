@@ -129,7 +129,7 @@ fn scores(scene: &mut Scene, field: &Field, extents: [i64; 2]) {
     }
     let bar = [x + w + 16.0, y, 12.0, SIDE];
     if bounds.is_none() {
-        let said = if field.first_odd.is_some() { "none is finite" } else { "none is kept" };
+        let said = if field.first_odd.is_some() { "no finite score" } else { "no attended pair" };
         scene.text([bar[0], y + 12.0], Anchor::Start, GREY, said);
         return;
     }

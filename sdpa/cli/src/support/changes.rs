@@ -90,6 +90,9 @@ fn of(wanted: &Wanted) -> Vec<Change> {
     if spec.sum_exp {
         all.push(Change::new("without --sum-exp", |w| w.forward.sum_exp = false));
     }
+    if spec.batch_invariant {
+        all.push(Change::new("without --batch-invariant", |w| w.forward.batch_invariant = false));
+    }
     all.extend(spec.paged.map_or_else(Vec::new, |paged| of_pages(&paged)));
     if spec.packed.is_some() {
         all.push(Change::new("with batch entries that are padded", |w| {

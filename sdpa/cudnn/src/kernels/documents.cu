@@ -1,5 +1,5 @@
-// Computes the lengths and offsets of packed documents (sequences) for cuDNN engines. Boundaries are unchecked device data: whatever they hold, every
-// document lies within the tokens that have memory, and none is longer than the longest one of the plan.
+// Computes the lengths and offsets of packed documents (sequences) for cuDNN engines. Boundaries are unchecked device data, so the results are clamped:
+// every document lies within the `total` allocated tokens and has at most `longest` tokens, the most that the plan supports.
 
 typedef long long number;
 

@@ -121,7 +121,7 @@ fn numbers(text: &str, end: usize) -> Result<Vec<usize>, String> {
         let number = |text: &str| text.parse::<usize>().ok().filter(|number| *number < end);
         match (number(first), number(last)) {
             (Some(first), Some(last)) if first <= last => all.extend(first..=last),
-            _ => return Err(format!("got {range:?}, expected a range of features")),
+            _ => return Err(format!("got {range:?}, expected the number of a feature, or a range of such numbers, such as 3-7")),
         }
     }
     Ok(all)

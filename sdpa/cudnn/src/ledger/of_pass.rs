@@ -165,6 +165,8 @@ impl Seen {
             Fact::Statistic(Statistic::Stats, is_computed) => self.add(is_computed, Feature::Stats),
             Fact::Statistic(Statistic::RowMax, is_computed) => self.add(is_computed, Feature::RowMax),
             Fact::Statistic(Statistic::SumExp, is_computed) => self.add(is_computed, Feature::SumExp),
+            // Refused: see `fact`.
+            Fact::BatchInvariant(_) => {}
             Fact::StatsBase(base) => self.add(base == StatsBase::Two, Feature::StatsBaseTwo),
             Fact::GradientsOf(gradients) => {
                 for gradient in gradients {

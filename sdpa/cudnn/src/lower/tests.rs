@@ -291,7 +291,7 @@ fn keys_name_layouts_and_say_what_to_do_about_a_miss() {
         assert!(field(&format!("layout of {operand}")).is_some() && field(&format!("alignment of {operand}")).is_some(), "{operand}");
     }
     let advice = |names: &[&str]| {
-        let differ = |field: &&str| Difference { field: (*field).to_owned(), asked: "1".to_owned(), there: "2".to_owned() };
+        let differ = |field: &&str| Difference { field: (*field).to_owned(), asked: "this".to_owned(), there: "that".to_owned() };
         Job::advice(&names.iter().map(differ).collect::<Vec<_>>())
     };
     assert_eq!((advice(&[]), advice(&["dtype"]), advice(&["mask", "dtype"])), (None, None, None));

@@ -33,8 +33,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
     if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || mask::has_rules(problem)) {
-        let rule = "a score_mod or a traced mask on one query is not supported before cuDNN 9.25.1: the engine reads values per \
-             head from another head"
+        let rule = "a score_mod or a traced mask with one query is not supported before cuDNN 9.25.1: the engine reads the per-head \
+             values of another head"
             .to_owned();
         return Err(LowerError::Unsupported(rule));
     }

@@ -18,12 +18,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod header;
-
 #[cfg(test)]
 mod tests;
 
-pub use header::{Header, Mismatch};
+pub use cudnn_graph::plans::{Header, Mismatch};
 pub use sdpa_nvidia::planfile::{Digest, Entry, Fault, Head, NotADigest, Parts, PlanFileError, Record, add, write};
 
 /// A file of compiled cuDNN plans.

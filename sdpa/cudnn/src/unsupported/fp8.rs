@@ -50,7 +50,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "seq_kv",
-        limit: "more than four keys with block scales, whose rows have at least four",
+        limit: "at least 5 keys with block scales: block_scale_v is padded to 4 scales along the keys, and cuDNN's graph needs more keys than scales",
         breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_kv() < lower::FEWEST_KEYS, c.job.problem().seq_kv()),
     },
     Row { field: "device", limit: "compute capability 9.0 or newer for FP8", breaks: |c| when(c.sm < 90, format!("sm {}", c.sm)) },
@@ -72,7 +72,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "at most 128 with FP8 on compute capability 10, or [192, 128] with cuDNN 9.19 or newer, or [256, 256] in forward \
+        limit: "at most 128 with FP8 on compute capability 10 or newer, or [192, 128] with cuDNN 9.19 or newer, or [256, 256] in forward \
                 passes with cuDNN 9.26 or newer",
         breaks: |c| {
             let taken = match c.dims() {
@@ -90,7 +90,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "o_dtype",
-        limit: "an FP8 type: a 16-bit output needs cuDNN 9.13 and compute capability 10",
+        limit: "an FP8 type: a 16-bit output needs cuDNN 9.13 or newer and compute capability 10 or newer",
         breaks: |c| {
             let dtype = c.job.dtype_of(Operand::O);
             when(!c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
@@ -98,7 +98,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "gradient_dtype",
-        limit: "an FP8 type: 16-bit gradients need cuDNN 9.13 and compute capability 10",
+        limit: "an FP8 type: 16-bit gradients need cuDNN 9.13 or newer and compute capability 10 or newer",
         breaks: |c| {
             let dtype = c.job.dtype_of(Operand::DQ);
             when(c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
@@ -111,7 +111,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "packed",
-        limit: "none with FP8: NVIDIA's tests exclude it on compute capability 9 (illegal instruction)",
+        limit: "none with FP8: NVIDIA's tests exclude this combination on compute capability 9, where it ends in an illegal instruction",
         breaks: |c| when(c.job.problem().packed().is_some(), "packed sequences"),
     },
     Row {
@@ -121,7 +121,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "sink",
-        limit: "false with FP8 if the compute capability is below 10, there is one query, or gradients are computed",
+        limit: "false with FP8 if the compute capability is below 10, cuDNN is older than 9.13, there is one query, or gradients are computed",
         breaks: |c| {
             let in_graph = lower::sink_in_graph(c.job.problem(), c.runtime);
             when(c.job.problem().sink() && (c.before_blackwell() || c.is_backward() || !in_graph), true)
@@ -142,7 +142,7 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "only masks that are aligned to the start of each sequence, because the type is FP8; they may have lengths",
+        limit: "no mask that is aligned to the end of each sequence, such as causal-ends, with FP8",
         breaks: |c| c.job.problem().ends().map(|_| c.job.problem().kept().to_string()),
     },
     Row {
@@ -155,7 +155,8 @@ const ROWS: [Row; 23] = [
     },
     Row {
         field: "masks",
-        limit: "masks that leave every query at least one key, for FP8 gradients: a row without keys becomes −∞ − −∞, which is NaN",
+        limit: "a diagonal band or prefix in which every query attends to a key, for FP8 gradients: a row without keys becomes \
+                −∞ − −∞, which is NaN",
         breaks: |c| {
             let (p, kept) = (c.job.problem(), c.job.problem().kept());
             let keyless = (0..p.seq_q()).any(|query| kept.key_range(query, [p.seq_q(), p.seq_kv()]).is_empty());

@@ -47,7 +47,8 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "dim_qk and dim_v",
-        limit: "[192, 128] for gradients on cuDNN 9.11 and 9.12 if dim_qk is above 128 and dim_v between 65 and 128",
+        limit: "[192, 128] for gradients with cuDNN 9.11 and 9.12 on compute capability 9 if dim_qk is between 129 and 192 and \
+                dim_v between 65 and 128",
         breaks: |c| {
             let without = c.runtime.at_least(9, 11) && !c.runtime.at_least(9, 13);
             wide(c).filter(|_| c.is_backward() && c.major(9) && without && wide_keys(c.job))
@@ -55,7 +56,7 @@ const ROWS: [Row; 11] = [
     },
     Row {
         field: "masks",
-        limit: "a mask without a right bound if there is one query, or cuDNN 9.10 or newer",
+        limit: "no right bound with one query before cuDNN 9.10",
         breaks: |c| {
             let p = c.job.problem();
             when(p.seq_q() == 1 && p.region().upper.is_some() && !c.runtime.at_least(9, 10), p.kept())
@@ -187,7 +188,7 @@ mod tests {
 
     #[test]
     fn bounds_beside_others_are_taken_by_later_versions() {
-        assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 9, 90)[0].contains("without a right bound if there is one query"));
+        assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 9, 90)[0].contains("no right bound with one query"));
         assert!(forward(spec(1, [64, 64], &["window:inf,3"]), 10, 90).is_empty() && forward(spec(1, [64, 64], &[]), 9, 90).is_empty());
         let window = || spec(128, [64, 64], &["window:9,0"]);
         for beside in [window().with_dropout(0.5), window().score_mod("bias:qk".parse().unwrap())] {
