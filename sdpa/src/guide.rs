@@ -39,6 +39,8 @@ pages! {
     ahead_of_time "ahead-of-time.md"
     threads "threads.md"
     merging "merging.md"
+    #[cfg(feature = "distributed")]
+    several_gpus "several-gpus.md"
     fp8 "fp8.md"
     cli "cli.md"
 }

@@ -20,7 +20,8 @@
 //! # Features
 //!
 //! `cpu`, `cuda`, `cudnn` and `metal` are the executors, all enabled by default; without `default-features` only the named ones are compiled.
-//! `cudarc`, enabled by default, supports cudarc's streams and slices. `metrics` adds counters of the plan caches.
+//! `cudarc`, enabled by default, supports cudarc's streams and slices. `distributed`, enabled by default, is one problem over several ranks.
+//! `metrics` adds counters of the plan caches.
 //!
 //! # Crates in signatures
 //!
@@ -82,6 +83,8 @@ pub use sdpa_cudnn as cudnn;
 pub use sdpa_nvidia as nvidia;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
 pub use sdpa_nvidia::cudarc;
+#[cfg(feature = "distributed")]
+pub use sdpa_parallel as distributed;
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 pub use tune::Timed;
 
