@@ -4,6 +4,7 @@ use crate::documents::Documents;
 use crate::error::{none, one, wrap};
 use crate::node;
 use crate::operand::{self, Order};
+use crate::pages::Pages;
 use crate::param::{self, Bound, Value};
 use crate::pass::{Outputs, Pass, alignment};
 use candle_core::op::BackpropOp;
@@ -35,6 +36,7 @@ pub struct Attention {
     dropout: Option<Dropout>,
     attn_scale: Option<f32>,
     deterministic: bool,
+    batch_invariant: bool,
     executor: Option<ExecutorName>,
     values: Vec<(String, Value)>,
 }
@@ -108,6 +110,13 @@ impl Attention {
         self
     }
 
+    /// Requires that the bits of a sequence's results depend on this sequence alone: see [`AttentionSpec::batch_invariant`].
+    #[must_use]
+    pub fn batch_invariant(mut self) -> Attention {
+        self.batch_invariant = true;
+        self
+    }
+
     /// Selects the executor of both passes. A call that it does not support fails. Without a selection, tensors on the CPU run on the CPU
     /// executor. On CUDA, each pass runs on the faster of cuDNN and the native CUDA kernels ([`ExecutorName::CUDA`]) that supports it.
     /// The CPU executor also accepts tensors on a GPU: it copies them to the host and back, and waits.
@@ -125,16 +134,31 @@ impl Attention {
     /// Returns every invalid argument with field, value and rule. If the executor does not support the call, returns its reasons. If a
     /// tensor is a variable or computed from one, the backward pass must be supported too.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        Ok(self.run(Order::Bhsd, None, [q, k, v], false)?.0)
+        Ok(self.run(Order::Bhsd, Sequences::Dense, [q, k, v], false)?.0)
     }
 
-    /// Computes [`Attention::forward`], and also returns `stats`: f32 (batch, heads, seq), the log-sum-exp of each row. They are
-    /// detached: no gradient flows through them.
+    /// Computes [`Attention::forward`], and also returns `stats`: f32 (batch, heads, seq), the log-sum-exp of each row. A row that attends
+    /// to nothing has −∞.
+    ///
+    /// Gradients flow through `o` and through `stats`, in a backward pass for each of the two that a loss uses. `detach()` of `stats` saves
+    /// the second one.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use sdpa_candle::Attention;
+    ///
+    /// let q = Var::from_tensor(&Tensor::randn(0f32, 1., (1, 2, 5, 8), &Device::Cpu)?)?;
+    /// let (o, stats) = Attention::new().forward_with_stats(&q, &q, &q)?;
+    /// // A z-loss keeps the normalisers small.
+    /// let loss = (o.sqr()?.mean_all()? + (stats.sqr()?.mean_all()? * 1e-4)?)?;
+    /// assert!(loss.backward()?.get(&q).is_some());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// Fails as [`Attention::forward`] does.
+    /// Fails as [`Attention::forward`] does. A backward pass through `stats` that no executor supports fails when gradients are computed.
     pub fn forward_with_stats(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.told(Order::Bhsd, None, [q, k, v])
+        self.told(Order::Bhsd, Sequences::Dense, [q, k, v])
     }
 
     /// Computes attention within packed sequences (varlen): `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` (tokens, heads, dim_v). Rows
@@ -143,34 +167,68 @@ impl Attention {
     /// # Errors
     /// Fails as [`Attention::forward`] does.
     pub fn forward_packed(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        Ok(self.run(Order::Packed, Some(documents), [q, k, v], false)?.0)
+        Ok(self.run(Order::Packed, Sequences::Packed(documents), [q, k, v], false)?.0)
     }
 
-    /// Computes [`Attention::forward_packed`], and also returns `stats`: f32 (tokens, heads), the log-sum-exp of each row, detached.
+    /// Computes [`Attention::forward_packed`], and also returns `stats`: f32 (tokens, heads), the log-sum-exp of each row. Rows outside of all
+    /// sequences have −∞. Gradients flow through `stats` as in [`Attention::forward_with_stats`].
     ///
     /// # Errors
     /// Fails as [`Attention::forward`] does.
     pub fn forward_packed_with_stats(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.told(Order::Packed, Some(documents), [q, k, v])
+        self.told(Order::Packed, Sequences::Packed(documents), [q, k, v])
+    }
+
+    /// Computes attention over a paged KV cache: packed `q` (tokens, heads, dim), pools `k` and `v` (pages, page size, heads_kv, dim), `o`
+    /// (tokens, heads, dim_v). [`Mask::causal_ends`] is the causal mask of decoding and chunked prefill: it aligns the last query of a
+    /// sequence to its last key. There is no backward pass.
+    ///
+    /// # Errors
+    /// Fails as [`Attention::forward`] does, and if a tensor requires a gradient.
+    pub fn forward_paged(&self, pages: &Pages, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        Ok(self.run(Order::Packed, Sequences::Paged(&pages.with_queries()?), [q, k, v], false)?.0)
+    }
+
+    /// Computes [`Attention::forward_paged`], and also returns `stats`: f32 (tokens, heads), the log-sum-exp of each row. Partial results
+    /// over different keys can be merged with them.
+    ///
+    /// # Errors
+    /// Fails as [`Attention::forward_paged`] does.
+    pub fn forward_paged_with_stats(&self, pages: &Pages, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.told(Order::Packed, Sequences::Paged(&pages.with_queries()?), [q, k, v])
     }
 
     /// Computes [`Attention::forward`] over (batch, seq, heads, dim), which is also the layout of `o`.
     pub(crate) fn forward_bshd(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        Ok(self.run(Order::Bshd, None, [q, k, v], false)?.0)
+        Ok(self.run(Order::Bshd, Sequences::Dense, [q, k, v], false)?.0)
     }
 
-    fn told(&self, order: Order, documents: Option<&Documents>, qkv: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
-        let (o, stats) = self.run(order, documents, qkv, true)?;
+    fn told(&self, order: Order, sequences: Sequences<'_>, qkv: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
+        let (o, stats) = self.run(order, sequences, qkv, true)?;
         Ok((o, stats.ok_or_else(|| crate::error::bug("stats were asked for and not made"))?))
     }
 
-    fn run(&self, order: Order, documents: Option<&Documents>, [q, k, v]: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
-        let mut errors: Vec<SpecError> =
-            [("q", q), ("k", k), ("v", v)].into_iter().flat_map(|(name, x)| operand::mistakes(name, order, x, q)).collect();
+    fn run(&self, order: Order, sequences: Sequences<'_>, [q, k, v]: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let of_keys = if matches!(sequences, Sequences::Paged(_)) { Order::Pool } else { order };
+        let operands = [("q", order, q), ("k", of_keys, k), ("v", of_keys, v)];
+        let mut errors: Vec<SpecError> = operands.into_iter().flat_map(|(name, order, x)| operand::mistakes(name, order, x, q)).collect();
         let mut values = self.values.clone();
-        if let Some(documents) = documents {
-            errors.extend(documents.mistakes());
-            values.extend(documents.values());
+        match sequences {
+            Sequences::Dense => {}
+            Sequences::Packed(documents) => {
+                errors.extend(documents.mistakes());
+                values.extend(documents.values());
+            }
+            Sequences::Paged(pages) => {
+                errors.extend(pages.mistakes(k, v)?);
+                values.extend(pages.values());
+                let bound = values.iter().filter_map(|(name, value)| match value {
+                    Value::Tensor(tensor) => Some((format!("parameter {name}"), tensor)),
+                    Value::Scalar(_) => None,
+                });
+                let operands = operands.into_iter().map(|(name, _, x)| (name.to_owned(), x));
+                errors.extend(Pages::tracked(operands.chain(bound)));
+            }
         }
         for (name, value) in &values {
             if let Value::Tensor(tensor) = value {
@@ -180,15 +238,15 @@ impl Attention {
         none(errors)?;
         let device = q.device();
         if !device.is_cpu() && self.executor == Some(ExecutorName::CPU) {
-            return self.on_the_host(order, documents, [q, k, v], told);
+            return self.on_the_host(order, sequences, [q, k, v], told);
         }
-        let call = Call { attention: self, order, documents, values };
+        let call = Call { attention: self, order, sequences, values };
         let (o, stats) = call.run([q, k, v], told)?;
         Ok((o, stats.filter(|_| told)))
     }
 
     /// Runs on the CPU through copies to the host and back, which candle differentiates.
-    fn on_the_host(&self, order: Order, documents: Option<&Documents>, qkv: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
+    fn on_the_host(&self, order: Order, sequences: Sequences<'_>, qkv: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
         let (host, device) = (&candle_core::Device::Cpu, qkv[0].device().clone());
         let mut there = self.clone();
         for (_, value) in &mut there.values {
@@ -196,18 +254,32 @@ impl Attention {
                 *tensor = tensor.to_device(host)?;
             }
         }
-        let documents = documents.map(|documents| documents.to_device(host)).transpose()?;
         let [q, k, v] = [qkv[0].to_device(host)?, qkv[1].to_device(host)?, qkv[2].to_device(host)?];
-        let (o, stats) = there.run(order, documents.as_ref(), [&q, &k, &v], told)?;
+        let run = |sequences| there.run(order, sequences, [&q, &k, &v], told);
+        let (o, stats) = match sequences {
+            Sequences::Dense => run(Sequences::Dense),
+            Sequences::Packed(documents) => run(Sequences::Packed(&documents.to_device(host)?)),
+            Sequences::Paged(pages) => run(Sequences::Paged(&pages.to_device(host)?)),
+        }?;
         Ok((o.to_device(&device)?, stats.map(|stats| stats.to_device(&device)).transpose()?))
     }
+}
+
+/// The sequences of a call.
+#[derive(Clone, Copy)]
+enum Sequences<'a> {
+    /// One for each batch entry.
+    Dense,
+    Packed(&'a Documents),
+    /// Packed queries, and keys in pages.
+    Paged(&'a Pages),
 }
 
 /// One call, whose operands were checked to have one device and one type.
 struct Call<'a> {
     attention: &'a Attention,
     order: Order,
-    documents: Option<&'a Documents>,
+    sequences: Sequences<'a>,
     values: Vec<(String, Value)>,
 }
 
@@ -255,20 +327,24 @@ impl Call<'_> {
             problem,
             backward,
             operands: dense,
-            params,
+            params: params.into(),
             only_backward,
             attn_scale: self.attention.attn_scale,
-            packed: self.documents.is_some(),
+            packed: !matches!(self.sequences, Sequences::Dense),
         };
         let Outputs { o, stats } = pass.forward()?;
-        let stats = stats.map(|stats| Tensor::from_storage(stats, pass.stats_shape(), BackpropOp::none(), false));
+        let mut stats = stats.map(|stats| Tensor::from_storage(stats, pass.stats_shape(), BackpropOp::none(), false));
         let shape = pass.out_shape();
         let transposed = pass.out != pass.order;
-        let o = match (tracked, &stats) {
+        let o = match (tracked, &mut stats) {
             (false, _) => Tensor::from_storage(o, shape, BackpropOp::none(), false),
             (true, Some(stats)) => {
-                let carried: Vec<(String, Tensor)> = names.iter().filter_map(|name| Some((name.clone(), self.tensor(name)?))).collect();
-                node::apply(pass, (o, shape), stats.clone(), operands, carried)?
+                let carried: Vec<Tensor> = names.iter().filter_map(|name| self.tensor(name)).collect();
+                let saved = stats.clone();
+                if told {
+                    *stats = node::apply_stats(&pass, &saved, operands, &carried)?;
+                }
+                node::apply(pass, (o, shape), saved, operands, &carried)?
             }
             (true, None) => return Err(crate::error::bug("a pass that is to be differentiated made no stats")),
         };
@@ -294,17 +370,24 @@ impl Call<'_> {
     fn dense_like(&self, tensor: TensorSpec) -> TensorSpec {
         let layout = match self.order {
             Order::Bhsd => sdpa::Layout::Bhsd,
-            Order::Bshd | Order::Packed => sdpa::Layout::Bshd,
+            Order::Bshd | Order::Packed | Order::Pool => sdpa::Layout::Bshd,
         };
         TensorSpec::dense(tensor.dims, layout)
     }
 
     /// Returns the specification, and the memory order of the output's axes.
     fn spec(&self, dense: &[Tensor; 3], stats: bool) -> Result<(AttentionSpec, Order)> {
-        let documents = self.documents.map(|documents| documents.extents());
         let operand = |n: usize| {
-            let keys = documents.map(|(batch, longest)| (batch, longest[usize::from(n > 0)]));
-            self.order.operand(dense[n].layout(), keys, alignment(&dense[n]))
+            let (layout, alignment) = (dense[n].layout(), alignment(&dense[n]));
+            match self.sequences {
+                Sequences::Dense => self.order.operand(layout, None, alignment),
+                Sequences::Packed(documents) => {
+                    let (batch, longest) = documents.extents();
+                    self.order.operand(layout, Some((batch, longest[usize::from(n > 0)])), alignment)
+                }
+                Sequences::Paged(pages) if n > 0 => pages.operand(&dense[n], alignment),
+                Sequences::Paged(pages) => self.order.operand(layout, Some(pages.extents()), alignment),
+            }
         };
         let [q, k, v] = [operand(0), operand(1), operand(2)];
         let Some(dtype) = operand::dtype(dense[0].dtype()) else {
@@ -314,12 +397,20 @@ impl Call<'_> {
         let out = if transposed { Order::Bshd } else { self.order };
         let dims = [q.dims[0], q.dims[1], q.dims[2], v.dims[3]];
         let layout = if out == Order::Bhsd { sdpa::Layout::Bhsd } else { sdpa::Layout::Bshd };
-        let Attention { score_mods, masks, sink, dropout, .. } = self.attention;
+        let Attention { score_mods, masks, sink, dropout, batch_invariant, .. } = self.attention;
         let mut spec = AttentionSpec::strided(dtype, [q, k, v], TensorSpec::dense(dims, layout))
             .with_score_mods(score_mods.clone())
             .with_masks(masks.clone())
-            .with_packed(self.documents.map(|documents| documents.packed()));
+            .with_packed(match self.sequences {
+                Sequences::Dense => None,
+                Sequences::Packed(documents) => Some(documents.packed()),
+                Sequences::Paged(pages) => Some(pages.packed()),
+            });
+        if let Sequences::Paged(pages) = self.sequences {
+            spec = spec.with_paged(pages.paged(&dense[1]));
+        }
         (spec.sink, spec.dropout, spec.stats) = (*sink, *dropout, stats);
+        spec.batch_invariant = *batch_invariant;
         Ok((spec, out))
     }
 }

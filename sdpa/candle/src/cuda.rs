@@ -3,11 +3,12 @@
 #![allow(unsafe_code)]
 
 use crate::error::{bug, wrap};
+use crate::made::Made;
 use crate::param::{Bound, Ready};
 use crate::pass::{Gradients, Outputs, Pass, Upstream, elements, gradient_elements, span};
 use candle_core::cuda::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DeviceRepr, ValidAsZeroBits};
-use candle_core::cuda::{CudaDType, CudaDevice};
-use candle_core::{CudaStorage, Result, Storage, Tensor};
+use candle_core::cuda::{CudaDType, CudaDevice, CudaStorageSlice};
+use candle_core::{CudaStorage, Device, Result, Storage, Tensor};
 use half::{bf16, f16};
 use sdpa::cudarc::{Attention, Backward, CudarcError, Element, Forward, Param, Value, ValueMut};
 use sdpa::cudnn::CudnnOptions;
@@ -183,7 +184,15 @@ fn forward_of<T: Number>(pass: &Pass, (executor, attention): (ExecutorName, &Att
     let stream = device.cuda_stream();
     let mut o = fresh::<T>(device, elements(&pass.out_shape()), pass.packed)?;
     let mut stats = match pass.problem.stats() {
-        true => Some(fresh::<f32>(device, elements(&pass.stats_shape()), pass.packed)?),
+        // The pass does not write rows outside of all sequences, so set them to −∞ first.
+        true if pass.packed => {
+            let rows = Tensor::full(f32::NEG_INFINITY, elements(&pass.stats_shape()), &Device::Cuda(device.clone()))?;
+            let CudaStorageSlice::F32(rows) = Made::of(rows)?.on_cuda()?.0.slice else {
+                return Err(bug("stats that are no f32"));
+            };
+            Some(rows)
+        }
+        true => Some(fresh::<f32>(device, elements(&pass.stats_shape()), false)?),
         false => None,
     };
     let [q, k, v] = &pass.operands;

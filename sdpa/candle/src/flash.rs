@@ -17,9 +17,14 @@
 //! causal is `(None, Some(0))`. Queries are bottom-right aligned: the last query attends to the last key. The softcap applies before ALiBi, which adds
 //! `-slope[head] · |distance|`. Softcap 0 means none.
 
+mod paged;
+
+pub use paged::flash_attn_varlen_paged_windowed;
+
 use crate::attention::Attention;
 use crate::documents::Documents;
 use crate::error::one;
+use crate::integers;
 use candle_core::{DType, Result, Tensor};
 use sdpa::expr::{Axis, F32};
 use sdpa::{Align, Mask, ScoreMod, library};
@@ -95,11 +100,11 @@ fn alibi(of_documents: bool) -> Result<ScoreMod> {
 /// Returns how many more keys than queries each sequence has.
 fn shift([q, k]: [&Tensor; 2]) -> Result<Tensor> {
     let lengths = |boundaries: &Tensor| {
-        let boundaries = boundaries.detach().to_dtype(DType::F32)?;
+        let boundaries = integers::cast(&boundaries.detach(), DType::I64)?;
         let documents = boundaries.dims1()?.saturating_sub(1);
         boundaries.narrow(0, 1, documents)?.sub(&boundaries.narrow(0, 0, documents)?)
     };
-    lengths(k)?.sub(&lengths(q)?)
+    lengths(k)?.sub(&lengths(q)?)?.to_dtype(DType::F32)
 }
 
 /// Computes attention. Shapes: `q` (batch, seq, heads, dim), `k` and `v` (batch, seq_kv, heads_kv, dim), `o` as `q`.

@@ -5,8 +5,10 @@
 //! topological order of the backward pass, and take the gradients from the slot.
 
 use crate::error::bug;
+use crate::made::{Made, one_element};
 use crate::operand::dense;
 use crate::pass::{Gradients, Pass, Upstream};
+use crate::through_stats;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 use std::collections::HashMap;
@@ -27,40 +29,18 @@ impl Slot {
     }
 }
 
-/// A result that was computed before its op is created.
-struct Made {
-    storage: Mutex<Option<Storage>>,
-    shape: Shape,
+/// The result of attention that an op stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    O,
+    Stats,
 }
 
-impl Made {
-    fn new(storage: Storage, shape: impl Into<Shape>) -> Made {
-        Made { storage: Mutex::new(Some(storage)), shape: shape.into() }
-    }
-
-    fn take(&self) -> Result<(Storage, Shape)> {
-        let storage = self.storage.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok((storage.ok_or_else(|| bug("an op was applied twice"))?, self.shape.clone()))
-    }
-
-    fn on_cpu(&self) -> Result<(CpuStorage, Shape)> {
-        match self.take()? {
-            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
-            (Storage::Cuda(_) | Storage::Metal(_), _) => Err(bug("a result on the CPU is somewhere else")),
-        }
-    }
-
-    fn on_cuda(&self) -> Result<(CudaStorage, Shape)> {
-        match self.take()? {
-            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
-            (Storage::Cpu(_) | Storage::Metal(_), _) => Err(bug("a result on CUDA is somewhere else")),
-        }
-    }
-}
-
-/// The attention op.
+/// The attention op. A call that returns `stats` has two of them: candle's ops have one result.
 struct Node {
+    /// For [`Output::Stats`], the pass that [`through_stats`] derives.
     pass: Pass,
+    output: Output,
     made: Made,
     stats: Tensor,
     /// With tracked parameters: the slot for gradients of carried tensors, and whether `v` is carried too.
@@ -98,9 +78,13 @@ impl CustomOp3 for Node {
         res: &Tensor,
         grad_res: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let d_o = dense("d_o", grad_res, true)?;
-        let Gradients { operands: [dq, dk, dv], params } =
-            self.pass.backward(&Upstream { o: &res.detach(), stats: &self.stats, d_o: &d_o })?;
+        let Gradients { operands: [dq, dk, dv], params } = match self.output {
+            Output::O => {
+                let d_o = dense("d_o", grad_res, true)?;
+                self.pass.backward(&Upstream { o: &res.detach(), stats: &self.stats, d_o: &d_o })?
+            }
+            Output::Stats => through_stats::backward(&self.pass, &self.stats, &grad_res.detach())?,
+        };
         let of = |storage, like: &Tensor| Tensor::from_storage(storage, like.shape(), BackpropOp::none(), false);
         let dv = of(dv, &self.pass.operands[2]);
         let third = match &self.slot {
@@ -177,13 +161,6 @@ impl CustomOp3 for Carrier {
     }
 }
 
-/// Returns storage of one element on the device of a tensor.
-fn one_element(like: &Tensor) -> Result<Storage> {
-    let zero = Tensor::zeros(1, candle_core::DType::F32, like.device())?;
-    let (storage, layout) = zero.storage_and_layout();
-    storage.try_clone(layout)
-}
-
 /// Returns the last of a chain of carriers, each over the previous one and two tensors.
 fn carry(tensors: &[Tensor], slot: &Arc<Slot>) -> Result<Tensor> {
     let filler = tensors[0].detach();
@@ -195,33 +172,44 @@ fn carry(tensors: &[Tensor], slot: &Arc<Slot>) -> Result<Tensor> {
         let mut arguments = [first.or_else(&mut next), next(), next()].map(|a| a.unwrap_or_else(|| (Argument::Filler, filler.clone())));
         let kinds = [arguments[0].0, arguments[1].0, arguments[2].0];
         let [a, b, c] = arguments.each_mut().map(|(_, tensor)| &*tensor);
-        let carrier = Carrier { arguments: kinds, slot: slot.clone(), made: Made::new(one_element(a)?, 1) };
+        let carrier = Carrier { arguments: kinds, slot: slot.clone(), made: Made::new(one_element(a.device())?, 1) };
         before = Some(a.apply_op3(b, c, carrier)?);
     }
     before.ok_or_else(|| bug("nothing is carried"))
 }
 
-/// Adds a computed pass to candle's autograd graph. Returns the output, through which gradients flow to the operands and to the tracked
-/// parameters.
+/// Adds the output of a computed pass to candle's autograd graph. Gradients flow through it to the operands and to the tracked parameters.
 pub(crate) fn apply(
     pass: Pass,
     (o, shape): (Storage, Vec<usize>),
     stats: Tensor,
-    [q, k, v]: [&Tensor; 3],
-    carried: Vec<(String, Tensor)>,
+    operands: [&Tensor; 3],
+    carried: &[Tensor],
 ) -> Result<Tensor> {
-    let mut tensors: Vec<Tensor> = carried.into_iter().map(|(_, tensor)| tensor).collect();
+    add(pass, Output::O, Made::new(o, shape), stats, operands, carried)
+}
+
+/// Adds the stats of a computed pass to candle's autograd graph. They do not depend on `v`.
+pub(crate) fn apply_stats(pass: &Pass, stats: &Tensor, [q, k, v]: [&Tensor; 3], carried: &[Tensor]) -> Result<Tensor> {
+    if !q.track_op() && !k.track_op() && carried.is_empty() {
+        return Ok(stats.clone());
+    }
+    let derived = through_stats::pass(pass)?;
+    add(derived, Output::Stats, Made::of(stats.copy()?)?, stats.clone(), [q, k, &v.detach()], carried)
+}
+
+fn add(pass: Pass, output: Output, made: Made, stats: Tensor, [q, k, v]: [&Tensor; 3], carried: &[Tensor]) -> Result<Tensor> {
+    let mut tensors = carried.to_vec();
     let shapes: Vec<Shape> = tensors.iter().map(|tensor| tensor.shape().clone()).collect();
-    let made = Made::new(o, shape);
     if tensors.is_empty() {
-        return q.apply_op3(k, v, Node { pass, made, stats, slot: None, shapes });
+        return q.apply_op3(k, v, Node { pass, output, made, stats, slot: None, shapes });
     }
     if v.track_op() {
         tensors.push(v.clone());
     }
     let slot = Arc::new(Slot::default());
     let carrier = carry(&tensors, &slot)?;
-    q.apply_op3(k, &carrier, Node { pass, made, stats, slot: Some((slot, v.track_op())), shapes })
+    q.apply_op3(k, &carrier, Node { pass, output, made, stats, slot: Some((slot, v.track_op())), shapes })
 }
 
 #[cfg(test)]

@@ -18,6 +18,8 @@ pub(crate) enum Order {
     Bshd,
     /// Token, head, dim: packed sequences.
     Packed,
+    /// Page, token, head, dim: the pool of a paged KV cache.
+    Pool,
 }
 
 impl Order {
@@ -30,6 +32,7 @@ impl Order {
             Order::Bhsd => &["batch", "head", "seq", "dim"],
             Order::Bshd => &["batch", "seq", "head", "dim"],
             Order::Packed => &["token", "head", "dim"],
+            Order::Pool => &["page", "token", "head", "dim"],
         }
     }
 
@@ -37,7 +40,7 @@ impl Order {
     pub(crate) fn places(self) -> [usize; 3] {
         match self {
             Order::Bhsd => [1, 2, 3],
-            Order::Bshd => [2, 1, 3],
+            Order::Bshd | Order::Pool => [2, 1, 3],
             Order::Packed => [1, 0, 2],
         }
     }
@@ -60,7 +63,7 @@ impl Order {
     pub(crate) fn shape(self, [batch, heads, seq, dim]: [usize; 4]) -> Vec<usize> {
         match self {
             Order::Bhsd => vec![batch, heads, seq, dim],
-            Order::Bshd => vec![batch, seq, heads, dim],
+            Order::Bshd | Order::Pool => vec![batch, seq, heads, dim],
             Order::Packed => vec![seq, heads, dim],
         }
     }

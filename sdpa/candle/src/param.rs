@@ -1,5 +1,6 @@
 //! Values of declared parameters: shapes, element types, conversions.
 
+use crate::integers;
 use crate::operand::{self, theirs};
 use candle_core::{Result, Tensor};
 use sdpa::expr::{Axes, Declared, ParamKind};
@@ -76,11 +77,10 @@ pub(crate) fn ready(
     if tensor.dtype() != theirs(wanted) && !converts(tensor.dtype(), wanted) {
         return wrong(tensor.dtype().as_str().to_owned(), format!("{}, as declared", told(wanted)));
     }
-    let tensor = tensor.detach().contiguous()?;
+    let tensor = integers::contiguous(&tensor.detach())?;
     if !tensor.device().is_cpu() {
-        // u32 and i32 have equal bits for numbers below 2^31, and no length is larger.
-        let same = tensor.dtype() == theirs(wanted) || (tensor.dtype() == candle_core::DType::U32 && wanted == DType::I32);
-        let tensor = if same { tensor } else { tensor.to_dtype(theirs(wanted))? };
+        // The kernels read u32 as i32.
+        let tensor = if wanted == DType::I32 { integers::to_32_bits(&tensor)? } else { integers::cast(&tensor, theirs(wanted))? };
         return bound(Ready::Tensor(wanted, tensor));
     }
     if wanted == DType::Bool {
@@ -121,7 +121,7 @@ fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, Spec
     let field = format!("parameter {name}");
     if tensor.elem_count() != 1 || tensor.dtype() != candle_core::DType::F32 {
         let value = format!("a tensor of {} {:?}", tensor.dtype().as_str(), tensor.dims());
-        return Ok(Err(SpecError::new(field, value, "one f32, as declared (a scalar)")));
+        return Ok(Err(SpecError::new(field, value, "one f32, because the parameter is declared as a scalar")));
     }
     if !tensor.device().is_cpu() {
         let rule = "a tensor in host memory, as the host reads scalars; to pass it on the device, declare a tensor without axes";

@@ -5,9 +5,10 @@ use crate::operand::{self, Order};
 use crate::param::Bound;
 use candle_core::{Device, Result, Storage, Tensor};
 use sdpa::{BackwardSpec, ExecutorName, Problem, Reason, Unsupported};
+use std::sync::Arc;
 
 /// A forward pass, and the inputs of its backward pass.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Pass {
     pub(crate) executor: Option<ExecutorName>,
     /// The order of the axes of the operands and of their gradients.
@@ -20,7 +21,7 @@ pub(crate) struct Pass {
     pub(crate) backward: Option<BackwardSpec>,
     /// Queries, keys and values, detached from candle's autograd graph.
     pub(crate) operands: [Tensor; 3],
-    pub(crate) params: Vec<Bound>,
+    pub(crate) params: Arc<[Bound]>,
     /// For each parameter, whether only the backward pass reads it.
     pub(crate) only_backward: Vec<bool>,
     pub(crate) attn_scale: Option<f32>,

@@ -68,7 +68,7 @@ fn options(arguments: impl Iterator<Item = String>) -> Result<Options> {
             "--checkpoint" => options.checkpoint = Some(value),
             "--losses" => options.losses = Some(value),
             "--curve" => options.curve = Some(value),
-            _ => bail!("there is no {name}\n{USAGE}"),
+            _ => bail!("there is no option {name}\n{USAGE}"),
         }
     }
     Ok(options)

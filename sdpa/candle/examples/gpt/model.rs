@@ -209,7 +209,7 @@ impl AdamW {
                 candle_core::bail!("{name} has no gradient");
             };
             let (Some(m), Some(v)) = (self.first.get(name), self.second.get(name)) else {
-                candle_core::bail!("{name} has no state");
+                candle_core::bail!("{name} has no optimizer state");
             };
             let m = ((m * b1)? + (gradient * (1. - b1))?)?;
             let v = ((v * b2)? + (gradient.sqr()? * (1. - b2))?)?;

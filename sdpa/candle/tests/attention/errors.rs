@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, Var};
 use sdpa_candle::expr::{Axis, F32};
 use sdpa_candle::{Attention, Documents, ExecutorName, Mask, flash_attn_alibi, flash_attn_alibi_windowed_softcap, library};
 
-fn told<T>(result: Result<T>, parts: &[&str]) {
+pub(crate) fn told<T>(result: Result<T>, parts: &[&str]) {
     let told = match result {
         Ok(_) => panic!("nothing was told of {parts:?}"),
         Err(error) => error.to_string(),

@@ -1,6 +1,9 @@
 //! Attention in candle on an NVIDIA GPU, on cuDNN and on native CUDA kernels, against candle's own autograd over the textbook formula in f64 on the CPU.
 //! Without a GPU the tests print that they are skipped; `SDPA_REQUIRE=candle-cuda` makes that a failure.
 
+mod gradients;
+mod graph;
+mod serving;
 #[path = "../attention/textbook.rs"]
 #[allow(dead_code)]
 mod textbook;
