@@ -24,7 +24,9 @@ pub(crate) enum Value {
 pub(crate) struct Call<'a> {
     /// Addresses of the operands in the order of the pass: `q k v o`, and then `d_o dq dk dv`.
     pub(crate) operands: &'a [u64],
-    /// The address of stats. The maxima of rows, if the pass has them, come after the stats in the same memory.
+    /// Numbers of elements of the operands and of stats.
+    pub(crate) elements: (&'a [usize], usize),
+    /// The address of stats. The maxima of rows and their sums of exponentials, if the pass has them, come after the stats in the same memory.
     pub(crate) stats: Option<u64>,
     pub(crate) values: &'a [(&'a str, Value)],
     /// Addresses of the gradients, in the order in which they were requested.
@@ -93,22 +95,39 @@ fn truths(address: u64, n: usize, kept: &mut Vec<bool>) -> Result<&[bool], Error
     Ok(kept)
 }
 
-fn length(tensor: &TensorSpec) -> usize {
+/// Returns the number of elements that a tensor spans in memory.
+pub(crate) fn length(tensor: &TensorSpec) -> usize {
     if tensor.dims.contains(&0) { 0 } else { usize::try_from(tensor.extent().unwrap_or(0)).unwrap_or(0) }
 }
 
 /// Operands in the order in which Python passes them.
-const ORDER: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
+pub(crate) const ORDER: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
 
 impl Call<'_> {
-    fn operand(&self, n: usize) -> Result<u64, Error> {
-        self.operands.get(n).copied().ok_or_else(|| wrong("operands", self.operands.len(), "an address for each operand of the pass"))
+    /// Returns the address of an operand and its number of elements.
+    fn operand(&self, n: usize) -> Result<(u64, usize), Error> {
+        let there = self.operands.get(n).copied().zip(self.elements.0.get(n).copied());
+        there.ok_or_else(|| wrong("operands", self.operands.len(), "an address for each operand of the pass"))
+    }
+
+    fn read(&self, dtype: DType, n: usize) -> Result<Elements<'_>, Error> {
+        let (address, elements) = self.operand(n)?;
+        self::elements(dtype, address, elements)
+    }
+
+    fn write(&self, dtype: DType, n: usize) -> Result<ElementsMut<'_>, Error> {
+        let (address, elements) = self.operand(n)?;
+        elements_mut(dtype, address, elements)
     }
 
     /// Returns the address of the maxima of rows, if the pass has them.
     fn row_max(&self, problem: &Problem) -> Option<u64> {
-        let rows = u64::try_from(problem.stats_elements()).unwrap_or(0);
-        self.stats.filter(|_| problem.row_max()).map(|address| address + DType::F32.bytes(rows))
+        self.stats.filter(|_| problem.row_max()).map(|address| address + DType::F32.bytes(self.elements.1 as u64))
+    }
+
+    /// Returns the address of the sums of exponentials of rows, if the pass has them. They come after the maxima in the same memory.
+    fn sum_exp(&self, problem: &Problem) -> Option<u64> {
+        self.stats.filter(|_| problem.sum_exp()).map(|address| address + 2 * DType::F32.bytes(self.elements.1 as u64))
     }
 
     fn with_params<R>(&self, run: impl FnOnce(&[Param<'_>]) -> Result<R, Error>) -> Result<R, Error> {
@@ -135,23 +154,17 @@ impl Call<'_> {
     /// Runs a forward pass over host memory.
     pub(crate) fn forward(&self, problem: &Problem, prepared: &dyn Prepared) -> Result<Report, Error> {
         let dtype = problem.dtype();
-        let at = |n: usize, tensor: &TensorSpec| elements(dtype, self.operand(n)?, length(tensor));
-        let rows = usize::try_from(problem.stats_elements()).unwrap_or(0);
+        let rows = self.elements.1;
         self.with_params(|params| {
             prepared.forward(
-                HostForward::new(
-                    at(0, problem.q())?,
-                    at(1, problem.k())?,
-                    at(2, problem.v())?,
-                    elements_mut(dtype, self.operand(3)?, length(problem.o()))?,
-                )
-                .statistics([
-                    self.stats.map(|address| write(address, rows)).transpose()?,
-                    self.row_max(problem).map(|address| write(address, rows)).transpose()?,
-                    None,
-                ])
-                .attn_scale(self.scale)
-                .params(params),
+                HostForward::new(self.read(dtype, 0)?, self.read(dtype, 1)?, self.read(dtype, 2)?, self.write(dtype, 3)?)
+                    .statistics([
+                        self.stats.map(|address| write(address, rows)).transpose()?,
+                        self.row_max(problem).map(|address| write(address, rows)).transpose()?,
+                        self.sum_exp(problem).map(|address| write(address, rows)).transpose()?,
+                    ])
+                    .attn_scale(self.scale)
+                    .params(params),
             )
         })
     }
@@ -159,9 +172,7 @@ impl Call<'_> {
     /// Runs a backward pass over host memory.
     pub(crate) fn backward(&self, problem: &BackwardProblem, prepared: &dyn PreparedBackward) -> Result<Report, Error> {
         let dtype = problem.forward().dtype();
-        let at = |n: usize| elements(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
-        let to = |n: usize| elements_mut(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
-        let rows = usize::try_from(problem.forward().stats_elements()).unwrap_or(0);
+        let (at, to, rows) = (|n| self.read(dtype, n), |n| self.write(dtype, n), self.elements.1);
         let stats = self.stats.ok_or_else(|| wrong("stats", "nothing", "the stats of the forward pass"))?;
         self.with_params(|params| {
             let gradients = problem.wrt().iter().zip(self.gradients).map(|(g, &address)| {
@@ -192,13 +203,9 @@ impl Call<'_> {
         };
         let bytes = |dtype: DType, n: usize| dtype.bytes(n as u64);
         let mut operands: [Option<DeviceSlice>; Operand::ALL.len()] = [None; Operand::ALL.len()];
-        for (&operand, &address) in ORDER.iter().zip(self.operands) {
-            let tensor = match backward {
-                Some(problem) => Some(problem.tensor(operand)),
-                None => problem.tensor(operand),
-            };
-            let slice = |tensor| DeviceSlice { address, bytes: bytes(problem.dtype(), length(tensor)) };
-            operands[operand as usize] = tensor.map(slice);
+        for (n, operand) in ORDER.into_iter().enumerate().take(self.operands.len()) {
+            let (address, elements) = self.operand(n)?;
+            operands[operand as usize] = Some(DeviceSlice { address, bytes: bytes(problem.dtype(), elements) });
         }
         let params: Vec<DeviceParam<'_, DeviceSlice>> =
             self.values.iter().map(|(name, value)| DeviceParam::new(name, on_device(*value))).collect();
@@ -211,7 +218,7 @@ impl Call<'_> {
             let all = problem.wrt().iter().zip(self.gradients);
             all.map(|(g, address)| DeviceGradient::new(&g.name, room((g, address)))).collect()
         });
-        let rows = usize::try_from(problem.stats_elements()).unwrap_or(0);
+        let rows = self.elements.1;
         let call = DeviceCall {
             operands,
             stats: self.stats.map(|address| DeviceSlice { address, bytes: bytes(DType::F32, rows) }),
@@ -219,7 +226,10 @@ impl Call<'_> {
                 .row_max(problem)
                 .filter(|_| backward.is_none())
                 .map(|address| DeviceSlice { address, bytes: bytes(DType::F32, rows) }),
-            sum_exp: None,
+            sum_exp: self
+                .sum_exp(problem)
+                .filter(|_| backward.is_none())
+                .map(|address| DeviceSlice { address, bytes: bytes(DType::F32, rows) }),
             amax: &[],
             attn_scale: self.scale,
             params: &params,

@@ -50,7 +50,7 @@ pub(crate) fn same_process() -> PyResult<()> {
     Err(one(
         "process",
         format!("{}, forked from {}, which uses the GPU", std::process::id(), PROCESS.get().copied().unwrap_or_default()),
-        "a process that was started anew (multiprocessing's `spawn`): a GPU does not survive a fork",
+        "a process that was not forked after its parent used the GPU (use multiprocessing's `spawn`): CUDA contexts do not survive a fork",
     ))
 }
 

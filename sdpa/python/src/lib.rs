@@ -12,6 +12,7 @@ mod cuda;
 mod error;
 mod files;
 mod kernels;
+mod parallel;
 mod plan;
 mod pool;
 mod program;
@@ -27,7 +28,9 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<program::Program>()?;
     module.add_class::<plan::Plan>()?;
+    module.add_class::<parallel::Parallel>()?;
     module.add_class::<tensor::Exchange>()?;
+    module.add_function(wrap_pyfunction!(parallel::shards, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::use_libraries, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::cache_trace, module)?)?;
     module.add_function(wrap_pyfunction!(files::attach_plans, module)?)?;

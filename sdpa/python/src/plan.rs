@@ -1,6 +1,6 @@
 //! A pass that was prepared for tensors of one layout.
 
-use crate::call::{Call, Value};
+use crate::call::{Call, Value, length};
 use crate::chosen::Chosen;
 use crate::cuda;
 use crate::error::{Told, of, one};
@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use sdpa::cpu::CpuExecutor;
 use sdpa::expr::Declared;
 use sdpa::nvidia::Job;
-use sdpa::{BackwardProblem, Executor, ExecutorName, Prepared, PreparedBackward, Problem};
+use sdpa::{BackwardProblem, Executor, ExecutorName, Prepared, PreparedBackward, Problem, TensorSpec};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -90,6 +90,8 @@ pub struct Plan {
     /// Names of the tensors of a call, and whether this pass reads each.
     tensors: Vec<(String, bool)>,
     scalars: Vec<(String, bool)>,
+    /// The number of elements of the memory of each operand, in the order of the pass, and of stats.
+    elements: (Vec<usize>, usize),
     /// Whether one thread finishes before another would have started.
     small: bool,
     calls: AtomicU64,
@@ -97,10 +99,11 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Prepares a pass on the named executor, or on the first one that supports it.
+    /// Prepares a pass over operands in this memory, on the named executor or on the first one that supports it.
     pub(crate) fn new(
         py: Python<'_>,
         asked: Asked,
+        memory: &[TensorSpec],
         device: Option<u32>,
         named: Option<ExecutorName>,
         names: (Vec<String>, Vec<String>),
@@ -120,7 +123,9 @@ impl Plan {
         };
         let (tensors, scalars) = (read(names.0), read(names.1));
         let small = asked.products() <= SMALL;
-        Ok(Plan { asked, ready, tensors, scalars, small, calls: AtomicU64::new(0), engine: Mutex::new(None) })
+        let rows = memory.first().map_or(0, |q| q.dims[..3].iter().product());
+        let elements = (memory.iter().map(length).collect(), usize::try_from(rows).unwrap_or(0));
+        Ok(Plan { asked, elements, ready, tensors, scalars, small, calls: AtomicU64::new(0), engine: Mutex::new(None) })
     }
 }
 
@@ -254,7 +259,14 @@ impl Plan {
                 values.push((name, Value::Scalar(x)));
             }
         }
-        let call = Call { operands, stats: self.asked.has_stats().then_some(stats), values: &values, gradients, scale };
+        let call = Call {
+            operands,
+            elements: (&self.elements.0, self.elements.1),
+            stats: self.asked.has_stats().then_some(stats),
+            values: &values,
+            gradients,
+            scale,
+        };
         self.calls.fetch_add(1, Ordering::Relaxed);
         match (&self.ready, &self.asked) {
             (Ready::Host(prepared), Asked::Forward(problem)) => {
@@ -270,7 +282,11 @@ impl Plan {
                 py.detach(|| call.submit(asked, chosen.device, &*chosen.pass, stream, workspace)).map_err(of)?;
             }
             (Ready::Host(_) | Ready::HostBackward(_), _) => {
-                return Err(one("pass", "a call of the other direction", "forward for a forward plan, backward for a backward plan"));
+                return Err(one(
+                    "pass",
+                    "a call of the other direction",
+                    "a forward call for a forward plan, or a backward call for a backward plan",
+                ));
             }
         }
         Ok(())

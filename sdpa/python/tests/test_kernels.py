@@ -38,9 +38,9 @@ def test_clearing_deletes_kernels_alone(tmp_path):
         (dict(on=1), "on: got 1"),
         (dict(on=False, folder="/x"), "True with a folder or a limit"),
         (dict(folder="relative"), "an absolute path"),
-        (dict(limit_bytes=-1), "an integer of at least 0 bytes"),
-        (dict(limit_bytes=True), "an integer of at least 0 bytes"),
-        (dict(limit_bytes=1.5), "an integer of at least 0 bytes"),
+        (dict(limit_bytes=-1), "an integer from 0 to 2^63 - 1"),
+        (dict(limit_bytes=True), "an integer from 0 to 2^63 - 1"),
+        (dict(limit_bytes=1.5), "an integer from 0 to 2^63 - 1"),
     ],
 )
 def test_wrong_settings_are_told(arguments, told):

@@ -113,7 +113,7 @@ def test_bad_input_is_told_at_once():
     assert [field for field, _, _ in told.value.errors] == ["q shape", "k dtype", "v dtype"]
     with pytest.raises(SpecError, match="heads"):
         attention(q, np.repeat(k, 3, 1)[:, :3], np.repeat(v, 3, 1)[:, :3])
-    with pytest.raises(SpecError, match="at least 37 along q"):
+    with pytest.raises(SpecError, match="at least 37 elements along the axis q"):
         attention(q, k, v, ScoreMod(lambda s, b, h, i, j: s + array(np.zeros(36, np.float32))[i]))
     with pytest.raises(SpecError, match=r"a table of shape \(4, 19\)"):
         attention(q, k, v, ScoreMod.from_text("relative-bias:4,9", rel=np.zeros((4, 18), np.float32)))

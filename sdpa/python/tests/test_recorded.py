@@ -264,7 +264,7 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """)
-    assert said.count("a GPU does not survive a fork") == 2
+    assert said.count("CUDA contexts do not survive a fork") == 2
 
 
 def test_without_a_driver_there_is_an_exception():
@@ -331,3 +331,46 @@ def test_kernels_are_kept_on_disk_and_the_switch_turns_that_off(tmp_path):
     (tmp_path / "here" / "kernels").chmod(0o777)
     said = run(CACHED, cudnn="/nowhere/libcudnn.so.9", environment=environment).split(maxsplit=3)
     assert said[0] == "0" and "other users may write to it" in said[3]
+
+
+PAGED = """
+from sdpa.mods import MaskMod, Packed, Paged, ScoreMod, joined, program
+masks = {"causal": MaskMod.from_text("causal-ends"), "window": MaskMod.from_text("window:64,0:ends")}
+context = type("Context", (), {"shape": (4,)})()
+alibi = ScoreMod.from_text("tensor context[batch]: i32; score + f32(k - q - context) * 0.1", context=context)
+def dense_heads(tokens, heads):  # (tokens, heads, 64) as (1, heads, tokens, 64)
+    return (1, heads, tokens, 64), (tokens * heads * 64, 64, heads * 64, 1), 16
+pool = (40, 2, 16, 64), (16 * 2 * 64, 64, 2 * 64, 1), 16
+for executor in (None, "cuda", "cudnn"):
+    for tokens, longest, mask, mod in ((4, 1, "causal", None), (70, 32, "causal", None), (71, 32, "causal", None), (70, 32, "window", alibi)):
+        packed = Packed(4, longest, 128, 64 if tokens < 64 else 128, None, True, False)
+        text, tensors, _ = joined(mod, masks[mask], executor=executor, packed=packed, paged=Paged(16, 40))
+        q = dense_heads(tokens, 8)
+        try:
+            plan = program(text).plan(0, "bf16", [q, pool, pool, q], False, [])
+        except sdpa.UnsupportedError as e:
+            print(executor, tokens, mask, "unsupported", e.executor, str(e).split(chr(10))[0])
+            continue
+        size = 2 * tokens * 8 * 64
+        operands = [memory(n) for n in (size, 2 * 40 * 16 * 2 * 64, 2 * 40 * 16 * 2 * 64, size)]
+        params = [(memory(16), "i32", 4) for _ in tensors] + [(memory(20), "i32", 5), (memory(16), "i32", 4), (memory(4 * 4 * 8), "i32", 4 * 8)]
+        plan.run(operands, 0, params, [], [], None, 1, 0, memory(plan.workspace_bytes))
+        print(executor, tokens, mask, plan.executor, plan.calls)
+        for at, changed in ((-1, "i32 31"), (-2, "i64 4")):
+            dtype, n = changed.split()
+            wrong = list(params)
+            wrong[at] = (params[at][0], dtype, int(n))
+            try:
+                plan.run(operands, 0, wrong, [], [], None, 1, 0, memory(plan.workspace_bytes))
+                print("nothing was said")
+            except sdpa.SpecError as e:
+                assert "page_table" in str(e) if at == -1 else "seq_len_kv" in str(e), e
+"""
+
+
+@with_nvrtc
+def test_packed_queries_over_pages_are_submitted():
+    said = run(PAGED)
+    assert "nothing was said" not in said
+    lines = said.splitlines()
+    assert lines[:8] == [f"{executor} {tokens} {mask} cuda 1" for executor in (None, "cuda") for tokens, mask in ((4, "causal"), (70, "causal"), (71, "causal"), (70, "window"))], said

@@ -162,7 +162,7 @@ def test_masks_of_torch_are_read():
     with torch.no_grad():
         alone = theirs.flex_attention(q.detach(), k.detach(), v.detach(), block_mask=mask)
         close(flex_attention(q, k, v, None, mask), alone, "beside FlexAttention")
-    with pytest.raises(sdpa.SpecError, match="part of a BlockMask"):
+    with pytest.raises(sdpa.SpecError, match="a slice of a BlockMask"):
         flex_attention(q, k, v, None, mask[:, :, :1])
 
 
@@ -209,6 +209,22 @@ def test_sinks():
     close(lse, log, "lse")
     up = torch.randn_like(o)
     for x, y in zip(torch.autograd.grad((o * up).sum(), [q, k, v, sink]), torch.autograd.grad((wanted * up).sum(), [q, k, v, sink])):
+        close(x, y, "gradient", 1e-4)
+
+
+@pytest.mark.parametrize("of_output", [False, True])
+def test_the_gradient_of_a_sink_through_lse_counts_rows_without_keys(of_output):
+    from sdpa.flex import attend
+
+    q, k, v = operands(h=4, hk=2, dv=24)
+    sink = torch.randn(4, requires_grad=True)
+    late = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + 5  # noqa: E731
+    o, lse = attend(q, k, v, None, create_block_mask(late, None, None, 37, 53).mask, stats=True, sink=sink)
+    wanted, log = attention(q, k, v, None, late, sink=sink)
+    assert torch.equal(lse[:, :, 0].detach(), sink.detach().expand(lse.shape[0], 4))
+    up, rows = torch.randn_like(o), torch.randn_like(lse)
+    losses = [(x * up).sum() * of_output + (y * rows).sum() for x, y in ((o, lse), (wanted, log))]
+    for x, y in zip(*[torch.autograd.grad(loss, [q, k, v, sink], allow_unused=True) for loss in losses]):
         close(x, y, "gradient", 1e-4)
 
 

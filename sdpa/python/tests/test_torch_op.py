@@ -40,6 +40,19 @@ def test_opcheck(grad, mode, bshd, mod):
         torch.library.opcheck(torch.ops.sdpa.attention_backward, back)
 
 
+def test_the_operator_takes_none_for_an_empty_list():
+    q, k, v = operands()
+    program = joined(None, MASK.mask)[0]
+    made = []
+    for empty in ([], None):
+        torch.library.opcheck(torch.ops.sdpa.attention, (q, k, v, empty, empty, program, 0.25, 2, empty))
+        o, stats = torch.ops.sdpa.attention(q, k, v, empty, empty, program, 0.25, 2, empty)
+        d_o = torch.linspace(-1, 1, o.numel()).view(o.shape)
+        made.append((o, *torch.autograd.grad(o, (q, k, v), d_o)))
+        torch.library.opcheck(torch.ops.sdpa.attention_backward, (d_o, *(x.detach() for x in (q, k, v, o, stats)), empty, empty, program, 0.25, empty))
+    assert all(torch.equal(x, y) for x, y in zip(*made))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_whole(backend):
     torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """PyTorch's tools next to this package: SDPA's registry, FLOP counts, profiler, export, checkpoints, FSDP2."""
 
 import os
+import shutil
 
 import pytest
 
@@ -91,6 +92,41 @@ def test_sdpa_drops_with_the_same_seed_here():
     assert not torch.equal(first[0], plain[0])
 
 
+def _layouts(results):
+    return [(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) and x.numel() else None for x in results]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("memory", ["bhsd", "bshd"])
+def test_results_have_the_layouts_that_compiled_code_expects(device, memory):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def calls(make):
+        q, k, v = (make((2, 4, 65, 32) if memory == "bhsd" else (2, 65, 4, 32)) for _ in range(3))
+        q, k, v = (q, k, v) if memory == "bhsd" else (x.transpose(1, 2) for x in (q, k, v))
+        aten, found = torch.ops.aten, []
+        if device == "cpu":
+            o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+            return [(o, lse), aten._scaled_dot_product_flash_attention_for_cpu_backward(o, q, k, v, o, lse, 0.0, True)]
+        o, lse, _, _, _, _, seed, offset, _ = made = aten._scaled_dot_product_flash_attention(q, k, v, 0.1, True)
+        found += [made[:8], aten._scaled_dot_product_flash_attention_backward(o, q, k, v, o, lse, None, None, 65, 65, 0.1, True, seed, offset)]
+        o, lse, _, _, _, _, seed, offset, _ = made = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.1, True)
+        found += [made[:8], aten._scaled_dot_product_cudnn_attention_backward(o, q, k, v, o, lse, seed, offset, None, None, None, 65, 65, 0.1, True)]
+        bias = make((2, 4, 65, 65))
+        o, lse, seed, offset = made = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.1)
+        found += [made, aten._scaled_dot_product_efficient_attention_backward(o, q, k, v, bias, o, lse, seed, offset, 0.1, [True] * 4)]
+        return found
+
+    make = lambda shape: torch.ones(shape, device=device, dtype=TYPES[device][0])  # noqa: E731
+    with torch.no_grad():
+        with sdpa.use():
+            ours = calls(make)
+        with FakeTensorMode():
+            expected = calls(make)
+    for x, y in zip(ours, expected, strict=True):
+        assert _layouts(x) == _layouts(y)
+
+
 def test_use_ends_once(runs):
     first = sdpa.use()
     second = sdpa.use()
@@ -134,12 +170,32 @@ class Layer(torch.nn.Module):
         return o.transpose(1, 2).flatten(2)
 
 
+class Causal(Layer):
+    """Attention whose operator has no parameters and no scalars."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        return sdpa.flex_attention(q, k, v, None, self.mask).transpose(1, 2).flatten(2)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_is_exported(strict):
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(2, 24, 32)
     exported = torch.export.export(layer, (x,), strict=strict).module()
     assert torch.equal(exported(x), layer(x))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_is_compiled_ahead_of_time(biased, tmp_path):
+    torch.manual_seed(0)
+    layer, x = (Layer() if biased else Causal()).eval(), torch.randn(2, 24, 32)
+    with torch.no_grad():
+        exported = torch.export.export(layer, (x,))
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
+        other = torch.randn(2, 24, 32)
+        assert torch.equal(torch._inductor.aoti_load_package(package)(other), layer(other))
 
 
 def test_a_checkpointed_layer_has_the_same_gradients():

@@ -11,27 +11,30 @@ from __future__ import annotations
 from typing import Any
 
 from . import _native
-from .errors import EnvironmentError, SpecError, TracingError, UnsupportedError
+from .errors import EnvironmentError, ParallelError, SpecError, TracingError, UnsupportedError
 from .kernels import clear_kernel_cache, kernel_cache, set_kernel_cache
 from .masks import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
-from .mods import MaskMod, ScoreMod
+from .mods import MaskMod, ScoreMod, is_batch_invariant, set_batch_invariant
 from .tracing import Scalar, array, scalar
 
 __version__ = _native.__version__
 
 __all__ = [
-    "BlockMask", "EnvironmentError", "MaskMod", "Scalar", "ScoreMod", "SpecError", "TracingError", "UnsupportedError",
-    "and_masks", "array", "attach_plans", "cache_report", "clear_kernel_cache", "create_block_mask", "explain", "flex_attention", "kernel_cache", "noop_mask", "or_masks", "save_plans", "scalar", "set_kernel_cache", "show", "use",
+    "BlockMask", "EnvironmentError", "MaskMod", "ParallelError", "Scalar", "ScoreMod", "SpecError", "TracingError", "UnsupportedError",
+    "and_masks", "array", "attach_plans", "cache_report", "clear_kernel_cache", "context_parallel", "create_block_mask", "create_nested_block_mask", "explain", "flex_attention", "is_batch_invariant", "kernel_cache", "noop_mask", "or_masks", "paged_attention", "save_plans", "scalar", "set_batch_invariant", "set_kernel_cache", "show", "use",
 ]  # fmt: skip
 
-_LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture", "attach_plans": "plans", "save_plans": "plans", "use": "provider"}
+_LATER = {
+    "flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture", "attach_plans": "plans", "save_plans": "plans", "use": "provider",
+    "create_nested_block_mask": "nested", "paged_attention": "paged", "context_parallel": "parallel",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the names that need PyTorch on first access."""
     import importlib
 
-    if name in ("numpy", "transformers", "flex", "op", "report", "picture", "plans", "provider", "speed"):
+    if name in ("numpy", "transformers", "flex", "op", "parallel", "report", "picture", "plans", "provider", "speed"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,7 @@ def _activation(name: str) -> Callable:
             if not inplace:
                 return result
             if not hasattr(x, "overwrite"):
-                raise TracingError(f"{name} in place of {type(x).__name__}", f"use the result of the function: `score = torch.nn.functional.{name}(score)`")
+                raise TracingError(f"`{name}` with inplace=True is applied to {type(x).__name__}", f"use the result of the function: `score = torch.nn.functional.{name}(score)`")
             return x.overwrite(name, result)
 
         return made

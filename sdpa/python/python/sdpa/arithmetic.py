@@ -178,7 +178,7 @@ def where(condition, x=None, y=None, *, out=None):
         raise TracingError("torch.where is called with a condition alone", "give both values: torch.where(condition, x, y)")
     trace, condition = unary(condition, out)
     if condition.kind != "bool":
-        raise TracingError("the condition of a choice is a number", "compare it: `x != 0`")
+        raise TracingError("the condition of torch.where is a number", "compare it: `x != 0`")
     x, y = value(x, trace), value(y, trace)
     if type(x) in NUMBERS and type(y) in NUMBERS:
         x = trace.literal(x)
@@ -383,7 +383,7 @@ def of_type(x, element: str, trace):
     if x.kind == "i32":
         return trace.same(x, element) if element in ("int32", "int64") else wrapped(x, element, trace)
     if element == "int64" and x.range is None:
-        raise TracingError("a float of unknown size is converted to int64", "convert it to int32, `.int()`: integers have 32 bits here")
+        raise TracingError("a float of unknown range is converted to int64", "convert it to int32, `.int()`: integers have 32 bits here")
     if element not in ("int32", "int64"):
         raise TracingError(f"a float is converted to {element}", f"convert it to int32 first, which drops the fraction, and then to {element}, which wraps")
     return as_type(x, element, trace)

@@ -31,6 +31,8 @@ def span(tensor: Any) -> tuple[int, int] | None:
         return there[2]
     if not _readable(tensor):
         return None
+    if hasattr(tensor, "full_tensor"):  # of a DTensor, all shards
+        tensor = tensor.full_tensor()
     least, greatest = torch.aminmax(tensor.detach())
     made = int(least), int(greatest)
     if version is not None:
@@ -107,7 +109,7 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any,
 def parts(parameter: Parameter, shape: Any, extents: tuple[int, int, int, int]) -> list[tuple[int, int, int]]:
     """Returns the part of a tensor that a call over these extents reads, if it is not all of it: (axis, start, length)."""
     short = lambda least, axis: one(  # noqa: E731
-        f"parameter {parameter.name}", f"shape {tuple(parameter.source.shape)}", f"at least {least} along {axis}, which this call reads"
+        f"parameter {parameter.name}", f"shape {tuple(parameter.source.shape)}", f"at least {least} elements along the axis {axis}, which this call reads"
     )  # fmt: skip
     if parameter.is_table:
         if tuple(shape) != parameter.axes:

@@ -15,10 +15,9 @@ from . import op
 from .bind import bound, span
 from .exchange import EXCHANGE
 from .masks import BlockMask, mask_of
-from .mods import Kept, joined
+from .mods import Kept, is_batch_invariant, joined
 from .op import PLAIN, STATS, TRAIN
 
-_MOST = 512
 _ROWS = torch.float32
 # How a parameter is read: unchanged, as its `reading` describes, or as a copy with the alignment that a GPU needs.
 _AS_IT_IS, _BOUND, _COPIED = 0, 1, 2
@@ -141,19 +140,14 @@ def attend(
         return None
     kind = (
         layouts, None if score is None else score.known, None if mask is None else block_mask.known, sink is not None, gqa, stats, is_grad_enabled(),
-        are_deterministic_algorithms_enabled(), executor, dropout[:1], maxima,
+        are_deterministic_algorithms_enabled(), is_batch_invariant(), executor, dropout[:1], maxima,
     )  # fmt: skip
     way = _WAYS.get(kind)
     if way is None:
         if score is not None and score.tensors:
             score = score.over(sources)
         way = _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor, dropout, maxima)
-        while len(_WAYS) >= _MOST:
-            try:
-                _WAYS.pop(next(iter(_WAYS)), None)
-            except (RuntimeError, StopIteration):  # another thread was here
-                break
-        _WAYS[kind] = way
+        op.keep(_WAYS, kind, way)
     if way is _OPERATOR:
         return None
     if way is _EXPAND:

@@ -35,6 +35,18 @@ class EnvironmentError(RuntimeError):  # noqa: A001 - the name says what failed
     """A library, a driver, a device or memory failed."""
 
 
+class ParallelError(RuntimeError):
+    """Ranks of a context-parallel call do not run the same problem, or one of them failed or did not answer. `field` is the first field that differs between
+    ranks, and `ranks` are the ranks with another value, or those that failed."""
+
+    def __init__(self, text: str, field: str | None = None, ranks: list[int] = ()):  # type: ignore[assignment]
+        self.field, self.ranks = field, list(ranks)
+        super().__init__(text)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.field, self.ranks)
+
+
 class TracingError(TypeError):
     """A score_mod or mask_mod uses something that the expression language does not have. The message has the source line and an alternative."""
 

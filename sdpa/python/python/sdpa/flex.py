@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, Callable
 
@@ -10,14 +11,14 @@ from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import eager, table
+from . import active, eager, nested, table
 from .bind import bound, span
 from .eager import autocast
 from .errors import SpecError, UnsupportedError, one
 from .follow import followed
 from .guards import kept
 from .masks import BlockMask, mask_of, read
-from .mods import Kept, MaskMod, ScoreMod, joined, named
+from .mods import Kept, MaskMod, Packed, ScoreMod, joined, named
 from .op import PLAIN, STATS, TRAIN, expanded, factor, mistakes, usual
 
 try:
@@ -33,6 +34,10 @@ except ImportError:  # of a PyTorch that has no such results
 # The compiler can follow this function without a search for PyTorch in the loaded modules.
 table.compiling = is_compiling
 table.followed = followed
+
+# A compiler cannot follow this import later.
+if "torch.distributed.tensor" in sys.modules:
+    from . import shards  # noqa: F401
 
 _SAID: set[str] = set()
 _MASKS = (BlockMask, MaskMod)
@@ -71,6 +76,15 @@ def flex_attention(
         warnings.warn("kernel_options are of Triton's kernels and are ignored; said once", stacklevel=2)
     return_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     maxima = return_aux is not None and bool(getattr(return_aux, "max_scores", None))
+    if active.CURRENT is not None:
+        query, key, value = _autocast(query, key, value)
+        made = active.CURRENT.attend(query, key, value, score_mod, block_mask, scale, enable_gqa, maxima, executor)
+        return _results(*made, return_lse, return_aux)
+    if active.ENDED:
+        _not_again()
+    if getattr(query, "is_nested", False):
+        query, key, value = _autocast(query, key, value)
+        return _results(*nested.attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, maxima, executor), return_lse, return_aux)
     if is_compiling():
         query, key, value = _autocast(query, key, value)
     else:
@@ -97,8 +111,17 @@ def flex_attention(
         mask = mask_of(block_mask, extents)
     else:
         mask = _mask_outside(block_mask, extents)
-    o, rows = _by_operator(query, key, value, score_mod, mask, scale, return_lse or maxima, None, executor, (), maxima)
+    o, rows = by_operator(query, key, value, score_mod, mask, scale, return_lse or maxima, None, executor, (), maxima)
     return _results(o, rows, return_lse, return_aux)
+
+
+@torch._dynamo.disable
+def _not_again() -> None:
+    """Raises an error if reentrant checkpointing recomputes a call, whose first run may have been inside of a context that has ended. Other checkpoints notice
+    the difference by themselves: a call inside of a context saves one tensor more."""
+    if active.CURRENT is None and torch._C._current_graph_task_id() != -1 and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        what = "a call in a backward pass, after sdpa.context_parallel has ended: run the backward pass inside of the context too, or use checkpoint(use_reentrant=False)"
+        raise UnsupportedError("parallel", [what])
 
 
 def _results(o: torch.Tensor, rows: torch.Tensor | None, return_lse: bool, return_aux: Any) -> Any:
@@ -128,10 +151,14 @@ def attend(
         named(executor)
     if scale is not None and type(scale) is not float:
         scale = factor(scale)
+    if active.CURRENT is not None:
+        if dropout:
+            active.refuse("dropout")
+        return active.CURRENT.attend(query, key, value, score_mod, mask, scale, None, False, executor, sink)
     sources = () if score_mod is None else score_mod.sources
     drop = () if not dropout else (float(dropout), *_seed(query.device))
     made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink, executor, drop)
-    return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink, executor, drop)
+    return made if made is not None else by_operator(query, key, value, score_mod, mask, scale, stats, sink, executor, drop)
 
 
 def _seed(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,14 +166,21 @@ def _seed(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def _by_operator(
+def by_operator(
     query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any, executor: str | None,
-    dropout: tuple = (), maxima: bool = False,
+    dropout: tuple = (), maxima: bool = False, packed: Packed | None = None, offsets: tuple = (),
 ) -> tuple:
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if packed is not None:
+        extents = (packed.batch, query.shape[1], packed.seq_q, packed.seq_kv)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    program, tensors, scalars = joined(score_mod, mask, sink is not None, deterministic, executor, *(dropout[:1] or (0.0,)), maxima)
-    params = [bound(t, extents, query.device, later=True) for t in tensors] + ([sink] if sink is not None else []) + list(dropout[1:])
+    program, tensors, scalars = joined(score_mod, mask, sink is not None, deterministic, executor, *(dropout[:1] or (0.0,)), maxima, packed)
+    after = ([sink] if sink is not None else []) + list(dropout[1:]) + list(offsets)
+    params = [bound(t, extents, query.device, later=True) for t in tensors] + after
+    if hasattr(query, "device_mesh"):
+        from . import shards
+
+        params = shards.as_dtensors(query, *params)
     for traced in (score_mod, mask):
         if traced is not None and traced.ranges is not None:
             traced.check(extents, traced.sources, span)

@@ -213,7 +213,7 @@ def mapped(name: str, args: tuple, kwargs: dict) -> Any:
     given = [*args, *kwargs.values()]
     lengths = {len(_row(x)) for x in given if _row(x) is not None} - {1}
     if len(lengths) > 1:
-        raise TracingError(f"rows of {sorted(lengths)} elements are joined", "use rows of one length")
+        raise TracingError(f"`{name}` has rows of different lengths: {', '.join(map(str, sorted(lengths)))}", "give it rows of one length")
     length = max(lengths, default=1)
     rows = [_row(x) for x in given]
     made = []
@@ -267,7 +267,7 @@ def _float(x: Any) -> Any:
 def _dot(x: Any, y: Any, *, out: Any = None) -> Any:
     x, y = _row(x), _row(y)
     if x is None or y is None or len(x) != len(y):
-        raise TracingError("rows of different lengths are multiplied", "use two rows of one length")
+        raise TracingError("operands that are not two rows of one length are multiplied", "use two rows of one length")
     _, first = unary(x[0], out)
     if first.element != y[0].element or first.element == "bool":
         raise TracingError(f"a row of {first.element} and one of {y[0].element} are multiplied", "convert them to one type of numbers, `.float()`")

@@ -25,7 +25,7 @@ def set_kernel_cache(on: bool = True, folder: str | os.PathLike | None = None, l
     if not on and (folder is not None or limit_bytes is not None):
         raise one("on", on, "True with a folder or a limit")
     if limit_bytes is not None and (isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or not 0 <= limit_bytes < 1 << 63):
-        raise one("limit_bytes", repr(limit_bytes), "an integer of at least 0 bytes")
+        raise one("limit_bytes", repr(limit_bytes), "a number of bytes, an integer from 0 to 2^63 - 1")
     _native.set_kernel_cache(on, None if folder is None else os.fspath(folder), limit_bytes)
 
 

@@ -8,6 +8,11 @@ from .errors import SpecError, one
 from .mods import MaskMod
 
 _BLOCK = 128
+# The rule for a slice of a block mask, which has lost its function.
+_ASSIGN = (
+    "one with a mask_mod: assign one that counts positions from the start of the slice: "
+    "`part.mask_mod = lambda b, h, q, k: mask_mod(b, h, q + offset, k)`"
+)
 
 
 def noop_mask(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -190,13 +195,13 @@ class Slice(BlockMask):
         """Raises: a part has no function yet."""
         raise one(
             "block_mask",
-            "a part of a mask",
-            "a mask_mod for its positions, which begin at 0: `part.mask_mod = lambda b, h, q, k: mask_mod(b, h, q + offset, k)`",
+            "a slice of a block mask without a mask_mod",
+            _ASSIGN,
         )
 
     @mask.setter
     def mask(self, mask: MaskMod) -> None:
-        raise AttributeError("assign mask_mod")
+        raise AttributeError("assign to mask_mod instead of mask")
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, no mask_mod yet)"
@@ -267,8 +272,7 @@ def read(block_mask: Any) -> BlockMask | None:
     state = state.reshape(*(1,) * (4 - state.dim()), *state.shape)
     if mask_mod is getattr(theirs, "_sliced_mask_mod_error", None):
         if bool((state == blocks.PARTIAL).any()):
-            rule = "a mask_mod for its positions, which begin at 0: `part.mask_mod = lambda b, h, q, k: mask_mod(b, h, q + offset, k)`"
-            raise one("block_mask", "a part of a BlockMask with partial blocks", rule)
+            raise one("block_mask", "a slice of a BlockMask with partial blocks and without a mask_mod", _ASSIGN)
         mask_mod = None
     if mask_mod is None or not blocks.agree(state, mask_mod, lengths, size):
         mask_mod = blocks.with_blocks(state, mask_mod, size)

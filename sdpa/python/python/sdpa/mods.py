@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from . import tracing
 from ._native import Program
@@ -65,7 +65,7 @@ class Kept:
         if found is not None:
             step, (low, high) = found
             raise TracingError(
-                f"an int64 may be from {low} to {high} with (batch, heads, queries, keys) = {tuple(extents)}: integers have 32 bits here",
+                f"an int64 value may range from {low} to {high} with (batch, heads, queries, keys) = {tuple(extents)}, but integers have 32 bits here",
                 "convert to floats first, `.float()`, or to int32 if wrapping is intended, `.int()`", step.where,
             )  # fmt: skip
 
@@ -156,8 +156,54 @@ def named(executor: Any) -> None:
         raise one("executor", repr(executor), f"one of {', '.join(EXECUTORS)}, or None for the first that supports the call")
 
 
-# Tensors that come after those of the functions, in this order.
-SINK, DROPOUT = "sink", ("dropout_seed", "dropout_offset")
+# Tensors that come after those of the functions, in this order. Packed sequences have the first or the last two of CU_SEQLENS.
+SINK, DROPOUT, CU_SEQLENS = "sink", ("dropout_seed", "dropout_offset"), ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv")
+# Those of packed queries over a paged KV cache.
+PAGES = (CU_SEQLENS[1], "seq_len_kv", "page_table")
+
+
+class Packed(NamedTuple):
+    """The sequences of a packed call: their number, the most tokens of a sequence and of all, whether keys have offsets of their own, and whether offsets
+    are int64."""
+
+    batch: int
+    seq_q: int
+    seq_kv: int
+    total_q: int
+    total_kv: int | None
+    cross: bool
+    wide: bool = True
+
+    @property
+    def names(self) -> tuple:
+        """The names of the offsets among the tensors of a call."""
+        return CU_SEQLENS[1:] if self.cross else CU_SEQLENS[:1]
+
+
+class Paged(NamedTuple):
+    """A paged KV cache: the tokens of a page, and the pages of the pool."""
+
+    page_size: int
+    pages: int
+
+
+_BATCH_INVARIANT = False
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Requires of all later calls of this process that the bits of a sequence's results depend on this sequence alone, or ends that.
+
+    A sequence then has the same results alone, in any batch, padded, packed and paged, and a query the same results in a prefill, in a chunk of it and in a
+    decode step. Dropout raises an error."""
+    global _BATCH_INVARIANT
+    if type(enabled) is not bool:
+        raise one("enabled", repr(enabled), "True or False")
+    _BATCH_INVARIANT = enabled
+
+
+def is_batch_invariant() -> bool:
+    """Returns whether `set_batch_invariant` is in force."""
+    return _BATCH_INVARIANT
 
 
 def joined(
@@ -168,17 +214,22 @@ def joined(
     executor: str | None = None,
     dropout: float = 0.0,
     max_scores: bool = False,
+    packed: Packed | None = None,
+    paged: Paged | None = None,
 ) -> tuple[str, tuple, tuple]:
     """Returns the text of a program, and the tensors and scalars of each of its calls. The caller has checked the executor's name."""
     tensors = _once(score_mod.tensors if score_mod else (), mask.tensors if mask else ())
     scalars = _once(score_mod.scalars if score_mod else (), mask.scalars if mask else ())
-    names = [t.name for t in tensors] + ([SINK] if sink else []) + (list(DROPOUT) if dropout else [])
+    names = [t.name for t in tensors] + ([SINK] if sink else []) + (list(DROPOUT) if dropout else []) + list(PAGES if paged else packed.names if packed else ())
     text = (
         '{"score_mods":[' + (score_mod.quoted if score_mod else "") + '],"masks":[' + (mask.quoted if mask else "")
         + '],"tensors":[' + ",".join(['"' + name + '"' for name in names]) + '],"scalars":[' + ",".join(['"' + s.name + '"' for s in scalars]) + "]"
         + (',"sink":true' if sink else "") + (',"deterministic":true' if deterministic else "")
+        + (',"batch_invariant":true' if _BATCH_INVARIANT else "")
         + ("" if executor is None else ',"executor":"' + executor + '"')
-        + (f',"dropout":{dropout!r}' if dropout else "") + (',"max_scores":true' if max_scores else "") + "}"
+        + (f',"dropout":{dropout!r}' if dropout else "") + (',"max_scores":true' if max_scores else "")
+        + (',"packed":' + json.dumps(packed._asdict()) if packed else "")
+        + (',"paged":' + json.dumps(paged._asdict()) if paged else "") + "}"
     )
     return text, tensors, scalars
 

@@ -28,11 +28,11 @@ PLAIN, STATS, TRAIN = 0, 1, 2
 
 torch.library.define(
     "sdpa::attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor[] params, float[] scalars, str program, float scale, int mode, int[] wrt) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor[]? params, float[]? scalars, str program, float scale, int mode, int[]? wrt) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "sdpa::attention_backward",
-    "(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor[] params, float[] scalars, str program, float scale, int[] wrt) -> Tensor[]",
+    "(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor[]? params, float[]? scalars, str program, float scale, int[]? wrt) -> Tensor[]",
 )
 
 try:
@@ -43,6 +43,8 @@ except ImportError:  # of a build without CUDA
         return torch.cuda.current_stream(index).cuda_stream
 
 
+# Most entries of a cache of prepared calls.
+MOST = 512
 _PLANS: dict[tuple, Any] = {}
 _SAID: set[str] = set()
 _SEEN_LIBRARIES = threading.Lock()
@@ -195,6 +197,16 @@ def libraries() -> None:
         _SAID.add("libraries")
 
 
+def keep(cache: dict, key: tuple, made: Any) -> None:
+    """Adds an entry to a cache, without its oldest entries if it is full."""
+    while len(cache) >= MOST:
+        try:
+            cache.pop(next(iter(cache)), None)
+        except (RuntimeError, StopIteration):  # another thread was here
+            break
+    cache[key] = made
+
+
 def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, tensors: tuple, wrt: tuple) -> Any:
     """Returns a prepared pass for tensors of these layouts; the most recent ones are cached."""
     key = (program, device, dtype, stats, tensors, wrt)
@@ -210,12 +222,7 @@ def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, te
     except UnsupportedError as e:
         hint = "tensors on the CPU run on the CPU executor, whatever they ask for; nothing falls back by itself"
         raise UnsupportedError(e.executor, [*e.reasons, hint], e.before) from None
-    while len(_PLANS) >= 512:
-        try:
-            _PLANS.pop(next(iter(_PLANS)), None)
-        except (RuntimeError, StopIteration):  # another thread was here
-            break
-    _PLANS[key] = made
+    keep(_PLANS, key, made)
     return made
 
 
@@ -226,14 +233,29 @@ def _names(program: str) -> list[str]:
 
 
 def _narrowed(params: list, program: str) -> list:
-    """Returns the parameters with int64 converted to int32, but for seed and offset of dropout."""
-    own = len(params) - (len(DROPOUT) if '"dropout":' in program else 0)
+    """Returns the parameters with int64 converted to int32, except the seed and offset of dropout and the offsets of packed sequences."""
+    own = len(params) - (len(DROPOUT) if '"dropout":' in program else 0) - (0 if not is_packed(program) else 2 if '"cross": true' in program else 1)
     return [narrowed(t, f"params[{n}]") if n < own else t for n, t in enumerate(params)]
 
 
+def is_packed(program: str) -> bool:
+    """Returns true for packed sequences, whose operands are (1, heads, tokens, dim)."""
+    return '"packed":' in program
+
+
+def statistics(q: torch.Tensor, program: str) -> torch.Tensor:
+    """Allocates the row statistics of a forward pass: (batch, heads, queries), or (1, heads, tokens) in the order of packed sequences, (tokens, heads)."""
+    shape = rows(q.shape, program)
+    if not is_packed(program):
+        return q.new_empty(shape, dtype=torch.float32)
+    return q.new_zeros((*shape[:-2], shape[-1], shape[-2]), dtype=torch.float32).transpose(-1, -2)
+
+
 def rows(shape: tuple, program: str) -> tuple:
-    """Returns the shape of the row statistics of a forward pass: stats, or stats and the maxima of the scores."""
-    return (2, *shape[:3]) if '"max_scores":' in program else tuple(shape[:3])
+    """Returns the shape of the row statistics of a forward pass: stats, and the maxima of the scores and the sums of exponentials if the program has them."""
+    if '"max_scores":' not in program:
+        return tuple(shape[:3])
+    return (3 if '"sum_exp":' in program else 2, *shape[:3])
 
 
 def _wrt(program: str, params: list, wrt: list[int], device: torch.device, dtype: torch.dtype) -> tuple:
@@ -297,12 +319,14 @@ def backward_plan(tensors: tuple, params: list, program: str, wrt: list) -> tupl
 
 def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
     mistakes(q, k, v)
-    params = _narrowed(params, program)
+    params, scalars, wrt = _narrowed(params or [], program), scalars or [], wrt or []
     _there(q, params)
     ordered = _output(q, v.shape[3])
     q, k, v = dense("query", q), dense("key", k), dense("value", v)
     o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
-    stats = q.new_empty(rows(q.shape, program) if mode != PLAIN else (0,), dtype=torch.float32)
+    if is_packed(program):
+        o.zero_()  # tokens may belong to no sequence
+    stats = q.new_empty(0, dtype=torch.float32) if mode == PLAIN else statistics(q, program)
     params = [t.contiguous() for t in params]
     made = forward_plan(q, k, v, o, params, program, mode, wrt)
     operands = [x.data_ptr() for x in (q, k, v, o)]
@@ -313,12 +337,14 @@ def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
 def _backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
     mistakes(q, k, v)
     out = (*q.shape[:3], v.shape[3])
-    params = _narrowed(params, program)
+    params, scalars, wrt = _narrowed(params or [], program), scalars or [], wrt or []
     _there(q, params, (("o", o, out, q.dtype), ("d_o", d_o, out, q.dtype), ("stats", stats, q.shape[:3], torch.float32)))
     q, k, v, o = dense("query", q), dense("key", k), dense("value", v), dense("output", o)
     if d_o.stride(-1) not in (0, 1) and d_o.shape[-1] > 1:
         d_o = d_o.contiguous()
     dq, dk, dv = (_like(x, x.shape) for x in (q, k, v))
+    if is_packed(program):
+        dq, dk, dv, stats = dq.zero_(), dk.zero_(), dv.zero_(), stats.transpose(-1, -2)
     params, stats = [t.contiguous() for t in params], stats.contiguous()
     tensors = (q, k, v, o, d_o, dq, dk, dv)
     made, types, order = backward_plan(tensors, params, program, wrt)
@@ -336,74 +362,95 @@ torch.library.impl("sdpa::attention_backward", ("cpu", "cuda"))(_backward)
 def _fake(q, k, v, params, scalars, program, scale, mode, wrt):
     ordered = _output(q, v.shape[3])
     o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3])) if ordered is None else ordered
-    return o, q.new_empty(rows(q.shape, program) if mode != PLAIN else (0,), dtype=torch.float32)
+    return o, q.new_empty(0, dtype=torch.float32) if mode == PLAIN else statistics(q, program)
 
 
 @torch.library.register_fake("sdpa::attention_backward")
 def _fake_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
-    return [*(_like(x, x.shape) for x in (q, k, v)), *(params[n].new_empty(params[n].shape) for n in wrt)]
+    return [*(_like(x, x.shape) for x in (q, k, v)), *(params[n].new_empty(params[n].shape) for n in wrt or [])]
 
 
-@register_flop_formula(torch.ops.sdpa.attention)
-def _flops(q, k, v, *_others, **_more) -> int:
+def _pairs(q: torch.Tensor, k: torch.Tensor, params: list | None, program: str) -> int:
+    """Returns the number of pairs of a query and a key without a mask, over all batch entries and heads. It reads the offsets of packed sequences."""
+    if not is_packed(program):
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    lengths = [offsets.diff() for offsets in params[-2 if '"cross": true' in program else -1 :]]
+    return q.shape[1] * int((lengths[0] * lengths[-1]).sum())
+
+
+@register_flop_formula(torch.ops.sdpa.attention, get_raw=True)
+def _flops(q, k, v, params, scalars, program, *_others, **_more) -> int:
     """Returns the operations of a forward pass without a mask, as PyTorch counts those of its own attention."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+    return 2 * _pairs(q, k, params, program) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.sdpa.attention_backward)
-def _backward_flops(d_o, q, k, v, *_others, **_more) -> int:
+@register_flop_formula(torch.ops.sdpa.attention_backward, get_raw=True)
+def _backward_flops(d_o, q, k, v, o, stats, params, scalars, program, *_others, **_more) -> int:
     """Returns the operations of a backward pass: scores, dP, dV, dQ and dK."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
+    return 2 * _pairs(q, k, params, program) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
 def _setup(ctx, inputs, output):
     q, k, v, params, scalars, program, scale, mode, wrt = inputs
     o, stats = output
-    ctx.save_for_backward(q, k, v, o, stats[0] if stats.dim() == 4 else stats, *params)
+    ctx.save_for_backward(q, k, v, o, stats[0] if stats.dim() == 4 else stats, *(params or []))
     ctx.set_materialize_grads(False)
-    ctx.rest = (list(scalars), program, scale, mode, list(wrt))
+    ctx.rest = (scalars, program, scale, mode, wrt)
 
 
 def _gradient(ctx, d_o, d_stats):
     scalars, program, scale, mode, wrt = ctx.rest
     q, k, v, o, stats, *params = ctx.saved_tensors
-    needed = [n for n, needs in enumerate(ctx.needs_input_grad[3]) if needs]
+    of_params = ctx.needs_input_grad[3]
+    needed = [n for n, needs in enumerate(of_params) if needs] if params else []
     if mode != TRAIN:
-        raise one("mode", mode, f"{TRAIN}, as gradients are required")
-    if not set(needed) <= set(wrt):
+        raise one("mode", f"{mode} (without gradients)", f"{TRAIN} (with gradients), as an input requires grad")
+    if not set(needed) <= set(wrt or []):
         raise one("wrt", wrt, f"every parameter that requires a gradient: {needed}")
-    dq, dk, dv, *sums = gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
+    dq, dk, dv, *sums = gradients(d_o, d_stats, q, k, v, o, stats, params, scalars or [], program, scale, wrt or [])
     # The pytree structure of an empty list is that of a list of tensors; a list of numbers has none.
-    return dq, dk, dv, sums, None if scalars else [], None, None, None, None if wrt else []
+    of_numbers = [None if numbers is None or numbers else [] for numbers in (scalars, wrt)]
+    return dq, dk, dv, sums if isinstance(of_params, list) else None, of_numbers[0], None, None, None, of_numbers[1]
 
 
-def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt) -> tuple:
-    """Calls the operator. Returns the gradients of `q`, `k`, `v`, and of each parameter, or None for those without one."""
+def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt, backward=None) -> tuple:
+    """Calls the operator, or `backward` in its place. Returns the gradients of `q`, `k`, `v`, and of each parameter, or None for those without one."""
+    backward = torch.ops.sdpa.attention_backward if backward is None else backward
     if d_o is None and d_stats is None:
         return (None,) * (3 + len(params))
     if d_stats is not None and d_stats.dim() == 4:
         # The maxima of scores have no gradient.
         d_stats = d_stats[0]
     if d_stats is not None and v.shape[-1] + _MORE > WIDEST and q.device.type == "cuda":
-        return _apart(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
+        return _apart(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt, backward)
+    sink = _names(program).index("sink") if d_stats is not None and '"sink":true' in program else None
+    of_sink = _of_sink(d_o, d_stats, o, stats, params[sink]) if sink in wrt else None
     if d_stats is not None:
         d_o, o, v = _through_stats(d_o, o, v, d_stats)
-    dq, dk, dv, *sums = torch.ops.sdpa.attention_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt)
+    dq, dk, dv, *sums = backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt)
     if d_stats is not None:
         dv = dv[..., : dv.shape[-1] - _MORE]
     of = dict(zip(wrt, sums))
+    if of_sink is not None:
+        of[sink] = of_sink
     return dq, dk, dv, *[of.get(n) for n in range(len(params))]
 
 
-def _apart(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt) -> tuple:
+def _apart(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt, backward=None) -> tuple:
     """Computes the gradient through stats in a pass of its own, over values of 0 with the fewest columns, because no kernel has room for more columns."""
     narrow = o.new_zeros((*o.shape[:3], 0)), v.new_zeros((*v.shape[:3], 0))
-    through = gradients(None, d_stats, q, k, narrow[1], narrow[0], stats, params, scalars, program, scale, wrt)
+    through = gradients(None, d_stats, q, k, narrow[1], narrow[0], stats, params, scalars, program, scale, wrt, backward)
     if d_o is None:
         return (*through[:2], torch.zeros_like(v), *through[3:])
-    direct = gradients(d_o, None, q, k, v, o, stats, params, scalars, program, scale, wrt)
+    direct = gradients(d_o, None, q, k, v, o, stats, params, scalars, program, scale, wrt, backward)
     dq, dk = (x + y for x, y in zip(direct[:2], through[:2]))
     return dq, dk, direct[2], *[x if y is None else x + y for x, y in zip(direct[3:], through[3:])]
+
+
+def _of_sink(d_o, d_stats, o, stats, sink) -> torch.Tensor:
+    """Returns the gradient of a sink through the output and stats. Executors leave out rows without keys, whose output is 0 but whose stats are the sink."""
+    rows = d_stats.float() if d_o is None else d_stats.float() - (o.float() * d_o.float()).sum(-1)
+    return ((sink.float()[:, None] - stats).exp() * rows).sum((0, 2)).to(sink.dtype)
 
 
 # The largest head dim of executors on GPUs.
@@ -426,9 +473,14 @@ def _through_stats(d_o, o, v, d_stats):
         parts.append(part)
         carriers.append(o.new_full((*o.shape[:3], 1), carrier))
     zeros = o.new_zeros((*o.shape[:3], _MORE - len(_CARRIERS)))
-    d_o = torch.cat([d_o, *parts, zeros], -1)
-    o = torch.cat([o, *carriers, zeros], -1)
-    return d_o, o, torch.cat([v, v.new_zeros((*v.shape[:3], _MORE))], -1)
+    return _columns(d_o, *parts, zeros), _columns(o, *carriers, zeros), _columns(v, v.new_zeros((*v.shape[:3], _MORE)))
+
+
+def _columns(first: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+    """Appends columns, in the first tensor's order of heads and tokens: packed sequences may need it."""
+    if first.stride(1) >= first.stride(2):
+        return torch.cat([first, *more], -1)
+    return torch.cat([x.transpose(1, 2) for x in (first, *more)], -1).transpose(1, 2)
 
 
 def _no_second(ctx, *gradients):

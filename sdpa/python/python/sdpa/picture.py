@@ -75,7 +75,7 @@ def show(
     if min(shape[2:]) < 1:
         raise one("shape", tuple(shape), "at least one query and one key")
     if shape[2] * shape[3] > 2**20:
-        raise one("shape", tuple(shape), "at most 2^20 pairs: plot a part")
+        raise one("shape", tuple(shape), "at most 2^20 pairs of a query and a key; plot a part of the shape")
     values = _values(score_mod, mask, tuple(shape), batch, head, score)
     return Picture(values, score, "; ".join(str(x) for x in (score_mod, mask) if x is not None) or "no score_mod, no mask")
 

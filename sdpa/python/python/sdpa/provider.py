@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import op
+from . import active, op
 from .bind import bound
 from .errors import UnsupportedError
 from .flex import _seed
@@ -111,6 +111,7 @@ class _Call:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: list) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and its log-sum-exp."""
+        active.refuse("scaled_dot_product_attention")
         o, stats = torch.ops.sdpa.attention(q, k, v, self.params + seed, [], self.program, self.scale, STATS, [])
         return o, stats
 
@@ -129,6 +130,20 @@ def _seeds(state: torch.Tensor, dropout: float) -> list:
     return list(state.view(torch.int64).split(1)) if dropout else []
 
 
+def _pair(seed: list, device: torch.device) -> list:
+    """Returns seed and offset of dropout as PyTorch's cuDNN and memory-efficient kernels return theirs: two tensors without axes."""
+    return [x.reshape(()) for x in seed] if seed else [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+
+
+def _seeds_of(seed: torch.Tensor, offset: torch.Tensor, dropout: float) -> list:
+    return [seed.reshape(1), offset.reshape(1)] if dropout else []
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with heads innermost in memory but for its last axis, as some of PyTorch's kernels return their results: compiled code relies on it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _unused(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.uint64, device=device)
 
@@ -138,11 +153,13 @@ def _drawn(dropout: float, device: torch.device) -> list:
 
 
 def _forward_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    return _Call(query, key, is_causal, attn_mask, 0.0, scale).forward(query, key, value, [])
+    o, stats = _Call(query, key, is_causal, attn_mask, 0.0, scale).forward(query, key, value, [])
+    return o, _tokens_first(stats)
 
 
 def _backward_cpu(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
-    return tuple(_Call(query, key, is_causal, attn_mask, 0.0, scale).backward(grad_out, query, key, value, out, logsumexp, []))
+    made = _Call(query, key, is_causal, attn_mask, 0.0, scale).backward(grad_out, query, key, value, out, logsumexp, [])
+    return tuple(map(_tokens_first, made))
 
 
 def _no_debug_mask(asked: bool) -> None:
@@ -169,15 +186,14 @@ def _forward_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0
     _no_debug_mask(return_debug_mask)
     seed = _drawn(dropout_p, query.device)
     o, stats = _Call(query, key, is_causal, attn_bias, dropout_p, scale).forward(query, key, value, seed)
-    nothing = torch.empty(0, dtype=query.dtype, device=query.device)
-    return o, stats.unsqueeze(-1), None, None, query.shape[2], key.shape[2], _state(seed, query.device), _unused(query.device), nothing
+    return o, stats.unsqueeze(-1), None, None, query.shape[2], key.shape[2], *_pair(seed, query.device), None
 
 
 def _backward_cudnn(
     grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None
 ):
     call = _Call(query, key, is_causal, attn_bias, dropout_p, scale)
-    return tuple(call.backward(grad_out, query, key, value, out, logsumexp.squeeze(-1), _seeds(philox_seed, dropout_p)))
+    return tuple(call.backward(grad_out, query, key, value, out, logsumexp.squeeze(-1), _seeds_of(philox_seed, philox_offset, dropout_p)))
 
 
 # PyTorch's memory-efficient kernels pad the log-sum-exp to a multiple of this many queries.
@@ -188,7 +204,7 @@ def _forward_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout
     seed = _drawn(dropout_p, query.device)
     o, stats = _Call(query, key, is_causal, attn_bias, dropout_p, scale).forward(query, key, value, seed)
     stats = torch.nn.functional.pad(stats, (0, -stats.shape[-1] % _PADDED)) if compute_log_sumexp else stats[..., :0]
-    return o, stats, _state(seed, query.device), _unused(query.device)
+    return _tokens_first(o), stats, *_pair(seed, query.device)
 
 
 def _backward_efficient(
@@ -197,8 +213,14 @@ def _backward_efficient(
     call = _Call(query, key, is_causal, attn_bias, dropout_p, scale)
     of_bias = attn_bias is not None and grad_input_mask[3]
     stats = logsumexp[..., : query.shape[2]].contiguous()
-    made = call.backward(grad_out, query, key, value, out, stats, _seeds(philox_seed, dropout_p), of_bias)
-    return *made[:3], made[3].reshape(attn_bias.shape) if of_bias else torch.empty(0, device=query.device)
+    made = call.backward(grad_out, query, key, value, out, stats, _seeds_of(philox_seed, philox_offset, dropout_p), of_bias)
+    return *map(_tokens_first, made[:3]), _padded(made[3].reshape(attn_bias.shape)) if of_bias else None
+
+
+def _padded(d_bias: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of a bias with rows of a multiple of 16 elements in memory, as PyTorch's memory-efficient kernels do."""
+    keys = d_bias.shape[-1]
+    return d_bias.new_empty((*d_bias.shape[:-1], keys + -keys % 16))[..., :keys].copy_(d_bias)
 
 
 _CPU = {

@@ -90,7 +90,7 @@ def called(name: str, said: str, args: tuple, kwargs: dict) -> Any:
     except TypeError as e:
         if isinstance(e, TracingError):
             raise
-        raise TracingError(f"`{said}` with these arguments has no counterpart ({e})", "write it with operators") from None
+        raise TracingError(f"`{said}` with these arguments is not supported in a score_mod or mask_mod ({e})", "write it with operators") from None
     finally:
         if watch is not None:
             sys.setprofile(watch)

@@ -177,7 +177,7 @@ class Trace:
         left = [(one, n) for one, n, pick in zip(taken, shape, picked) if pick is None]
         axes = tuple([n for _, n in left])
         if len(axes) > 4:
-            raise TracingError(f"a tensor of {len(shape)} axes is indexed by a computed value", "reshape it to 1 to 4 axes first")
+            raise TracingError(f"a tensor of shape {shape} is indexed along {len(axes)} axes that are not constant", "reshape it, so that 1 to 4 such axes are left")
         if 0 in axes or math.prod(axes) >= 2**31:
             raise TracingError(f"a tensor of shape {shape} is indexed by a computed value", "use a tensor of 1 to 2^31 - 1 elements")
         # Plain positions must be within the tensor, which a call can check.
@@ -211,7 +211,7 @@ class Trace:
     def scalar(self, scalar: Scalar) -> Value:
         there = self.scalars.setdefault(scalar.name, scalar)
         if there is not scalar:
-            raise TracingError(f"two scalars are named {scalar.name!r}", "name each once, and use the same object for both")
+            raise TracingError(f"two scalars are named {scalar.name!r}", "give each scalar its own name, or use one scalar object in both places")
         return self.value(scalar.name, "float32", None, "scalar", (scalar,))
 
     def forget(self, result: Value) -> None:
@@ -266,7 +266,7 @@ class Value(Operators):
     def overwrite(self, name: str, made: Value) -> Value:
         """Replaces this value by a result; every reference to it sees the change."""
         if made.element != self.element:
-            raise TracingError(f"`{name}` in place makes a {made.element} of a {self.element}", "write `x = x + y`")
+            raise TracingError(f"`{name}` in place would change the type of a value from {self.element} to {made.element}", "write `x = x + y`")
         self.text, self.range, self.number, self.smooth, self.place = made.text, made.range, made.number, made.smooth, made.place
         return self
 
@@ -293,7 +293,7 @@ class Scalar(Operators):
 
     def __init__(self, name: str, value: float):
         if not name.isidentifier() or len(name) > 64:
-            raise one("scalar", repr(name), "a name of letters, digits and _, at most 64")
+            raise one("scalar", repr(name), "a name of 1 to 64 letters, digits and _ that does not begin with a digit")
         self.name = name
         self.value = value
 
@@ -354,7 +354,7 @@ def applied(func: Any, args: tuple, kwargs: dict) -> Any:
         raise TracingError(f"torch's `{name}` works in place", f"use torch.{name[:-1]} and its result")
     known = name.strip("_") in FUNCTIONS or (name.strip("_") in REDUCTIONS and any(isinstance(x, Unread) for x in args))
     if not known:
-        raise TracingError(f"torch's `{name}` has no counterpart", instead_of(name))
+        raise TracingError(f"torch's `{name}` is not supported in a score_mod or mask_mod", instead_of(name))
     if name == "where" and type(func).__name__ == "method_descriptor":
         # As a method it has the condition second.
         return Operators.where(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any, Callable
 import torch
 from torch.nn.attention import flex_attention as theirs
 
+from . import active
 from .errors import TracingError, one
 from .flex import attend
 from .masks import BlockMask, mask_of
@@ -37,7 +38,7 @@ def register(name: str = NAME, *, executor: str | None = None) -> None:
     if executor is not None:
         named(executor)
     if "sdpa" in name or "flex" in name or "flash" in name or name == "eager":
-        raise one("name", repr(name), "a name that contains none of sdpa, flex and flash, which transformers treats as its own")
+        raise one("name", repr(name), "a name other than eager that contains none of sdpa, flex and flash, which transformers treats as its own")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention if executor is None else functools.partial(attention, executor=executor))
@@ -61,6 +62,7 @@ def attention(
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. The mask includes the sliding window."""
+    active.refuse("attention of Hugging Face models, whose masks have positions of one rank,")
     room = getattr(attention_mask, "room", None)
     if room is not None:
         more = (0, 0, 0, room - key.shape[2])

@@ -62,7 +62,7 @@ class _NoAttribute(TracingError, AttributeError):
 
 def no_attribute(name: str) -> TracingError:
     """Returns the error for an unsupported method."""
-    return _NoAttribute(f"`.{name}` of a traced value has no counterpart", instead_of(name))
+    return _NoAttribute(f"`.{name}` of a traced value is not supported in a score_mod or mask_mod", instead_of(name))
 
 
 # Unsupported functions, with the alternative.
