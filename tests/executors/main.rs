@@ -141,6 +141,7 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
         Case::all_fp8(),
         Case::all_tables(),
         Case::all_functions(),
+        Case::all_invariant(),
     ];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();

@@ -6,7 +6,7 @@ use crate::msl::Toolchain;
 use sdpa::DevicePrepared;
 use sdpa::cuda::{CudaExecutor, CudaOptions, CudaPlan, Family};
 use sdpa::cudnn::{DeviceCall, DeviceSlice};
-use sdpa_driver::Stream;
+use sdpa_driver::{Communicator, Stream};
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::PathBuf;
@@ -48,9 +48,17 @@ pub enum Emulated {
 /// # Errors
 /// As [`executor`].
 pub fn executor_on(device: Emulated, family: Option<Family>) -> Result<CudaExecutor, String> {
+    executor_with(device, CudaOptions::default().with_family(family))
+}
+
+/// An executor on one of the devices, with further options.
+///
+/// # Errors
+/// Fails if clang or the emulation library is missing, or if the executor cannot be created.
+pub fn executor_with(device: Emulated, options: CudaOptions) -> Result<CudaExecutor, String> {
     Toolchain::find()?;
     let file = find()?;
-    let options = CudaOptions::default().with_driver(file.clone()).with_nvrtc(file).with_ordinal(device as u32).with_family(family);
+    let options = options.with_driver(file.clone()).with_nvrtc(file).with_ordinal(device as u32);
     CudaExecutor::new(options).map_err(|e| e.to_string())
 }
 
@@ -74,6 +82,20 @@ pub fn submit(
 pub fn with_block_map(plan: &Arc<CudaPlan>, stream: &Stream, call: &DeviceCall<'_>) -> Result<Arc<CudaPlan>, sdpa::cuda::Error> {
     // SAFETY: as above.
     unsafe { plan.with_block_map(stream, call) }
+}
+
+/// An exchange of memory of the emulated driver. Safe here: the emulation of NCCL fails where no allocation has the memory, and has read and written it when this returns.
+///
+/// # Errors
+/// As [`Communicator::exchange`].
+pub fn exchange(
+    communicator: &mut Communicator,
+    stream: &Stream,
+    sends: &[(usize, DeviceSlice)],
+    receives: &[(usize, DeviceSlice)],
+) -> Result<(), sdpa_driver::Error> {
+    // SAFETY: as above; buffers live longer than this call.
+    unsafe { communicator.exchange(stream, sends, receives) }
 }
 
 /// How many boxes of tensors the copy engine brought in, and copies of 16 bytes that threads asked for, in launches of this thread so far.

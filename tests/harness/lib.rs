@@ -22,7 +22,7 @@ pub mod support;
 pub mod timed;
 
 pub use sdpa_conformance::{Case, Outcome, Skip, Tally};
-pub use sdpa_conformance::{case, compare, covering, inputs, library, oracle, packing, paging, prove, random, runner, say};
+pub use sdpa_conformance::{case, compare, covering, inputs, invariance, library, oracle, packing, paging, prove, random, runner, say};
 
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]

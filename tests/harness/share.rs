@@ -171,6 +171,7 @@ pub fn features(case: &Case) -> Vec<String> {
         (case.dropout.is_some(), "dropout"),
         (case.stats, "stats"),
         (case.row_max || case.sum_exp, "row statistics"),
+        (case.batch_invariant, "batch-invariant"),
         (case.attn_scale.is_some(), "scale"),
         (case.q_gap + case.kv_gap + case.o_gap > 0, "gaps"),
         (case.packed_qkv, "packed qkv"),

@@ -420,7 +420,7 @@ const EXAMPLES: [(&str, &str, &str); 17] = [
     ("paths", "`sdpa/core/src/{spec,fact}.rs`", "`sdpa/core/src/{spec,facts}.rs`"),
     ("paths", "`sdpa/conformance/cases/*.toml`", "`sdpa/conformance/cases/*.yaml`"),
     ("paths", "`house.rs`", "`houses.rs`"),
-    ("paths", "```text\ncudnn-graph/src/plan.rs\n```", "```text\ncudnn-graph/src/plans.rs\n```"),
+    ("paths", "```text\ncudnn-graph/src/plan.rs\n```", "```text\ncudnn-graph/src/planner.rs\n```"),
     ("cargo sdpa", "`cargo sdpa run --check`", "`cargo sdpa run --checks`"),
     ("cargo sdpa", "```text\n$ cargo sdpa doctor\n```", "```text\n$ cargo sdpa nurse\n```"),
     ("options", "`--save-plans`", "`--save-plan`"),

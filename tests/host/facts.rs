@@ -57,6 +57,15 @@ fn insert(text: &str, line: &str, new: &str) -> String {
 /// Copies a folder. What is the same already stays as it is, so that cargo compiles nothing again.
 fn copy(from: &Path, to: &Path, name: &str, change: Change<'_>) {
     std::fs::create_dir_all(to).unwrap();
+    // An earlier copy may have files that are gone.
+    for entry in std::fs::read_dir(to).into_iter().flatten().map(Result::unwrap) {
+        let is_gone = !from.join(entry.file_name()).exists();
+        if is_gone && entry.path().is_dir() {
+            std::fs::remove_dir_all(entry.path()).unwrap();
+        } else if is_gone {
+            std::fs::remove_file(entry.path()).unwrap();
+        }
+    }
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
         let (path, name) = (entry.path(), format!("{name}/{}", entry.file_name().to_string_lossy()));

@@ -6,6 +6,7 @@ mod documentation;
 mod facts;
 mod hints;
 mod house;
+mod invariant;
 mod ledger;
 mod library;
 mod lowering;

@@ -80,11 +80,12 @@ fn cpu_agrees_with_the_oracle() {
     seeds("cpu_agrees", 150, |seed| {
         let mut random = Random::new(seed);
         let dtypes = [DType::F16, DType::BF16, DType::F32];
-        let spec = match seed % 6 {
+        let mut spec = match seed % 6 {
             0 | 3 => odd_spec(&mut random),
             1 => random_paged(&mut random, &dtypes),
             _ => random_spec(&mut random, &dtypes),
         };
+        spec.batch_invariant = seed % 4 == 0 && spec.dropout.is_none();
         let scale = random.pick(&[None, None, Some(0.3), Some(-0.1)]);
         let outcome = run(&spec, scale, random.pick(&[1.0, 1.0, 4.0]), seed, &cpu);
         tally.add("cpu", &format!("seed {seed}"), &outcome);
@@ -108,6 +109,7 @@ fn odd_backward(random: &mut Random) -> BackwardSpec {
         spec.d_o.strides[3] = 0;
     }
     spec.deterministic = random.between(0, 4) == 0;
+    spec.forward.batch_invariant = spec.forward.dropout.is_none() && random.between(0, 4) == 0;
     spec
 }
 
@@ -370,7 +372,7 @@ proptest! {
         dtype in dtype(),
         tensors in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
         masks in proptest::collection::vec(garbage_mask(), 0..3),
-        [stats, row_max, sum_exp, block_scaled]: [bool; 4],
+        [stats, row_max, sum_exp, block_scaled, batch_invariant]: [bool; 5],
         sink: bool,
         dropout in proptest::option::weighted(0.3, proptest::num::f32::ANY),
         packed: Option<([bool; 2], Option<i64>, Option<i64>)>,
@@ -384,6 +386,7 @@ proptest! {
         let dropout = dropout.map(sdpa::Dropout::new);
         let mut spec = AttentionSpec::strided(dtype, [q, k, v], o).with_masks(masks).with_packed(packed).with_paged(paged);
         (spec.o_dtype, spec.block_scaled, spec.sink, spec.dropout) = (o_dtype, block_scaled, sink, dropout);
+        spec.batch_invariant = batch_invariant;
         (spec.stats, spec.stats_base, spec.row_max, spec.sum_exp) = (stats, stats_base, row_max, sum_exp);
         if let Err(e) = spec.validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());

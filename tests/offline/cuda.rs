@@ -24,6 +24,9 @@ const SPILLED_BACKWARD: u32 = 800;
 /// run one after the other.
 const SPILLED_BACKWARD_DROPPED: u32 = 800;
 
+/// The most bytes that a backward pass with dropout may spill if it sums dQ in fixed point.
+const SPILLED_FIXED_POINT_DROPPED: u32 = 1024;
+
 /// Spills of plain forward passes of packed sequences, outside of their main loop.
 const SPILLED_PACKED: u32 = 96;
 
@@ -104,6 +107,72 @@ fn every_backward_kernel_compiles_into_registers() {
     let told = told.into_inner().unwrap();
     assert!(!told.is_empty());
     say(&format!("NVRTC: {} backward native CUDA kernels make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
+}
+
+/// Backward kernels that sum dQ in fixed point spill little, and the compiler serialises none of their WGMMAs.
+#[test]
+fn every_deterministic_backward_kernel_compiles_into_registers() {
+    let nvrtc = match nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &format!("native CUDA kernels, deterministic: {why}")),
+    };
+    let told = Mutex::new(Vec::new());
+    let run = |spec: &AttentionSpec, plain: bool| {
+        let Ok(backward) = Backward::of(&spec.clone().backward().deterministic().validate().unwrap()) else { return };
+        let tile = backward.tile(132).unwrap();
+        assert!(tile.fixed_point && tile.shares == 1, "{spec:?}");
+        let made = compile(&nvrtc, &source::backward(&backward, &tile)).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+        assert_eq!(serialized(&made), None, "{spec:?}");
+        let most = match (plain, spec.dropout) {
+            (_, Some(_)) => SPILLED_FIXED_POINT_DROPPED,
+            (true, None) => BRINGING,
+            (false, None) => SPILLED_BACKWARD,
+        };
+        assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
+        told.lock().unwrap().push(made.code.len());
+    };
+    each_row(&rows_of_today("deterministic native CUDA kernels"), run);
+    let told = told.into_inner().unwrap();
+    assert!(!told.is_empty());
+    say(&format!("NVRTC: {} deterministic native CUDA kernels make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
+}
+
+/// Forward kernels with splits of fixed size spill nothing without traces, and the compiler serialises none of their WGMMAs.
+#[test]
+fn every_batch_invariant_kernel_compiles_into_registers() {
+    let nvrtc = match nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &format!("native CUDA kernels, batch-invariant: {why}")),
+    };
+    let told = Mutex::new(Vec::new());
+    let run = |spec: &AttentionSpec, plain: bool| {
+        let mut spec = spec.clone();
+        (spec.batch_invariant, spec.dropout) = (true, None);
+        let Ok(forward) = Forward::of(&spec.validate().unwrap()) else { return };
+        // Thread blocks that share the splits of a tile, and those that merge them.
+        for multiprocessors in [132, 1] {
+            let tile = forward.tile(multiprocessors).unwrap();
+            let made = compile(&nvrtc, &source::forward(&forward, &tile)).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+            assert_eq!(serialized(&made), None, "{spec:?}");
+            let most = if plain && spec.packed.is_none() { 0 } else { SPILLED };
+            assert!(spilled(&made.log) <= most, "{spec:?}, {tile:?}: {}", made.log);
+            told.lock().unwrap().push((made.code.len(), tile.split, tile.merges_splits()));
+        }
+    };
+    each_row(&rows_of_today("batch-invariant native CUDA kernels"), run);
+    others_of_today("batch-invariant, of few queries, pages and documents", OTHERS.to_vec())
+        .into_iter()
+        .for_each(|other| run(&lying(other), other.5));
+    let told = told.into_inner().unwrap();
+    let of = |which: fn(&(usize, bool, bool)) -> bool| told.iter().filter(|made| which(made)).count();
+    say(&format!(
+        "NVRTC: {} batch-invariant native CUDA kernels make {} bytes for SM 9.0; {} share splits, {} merge them",
+        told.len(),
+        told.iter().map(|made| made.0).sum::<usize>(),
+        of(|made| made.1),
+        of(|made| made.2)
+    ));
+    assert!(of(|made| made.2) > 0);
 }
 
 /// A trace of 16 or 64 cosines for each of 64 scores is more than caches of instructions hold; it stands in a text for a few. Bytes with what tells of lines, four times

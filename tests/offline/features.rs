@@ -28,7 +28,7 @@ use Passes::{Backward, Both, Forward};
 /// A feature, the options that request it with a shape of their own or none, and its passes.
 type Feature = (&'static str, &'static str, &'static str, Passes);
 
-const FEATURES: [Feature; 42] = [
+const FEATURES: [Feature; 43] = [
     ("f16, bf16", "--dtype f16", "", Both),
     ("f32", "--dtype f32", "", Both),
     ("FP8 (e4m3)", "--dtype f8e4m3", "2,8,8,512,512,128", Both),
@@ -70,6 +70,7 @@ const FEATURES: [Feature; 42] = [
     ("row_max, sum_exp", "--row-max --sum-exp", "", Forward),
     ("deterministic", "--deterministic", "", Backward),
     ("deterministic with a softcap, causal", "--deterministic --score-mod softcap:30 --mask causal", "", Backward),
+    ("batch_invariant", "--batch-invariant", "", Both),
     ("sink, window and softcap", "--sink --mask window:128,0 --score-mod softcap:30", "", Both),
 ];
 

@@ -39,7 +39,14 @@ inline float rounded(float x) {
 inline float __fadd_rn(float x, float y) { return rounded(x + y); }
 inline float __fsub_rn(float x, float y) { return rounded(x - y); }
 inline float __fmul_rn(float x, float y) { return rounded(x * y); }
+inline float __fmaf_rn(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
+inline float __int2float_rn(int x) { return float(x); }
+// Saturates, and NaN becomes 0.
+inline int __float2int_rn(float x) {
+    if (x != x) return 0;
+    return x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : int(rintf(x));
+}
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return unsigned(((uint64_t(high) << 32 | low) << (by & 31)) >> 32); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
@@ -94,13 +101,22 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 // Every thread sees at once what another wrote.
 inline void __threadfence() {}
-inline float4 __ldcg(const float4* at) { return *at; }
+template <class T>
+inline T __ldcg(const T* at) {
+    return *at;
+}
 
 // Nothing runs between the two halves: turns change where a thread waits.
 template <class T>
 inline T atomicAdd(T* at, T x) {
     const T before = *at;
     *at = before + x;
+    return before;
+}
+
+inline int atomicMax(int* at, int x) {
+    const int before = *at;
+    *at = max(before, x);
     return before;
 }
 

@@ -93,8 +93,8 @@ void run(Block& block, const Copy& copy) {
             return came_in(block, copy, copy.bytes);
         }
         published(block, copy.shared, copy.bytes, "the copy engine");
-        Write write = {copy.row, std::vector<float>(copy.bytes / 4), copy.adds, copy.unwritten, lateness(8, 4000)};
-        memcpy(write.numbers.data(), &block.shared[copy.shared], copy.bytes);
+        Write write = {copy.row, std::vector<uint32_t>(copy.bytes / 4), copy.adds, copy.unwritten, lateness(8, 4000)};
+        memcpy(write.bits.data(), &block.shared[copy.shared], copy.bytes);
         block.writes.push_back(std::move(write));
         --*copy.group;
         return;
@@ -195,10 +195,18 @@ void multiply_now(Block& block, const Asked& asked) {
 
 // Engines come to some of what they were asked.
 void run(const Write& write) {
-    float* to = static_cast<float*>(write.to);
-    for (float number : write.numbers) {
-        *to = write.adds ? *to + number : number;
-        to++;
+    char* to = static_cast<char*>(write.to);
+    for (const uint32_t bits : write.bits) {
+        uint32_t before, sum_bits;
+        float number, sum;
+        memcpy(&before, to, 4);
+        memcpy(&sum, to, 4);
+        memcpy(&number, &bits, 4);
+        sum += number;
+        memcpy(&sum_bits, &sum, 4);
+        const uint32_t words[] = {bits, sum_bits, before + bits};
+        memcpy(to, &words[int(write.adds)], 4);
+        to += 4;
     }
     --*write.unwritten;
 }

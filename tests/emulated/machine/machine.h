@@ -82,8 +82,9 @@ void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&pla
 void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void nothing_in(uint32_t to, uint32_t bytes, uint32_t barrier);
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]);
-// Bytes in a row, in place of those in memory or, f32 numbers, added to them.
-void row_out(void* to, uint32_t from, uint32_t bytes, bool adds);
+// Bytes in a row, in place of those in memory or, f32 or 32-bit integers, added to them.
+enum class Adds { Nothing, Floats, Integers };
+void row_out(void* to, uint32_t from, uint32_t bytes, Adds adds);
 void copy_out_ends();
 // What this thread took out has been read, but for so many groups; has come to where it goes, as far as rows go.
 void copied_out(size_t left, const Site& site);

@@ -113,7 +113,7 @@ struct Copy {
     // Turns until the engine thinks of it, if it is one that takes long.
     unsigned later;
     // Whether numbers are added to those in memory; and what counts those of the thread that are not there yet.
-    bool adds = false;
+    machine::Adds adds = machine::Adds::Nothing;
     std::shared_ptr<int> unwritten = nullptr;
     // Of what goes to a block that runs with this one: that block.
     Block* peer = nullptr;
@@ -122,8 +122,8 @@ struct Copy {
 // Bytes that were read from shared memory, and are not where they go.
 struct Write {
     void* to;
-    std::vector<float> numbers;
-    bool adds;
+    std::vector<uint32_t> bits;
+    machine::Adds adds;
     std::shared_ptr<int> unwritten;
     unsigned later;
 };

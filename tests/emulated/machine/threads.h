@@ -324,7 +324,7 @@ void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]) {
     copy(false, from, map, 0, place, now->open);
 }
 
-void row_out(void* to, uint32_t from, uint32_t bytes, bool adds) {
+void row_out(void* to, uint32_t from, uint32_t bytes, Adds adds) {
     if (!holds(uint64_t(to), bytes)) fail("%u bytes leave for %p, which no allocation has", bytes, to);
     ++*now->open;
     now->block->copies.push_back(Copy{false, from, 0, {}, {}, now->open, to, bytes, lateness(8, 100), adds, now->unwritten});

@@ -1,4 +1,4 @@
-//! A stand-in for `libcuda.so.1` and for NVRTC at once, on a machine without a GPU: CUDA kernels of this project are compiled for the CPU by clang, and
+//! A stand-in for `libcuda.so.1`, for NVRTC and for NCCL at once, on a machine without a GPU: CUDA kernels of this project are compiled for the CPU by clang, and
 //! launches run them, thread by thread, over memory that is the host's.
 //!
 //! What kernels ask of the hardware (the copy engine, the matrix units, barriers, shuffles) stands in their pieces `ptx`, `tma`, `wgmma`, which are
@@ -23,6 +23,7 @@ macro_rules! exported {
 pub mod driver;
 pub mod kernel;
 pub mod memory;
+pub mod nccl;
 pub mod nvrtc;
 
 type Ptr = *mut std::ffi::c_void;

@@ -2,8 +2,8 @@
 
 use super::{Counts, op_line};
 use cudnn_graph::ir::op::{
-    BandMask, BandSide, BlockScaleDequantize, Matmul, Op, PagedLoad, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, ScoreGraph,
-    SdpaForward, Softmax,
+    BandMask, BandSide, BlockScaleDequantize, Matmul, Op, PagedLoad, Pointwise, Reduction, Reshape, ReshapeMode, ScoreGraph, SdpaForward,
+    Softmax,
 };
 use cudnn_graph::ir::pointwise::Signature;
 use cudnn_graph::ir::{Mode, Reordering, Storage, Tensor, TensorId};
@@ -80,7 +80,26 @@ impl Meant<'_> {
             Op::Reshape(r) => self.reshape(r),
             Op::PagedLoad(p) => self.paged_load(p),
             Op::BlockScaleDequantize(q) => self.dequantize(q),
-            Op::Transpose(_) | Op::Slice(_) | Op::Rng(_) | Op::BlockScaleQuantize(_) | Op::SdpaBackward(_) => {
+            Op::Transpose(_)
+            | Op::Slice(_)
+            | Op::Concat(_)
+            | Op::ConvForward(_)
+            | Op::ConvBackwardData(_)
+            | Op::ConvBackwardFilter(_)
+            | Op::NormForward(_)
+            | Op::NormBackward(_)
+            | Op::GenStats(_)
+            | Op::BnFinalize(_)
+            | Op::BnBackwardWeights(_)
+            | Op::ResampleForward(_)
+            | Op::ResampleBackward(_)
+            | Op::MoeMatmul(_)
+            | Op::MoeMatmulBackward(_)
+            | Op::Rope(_)
+            | Op::RopeBackward(_)
+            | Op::Rng(_)
+            | Op::BlockScaleQuantize(_)
+            | Op::SdpaBackward(_) => {
                 format!("{}: no plan had one when this comparison was written", op.name())
             }
         }
@@ -116,18 +135,7 @@ impl Meant<'_> {
 
     fn reduction(&mut self, r: &Reduction) -> String {
         let mut fields = self.fields(&[("X", Some(r.x)), ("Y", Some(r.y))]);
-        let name = match r.mode {
-            ReductionMode::MulNoZeros => "MUL_NO_ZEROS".to_owned(),
-            ReductionMode::Add
-            | ReductionMode::Mul
-            | ReductionMode::Min
-            | ReductionMode::Max
-            | ReductionMode::Amax
-            | ReductionMode::Avg
-            | ReductionMode::Norm1
-            | ReductionMode::Norm2 => r.mode.name().to_uppercase(),
-        };
-        fields.push(("reductionOp", name));
+        fields.push(("reductionOp", r.mode.name().to_uppercase()));
         fields.push(("mathPrec", data_type(r.compute).to_owned()));
         if r.deterministic {
             fields.push(("isDeterministic", "true".to_owned()));
@@ -234,6 +242,8 @@ fn data_type(dtype: DType) -> &'static str {
         DType::F8E5M2 => "FP8_E5M2",
         DType::F8E8M0 => "FP8_E8M0",
         DType::F4E2M1 => "FP4_E2M1",
+        DType::I4 => "INT4",
+        DType::U4 => "UINT4",
     }
 }
 

@@ -195,7 +195,7 @@ fn each_bad_input_has_its_line() {
         (huge, "", "broken safetensors header"),
         (good[..5].to_vec(), "", "no header"),
         (Vec::new(), "", "no header"),
-        (u64::MAX.to_le_bytes().to_vec(), "", "does not fit its 8 bytes"),
+        (u64::MAX.to_le_bytes().to_vec(), "", "exceeds the file (8 bytes)"),
         (good.clone(), "--layout bsdh", "got \"bsdh\", expected one of"),
         (good.clone(), "--dtype f64", "got \"f64\", expected one of"),
         (good.clone(), "--seed 3", "which contains the numbers"),

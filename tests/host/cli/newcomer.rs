@@ -78,7 +78,7 @@ fn hints_lead_to_what_was_meant() {
         (&["--score-mod", "softcap:30", "--score-mod", "softcap:20"], "NAME[OLD=NEW]"),
         (&["--score-mod", "softcap:30[cup=x]"], "softcap:30 declares no cup; it declares cap"),
         (&["--score-mod", "softcap:30[cap]"], "got \"cap\", expected OLD=NEW"),
-        (&["--score-mod", "softcap:30[cap=score]"], "is no reserved word"),
+        (&["--score-mod", "softcap:30[cap=score]"], "is not a reserved word"),
     ] {
         let out = small(options);
         let told = errors(&out);

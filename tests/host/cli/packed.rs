@@ -165,7 +165,7 @@ fn every_mistake_in_boundaries_is_told_with_the_others() {
 fn a_problem_of_packed_documents_is_inspected_and_read_from_toml() {
     let out = sdpa(words("inspect --stage problem --shape 3,4,2,7,9,16 --cu-seqlens-q 0,5,5,12 --cu-seqlens-kv 1,1,9,10"));
     assert_eq!(code(&out), 0);
-    assert!(stdout(&out).contains("cu_seqlens_q, 12; cu_seqlens_kv, 10 tokens at most"), "{}", stdout(&out));
+    assert!(stdout(&out).contains("cu_seqlens_q, at most 12; cu_seqlens_kv, at most 10 tokens"), "{}", stdout(&out));
     let folder = Folder::new();
     let (problems, plans) = (folder.path("p.toml"), folder.path("plans"));
     let compile = |packed: &str, want: i32| {

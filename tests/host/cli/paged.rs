@@ -112,7 +112,7 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
     assert!(told.contains("page_table[1][2]: got -1, expected between 0 and 6"), "{told}");
     let told = wrong(&format!("--input {whole} --paged 5 --pages 7 --dtype f31"));
     for rule in [
-        "k: got pages of 4 tokens, expected 5, by --paged",
+        "k: got pages of 4 tokens, expected 5, the value of --paged",
         "v: got pages of 4 tokens",
         "--pages: cannot be combined with --input, which contains the pages",
         "--dtype",
@@ -151,7 +151,7 @@ fn every_mistake_in_pages_is_told_with_the_others() {
         ),
         ("", "--paged 2147483647 --pages 2147483647", &["k.strides", "v.strides"]),
         ("", "--pages 3 --page-table T", &["--pages: requires --paged", "--page-table: requires --paged"]),
-        ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: cannot be combined with --paged; pass --cu-seqlens-q"]),
+        ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: cannot be combined with --paged; use --cu-seqlens-q"]),
         ("", "--paged 16 --cu-seqlens-kv 0,5,7 --pages x", &["--cu-seqlens-kv: cannot be combined with --paged", "--pages"]),
         (
             "",
@@ -170,7 +170,11 @@ fn every_mistake_in_pages_is_told_with_the_others() {
         ("0 1 2", "--paged 40 --page-table T --dtype f31", &["got 1 lines with pages, expected 2, one for each batch entry", "--dtype"]),
         ("0 1 6\n-1 2 3", "--paged 40 --page-table T", &["page_table[0][2]: got 6, expected between 0 and 5", "page_table[1][0]: got -1"]),
         ("0 1 2\n3 4", "--paged 40 --page-table T", &["page_table[1][2]: got -1, expected between 0 and 5"]),
-        ("0 1 2\n3 4 5", "--paged 40 --page-table T --backward", &["--backward: got a paged KV cache, expected none in a backward pass"]),
+        (
+            "0 1 2\n3 4 5",
+            "--paged 40 --page-table T --backward",
+            &["--backward: paged: got a paged KV cache, expected none in a backward pass"],
+        ),
     ] {
         std::fs::write(&text, table).unwrap();
         let options = options.replace('T', &text);
@@ -209,7 +213,7 @@ fn a_paged_problem_is_inspected_and_read_from_toml() {
         ("paged = 16\npages = 40", 3, "cudnn"),
         ("paged = 0", 2, "cache: --paged: got 0, expected between 1"),
         ("pages = 40", 2, "cache: --pages: requires --paged"),
-        ("paged = 16\nbackward = true", 2, "reads no paged KV cache"),
+        ("paged = 16\nbackward = true", 2, "gradients of a paged KV cache are not supported"),
         ("paged = \"16\"", 2, "invalid type"),
     ] {
         std::fs::write(&problems, format!("[[problem]]\nname = \"cache\"\nshape = [3, 4, 2, 1, 90, 64]\n{pages}\n")).unwrap();

@@ -125,7 +125,7 @@ fn faults_of_engines_are_unsupported() {
     let (wrong, right) = (Version::new(9, 25, 0), Version::new(9, 25, 1));
     for (text, masks) in [("score + f32(head)", &[][..]), ("", &["dilated:3"])] {
         assert!(
-            decode(text, masks, Form::Unified, wrong).is_err_and(|e| e.contains("on one query is not supported before cuDNN 9.25.1")),
+            decode(text, masks, Form::Unified, wrong).is_err_and(|e| e.contains("with one query is not supported before cuDNN 9.25.1")),
             "{text} {masks:?}"
         );
         assert_eq!(decode(text, masks, Form::Unified, right), Ok(()));
