@@ -1,15 +1,17 @@
 """torch_calls.py: times of calls that PyTorch's users make, on a GPU.
 
-`scaled_dot_product_attention` through PyTorch's own kernels and through `sdpa.use()`, the same call in turn; and a new document mask at 32,768 tokens, from the
+`scaled_dot_product_attention` through PyTorch's own kernels, through `sdpa.use()` and, if it is installed, through FlashAttention-4, the same call in turn; and a new document mask at 32,768 tokens, from the
 mask to the output. Prints medians in ms.
 """
 
+import functools
+import importlib.util
 import statistics
 import time
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
 import sdpa
 
@@ -26,11 +28,27 @@ def events(run, calls):
     return start.elapsed_time(end) / calls
 
 
+def adapt_flash_attention():
+    """PyTorch 2.11 unpacks two results of FlashAttention-4's forward function; 4.0.0b36 returns more."""
+    from flash_attn.cute import interface
+
+    run = interface._flash_attn_fwd
+    # It keeps its cache of compiled kernels as an attribute of the function.
+    interface._flash_attn_fwd = functools.wraps(run)(lambda *args, **options: run(*args, **options)[:2])
+
+
 def through(name, run):
-    """Runs with one of PyTorch's backends, or with this package."""
+    """Runs with one of PyTorch's backends, with this package, or with FlashAttention-4 through PyTorch's registry."""
     if name == "sdpa":
         with sdpa.use():
             return run()
+    if name == "FA4":
+        activate_flash_attention_impl("FA4")
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return run()
+        finally:
+            restore_flash_attention_impl()
     with sdpa_kernel(getattr(SDPBackend, name)):
         return run()
 
@@ -49,7 +67,7 @@ def calls():
             return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), d_o)
 
         for name, run in (("forward", forward), ("both passes", both)):
-            names = ["sdpa", "CUDNN_ATTENTION", "FLASH_ATTENTION"]
+            names = ["sdpa", "CUDNN_ATTENTION", "FLASH_ATTENTION"] + (["FA4"] if importlib.util.find_spec("flash_attn") else [])
             times = {backend: [] for backend in names}
             for backend in names:
                 through(backend, lambda: [run() for _ in range(3)])
@@ -85,6 +103,8 @@ def masks():
 
 
 if __name__ == "__main__":
+    if importlib.util.find_spec("flash_attn"):
+        adapt_flash_attention()
     print(torch.cuda.get_device_name(), torch.__version__, torch.backends.cudnn.version())
     calls()
     masks()

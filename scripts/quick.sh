@@ -15,11 +15,12 @@ case $own in
   sdpa-cache) suites=(soak "recorded -- key::") ;;
   metal-fallback) suites=("msl -- any_two_features_meet sources functions") ;;
   sdpa) suites=("host -- house:: params:: seq::") ;;
+  sdpa-parallel) suites=("host -- house::") ;;
   cargo-sdpa) suites=("host -- cli::") ;;
   sdpa-oracle) suites=("executors -- cpu::" "host -- cli::check") ;;
   sdpa-conformance) suites=("executors -- cpu::" "host -- cli::prove") ;;
   *)
-    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa-conformance | sdpa | cargo-sdpa | cudnn-graph | metal-fallback" >&2
+    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa-conformance | sdpa-parallel | sdpa | cargo-sdpa | cudnn-graph | metal-fallback" >&2
     exit 2
     ;;
 esac

@@ -34,12 +34,15 @@ case ${part:-} in
 esac
 cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
 
-# The example that is not attention, planned by both runtimes.
+# The examples that are not attention, planned by both runtimes.
 if [ "$whole" ] && [ "$(uname -s)" = Linux ]; then
   for runtime in 9.19 9.27; do
     echo "example matmul_bias_gelu on cuDNN $runtime, for an H200's profile"
     CUDNN_GRAPH_LIBRARY=$target/cudnn/$runtime/nvidia/cudnn_jit/lib CUDNN_GRAPH_DRIVER=$target/debug/libnull_driver.so \
       "$target/debug/examples/matmul_bias_gelu" cudnn-graph/devprops/h200.json | tail -4 || status=1
+    echo "example fusions on cuDNN $runtime, for an H200's profile"
+    CUDNN_GRAPH_LIBRARY=$target/cudnn/$runtime/nvidia/cudnn_jit/lib CUDNN_GRAPH_DRIVER=$target/debug/libnull_driver.so \
+      "$target/debug/examples/fusions" cudnn-graph/devprops/h200.json || status=1
   done
 fi
 
