@@ -1,17 +1,17 @@
 //! Backward passes of the WGMMA kernels that sum dQ in fixed point.
 
-use super::{CAUSAL, NARROW, each, judged};
+use super::{CAUSAL, each, judged};
 use conformance::emulated::{Emulated, executor_with};
 use conformance::invariance::{Features, compare};
 use conformance::random::Random;
-use conformance::runner::{Draw, Source, in_rows_of_16_bytes, random_ends, random_packed, random_padded, random_spec, run_backward};
+use conformance::runner::{Draw, Source, fixed_point_problems, run_backward};
 use conformance::say::{say, skip};
 use conformance::share::{new_seeds, one_of_today};
 use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use sdpa::packed::CU_SEQLENS;
 use sdpa::{
-    AttentionSpec, BackwardSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Packed,
-    Param, SINK, Shape,
+    AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Packed, Param, SINK,
+    Shape,
 };
 use std::collections::BTreeSet;
 
@@ -31,27 +31,11 @@ fn random_problems() {
     let Some(executor) = wgmma() else { return };
     let seeds = new_seeds(NAME, 3);
     each("random", NAME, &seeds, |&seed, tally| {
-        let random = &mut Random::new(seed * 7919 + 43);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
-        // Head dims above 128 have other kernels.
-        let mut drawn = |draw: fn(&mut Random, &[DType]) -> AttentionSpec| loop {
-            let spec = draw(random, &NARROW);
-            if spec.q.dims[3].max(spec.v.dims[3]) <= 128 {
-                break in_rows_of_16_bytes(spec);
-            }
-        };
-        let backward = |spec: BackwardSpec, what: &str| {
-            let spec = spec.deterministic();
+        for (what, spec) in fixed_point_problems(&mut Random::new(seed * 7919 + 43)) {
             let outcome = judged(run_backward(&spec, &draw, Source::ALL[(seed % 2) as usize], &executor), &spec, &executor);
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
-        };
-        backward(drawn(random_spec).backward(), "any");
-        backward(drawn(random_packed).backward(), "documents");
-        backward(drawn(random_ends).backward(), "ends");
-        backward(drawn(random_padded).backward(), "lengths");
-        let sink = |spec: AttentionSpec| spec.with_sink().backward().wrt(SINK, DType::F32);
-        backward(sink(drawn(random_padded)), "lengths and a sink");
-        backward(sink(drawn(random_packed)), "documents and a sink");
+        }
     });
 }
 

@@ -5,11 +5,11 @@ use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_with};
 use conformance::invariance::{Features, compare};
 use conformance::random::Random;
-use conformance::runner::{in_rows_of_16_bytes, random_few, random_packed, random_padded, random_paged, random_spec, run};
+use conformance::runner::{fixed_split_problems, run};
 use conformance::say::{say, skip};
 use conformance::share::{new_seeds, one_of_today};
 use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
-use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, Shape};
+use sdpa::{DType, Executor};
 
 pub(super) const NAME: &str = "cuda-fixed-splits-emulated";
 
@@ -56,40 +56,11 @@ fn random_problems() {
     let Some(executor) = executor() else { return };
     let seeds = new_seeds(NAME, 3);
     each("random", NAME, &seeds, |&seed, tally| {
-        let random = &mut Random::new(seed * 7919 + 47);
-        // Larger head dims and dropout are not batch-invariant in these kernels.
-        let mut drawn = |draw: fn(&mut Random, &[DType]) -> AttentionSpec| loop {
-            let spec = draw(random, &NARROW);
-            if spec.q.dims[3].max(spec.v.dims[3]) <= 128 && spec.dropout.is_none() {
-                break in_rows_of_16_bytes(based(spec, seed)).batch_invariant();
-            }
-        };
-        let forward = |spec: AttentionSpec, what: &str| {
+        for (what, spec) in fixed_split_problems(&mut Random::new(seed * 7919 + 47)) {
+            let spec = based(spec, seed);
             let unsupported = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
             let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(unsupported, || format!("{spec:?}"));
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
-        };
-        forward(drawn(random_few), "few");
-        forward(drawn(random_few).with_sink(), "few with a sink");
-        forward(drawn(random_few).with_row_max().with_sum_exp(), "few with statistics");
-        forward(drawn(random_spec), "any");
-        forward(drawn(random_packed), "documents");
-        forward(drawn(random_paged), "paged");
-        forward(drawn(random_padded).with_sink(), "lengths and a sink");
-        forward(many_keys(random).with_row_max().with_sum_exp(), "many keys");
-        forward(many_keys(random).with_sink().with_row_max().with_sum_exp(), "many keys and a sink");
+        }
     });
-}
-
-/// Returns a problem with so many query tiles that thread blocks process all splits of each.
-fn many_keys(random: &mut Random) -> AttentionSpec {
-    let seq_kv = random.between(1025, 3300);
-    let [dim_qk, dim_v] = [(); 2].map(|()| 8 * random.between(1, 16));
-    let group = random.between(1, 2);
-    let shape = Shape { batch: 2, heads_q: 2 * group, heads_kv: 2, seq_q: random.between(130, 300), seq_kv, dim_qk, dim_v };
-    let mask = random.pick(&["causal-bottom-right", "window:1400,0:bottom-right", "padding"]);
-    AttentionSpec::dense(random.pick(&NARROW), shape, random.pick(&[Layout::Bhsd, Layout::Bshd]))
-        .mask(mask.parse::<Mask>().unwrap())
-        .with_stats()
-        .batch_invariant()
 }

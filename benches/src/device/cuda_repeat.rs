@@ -6,7 +6,7 @@ use crate::setup::Result;
 use sdpa::cuda::{CudaExecutor, CudaOptions, CudaPlan, Family};
 use sdpa::nvidia::race::{Memory, Results};
 use sdpa::nvidia::{Job, Stream};
-use sdpa::{AttentionSpec, BackwardSpec, DType, DevicePrepared, Layout, Packed, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, DevicePrepared, Layout, Packed, SINK, Shape};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -32,6 +32,7 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
     let backward = |spec: BackwardSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
     let packed = AttentionSpec::packed(DType::BF16, square(128), Packed::new()).with_stats().mask("causal".parse()?);
     let capped = spec(square(64), "causal")?.score_mod("softcap:30".parse()?);
+    let sinks = spec(square(64), "causal")?.with_sink();
     let biased = spec(square(64), "causal")?.score_mod("bias:h".parse()?);
     Ok(vec![
         ("forward, causal", forward(spec(square(128), "causal")?)?, Family::Wgmma, true),
@@ -41,6 +42,22 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
         ("forward, packed", forward(packed.clone())?, Family::Wgmma, true),
         ("forward, mma.sync", forward(spec(square(128), "causal")?)?, Family::Mma, true),
         ("backward, mma.sync", backward(capped.clone().backward().deterministic())?, Family::Mma, true),
+        ("backward, fixed point, 64", backward(capped.clone().backward().deterministic())?, Family::Wgmma, true),
+        ("backward, fixed point, 128", backward(spec(square(128), "causal")?.backward().deterministic())?, Family::Wgmma, true),
+        ("backward, fixed point, packed", backward(packed.clone().backward().deterministic())?, Family::Wgmma, true),
+        ("backward, fixed point, sinks", backward(sinks.backward().wrt(SINK, DType::F32).deterministic())?, Family::Wgmma, true),
+        (
+            "forward, fixed splits",
+            forward(spec(shape([16, 4], [700, 3000], 128), "causal-bottom-right")?.batch_invariant())?,
+            Family::Wgmma,
+            true,
+        ),
+        (
+            "forward, fixed splits, one query",
+            forward(spec(shape([16, 4], [1, 9000], 128), "padding")?.batch_invariant())?,
+            Family::Wgmma,
+            true,
+        ),
         ("backward, causal, 64", backward(capped.backward())?, Family::Wgmma, false),
         ("backward, causal, 128", backward(spec(square(128), "causal")?.backward())?, Family::Wgmma, false),
         ("backward, causal, 256, in pairs", backward(spec(square(256), "causal")?.backward())?, Family::Wgmma, false),
@@ -81,7 +98,7 @@ fn most_off(first: &Results, again: &Results) -> f32 {
 pub(crate) fn run(times: u64) -> Result<()> {
     let mut failed = 0;
     for (what, job, family, one_order) in passes()? {
-        let executor = crate::cuda::executor_of(CudaOptions::default().with_family(family))?;
+        let executor = crate::cuda::executor_of(CudaOptions::default().with_family(family).with_untested_kernels(true))?;
         let (plan, stream) = (made(&executor, &job)?, executor.device().stream()?);
         let mut memory = Memory::new(&stream, &job, plan.workspace_bytes())?;
         let start = Instant::now();

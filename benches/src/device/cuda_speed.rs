@@ -16,9 +16,9 @@ use sdpa_driver::DeviceSlice;
 pub(crate) type Pass = dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>;
 
 /// A problem of the table: batch, heads_q, heads_kv, seq, dim; score_mod; mask.
-type Row = ([i64; 5], &'static str, &'static str);
+pub(crate) type Row = ([i64; 5], &'static str, &'static str);
 
-const ROWS: [Row; 18] = [
+pub(crate) const ROWS: [Row; 18] = [
     ([4, 32, 32, 4096, 128], "", ""),
     ([4, 32, 32, 4096, 128], "", "causal"),
     ([4, 32, 32, 4096, 128], "softcap:30", "causal"),
@@ -39,7 +39,7 @@ const ROWS: [Row; 18] = [
     ([1, 32, 8, 2048, 128], "", "causal"),
 ];
 
-fn spec(([batch, heads_q, heads_kv, seq, dim], score_mod, mask): Row) -> Result<AttentionSpec> {
+pub(crate) fn spec(([batch, heads_q, heads_kv, seq, dim], score_mod, mask): Row) -> Result<AttentionSpec> {
     let shape = Shape { batch, heads_q, heads_kv, seq_q: seq, seq_kv: seq, dim_qk: dim, dim_v: dim };
     let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
     if !score_mod.is_empty() {
@@ -65,7 +65,7 @@ pub(crate) struct Round<'a> {
 }
 
 /// A call between two marks.
-const EACH: Round<'static> = Round { between: 0.0, runs: RUNS, documents: None };
+pub(crate) const EACH: Round<'static> = Round { between: 0.0, runs: RUNS, documents: None };
 /// Calls between two marks, at most.
 const MOST_CALLS: f64 = 32.0;
 
@@ -178,7 +178,7 @@ pub(crate) fn families() -> Result<()> {
 
 /// How tokens lie where batch entries are not one behind the other.
 #[derive(Clone, Copy, Debug)]
-enum Lies {
+pub(crate) enum Lies {
     Dense,
     /// Documents of the whole length each, one behind the other.
     Packed,
@@ -187,7 +187,9 @@ enum Lies {
 }
 
 /// How tokens lie; batch, heads_q, heads_kv, queries, keys; mask. Head dims are 128.
-const FEW: [(Lies, [i64; 5], &str); 17] = [
+pub(crate) type Few = (Lies, [i64; 5], &'static str);
+
+pub(crate) const FEW: [Few; 17] = [
     (Lies::Packed, [32, 32, 32, 512, 512], "causal"),
     (Lies::Packed, [8, 32, 8, 2048, 2048], "causal"),
     (Lies::Packed, [8, 32, 8, 2048, 2048], ""),
@@ -207,20 +209,23 @@ const FEW: [(Lies, [i64; 5], &str); 17] = [
     (Lies::Paged(16), [1, 32, 8, 2048, 8192], "causal-bottom-right"),
 ];
 
+pub(crate) fn few_spec((lies, [batch, heads_q, heads_kv, seq_q, seq_kv], mask): Few) -> Result<AttentionSpec> {
+    let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
+    let spec = match lies {
+        Lies::Dense => AttentionSpec::dense(DType::BF16, shape, Layout::Bshd),
+        Lies::Packed => AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq_q)),
+        Lies::Paged(page_size) => AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, batch * seq_kv / page_size)),
+    };
+    Ok(if mask.is_empty() { spec } else { spec.mask(mask.parse()?) })
+}
+
 /// Times of packed documents, of few queries and of pages, beside cuDNN's: milliseconds, TFLOP/s, and TB/s of keys and values that are read once.
 pub(crate) fn few() -> Result<()> {
     let (ours, theirs) = (executor(None)?, cudnn(PlanOptions::default())?);
     let stream = ours.device().stream()?;
-    for (lies, [batch, heads_q, heads_kv, seq_q, seq_kv], mask) in FEW {
-        let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
-        let mut spec = match lies {
-            Lies::Dense => AttentionSpec::dense(DType::BF16, shape, Layout::Bshd),
-            Lies::Packed => AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq_q)),
-            Lies::Paged(page_size) => AttentionSpec::paged(DType::BF16, shape, Paged::new(page_size, batch * seq_kv / page_size)),
-        };
-        if !mask.is_empty() {
-            spec = spec.mask(mask.parse()?);
-        }
+    for row in FEW {
+        let (lies, [batch, heads_q, heads_kv, seq_q, seq_kv], mask) = row;
+        let spec = few_spec(row)?;
         let problem = spec.validate()?;
         let mine = ours.attention(&problem)?.0;
         let other = theirs.attention(&problem).ok().map(|(planned, _)| planned as OnDevice<DeviceSlice, Stream>);

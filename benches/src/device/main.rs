@@ -14,6 +14,7 @@ mod decode;
 mod edges;
 mod files;
 mod first;
+mod fixed;
 mod fp8;
 mod gpus;
 mod graphs;
@@ -45,9 +46,9 @@ use std::process::ExitCode;
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
-          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES]
-          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | msl [long | few | all | 3/40]
-  fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
+          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
+          | prove cpu|cuda|cuda-mma|cuda-untested|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | msl [long | few | all | 3/40]
+  fast:   fixed backward|forward [ROWS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -77,6 +78,12 @@ fn main() -> ExitCode {
         Some("cuda-speed") => cuda_speed::speed(false, number(1, u64::MAX)),
         Some("cuda-repeat") => cuda_repeat::run(number(1, 10_000)),
         Some("cuda-large") => cuda_large::run(number(1, 3)),
+        Some("fixed") => match args.get(1).map(String::as_str) {
+            Some("invariant") => fixed::invariant(),
+            Some("backward") => fixed::backward_speed(number(2, u64::MAX)),
+            Some("forward") => fixed::forward_speed(number(2, u64::MAX)),
+            Some(_) | None => fixed::right(number(1, 20), number(2, 0)),
+        },
         Some("cuda-few") => cuda_speed::few(),
         Some("cuda-matrix") => cuda_matrix::run(number(1, 400), number(2, 0)),
         Some("cuda-cuts") => cuda_speed::cuts(),

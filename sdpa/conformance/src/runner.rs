@@ -6,6 +6,7 @@ mod covered;
 mod dropped;
 mod edges;
 mod few;
+mod fixed;
 mod large;
 mod library;
 #[cfg(test)]
@@ -33,6 +34,7 @@ pub use covered::{covered, run_covered};
 pub use dropped::{Drops, dropped};
 pub use edges::{Edges, Looked, edges};
 pub use few::random_few;
+pub use fixed::{fixed_point_problems, fixed_split_problems};
 pub use large::{ADDED, LargeScores, Where, large_scores};
 pub use library::{Tree, library_suite, run_tree};
 use narrow::Narrowed;
