@@ -54,7 +54,7 @@ class World:
         else:
             torch.cuda.set_device(self.device)
         self.backend = "gloo" if kind == "cpu" else "nccl"
-        dist.init_process_group(self.backend, timeout=TIMEOUT, device_id=None if kind == "cpu" else self.device)
+        dist.init_process_group(self.backend, timeout=TIMEOUT)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.group = dist.group.WORLD
@@ -197,7 +197,7 @@ class Reference:
 
 def right(world, arguments):
     heads, batch = max(4, world.ranks), 2
-    seq = arguments.seq or (393 if world.device.type == "cuda" else 45)
+    seq = arguments.seq or (393 if world.device.type == "cuda" else 117)  # beyond the window
     table = programs(Data(seq, heads, batch, world.device))
     cases = []
     for number, program in enumerate(table):
