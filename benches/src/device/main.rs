@@ -2,6 +2,7 @@
 
 mod arena;
 mod buckets;
+mod communicators;
 mod cuda;
 mod cuda_large;
 mod cuda_matrix;
@@ -44,7 +45,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
           | prove cpu|cuda|cuda-mma|cuda-untested|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | msl [long | few | all | 3/40]
@@ -110,6 +111,7 @@ fn main() -> ExitCode {
         Some("weight") => weight::run(),
         Some("tuned") => tuned::run(),
         Some("gpus") => gpus::run(),
+        Some("communicators") => communicators::run(number(1, 100)),
         Some("graphs") => graphs::run(args.get(1).map(String::as_str) == Some("alone")),
         Some("buckets") => buckets::run(number(1, 60)),
         Some("lengths") => lengths::run(args.get(1).map(String::as_str) != Some("right")),

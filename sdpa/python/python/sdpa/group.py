@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ from .errors import ParallelError, one
 
 # The length of a failed rank's reason in a header, in bytes.
 _REASON = 504
+# Seconds between two looks at a transfer on a GPU.
+_POLL = 1e-4
 # Broken groups and problems that ranks have compared, by process group: contexts may be made anew for each step.
 _STATES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -56,6 +59,8 @@ class Group:
         self.backend = str(dist.get_backend(group))
         self.peers = [rank for rank in range(self.ranks) if rank != self.rank]
         self.state = _STATES.setdefault(group, _State())
+        # Transfers on GPUs that a stream waits for, and the host does not yet.
+        self.unfinished: list = []
 
     @property
     def group(self) -> Any:
@@ -65,11 +70,32 @@ class Group:
             raise one("process group", "one that was destroyed", "a new context for a group that is there")
         return group
 
+    def backend_of(self, device: torch.device) -> str | None:
+        """Returns the name of the backend that exchanges memory of a device, or None."""
+        try:
+            return self.group._get_backend(device).name()
+        except RuntimeError:
+            return None
+
+    def serves(self, device: torch.device) -> bool:
+        """Returns whether the group exchanges memory of a device. PyTorch registers gloo for GPUs too, but it sends host memory only."""
+        backend = self.backend_of(device)
+        return backend is not None and (device.type == "cpu" or backend != "gloo")
+
+    def require(self, device: torch.device) -> None:
+        """Raises an error if the group does not exchange memory of a device."""
+        if not self.serves(device):
+            rule = "a group with gloo" if device.type == "cpu" else "a group with NCCL"
+            raise one("process group", f"{self.backend}, which sends no memory of {device}", f'{rule} for these tensors, or "cpu:gloo,cuda:nccl" for both')
+
     def device(self, tensor: Any) -> torch.device:
         """Returns the device of headers, for a call with this tensor."""
-        if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "cuda"):
+        if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "cuda") and self.serves(tensor.device):
             return tensor.device
-        return torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
+        cpu = torch.device("cpu")
+        if self.serves(cpu):
+            return cpu
+        return self.group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
     def check(self) -> None:
         """Raises an error if an earlier exchange failed: ranks may be at different steps."""
@@ -101,18 +127,45 @@ class Group:
         return [(False, work, peers, tensor) for work in works for tensor in [[tensor for _, _, tensor in transfers]]]
 
     def finish(self, works: list, blocking: bool = False) -> None:
-        """Waits for transfers: on the CPU until the deadline; on a GPU the current stream waits, and the backend's own timeout applies."""
+        """Waits for transfers: on the CPU until the deadline; on a GPU the current stream waits. `blocking` waits on the host for transfers on a GPU too, if
+        there is a deadline."""
         for _, work, peers, tensor in works:
-            on_host = blocking or (isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu")
+            on_host = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
             try:
-                if on_host and self.deadline is not None:
-                    done = work.wait(self.deadline)
-                else:
-                    done = work.wait()
+                done = work.wait(self.deadline) if on_host and self.deadline is not None else work.wait()
             except RuntimeError as error:
                 self._raise(error, peers)
             if done is False:
                 self._raise(RuntimeError("the transfer was not completed"), peers)
+            if not on_host and self.deadline is not None:
+                self.unfinished.append((work, peers))
+        if blocking:
+            self.complete()
+
+    def complete(self) -> None:
+        """Waits on the host until the deadline for transfers on a GPU. The streams of a GPU wait for them without end: NCCL returns when it has submitted a
+        transfer, and after its timeout the watchdog of PyTorch ends the process. So a transfer that is late is aborted here."""
+        works, self.unfinished = self.unfinished, []
+        if not works:
+            return
+        until = time.monotonic() + self.deadline.total_seconds()
+        for work, peers in works:
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    self._abort()
+                    self._raise(RuntimeError("a transfer on the GPU timed out and was aborted"), peers)
+                time.sleep(_POLL)
+            try:
+                work.wait()  # raises the error of a transfer that failed
+            except RuntimeError as error:
+                self._raise(error, peers)
+
+    def _abort(self) -> None:
+        """Ends the transfers of this rank, so that the GPU can be used again."""
+        try:
+            self.group._get_backend(torch.device("cuda")).abort()
+        except RuntimeError as error:  # the caller raises the reason
+            self.fail(error)
 
     def _raise(self, error: RuntimeError, peers: Any) -> NoReturn:
         peers = list(peers)
@@ -125,10 +178,12 @@ class Group:
         raise failed from error
 
     def agree(self, digest: list, device: torch.device, key: Any) -> None:
-        """Compares the digest of a call with those of all ranks: in every call over host memory, and in the first one of each problem over GPUs, where the
-        comparison waits for the GPU. Raises an error on every rank if they differ, or if a rank could not prepare the call."""
-        if self.ranks == 1 or (device.type != "cpu" and key in self.state.agreed):
+        """Compares the digest of a call with those of all ranks: in every call over host memory or with a deadline, and otherwise in the first one of each
+        problem, because the comparison waits for the GPU. Raises an error on every rank if they differ, or if a rank could not prepare the call."""
+        if self.ranks == 1 or (not self._in_every_call(device) and key in self.state.agreed):
             return
+        # Ranks with and without a deadline would compare different calls.
+        digest = [*digest, ("deadline", int(self.deadline is not None))]
         others = self._headers([0, *[n - 2**64 if n >= 2**63 else n for _, n in digest]], "", device)
         failed = [(peer, reason) for peer, numbers, reason in others if numbers[0]]
         if failed:
@@ -143,11 +198,20 @@ class Group:
                 raise ParallelError(f"{field} differs between ranks: ranks {unlike} have another value than rank {self.rank}; {rule}", field, unlike)
         self.state.agreed.add(key)
 
+    def _in_every_call(self, device: torch.device) -> bool:
+        """Returns whether ranks compare every call."""
+        return device.type == "cpu" or self.deadline is not None
+
     def report(self, error: BaseException, fields: int, device: torch.device) -> None:
-        """Sends this rank's failure to the other ranks, which wait for its header. The group stays usable."""
+        """Sends this rank's failure to the other ranks, which wait for its header. The group stays usable.
+
+        Ranks that do not compare every call may have begun to exchange operands, and would read the header as such. The group is then of no further use."""
         if self.ranks == 1:
             return
-        self._headers([1] + [0] * fields, f"{type(error).__name__}: {error}", device)
+        if not self._in_every_call(device) and self.state.agreed:
+            self.fail(error)
+            return
+        self._headers([1] + [0] * (fields + 1), f"{type(error).__name__}: {error}", device)
 
     def _headers(self, numbers: list, reason: str, device: torch.device) -> list:
         """Exchanges headers with all ranks. Returns those of the others: the peer, its numbers, and its reason."""

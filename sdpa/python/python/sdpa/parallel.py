@@ -182,6 +182,7 @@ class ContextParallel:
         own = tensor.detach().movedim(dim, 0).contiguous()
         group = self._group
         group.check()
+        group.require(own.device)
         shape = torch.tensor([own.shape[0], zlib.crc32(repr((own.dtype, dim, *own.shape[1:])).encode())], dtype=torch.int64, device=own.device)
         headers = [shape if rank == self.rank else torch.zeros_like(shape) for rank in range(self.ranks)]
         with _Exchanging(group):
@@ -197,7 +198,7 @@ class ContextParallel:
         parts = [own if rank == self.rank else own.new_empty((n, *own.shape[1:])) for rank, n in enumerate(lengths)]
         with _Exchanging(group):
             sends = [(peer, own) for peer in group.peers if lengths[self.rank]]
-            group.finish(group.start(sends, [(peer, parts[peer]) for peer in group.peers if lengths[peer]]))
+            group.finish(group.start(sends, [(peer, parts[peer]) for peer in group.peers if lengths[peer]]), blocking=True)
         whole = own.new_empty((seq, *own.shape[1:]))
         for rank, part in enumerate(parts):
             whole[self.positions(seq, own.device, rank)] = part
@@ -234,6 +235,8 @@ class ContextParallel:
         op.mistakes(query, key, value)
         if query.device.type == "meta" or maybe_current_level() is not None:
             raise UnsupportedError("parallel", ["tensors on meta and transforms of torch.func inside of sdpa.context_parallel"])
+        if self.ranks > 1:
+            self._group.require(query.device)
         key, value = op.expanded(query, key, value)
         _shapes(query, key, value, query.shape[1] != key.shape[1] if gqa is None else gqa)
         _no_transforms(query, key, value)
@@ -436,7 +439,8 @@ def context_parallel(
 
     `mesh_or_group` is a mesh with one dimension, a process group, or None for the default group. `sharding` is `zigzag`, `contiguous`, `striped`, or a list of
     (start, stride, length) for each rank. `strategy` is `auto`, `all_gather`, `all_gather:GROUPS`, `head_exchange`, `ring`, `halo` or `grid:RANKS`.
-    `deadline` is the number of seconds for which a rank waits for another one over host memory; by default the timeout of the process group. `seq` is the number
-    of tokens of all ranks, or (queries, keys): a call needs it if ranks hold different numbers of tokens and its mask is not a block mask, which has it.
+    `deadline` is the number of seconds for which a rank waits for another one, and every rank must have one or none; by default the timeout of the process group
+    applies. On GPUs the host waits at the end of each pass if there is a deadline. `seq` is the number of tokens of all ranks, or (queries, keys): a call needs it
+    if ranks hold different numbers of tokens and its mask is not a block mask, which has it.
     """
     return ContextParallel(mesh_or_group, sharding, strategy, deadline, seq)

@@ -133,6 +133,7 @@ class Run:
             for slot in self.schedule.frees[n]:
                 self.memory.pop(slot, None)
         self.wait(group, None)
+        group.complete()
 
     def names(self, views: list) -> list:
         """Returns the tensors of slots."""

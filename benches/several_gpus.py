@@ -1,0 +1,574 @@
+"""Attention over the ranks of a process group, with NCCL on GPUs: correctness, equal bits, a lost rank, and times.
+
+    torchrun --nproc-per-node 2 benches/several_gpus.py right [--cases N] [--seconds S] [--only TEXT]
+    torchrun --nproc-per-node 2 benches/several_gpus.py bits [--launches N]
+    torchrun --nproc-per-node 2 benches/several_gpus.py killed [--hang] [--deadline S]
+    torchrun --nproc-per-node 2 benches/several_gpus.py times [--tokens 8192,16384,32768] [--runs N]
+
+`--device cpu` runs over gloo, for a look at the script itself. `right` compares every shard with f64 attention over the whole sequence and exits with 1 if
+one differs; cases that `--cases` or `--seconds` leave out are counted as not run. `bits` counts launches with other bits than the first one. `killed` ends (or
+hangs) the last rank and expects a `ParallelError` on the others within the deadline. `times` prints a JSON line for each approach, and a table with the
+fraction of ideal: the time of one GPU for the whole problem, divided by the ranks and by the time.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from datetime import timedelta
+
+ALONE = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off
+if ALONE:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "sdpa/python/python"), str(ROOT / "sdpa/python/tests")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from textbook import attention, close  # noqa: E402
+
+import sdpa  # noqa: E402
+
+SHARDINGS = ("contiguous", "zigzag", "striped")
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+BF16, F16, F32 = TOLERANCES
+# All ranks of `torchrun` end if one of them hangs in NCCL for as long.
+TIMEOUT = timedelta(seconds=150)
+
+
+class World:
+    """This process: its device, the group under test, and a group over host memory for what the script itself exchanges."""
+
+    def __init__(self, kind):
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if kind == "cpu":
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(self.device)
+        self.backend = "gloo" if kind == "cpu" else "nccl"
+        dist.init_process_group(self.backend, timeout=TIMEOUT)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.group = dist.group.WORLD
+
+    def all(self, value):
+        """Returns the values of all ranks."""
+        values = [None] * self.ranks
+        dist.all_gather_object(values, value, self.control)
+        return values
+
+    def renew(self):
+        """Makes a new group under test, after a failed call."""
+        self.group = dist.new_group(backend=self.backend, timeout=TIMEOUT)
+
+    def say(self, text):
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# --- right
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def window(b, h, i, j):
+    return (i - j <= 70) & (j - i <= 20)
+
+
+def rows_without_keys(b, h, i, j):
+    return (i % 5 != 0) & ((i + 2 * j + h) % 3 != 0)
+
+
+class Data:
+    """The tensors that masks and score_mods capture. Every rank has equal ones."""
+
+    def __init__(self, seq, heads, batch, device):
+        draw = torch.Generator().manual_seed(5)
+        self.slopes, self.table = torch.rand(heads, generator=draw).to(device), torch.randn(9, generator=draw).to(device)
+        self.bias = torch.randn(heads, seq, seq, generator=draw).to(device)
+        self.rows, self.sink = torch.randn(batch, seq, generator=draw).to(device), torch.randn(heads, generator=draw).to(device)
+        ends = torch.tensor([[seq // 3, seq // 2, seq], [seq // 4, seq - 7, seq]])[torch.arange(batch) % 2]
+        self.documents = (torch.arange(seq)[None, :, None] >= ends[:, None, :]).sum(-1).to(device)
+        self.lengths = torch.tensor([seq, seq - seq // 3])[torch.arange(batch) % 2].to(torch.int32).to(device)
+
+
+def programs(data):
+    """Name, dtype, head dim, KV heads (as a divisor of the query heads), score_mod, mask_mod, tensors with a gradient, and the sink. Each dtype has both head
+    dims, and each mask and score_mod a 16-bit type: every program compiles kernels of its own."""
+    slopes, table, bias, documents, lengths = data.slopes, data.table, data.bias, data.documents, data.lengths
+    distance = lambda s, b, h, i, j: s + (h + 1) * 0.01 * (j - i)  # noqa: E731
+    softcap = lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0)  # noqa: E731
+    of_documents = lambda b, h, i, j: (documents[b, i] == documents[b, j]) & (i >= j)  # noqa: E731
+    of_lengths = lambda b, h, i, j: j < lengths[b]  # noqa: E731
+
+    def learned(slopes, table, bias, rows):
+        return lambda s, b, h, i, j: (s + bias[h, i, j]) * slopes[h] + table[(i - j).clamp(-4, 4) + 4] + rows[b, i]
+
+    tensors = (data.slopes, data.table, data.bias, data.rows)
+    return [
+        ("causal", BF16, 128, 2, None, causal, None, None),
+        ("causal, one KV head", F16, 64, 0, None, causal, None, None),
+        ("learned tensors and sinks", BF16, 64, 2, learned, causal, tensors, data.sink),
+        ("window with softcap", BF16, 64, 2, softcap, window, None, None),
+        ("plain", F32, 128, 2, None, None, None, None),
+        ("documents with captured slopes", F16, 128, 1, lambda s, b, h, i, j: s - slopes[h] * 0.1 * (i - j).abs(), of_documents, None, None),
+        ("rows without keys, sinks", BF16, 128, 1, None, rows_without_keys, None, data.sink),
+        ("causal by distance", F32, 64, 0, distance, causal, None, None),
+        ("lengths with a bias", F16, 64, 2, lambda s, b, h, i, j: s + bias[h, i, j], of_lengths, None, None),
+        ("table of distances", BF16, 128, 0, lambda s, b, h, i, j: s * 0.5 + table[(i - j).clamp(-4, 4) + 4], causal, None, None),
+        ("rows without keys", F16, 64, 1, None, rows_without_keys, None, None),
+        ("learned tensors", F32, 64, 2, learned, window, tensors, None),
+    ]  # fmt: skip
+
+
+def strategies(ranks, heads, heads_kv, mask_mod):
+    found = ["all_gather", "ring", "head_exchange", "auto"]
+    return found + ["all_gather:2"] * (heads_kv > 1) + ["halo"] * (mask_mod is window) + ["grid:2"] * (ranks % 2 == 0)
+
+
+class Reference:
+    """A program, its operands, and what f64 attention over the whole sequence returns. Gradients of learned tensors come last."""
+
+    def __init__(self, world, program, seq, heads, batch):
+        self.name, dtype, dim, divisor, self.mod, self.mask_mod, tensors, self.sink = program
+        self.heads_kv = heads // divisor if divisor else 1
+        self.tolerance = TOLERANCES[dtype]
+        draw = torch.Generator().manual_seed(len(self.name))
+        shapes = (batch, heads, seq, dim), (batch, self.heads_kv, seq, dim), (batch, self.heads_kv, seq, dim), (batch, heads, seq, dim), (batch, heads, seq)
+        *self.operands, self.d_o, self.d_lse = (torch.randn(shape, generator=draw).to(world.device, dtype) for shape in shapes)
+        self.d_lse = self.d_lse.float()
+        self.learned = [*(tensors or ()), *([] if self.sink is None else [self.sink])]
+        self.count = len(tensors or ())
+        whole = [x.double().requires_grad_() for x in (*self.operands, *self.learned)]
+        sink = None if self.sink is None else whole[-1]
+        o, lse = attention(*whole[:3], self.score_mod(whole[3:]), self.mask_mod, sink=sink)
+        finite = torch.where(torch.isinf(lse), 0.0, lse)
+        both = torch.autograd.grad((o, finite), whole, (self.d_o.double(), self.d_lse.double()), retain_graph=True)
+        self.right = {True: (o, lse, both), False: (o, lse, torch.autograd.grad(o, whole, self.d_o.double()))}
+
+    def score_mod(self, learned):
+        return self.mod(*learned[: self.count]) if self.count else self.mod
+
+    def run(self, world, strategy, sharding, lse, deadline):
+        """Raises an error if a shard of a result is another one than the reference's."""
+        seq, (batch, heads) = self.operands[0].shape[2], self.operands[0].shape[:2]
+        mask = None if self.mask_mod is None else sdpa.create_block_mask(self.mask_mod, batch, heads, seq, seq, device=world.device)
+        with sdpa.context_parallel(world.group, sharding=sharding, strategy=strategy, seq=seq, deadline=deadline) as cp:
+            shards = [cp.shard(x, 2).requires_grad_() for x in self.operands]
+            own = [x.clone().requires_grad_() for x in self.learned]
+            mod = self.score_mod(own)
+            if own:
+                sink = None if self.sink is None else own[-1]
+                o, rows = sdpa.flex.attend(*shards, None if mod is None else sdpa.ScoreMod(mod), mask, stats=True, sink=sink)[:2]
+            else:
+                o, rows = sdpa.flex_attention(*shards, mod, mask, enable_gqa=True, return_lse=True)
+            outputs, ups = ((o, rows), (cp.shard(self.d_o, 2), cp.shard(self.d_lse, 2))) if lse else ((o,), (cp.shard(self.d_o, 2),))
+            gradients = torch.autograd.grad(outputs, [*shards, *own], ups)
+        wrong = []
+        names = ["o", "lse", "dq", "dk", "dv", *[f"gradient {n}" for n in range(len(own))]]
+        right = self.right[lse]
+        for n, (name, x, y) in enumerate(zip(names, (o, rows, *gradients), (*right[:2], *right[2]))):
+            if n < 5:
+                y = cp.shard(y, 2)
+            else:  # the contributions of the ranks
+                x = x.float()
+                dist.all_reduce(x, group=world.group)
+            try:
+                close(x, y, name, self.tolerance if n != 1 else min(self.tolerance, 5e-3))
+            except AssertionError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise AssertionError("; ".join(wrong))
+
+
+def right(world, arguments):
+    heads, batch = max(4, world.ranks), 2
+    seq = arguments.seq or (393 if world.device.type == "cuda" else 117)  # beyond the window
+    table = programs(Data(seq, heads, batch, world.device))
+    cases = []
+    for number, program in enumerate(table):
+        heads_kv = heads // program[3] if program[3] else 1
+        combinations = list(itertools.product(strategies(world.ranks, heads, heads_kv, program[5]), SHARDINGS))
+        # Programs begin at different strategies and shardings, so that a run that is cut short has some of each.
+        cases += [(turn, number, *combinations[(turn + number * 4) % len(combinations)]) for turn in range(len(combinations))]
+    cases = [case for case in sorted(cases) if not arguments.only or arguments.only in f"{table[case[1]][0]}, {case[2]}, {case[3]}"]
+    references, passed, failed, began, done = {}, 0, 0, time.monotonic(), 0
+    for at, (_, number, strategy, sharding) in enumerate(cases[: arguments.cases]):
+        if world.all(time.monotonic() - began)[0] > arguments.seconds:
+            break
+        lse, deadline = (at // 2) % 2 == 0, (60, None)[at % 2]
+        error = None
+        try:
+            if number not in references:
+                references[number] = Reference(world, table[number], seq, heads, batch)
+            references[number].run(world, strategy, sharding, lse, deadline)
+            world.synchronize()
+        except Exception as raised:  # noqa: BLE001
+            error = f"{type(raised).__name__}: {raised}"
+        errors = world.all(error)
+        done += 1
+        if not any(errors):
+            passed += 1
+            continue
+        failed += 1
+        name, dtype, dim = table[number][:3]
+        for rank, text in enumerate(errors):
+            if text:
+                what = "with" if lse else "without"
+                world.say(f"FAIL {name}, {dtype}, dim {dim}, {strategy}, {sharding}, {what} gradient of lse, rank {rank} of {world.ranks}: {text[:600]}")
+        if any(text and not text.startswith("AssertionError") for text in errors):
+            world.renew()
+    left = f", {len(cases) - done} not run" if done < len(cases) else ""
+    world.say(f"right on {world.ranks} ranks ({world.backend}): {passed} passed, {failed} failed{left}, {time.monotonic() - began:.0f} s")
+    return failed == 0 and passed > 0
+
+
+# --- bits and killed
+
+
+def operands(world, heads, heads_kv, seq, dim, dtype=BF16):
+    draw = torch.Generator(world.device).manual_seed(11)
+    shapes = (1, heads, seq, dim), (1, heads_kv, seq, dim), (1, heads_kv, seq, dim), (1, heads, seq, dim)
+    return [torch.randn(shape, generator=draw, device=world.device).to(dtype) for shape in shapes]
+
+
+def step(shards, d_o, mask, **more):
+    """Returns the output and the gradients of the operands."""
+    o = sdpa.flex_attention(*shards, None, mask, enable_gqa=True, **more)
+    return [o.detach(), *torch.autograd.grad(o, shards, d_o)]
+
+
+def causal_mask(world, seq):
+    return sdpa.create_block_mask(causal, None, None, seq, seq, device=world.device)
+
+
+def bits(world, arguments):
+    seq, dim = (arguments.seq or 3001, 128) if world.device.type == "cuda" else (arguments.seq or 101, 16)
+    heads, heads_kv = max(8, world.ranks), 2
+    if not arguments.default:
+        torch.use_deterministic_algorithms(True)
+    *whole, d_o = operands(world, heads, heads_kv, seq, dim)
+    mask = causal_mask(world, seq)
+    own = [x.double().requires_grad_() for x in whole]
+    o, _ = attention(*own, None, causal)
+    expected = [o, *torch.autograd.grad(o, own, d_o.double())]
+    good = True
+    for strategy in arguments.strategies.split(","):
+        with sdpa.context_parallel(world.group, strategy=strategy, seq=seq, sharding="zigzag") as cp:
+            shards, up = [cp.shard(x, 2).requires_grad_() for x in whole], cp.shard(d_o, 2)
+            first = step(shards, up, mask)
+            for name, x, y in zip(("o", "dq", "dk", "dv"), first, expected):
+                close(x, cp.shard(y, 2), f"{strategy}: {name}", TOLERANCES[BF16])
+            others = torch.zeros((), dtype=torch.int64, device=world.device)
+            began = time.monotonic()
+            for _ in range(arguments.launches - 1):
+                made = step(shards, up, mask)
+                others += torch.stack([(x.view(torch.int16) != y.view(torch.int16)).any() for x, y in zip(made, first)]).any()
+            counts = world.all(int(others))
+        good = good and not any(counts)
+        world.say(f"bits {strategy}: {arguments.launches} launches, with other bits on each rank: {counts}, {time.monotonic() - began:.1f} s")
+    return good
+
+
+def killed(world, arguments):
+    seq, dim = (16384, 128) if world.device.type == "cuda" else (96, 16)
+    *whole, d_o = operands(world, max(8, world.ranks), 2, seq, dim)
+    mask = causal_mask(world, seq)
+    with sdpa.context_parallel(world.group, strategy=arguments.strategy, deadline=arguments.deadline, seq=seq) as cp:
+        shards, up = [cp.shard(x, 2).requires_grad_() for x in whole], cp.shard(d_o, 2)
+        for _ in range(5):
+            step(shards, up, mask)
+        world.synchronize()
+        dist.barrier(world.control)
+        if world.rank == world.ranks - 1:
+            if arguments.hang:
+                time.sleep(arguments.deadline + 20)
+            os._exit(0)
+        began = time.monotonic()
+        try:
+            for _ in range(20):
+                step(shards, up, mask)
+            world.synchronize()
+            outcome = (False, "no error")
+        except sdpa.ParallelError as error:
+            outcome = (True, f"ParallelError: {error} (ranks {error.ranks})")
+        except Exception as error:  # noqa: BLE001
+            outcome = (False, f"another error, {type(error).__name__}: {error}")
+        took = time.monotonic() - began
+        try:
+            step(shards, up, mask)
+            later = (False, "a later call: no error")
+        except Exception as error:  # noqa: BLE001
+            later = (isinstance(error, sdpa.ParallelError), f"a later call: {type(error).__name__}: {error}")
+    # The device must be usable after the exchange was ended.
+    usable = torch.ones(8, device=world.device).sum().item() == 8
+    good = outcome[0] and later[0] and usable and took < arguments.deadline + 5
+    how = "hangs" if arguments.hang else "exited"
+    print(f"killed: rank {world.ranks - 1} {how}; rank {world.rank} after {took:.2f} s of a deadline of {arguments.deadline:g} s: {outcome[1][:700]}", flush=True)
+    print(f"  {later[1][:300]}; the device is {'' if usable else 'not '}usable: {'passed' if good else 'FAILED'}", flush=True)
+    os._exit(0 if good else 1)  # the process group cannot be destroyed in order
+
+
+# --- times
+
+
+class Approach:
+    """A way to compute the problem: `forward()` returns the output, `both()` the output and the gradients."""
+
+    def __init__(self, name, shards, d_o, call, alone=False, around=None):
+        self.name, self.shards, self.d_o, self.call, self.alone = name, shards, d_o, call, alone
+        self.around = around or contextlib.nullcontext
+        self.times = {"forward": [], "both": []}
+        self.error = None
+
+    def run(self, which):
+        with self.around():
+            if which == "forward":
+                with torch.no_grad():
+                    return self.call(*self.shards)
+            o = self.call(*self.shards)
+            torch.autograd.grad(o, self.shards, self.d_o)
+            return o.detach()
+
+
+def measured(world, approach, which):
+    """Returns the milliseconds of the slowest rank, or of rank 0 if it runs alone, with the error of each rank."""
+    error, took, o = None, 0.0, None
+    dist.barrier(world.control)
+    runs = not approach.alone or world.rank == 0
+    try:
+        if world.device.type == "cuda":
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            world.synchronize()
+            if not approach.alone:
+                dist.all_reduce(world.mark)  # the GPUs begin together
+            marks[0].record()
+            o = approach.run(which) if runs else None
+            marks[1].record()
+            world.synchronize()
+            took = marks[0].elapsed_time(marks[1])
+        else:
+            began = time.perf_counter()
+            o = approach.run(which) if runs else None
+            took = (time.perf_counter() - began) * 1e3
+    except Exception as raised:  # noqa: BLE001
+        error = f"{type(raised).__name__}: {raised}"
+    found = world.all((took if runs else 0.0, error))
+    return max(t for t, _ in found), [e for _, e in found], o
+
+
+def of_torch(world, whole, d_o, backends, rotate):
+    """PyTorch's own context parallelism over the shards of the whole tensors, which it replaces in place. Its default load balancer has zigzag shards."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import sdpa_kernel
+
+    mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.ranks,))
+    buffers = [x.detach().clone() for x in (*whole, d_o)]
+    gqa = buffers[0].shape[1] != buffers[1].shape[1]
+    inside = contextlib.ExitStack()
+
+    def enter():
+        inside.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))
+        for x in buffers[:3]:
+            x.requires_grad_()
+        return buffers[:3], buffers[3]
+
+    def leave():
+        for x in buffers[:3]:
+            x.requires_grad_(False)
+        inside.close()
+
+    def call(q, k, v):
+        set_rotate_method(rotate)
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+
+    return enter, leave, call
+
+
+def approaches(world, whole, d_o, seq):
+    """Returns the approaches that can be prepared, with what ends them. Those of PyTorch patch its functions while they run: they enter for each run."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mask, gqa = causal_mask(world, seq), whole[0].shape[1] != whole[1].shape[1]
+    found = []
+
+    def of_ours(strategy, sharding):
+        def make():
+            cp = sdpa.context_parallel(world.group, strategy=strategy, sharding=sharding, seq=seq)
+            shards, up = [cp.shard(x, 2).requires_grad_() for x in whole], cp.shard(d_o, 2)
+            call = lambda q, k, v: sdpa.flex_attention(q, k, v, None, mask, enable_gqa=True)  # noqa: E731
+            return Approach(f"sdpa {strategy} {sharding}", shards, up, call, around=lambda: cp)
+
+        return make
+
+    for strategy, sharding in (("all_gather", "zigzag"), ("head_exchange", "contiguous"), ("head_exchange", "zigzag"), ("ring", "zigzag"), ("auto", "zigzag")):
+        found.append((f"sdpa {strategy} {sharding}", of_ours(strategy, sharding)))
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION} if world.device.type == "cuda" else {"flash": SDPBackend.FLASH_ATTENTION}
+    for (name, backend), rotate in itertools.product(backends.items(), ("allgather", "alltoall")):
+
+        def make(name=name, backend=backend, rotate=rotate):
+            enter, leave, call = of_torch(world, whole, d_o, backend, rotate)
+            made = Approach(f"torch context_parallel {name} {rotate}", None, None, call)
+            made.enter, made.leave = enter, leave
+            return made
+
+        found.append((f"torch context_parallel {name} {rotate}", make))
+    leaves = [x.detach().clone().requires_grad_() for x in whole] if world.rank == 0 else None
+    found.append(("one GPU, sdpa", lambda: Approach("one GPU, sdpa", leaves, d_o, lambda q, k, v: sdpa.flex_attention(q, k, v, None, mask, enable_gqa=True), True)))
+    for name, backend in backends.items():
+
+        def alone(name=name, backend=backend):
+            def call(q, k, v):
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+
+            return Approach(f"one GPU, torch {name}", leaves, d_o, call, True)
+
+        found.append((f"one GPU, torch {name}", alone))
+    return found
+
+
+def timed(world, approach, which):
+    """Measures an approach, which may patch PyTorch's functions for as long."""
+    error = None
+    enter = getattr(approach, "enter", None)
+    if enter is not None:
+        try:
+            approach.shards, approach.d_o = enter()
+        except Exception as raised:  # noqa: BLE001
+            error = f"{type(raised).__name__}: {raised}"
+        errors = world.all(error)
+        if any(errors):
+            return 0.0, errors, None
+    took, errors, o = measured(world, approach, which)
+    if enter is not None:
+        approach.leave()
+    return took, errors, o
+
+
+def problem(world, name, heads, heads_kv, seq, dim, arguments):
+    *whole, d_o = operands(world, heads, heads_kv, seq, dim)
+    made = []
+    for label, make in approaches(world, whole, d_o, seq):
+        if arguments.only and arguments.only not in label and label != "one GPU, sdpa":
+            continue
+        approach, error = None, None
+        try:
+            approach = make()
+        except Exception as raised:  # noqa: BLE001
+            error = f"{type(raised).__name__}: {raised}"
+        errors = world.all(error)
+        if any(errors):
+            world.say(json.dumps({"problem": name, "seq": seq, "approach": label, "error": next(e for e in errors if e)[:500]}))
+        else:
+            made.append(approach)
+    # The first runs compile kernels and connect the ranks; they also show whether results agree.
+    outputs = {}
+    for approach in list(made):
+        for which in ("forward", "both", "forward", "both"):
+            _, errors, o = timed(world, approach, which)
+            if any(errors):
+                text = next(e for e in errors if e)
+                world.say(json.dumps({"problem": name, "seq": seq, "approach": approach.name, "pass": which, "error": text[:500]}))
+                made.remove(approach)
+                if "ParallelError" in text:
+                    world.renew()
+                break
+            outputs[approach.name] = o
+    cut = {s: sdpa.context_parallel(world.group, sharding=s, seq=seq) for s in ("zigzag", "contiguous")}
+    differences, right_o = {}, outputs.get("one GPU, sdpa")
+    for approach in made if world.rank == 0 and right_o is not None else []:
+        o = outputs[approach.name]
+        y = right_o if approach.alone else cut["contiguous" if "contiguous" in approach.name else "zigzag"].shard(right_o, 2)
+        differences[approach.name] = float("nan") if o.shape != y.shape else (o.float() - y.float()).abs().max().item()
+    outputs.clear()
+    for run in range(arguments.runs):
+        for approach in made[run % max(len(made), 1) :] + made[: run % max(len(made), 1)]:
+            for which in ("forward", "both"):
+                took, errors, _ = timed(world, approach, which)
+                if any(errors):
+                    approach.error = approach.error or next(e for e in errors if e)
+                    continue
+                approach.times[which].append(took)
+    medians = {a.name: {w: statistics.median(t) for w, t in a.times.items() if t} for a in made}
+    ideal = medians.get("one GPU, sdpa", {})
+    for approach in made:
+        for which, took in medians[approach.name].items():
+            times = approach.times[which]
+            line = {"problem": name, "ranks": world.ranks, "heads": [heads, heads_kv], "seq": seq, "dim": dim, "approach": approach.name, "pass": which, "ms": took}
+            line |= {"least": min(times), "most": max(times), "runs": len(times), "difference": differences.get(approach.name), "error": approach.error}
+            if not approach.alone and which in ideal:
+                line["fraction_of_ideal"] = ideal[which] / world.ranks / took
+            world.say(json.dumps(line))
+    world.say(f"\n| {name}, {heads}/{heads_kv} heads, {seq} tokens on {world.ranks} ranks | forward ms | of ideal | forward + backward ms | of ideal | difference |")
+    world.say("|---|---|---|---|---|---|")
+    for approach in made:
+        found, cells = medians[approach.name], []
+        for which in ("forward", "both"):
+            took = found.get(which)
+            part = "" if approach.alone or took is None or which not in ideal else f"{ideal[which] / world.ranks / took:.2f}"
+            cells += ["" if took is None else f"{took:.3f}", part]
+        difference = differences.get(approach.name)
+        world.say(f"| {approach.name} | {' | '.join(cells)} | {'' if difference is None else f'{difference:.1e}'} |")
+    world.say("")
+
+
+def times(world, arguments):
+    world.mark = torch.zeros(1, device=world.device)
+    tokens = [int(n) for n in arguments.tokens.split(",")] if world.device.type == "cuda" or arguments.tokens != "8192,16384,32768" else [64]
+    dim = 128 if world.device.type == "cuda" else 16
+    for per_rank in tokens:
+        for name, heads, heads_kv in (("GQA", 32, 8), ("MHA", 16, 16)):
+            if not arguments.heads or arguments.heads == name:
+                problem(world, name, heads, heads_kv, per_rank * world.ranks, dim, arguments)
+                if world.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return True
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("right", "bits", "killed", "times"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--cases", type=int, default=None, help="right: run the first so many cases")
+    parser.add_argument("--seconds", type=float, default=240, help="right: begin no case after so many seconds")
+    parser.add_argument("--only", default="", help="right: cases whose name has this text; times: approaches")
+    parser.add_argument("--seq", type=int, default=None, help="right, bits: tokens of all ranks")
+    parser.add_argument("--launches", type=int, default=1000)
+    parser.add_argument("--strategies", default="all_gather,ring", help="bits")
+    parser.add_argument("--default", action="store_true", help="bits: without torch.use_deterministic_algorithms")
+    parser.add_argument("--strategy", default="ring", help="killed")
+    parser.add_argument("--hang", action="store_true", help="killed: the last rank hangs")
+    parser.add_argument("--deadline", type=float, default=5.0, help="killed: seconds")
+    parser.add_argument("--tokens", default="8192,16384,32768", help="times: tokens of each rank")
+    parser.add_argument("--heads", choices=("GQA", "MHA"), default=None, help="times: one of the problems")
+    parser.add_argument("--runs", type=int, default=7, help="times")
+    arguments = parser.parse_args()
+    world = World(arguments.device)
+    good = {"right": right, "bits": bits, "killed": killed, "times": times}[arguments.mode](world, arguments)
+    dist.barrier(world.control)
+    sys.stdout.flush()
+    if world.device.type == "cpu":
+        os._exit(0 if good else 1)  # the threads of gloo may abort a process that ends by itself
+    dist.destroy_process_group()
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
