@@ -1,6 +1,7 @@
 """Context parallelism over gloo: results of every rank are the shards of textbook attention over the whole sequence."""
 
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -119,12 +120,16 @@ def types(ranks, group):
     score_mod = CASES["causal with slopes by head"][0]
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         tensors, up = operands(2, dtype=dtype)
-        right = textbook(tensors, up, score_mod, causal)
-        for strategy in ("all_gather", "ring", "head_exchange"):
-            with sdpa.context_parallel(group, strategy=strategy, deadline=60) as cp:
+        right, made_by = textbook(tensors, up, score_mod, causal), {}
+        for strategy, partials in itertools.product(("all_gather", "ring", "head_exchange"), (None, "operands")):
+            with sdpa.context_parallel(group, strategy=strategy, deadline=60, partials=partials) as cp:
                 made = ours(cp, tensors, up, score_mod, sdpa.create_block_mask(causal, None, None, SEQ, SEQ), False)
             assert made[0].dtype == made[2][0].dtype == made[2][1].dtype == dtype
-            compare(cp, made, right, False, f"{dtype}, {strategy}", tolerance)
+            compare(cp, made, right, False, f"{dtype}, {strategy}, {partials}", tolerance)
+            made_by[strategy, partials] = made[2][1]
+        # Rounded contributions to dk have other bits. Rank 0 has keys of which all ranks have queries. A head exchange has one contribution.
+        for strategy, is_merged in (("all_gather", ranks > 1), ("ring", ranks > 1), ("head_exchange", False)) if cp.rank == 0 else ():
+            assert torch.equal(made_by[strategy, None], made_by[strategy, "operands"]) != is_merged, f"{dtype}, {strategy}"
     tensors, up = operands(2, 3, 3)  # some ranks have no tokens
     right = textbook(tensors, up, score_mod, causal)
     for strategy in ("auto", "all_gather", "ring", "head_exchange"):
@@ -342,6 +347,7 @@ def refusals(number, group):
     for match, arguments in {
         "strategy: got 'rings'": {"strategy": "rings"}, "strategy: got 'grid'": {"strategy": "grid"}, "sharding: got 'zigzags'": {"sharding": "zigzags"},
         "deadline: got 0": {"deadline": 0}, "seq: got 0": {"seq": 0}, "token 3 in no rank": {"sharding": [[(0, 1, 3)], [(4, 1, 2)], [(4, 1, 2)]]},
+        "partials: got 'f16'": {"partials": "f16"},
         "sharding.chunks: got 1 lists": {"sharding": [[(0, 1, 3)]]},
     }.items():  # fmt: skip
         with pytest.raises(sdpa.SpecError, match=match):
@@ -360,6 +366,9 @@ def refusals(number, group):
         error = everywhere(group, expected, "heads of key" if expected is sdpa.SpecError else match[0], within(mine if number == 1 else others))
         if expected is sdpa.ParallelError and "differs" in match[0]:
             assert error.field == match[0].split()[0] and error.ranks == ([0, 2] if number == 1 else [1])
+    unlike = sdpa.context_parallel(group, deadline=20, partials="operands" if number == 1 else None)
+    with unlike:
+        everywhere(group, sdpa.ParallelError, "partials differs between ranks", flex)
     with sdpa.context_parallel(group, deadline=20) as cp:
         with pytest.raises(sdpa.UnsupportedError, match="unshard"):
             cp.unshard(q.clone().requires_grad_(), 2)

@@ -103,7 +103,7 @@ class Problem:
 
     def prepare(self, which: str, shards: dict, values: Values, device: torch.device) -> None:
         """Makes the plans of a pass over such shards."""
-        key = (which, device, *[(name, op._layout(x)) for name, x in shards.items()], *[(n, values.tensors[n].dtype) for n in values.wrt])
+        key = (which, device, values.narrow, *[(name, op._layout(x)) for name, x in shards.items()], *[(n, values.tensors[n].dtype) for n in values.wrt])
         if key not in self.prepared:
             Dry(self.schedule(which), shards, values, device).prepare()
             if len(self.prepared) >= 64:
@@ -125,9 +125,12 @@ def _problem(key: tuple, rank: int) -> Problem:
 class ContextParallel:
     """The context that `context_parallel` returns."""
 
-    def __init__(self, mesh_or_group: Any, sharding: Any, strategy: Any, deadline: float | None, seq: Any):
+    def __init__(self, mesh_or_group: Any, sharding: Any, strategy: Any, deadline: float | None, seq: Any, partials: str | None):
         if deadline is not None and not (isinstance(deadline, (int, float)) and deadline > 0):
             raise one("deadline", repr(deadline), "seconds, or None for the timeout of the process group")
+        if partials not in (None, "f32", "operands"):
+            raise one("partials", repr(partials), '"f32", "operands", or None for "operands" on GPUs and "f32" on CPUs')
+        self._partials = partials
         self._strategy = _strategy(strategy)
         self._sharding, fixed = _sharding(sharding)
         self._seq = _lengths(seq) or (None if fixed is None else (fixed, fixed))
@@ -149,6 +152,10 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, sharding={self._sharding}, strategy={self._strategy})"
+
+    def _narrow(self, device: torch.device) -> bool:
+        """Returns whether partial results have the type of the operands."""
+        return self._partials == "operands" or self._partials is None and device.type == "cuda"
 
     @property
     def rank(self) -> int:
@@ -314,7 +321,7 @@ class _Exchanging:
 def _fields() -> tuple:
     """The fields that ranks compare."""
     problem = _native.Parallel(parsed('{"score_mods":[]}'), "f32", [1, 1, 1, 1, 1, 8, 8], 1, '"contiguous"', '"ring"', False)
-    return tuple([field for field, _ in problem.digest("forward", 1.0)])
+    return (*[field for field, _ in problem.digest("forward", 1.0)], "partials")
 
 
 class Call:
@@ -330,7 +337,8 @@ class Call:
     def values(self, params: Any) -> Values:
         """Returns the arguments of all parts. A sink is the last parameter; its gradient needs no part."""
         tensors = list(params[:-1]) if self.has_sink else list(params)
-        return Values(tensors, self.scalars, params[-1] if self.has_sink else None, self.scale, [n for n in self.wrt if n < len(tensors)])
+        wrt, narrow = [n for n in self.wrt if n < len(tensors)], self.context._narrow(self.device)
+        return Values(tensors, self.scalars, params[-1] if self.has_sink else None, self.scale, wrt, narrow)
 
     def problem(self, dim_v: int) -> Problem:
         """Returns the problem, for values of this many elements: the gradient of stats travels in columns of its own."""
@@ -370,7 +378,8 @@ class Call:
     def run(self, problem: Problem, which: str, shards: dict, values: Values) -> Run:
         """Compares the call with those of the other ranks, and runs the steps of a pass."""
         group = self.context._group
-        group.agree(problem.digest(which, self.scale), self.device, (problem.key, which, self.scale))
+        digest = [*problem.digest(which, self.scale), ("partials", int(values.narrow))]
+        group.agree(digest, self.device, (problem.key, which, self.scale, values.narrow))
         with _Exchanging(group):
             run = Run(problem.schedule(which), shards, values)
             run.steps(group)
@@ -431,6 +440,7 @@ def context_parallel(
     strategy: str = "auto",
     deadline: float | None = None,
     seq: int | tuple[int, int] | None = None,
+    partials: str | None = None,
 ) -> ContextParallel:
     """Returns a context in which `flex_attention` computes one attention over the tokens of all ranks of a process group.
 
@@ -441,6 +451,8 @@ def context_parallel(
     (start, stride, length) for each rank. `strategy` is `auto`, `all_gather`, `all_gather:GROUPS`, `head_exchange`, `ring`, `halo` or `grid:RANKS`.
     `deadline` is the number of seconds for which a rank waits for another one, and every rank must have one or none; by default the timeout of the process group
     applies. On GPUs the host waits at the end of each pass if there is a deadline. `seq` is the number of tokens of all ranks, or (queries, keys): a call needs it
-    if ranks hold different numbers of tokens and its mask is not a block mask, which has it.
+    if ranks hold different numbers of tokens and its mask is not a block mask, which has it. `partials` is the type of results that are merged or summed in f32:
+    "f32", or "operands" for the type of the operands, which rounds each of them. By default it is "operands" on GPUs, where kernels for f32 operands are many times
+    slower, and "f32" on CPUs.
     """
-    return ContextParallel(mesh_or_group, sharding, strategy, deadline, seq)
+    return ContextParallel(mesh_or_group, sharding, strategy, deadline, seq, partials)

@@ -1,6 +1,7 @@
 """Runs the schedule of one rank over tensors.
 
-The native module makes the schedules. A slot is a tensor (tokens, batch, heads, dim). Merges and sums are f32, as in `sdpa_parallel`.
+The native module makes the schedules. A slot is a tensor (tokens, batch, heads, dim). Merges and sums are f32, as in `sdpa_parallel`. The results that are merged
+or summed are f32 too, or have the type of the operands: `Values.narrow`.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ def _slots(step: dict) -> tuple[set, set]:
 
 
 class Values(NamedTuple):
-    """The arguments that all parts of a call share. `wrt` has the indices of the tensors whose gradients are computed."""
+    """The arguments that all parts of a call share. `wrt` has the indices of the tensors whose gradients are computed. `narrow` is true if partial results have
+    the type of the operands."""
 
     tensors: list
     scalars: list
     sink: torch.Tensor | None
     scale: float
     wrt: list
+    narrow: bool
 
 
 def tokens_first(x: torch.Tensor) -> torch.Tensor:
@@ -162,8 +165,8 @@ class Run:
 
     def operands(self, step: dict) -> list:
         """Returns the operands of a part, in the type in which it is computed."""
-        dtype = _DTYPES[step["dtype"]]
         found = [_part(self.slot(view[0]), view) for view in step["reads"]]
+        dtype = found[0].dtype if self.values.narrow else _DTYPES[step["dtype"]]
         return [x if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format) for x in found]
 
     def params(self, step: dict) -> tuple:
