@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 const NAME: &str = "cuda-fixed-point-emulated";
 
 fn executor(family: Option<Family>) -> Option<CudaExecutor> {
-    let options = CudaOptions::default().with_family(family).with_untested_kernels(true);
+    let options = CudaOptions::default().with_family(family).with_fixed_order(true);
     executor_with(Emulated::H200, options).map_err(|why| skip("cuda", &why)).ok()
 }
 
@@ -53,6 +53,20 @@ fn gradients_of_a_sequence_do_not_depend_on_the_rest_of_the_call() {
     for features in one_of_today(&format!("invariant {NAME}"), &all) {
         let compared = compare(&executor, &features).unwrap_or_else(|why| panic!("{features:?}: {why}"));
         say(&format!("batch_invariant {NAME}: {compared} equal results of {features:?}"));
+    }
+}
+
+/// The bound of such a derivative would give dQ another scale beside longer sequences.
+#[test]
+fn a_bound_that_depends_on_extents_is_refused_if_bits_must_not() {
+    let Some(executor) = wgmma() else { return };
+    let spec = |score_mod: &str| AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod(score_mod.parse().unwrap());
+    for (score_mod, is_supported) in [("softcap:5", true), ("alibi", true), ("score * f32(k)", false), ("score * f32(head)", true)] {
+        let invariant = spec(score_mod).batch_invariant().backward().validate().unwrap();
+        let refused = executor.supports_backward(&invariant).err().map(|e| e.to_string());
+        assert_eq!(refused.is_none(), is_supported, "{score_mod}: {refused:?}");
+        assert!(refused.is_none_or(|e| e.contains("bound depends on the extents")), "{score_mod}");
+        assert!(executor.supports_backward(&spec(score_mod).backward().deterministic().validate().unwrap()).is_ok(), "{score_mod}");
     }
 }
 

@@ -14,7 +14,7 @@ use sdpa::{DType, Executor};
 pub(super) const NAME: &str = "cuda-fixed-splits-emulated";
 
 pub(super) fn executor() -> Option<CudaExecutor> {
-    let options = CudaOptions::default().with_family(Family::Wgmma).with_untested_kernels(true);
+    let options = CudaOptions::default().with_family(Family::Wgmma).with_fixed_order(true);
     executor_with(Emulated::H200, options).map_err(|why| skip("cuda", &why)).ok()
 }
 

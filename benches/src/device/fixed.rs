@@ -21,7 +21,7 @@ const NARROW: [DType; 2] = [DType::BF16, DType::F16];
 /// their errors can be compared.
 pub(crate) fn right(random: u64, first: u64) -> Result<()> {
     let wgmma = CudaOptions::default().with_family(Family::Wgmma);
-    let (usual, fixed) = (executor_of(wgmma.clone())?, executor_of(wgmma.with_untested_kernels(true))?);
+    let (usual, fixed) = (executor_of(wgmma.clone())?, executor_of(wgmma.with_fixed_order(true))?);
     let [mut integers, mut floats, mut splits, mut cases] = [(); 4].map(|()| Tally::default());
     // Norms of the errors of dq, integers to floats.
     let mut errors = Vec::new();
@@ -73,8 +73,8 @@ pub(crate) fn right(random: u64, first: u64) -> Result<()> {
 
 /// The bits of each sequence's results alone and in other calls.
 pub(crate) fn invariant() -> Result<()> {
-    let forward = executor_of(CudaOptions::default().with_family(Family::Wgmma).with_untested_kernels(true))?;
-    let both = executor_of(CudaOptions::default().with_untested_kernels(true))?;
+    let forward = executor_of(CudaOptions::default().with_family(Family::Wgmma).with_fixed_order(true))?;
+    let both = executor_of(CudaOptions::default().with_fixed_order(true))?;
     let mma = executor_of(CudaOptions::default().with_family(Family::Mma))?;
     let causal = Features {
         dtype: DType::BF16,
@@ -125,7 +125,7 @@ pub(crate) fn invariant() -> Result<()> {
 
 /// Backward passes of the rows of the speed table, in turns: with f32 atomics, deterministic, and cuDNN's deterministic engine.
 pub(crate) fn backward_speed(rows: u64) -> Result<()> {
-    let fixed = executor_of(CudaOptions::default().with_untested_kernels(true))?;
+    let fixed = executor_of(CudaOptions::default().with_fixed_order(true))?;
     let theirs = cudnn(PlanOptions::default())?;
     let stream = fixed.device().stream()?;
     let packed = |batch: i64, seq: i64| {
@@ -167,7 +167,7 @@ pub(crate) fn backward_speed(rows: u64) -> Result<()> {
 
 /// Forward passes of the rows of the speed table and of a serving mix, in turns: with the usual splits, with splits of fixed size, and with `mma.sync`.
 pub(crate) fn forward_speed(rows: u64) -> Result<()> {
-    let fixed = executor_of(CudaOptions::default().with_untested_kernels(true))?;
+    let fixed = executor_of(CudaOptions::default().with_fixed_order(true))?;
     let stream = fixed.device().stream()?;
     let mut all =
         ROWS.into_iter().take(usize::try_from(rows)?).map(|row| Ok((format!("{row:?}"), dense(row)?))).collect::<Result<Vec<_>>>()?;

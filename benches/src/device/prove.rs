@@ -16,12 +16,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// An executor that may be proven.
-const EXECUTORS: [&str; 6] = ["cpu", "cuda", "cuda-mma", "cuda-untested", "cudnn", "auto"];
+const EXECUTORS: [&str; 6] = ["cpu", "cuda", "cuda-mma", "cuda-fixed-order", "cudnn", "auto"];
 
 /// The executor, and what it runs on.
 fn executor(name: &str) -> Result<(Box<dyn Executor>, String)> {
-    let kernels = |family, untested| {
-        let cuda = CudaExecutor::new(CudaOptions::default().with_family(family).with_untested_kernels(untested))?;
+    let kernels = |family, fixed_order| {
+        let cuda = CudaExecutor::new(CudaOptions::default().with_family(family).with_fixed_order(fixed_order))?;
         let [major, minor] = cuda.nvrtc().version();
         let on = format!("{}, sm {}, NVRTC {major}.{minor}", cuda.device().name(), cuda.device().sm());
         Ok::<(Box<dyn Executor>, String), Box<dyn std::error::Error>>((Box::new(cuda), on))
@@ -30,7 +30,7 @@ fn executor(name: &str) -> Result<(Box<dyn Executor>, String)> {
         "cpu" => Ok((Box::new(CpuExecutor::default()), "the processor".to_owned())),
         "cuda" => kernels(None, false),
         "cuda-mma" => kernels(Some(Family::Mma), false),
-        "cuda-untested" => kernels(None, true),
+        "cuda-fixed-order" => kernels(None, true),
         "cudnn" => {
             let cudnn = CudnnExecutor::new(CudnnOptions::default())?;
             let on = format!("{}, sm {}, cuDNN {}", cudnn.device().name(), cudnn.device().sm(), cudnn.library().version());

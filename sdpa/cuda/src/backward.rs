@@ -1,6 +1,7 @@
 //! The kernels' view of a backward problem, and its limits.
 
 use crate::index_range::captured;
+use crate::params::FAR;
 use crate::problem::Forward;
 use crate::tile_config::{BackwardTile, MOST_DIM};
 use crate::unsupported::{Check, checked, copies, unsupported};
@@ -101,12 +102,23 @@ impl Backward {
         let names: Vec<&str> = self.along.iter().map(|along| along.name.as_str()).collect();
         check.that(names.is_empty(), "deterministic, gradients of", names.join(", "), "none: these gradients are summed in no fixed order");
         check.that(self.gain().is_some(), "deterministic, score_mod", "a derivative without a bound", "one whose bound is known");
+        if self.forward.batch_invariant {
+            // The scale of dQ, and so its rounding, would depend on the lengths of other sequences.
+            let [_, heads, ..] = self.forward.extents;
+            let [least, most] = [1, i64::from(FAR)].map(|n| self.gain_at([n, heads, n, n]));
+            check.that(least == most, "batch_invariant, score_mod", "a derivative whose bound depends on the extents", "one that does not");
+        }
     }
 
     /// Returns a bound of the derivative of the score_mod; `None` if none is known.
     pub(crate) fn gain(&self) -> Option<f64> {
+        self.gain_at(self.forward.extents)
+    }
+
+    /// Returns the bound for other extents.
+    fn gain_at(&self, extents: [i64; 4]) -> Option<f64> {
         match &self.gradient {
-            Some(gradient) if self.forward.score_mod.is_some() => gradient.gain(ALONG_SCORE, self.forward.extents),
+            Some(gradient) if self.forward.score_mod.is_some() => gradient.gain(ALONG_SCORE, extents),
             Some(_) | None => Some(1.0),
         }
     }

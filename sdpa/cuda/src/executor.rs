@@ -47,9 +47,9 @@ pub struct CudaOptions {
     /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first. It is for tests
     /// and timing.
     pub family: Option<Family>,
-    /// Whether to use kernels that have run under emulation only: WGMMA kernels for deterministic backward passes, which sum dQ in fixed point,
-    /// and for batch-invariant passes. False by default. It is for tests and timing.
-    pub untested_kernels: bool,
+    /// Whether the WGMMA kernels take deterministic backward passes, whose dQ they sum in fixed point, and batch-invariant passes, whose keys they
+    /// split in parts of a fixed size. By default the `mma.sync` kernels take them.
+    pub fixed_order: bool,
     /// Limits of the plan cache.
     pub plans: Limits,
     /// Limits of the kernel cache in memory. Problems that differ only in lengths share kernels.
@@ -95,10 +95,11 @@ impl CudaOptions {
         self
     }
 
-    /// Allows kernels that have run under emulation only.
+    /// Gives deterministic backward passes and batch-invariant passes to the WGMMA kernels, which are several times as fast on Hopper as those that
+    /// take them by default. Operands whose strides or pages TMA cannot read remain with the `mma.sync` kernels, which have other bits.
     #[must_use]
-    pub fn with_untested_kernels(mut self, untested_kernels: bool) -> Self {
-        self.untested_kernels = untested_kernels;
+    pub fn with_fixed_order(mut self, fixed_order: bool) -> Self {
+        self.fixed_order = fixed_order;
         self
     }
 
@@ -134,7 +135,7 @@ impl Default for CudaOptions {
             ordinal: 0,
             tile: None,
             family: None,
-            untested_kernels: false,
+            fixed_order: false,
             plans,
             kernels,
             kernel_cache: None,
@@ -167,7 +168,7 @@ impl CudaExecutor {
         Ok(CudaExecutor {
             device,
             nvrtc,
-            target: Target { tile: options.tile, family: options.family, untested_kernels: options.untested_kernels, ..Target::of(device) },
+            target: Target { tile: options.tile, family: options.family, fixed_order: options.fixed_order, ..Target::of(device) },
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             files: Files::default(),

@@ -28,15 +28,15 @@ pub struct Target {
     pub tile: Option<Tile>,
     /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first.
     pub family: Option<Family>,
-    /// Whether to use kernels that have run under emulation only: WGMMA kernels for deterministic backward passes, which sum dQ in fixed point, and
-    /// for batch-invariant passes. False by default.
-    pub untested_kernels: bool,
+    /// Whether the WGMMA kernels take deterministic backward passes, whose dQ they sum in fixed point, and batch-invariant passes, whose keys they
+    /// split in parts of a fixed size. False by default.
+    pub fixed_order: bool,
 }
 
 impl Target {
     /// Creates the description of a device with compute capability `sm` (90 for 9.0) and this number of SMs.
     pub fn new(sm: u32, multiprocessors: u32) -> Target {
-        Target { sm, multiprocessors, tile: None, family: None, untested_kernels: false }
+        Target { sm, multiprocessors, tile: None, family: None, fixed_order: false }
     }
 
     /// Creates the description of a device in this machine.
@@ -137,22 +137,22 @@ impl Target {
         })
     }
 
-    /// Refuses a batch-invariant forward pass of the WGMMA kernels unless untested kernels are allowed.
+    /// Refuses a batch-invariant forward pass of the WGMMA kernels unless the option `fixed_order` gives it to them.
     fn invariant(&self, forward: Forward) -> Result<Forward, Unsupported> {
-        if !forward.batch_invariant || self.untested_kernels {
+        if !forward.batch_invariant || self.fixed_order {
             return Ok(forward);
         }
-        let limit = "false: no GPU has run the kernels with splits of fixed size yet".to_owned();
+        let limit = "false: the option fixed_order selects splits of fixed size".to_owned();
         Err(unsupported(vec![Reason::Limit { field: "batch_invariant".to_owned(), value: "true".to_owned(), limit }]))
     }
 
-    /// Refuses a deterministic pass of the WGMMA kernels unless untested kernels are allowed.
+    /// Refuses a deterministic pass of the WGMMA kernels unless the option `fixed_order` gives it to them.
     fn ordered(&self, problem: &BackwardProblem, backward: Backward) -> Result<Backward, Unsupported> {
-        if !backward.deterministic || self.untested_kernels {
+        if !backward.deterministic || self.fixed_order {
             return Ok(backward);
         }
         let field = if problem.deterministic() { "deterministic" } else { "batch_invariant" };
-        let limit = "false: the kernels sum dq in no fixed order".to_owned();
+        let limit = "false: the kernels sum dq in no fixed order without the option fixed_order".to_owned();
         Err(unsupported(vec![Reason::Limit { field: field.to_owned(), value: "true".to_owned(), limit }]))
     }
 
