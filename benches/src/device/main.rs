@@ -25,6 +25,7 @@ mod lengths;
 mod limits;
 mod memory;
 mod msl;
+mod operations;
 mod packed;
 mod plans;
 mod prove;
@@ -48,7 +49,7 @@ const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
-          | prove cpu|cuda|cuda-mma|cuda-fixed-order|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | msl [long | few | all | 3/40]
+          | prove cpu|cuda|cuda-mma|cuda-fixed-order|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE]]] (with a profile such as h200: plans only, without a GPU) | msl [long | few | all | 3/40]
   fast:   fixed backward|forward [ROWS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
@@ -117,6 +118,7 @@ fn main() -> ExitCode {
         Some("lengths") => lengths::run(args.get(1).map(String::as_str) != Some("right")),
         Some("limits") => limits::run(args.get(1).map_or("", String::as_str), args.get(2).is_some_and(|of| of == "cuda")),
         Some("edges") => edges::run(&(number(2, 1)..number(2, 1) + number(1, 100))),
+        Some("operations") => operations::run(number(1, 600), number(2, 0), args.get(3).map(String::as_str)),
         Some("packed") => packed::run(number(1, 40)),
         Some("decode") => decode::run(number(1, 100)),
         Some("growth") => growth::run(),

@@ -1,6 +1,7 @@
 //! Random graphs of pointwise ops, ops that move elements, matrix products, scores, scales and pages.
 
-use super::{Dice, input};
+use super::dice::Dice;
+use super::input;
 use cudnn_graph::DType::{self, *};
 use cudnn_graph::ir::op::*;
 use cudnn_graph::ir::pointwise::{Params, Signature};
@@ -8,16 +9,6 @@ use cudnn_graph::ir::{Graph, Mode, Scalar, Tensor, TensorId};
 
 const NUMBERS: [DType; 9] = [F32, F16, BF16, I8, U8, I32, I64, I4, U4];
 const FLOATS: [DType; 3] = [F32, F16, BF16];
-
-impl Dice {
-    fn pick<T: Copy>(&mut self, all: &[T]) -> T {
-        all[self.roll(all.len() as u64) as usize]
-    }
-
-    fn coin(&mut self) -> bool {
-        self.roll(2) == 0
-    }
-}
 
 /// An operand that broadcasts to `dims`: some of its axes have extent 1, or it is a scalar.
 fn operand(g: &mut Graph, dice: &mut Dice, dtype: DType, dims: &[i64]) -> TensorId {

@@ -1,30 +1,16 @@
 //! Random graphs: a graph is a function of its seed.
 
+mod dice;
 mod elements;
 
 use cudnn_graph::DType::{self, *};
 use cudnn_graph::ir::interp::Value;
 use cudnn_graph::ir::op::*;
 use cudnn_graph::ir::{BnFinalizeInputs, BnGradientInputs, Graph, Mode, NormGradientInputs, RunningInputs, Scalar, Storage, TensorId};
+use dice::Dice;
 use std::collections::BTreeMap;
 
-/// A linear congruential generator.
-pub(crate) struct Dice(u64);
-
 impl Dice {
-    pub(crate) fn roll(&mut self, sides: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % sides
-    }
-
-    pub(crate) fn from(&mut self, low: i64, high: i64) -> i64 {
-        low + self.roll((high - low + 1) as u64) as i64
-    }
-
-    pub(crate) fn list(&mut self, n: usize, low: i64, high: i64) -> Vec<i64> {
-        (0..n).map(|_| self.from(low, high)).collect()
-    }
-
     pub(crate) fn float(&mut self) -> DType {
         [F16, BF16, F32][self.roll(3) as usize]
     }
