@@ -1,7 +1,8 @@
 //! Fusions that cuDNN supports: `fusions` runs them on a GPU and compares the results with the interpreter; `fusions PROFILE.json` plans them for a
-//! device that need not be present, such as `cudnn-graph/devprops/h200.json`.
+//! device that need not be present, such as `cudnn-graph/devprops/h200.json`. `fusions --times` answers questions of `benches/fusions.py` about time.
 
 mod graphs;
+mod times;
 
 use cudnn_graph::ir::interp::{self, Precision, Value};
 use cudnn_graph::ir::{Storage, Tensor};
@@ -16,6 +17,9 @@ use std::sync::Arc;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let library = Library::load(&Search::default())?;
+    if std::env::args().nth(1).is_some_and(|mode| mode == "--times") {
+        return times::run(library, Driver::load(None)?.device(0)?);
+    }
     println!("cuDNN {} from {}", library.version(), library.path().display());
     let profile = std::env::args()
         .nth(1)
@@ -24,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let profile = profile.transpose()?;
     for (name, build) in graphs::FUSIONS {
         let mut g = Graph::new();
-        build(&mut g);
+        build(&mut g, &graphs::SMALL);
         let graph = Arc::new(g.verify()?);
         match (&profile, device) {
             (Some(profile), _) => println!("{name}: {}", plan(library, &graph, profile)?),
