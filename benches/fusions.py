@@ -1,9 +1,9 @@
 """fusions.py FUSIONS OUT: times of the fusions of `cudnn-graph/examples/fusions` beside PyTorch's equivalents, on one GPU.
 
-FUSIONS is the binary of the example. Its result and PyTorch's are first compared with f64 on the same inputs: an error may be two units in the last place
-of bf16 and 1e-3 of the largest result, or 1e-3 of the largest for results in f32. Then both are called in turns, ours and PyTorch's eager calls (with
-`torch.backends.cudnn.benchmark`) and `torch.compile`. OUT gets a JSON line for each fusion: medians in us, and the ratios PyTorch / ours, of which above
-0.95 is within 5 %.
+FUSIONS is the binary of the example. Its result and PyTorch's are first compared with f64 on the same inputs: an error may be 2^-7 of the element, a
+rounding to bf16 and one before it, and 1e-3 of the largest one, for sums in f32; for results in f32 the latter only. Then both are called in turns, ours and
+PyTorch's eager calls (with `torch.backends.cudnn.benchmark`) and `torch.compile`. OUT gets a JSON line for each fusion: medians in us, and the ratios
+PyTorch / ours, of which above 0.95 is within 5 %.
 """
 import json
 import statistics

@@ -1,9 +1,9 @@
 //! The tolerance of a result, and the comparison with the interpreter.
 //!
-//! An element may differ from the f64 result by `ulp(want) + factor · magnitude`. `ulp` is one unit in the last place of the type of the result: a
-//! rounding is half of it, and an engine may round twice. `magnitude` is the same graph computed on absolute values, the sum of the absolute products,
-//! which bounds the rounding errors of a sum whatever cancels. For norms, softmax, extremes and RoPE, which are no such sums, it is the largest
-//! element of the result. The `factor` is the sum of what the graph has of:
+//! An element may differ from the f64 result by `ulp(want) + factor · magnitude`. `ulp` is twice the unit roundoff of the type of the result (2⁻²⁴ f32,
+//! 2⁻¹¹ f16, 2⁻⁸ bf16, 2⁻⁴ f8e4m3, 2⁻³ f8e5m2) times the element: an engine may round twice. `magnitude` is the same graph computed on absolute values,
+//! the sum of the absolute products, which bounds the rounding errors of a sum whatever cancels. For norms, softmax, extremes and RoPE, which are no such
+//! sums, it is the largest element of the result. The `factor` is the sum of what the graph has of:
 //!
 //! | part | factor | reason |
 //! |---|---|---|
