@@ -23,7 +23,7 @@ const GUARD: usize = 256;
 const POISON: u8 = 0xff;
 const THREADS: usize = 16;
 
-/// What happened to a problem.
+/// The outcome of a problem.
 enum Outcome {
     /// The largest error, in tolerances.
     Right(f64),
@@ -166,7 +166,7 @@ fn outcome(
             Outcome::Wrong(format!("engine {engine}: {why}"))
         }
         Err(e) => {
-            // What a failed execution leaves on the device is unknown.
+            // A failed execution leaves the device in an unknown state.
             stop.store(true, Ordering::Relaxed);
             Outcome::Wrong(format!("the execution failed: {e}"))
         }

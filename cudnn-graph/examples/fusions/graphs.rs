@@ -32,7 +32,7 @@ pub(crate) struct Sizes {
     rows: [i64; 2],
 }
 
-/// What the interpreter computes in a moment.
+/// Shapes that the interpreter computes in a moment.
 pub(crate) const SMALL: Sizes = Sizes { images: [4, 32, 14, 14], filters: 64, product: [256, 128, 256], rows: [256, 512] };
 /// Layers of networks, for times.
 pub(crate) const LARGE: Sizes = Sizes { images: [32, 128, 56, 56], filters: 128, product: [4096, 4096, 4096], rows: [8192, 4096] };

@@ -22,7 +22,7 @@ use cudnn_graph::ir::{Mode, Op, ReductionMode, ResampleMode, TensorId, Window};
 use cudnn_graph::{DType, Verified};
 use std::collections::BTreeMap;
 
-/// What a result must be.
+/// The expected result.
 pub(crate) struct Expected {
     pub(crate) name: String,
     pub(crate) want: Value,
