@@ -50,7 +50,7 @@ struct Table {
     reasons: BTreeMap<(&'static str, String), u64>,
 }
 
-/// Where problems are planned: on a device, which also executes them, or for a profile.
+/// The target of plans: a device, which also executes them, or a device profile.
 #[derive(Clone, Copy)]
 enum Place<'a> {
     Device(&'static Device),
