@@ -32,7 +32,9 @@ type Operation = (&'static str, usize, &'static [DType], fn(&mut Draw));
 const OPERATIONS: &[Operation] = &[
     ("conv forward", 6, FLOAT, |d| d.convolution(|_, y| y)),
     ("conv forward, 8-bit floats", 2, EIGHT, |d| d.convolution(|_, y| y)),
+    ("conv forward, 8-bit floats, groups", 3, EIGHT, |d| d.grouped().convolution(|_, y| y)),
     ("conv data gradient", 5, FLOAT, |d| d.data_gradient(false)),
+    ("conv data gradient, groups", 2, FLOAT, |d| d.grouped().data_gradient(false)),
     ("conv filter gradient", 5, FLOAT, Draw::filter_gradient),
     ("conv + bias + relu", 4, FLOAT, |d| d.convolution(Draw::bias_relu)),
     ("conv + scale + shift + add + relu", 4, HALF, |d| d.convolution(Draw::residual)),
@@ -42,11 +44,12 @@ const OPERATIONS: &[Operation] = &[
     ("gen_stats", 1, HALF, Draw::gen_stats),
     ("bn_finalize", 2, &[F32], Draw::bn_finalize),
     ("bn_backward_weights", 1, HALF, Draw::bn_backward_weights),
+    ("batch norm inference", 3, FLOAT, Draw::norm_pointwise),
     ("batch norm forward", 3, FLOAT, |d| d.channel_norm(NormMode::Batch)),
     ("batch norm forward + add + relu", 2, HALF, Draw::norm_add_relu),
     ("batch norm backward", 3, FLOAT, |d| d.channel_gradient(NormMode::Batch)),
     ("instance norm forward", 3, HALF, |d| d.channel_norm(NormMode::Instance)),
-    ("instance norm backward", 3, HALF, |d| d.channel_gradient(NormMode::Instance)),
+    ("instance norm backward", 4, FLOAT, |d| d.channel_gradient(NormMode::Instance)),
     ("layer norm forward, inference", 3, FLOAT, |d| d.row_norm(NormMode::Layer, false)),
     ("layer norm forward, training", 3, FLOAT, |d| d.row_norm(NormMode::Layer, true)),
     ("layer norm backward", 3, FLOAT, |d| d.row_gradient(NormMode::Layer)),
@@ -56,13 +59,14 @@ const OPERATIONS: &[Operation] = &[
     ("adaptive layer norm forward", 2, HALF, |d| d.adaptive(false)),
     ("adaptive layer norm backward", 2, HALF, |d| d.adaptive(true)),
     ("layer norm to 8-bit floats", 2, HALF, Draw::norm_quantized),
-    ("max pooling", 3, FLOAT, |d| d.pool(ResampleMode::Max)),
+    ("max pooling", 4, FLOAT, |d| d.pool(ResampleMode::Max)),
     ("max pooling with index", 2, HALF, Draw::pool_index),
     ("max pooling backward", 2, HALF, |d| d.pool_gradient(ResampleMode::Max)),
-    ("average pooling, padding included", 2, FLOAT, |d| d.pool(ResampleMode::AverageIncludePadding)),
-    ("average pooling, padding excluded", 2, FLOAT, |d| d.pool(ResampleMode::AverageExcludePadding)),
+    ("average pooling, padding included", 3, FLOAT, |d| d.pool(ResampleMode::AverageIncludePadding)),
+    ("average pooling, padding excluded", 3, FLOAT, |d| d.pool(ResampleMode::AverageExcludePadding)),
     ("average pooling backward", 2, HALF, |d| d.pool_gradient(ResampleMode::AverageIncludePadding)),
     ("matmul", 5, FLOAT, |d| d.matmul(|_, y| y)),
+    ("matmul, any extents", 3, FLOAT, Draw::matmul_any),
     ("matmul, 8-bit floats with scales", 4, EIGHT, Draw::matmul_eight),
     ("matmul to 8-bit floats", 2, EIGHT, Draw::matmul_quantized),
     ("matmul + bias + gelu", 3, FLOAT, |d| d.matmul(|d, y| d.bias_activation(y, Mode::GeluFwd))),
@@ -70,18 +74,19 @@ const OPERATIONS: &[Operation] = &[
     ("matmul + reduction", 2, HALF, Draw::matmul_reduced),
     ("two matmuls + swish gate", 2, HALF, Draw::gate),
     ("mul + matmul", 2, HALF, Draw::scaled_matmul),
-    ("matmul with 8-bit integer weights", 2, HALF, Draw::integer_weights),
+    ("matmul with 8-bit integer weights", 4, HALF, Draw::integer_weights),
     ("8-bit float weights with a scale per block + matmul", 2, HALF, Draw::block_weights),
     ("block scale quantize", 1, HALF, Draw::block_quantize),
-    ("scale + add + activation", 3, FLOAT, Draw::elementwise),
+    ("scale + add + activation", 5, FLOAT, Draw::elementwise),
     ("conversion to 8-bit floats", 2, EIGHT, Draw::quantize),
     ("conversion from 8-bit floats", 2, EIGHT, Draw::dequantize),
     ("reduction, add", 3, FLOAT, |d| d.reduction(ReductionMode::Add)),
     ("reduction, min", 2, HALF, |d| d.reduction(ReductionMode::Min)),
     ("reduction, max", 2, HALF, |d| d.reduction(ReductionMode::Max)),
     ("reduction, amax", 2, HALF, |d| d.reduction(ReductionMode::Amax)),
-    ("MoE matmul", 3, HALF, |d| d.experts(false)),
-    ("MoE matmul, gather", 3, HALF, |d| d.experts(true)),
+    ("MoE matmul", 3, HALF, |d| d.experts(Route::None)),
+    ("MoE matmul, gather", 3, HALF, |d| d.experts(Route::Gather)),
+    ("MoE matmul, scatter", 3, HALF, |d| d.experts(Route::Scatter)),
     ("MoE matmul backward", 1, HALF, Draw::experts_backward),
     ("softmax", 1, HALF, Draw::softmax),
     ("concat", 1, HALF, Draw::concat),
@@ -109,7 +114,7 @@ pub(crate) fn problem(seed: u64) -> Problem {
     let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     dice.roll(2);
     let (dtype, channels_last) = (types[(seed / shares.len() as u64 + dice.roll(2)) as usize % types.len()], dice.roll(4) > 0);
-    let mut draw = Draw { g: Graph::new(), dice, t: dtype, channels_last, given: BTreeMap::new() };
+    let mut draw = Draw { g: Graph::new(), dice, t: dtype, channels_last, groups: false, given: BTreeMap::new() };
     build(&mut draw);
     Problem { operation, dtype, graph: draw.g, given: draw.given }
 }
@@ -119,7 +124,16 @@ struct Draw {
     dice: Dice,
     t: DType,
     channels_last: bool,
+    /// Convolutions have several groups.
+    groups: bool,
     given: BTreeMap<TensorId, Vec<f64>>,
+}
+
+/// The order of the rows of a grouped matrix product.
+enum Route {
+    None,
+    Gather,
+    Scatter,
 }
 
 /// The extents of a convolution.
@@ -159,7 +173,7 @@ impl Draw {
     fn shapes(&mut self) -> Shapes {
         loop {
             let axes = self.dice.pick(&[1, 2, 2, 2, 3]);
-            let groups = if self.dice.roll(4) == 0 { self.dice.pick(&[2, 4]) } else { 1 };
+            let groups = if self.groups || self.dice.roll(4) == 0 { self.dice.pick(&[2, 4]) } else { 1 };
             let (c, k) = (self.channels(3), groups * self.channels(3));
             let x = [vec![self.dice.from(1, 3), groups * c], self.dice.list(axes, 4, [40, 14, 6][axes - 1])].concat();
             let w = [vec![k, c], self.dice.list(axes, 1, 3)].concat();
@@ -181,6 +195,13 @@ impl Draw {
                 return Shapes { x, w, y, geometry };
             }
         }
+    }
+
+    /// Several groups, in either layout.
+    fn grouped(&mut self) -> &mut Draw {
+        self.groups = true;
+        self.channels_last = self.dice.coin();
+        self
     }
 
     /// A convolution, and what `then` makes of it.
@@ -296,6 +317,20 @@ impl Draw {
         self.output(norm.y);
     }
 
+    /// The statistics are constants, so the norm is element-wise.
+    fn norm_pointwise(&mut self) {
+        let dims = self.image_dims();
+        self.channels_last = self.dice.coin();
+        let x = self.images("x", &dims);
+        let t = if self.dice.coin() { F32 } else { self.t };
+        let [mean, inv, scale, bias] = ["mean", "inv", "scale", "bias"].map(|name| self.per_channel(name, t, &dims));
+        let y = self.g.pointwise(Mode::Sub, &[x, mean]);
+        let y = self.g.pointwise(Mode::Mul, &[y, inv]);
+        let y = self.g.pointwise(Mode::Mul, &[y, scale]);
+        let y = self.g.pointwise(Mode::Add, &[y, bias]);
+        self.output(y);
+    }
+
     fn norm_add_relu(&mut self) {
         let dims = self.image_dims();
         let (x, z) = (self.images("x", &dims), self.images("z", &dims));
@@ -379,7 +414,11 @@ impl Draw {
     }
 
     fn pool(&mut self, mode: ResampleMode) {
-        let (dims, window) = (self.image_dims(), self.window());
+        let (dims, mut window) = (self.image_dims(), self.window());
+        self.channels_last = self.dice.coin();
+        if self.dice.coin() {
+            window = window.padding([0, 0]);
+        }
         let x = self.images("x", &dims);
         let y = self.g.resample(mode, x, window);
         self.output(y);

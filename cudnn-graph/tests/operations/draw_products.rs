@@ -12,6 +12,11 @@ impl Draw {
         [self.dice.from(1, 3), m, k, n]
     }
 
+    /// Batch, rows, inner extent and columns, none of which is likely to be a multiple of a vector.
+    fn any_product_dims(&mut self) -> [i64; 4] {
+        [self.dice.from(1, 3), self.dice.from(1, 64), self.dice.from(1, 48), self.dice.from(1, 48)]
+    }
+
     /// The second factor, whose columns may be contiguous.
     fn columns(&mut self, name: &str, t: DType, [b, k, n]: [i64; 3], contiguous: bool) -> TensorId {
         let tensor = Tensor::device(name, t, [b, k, n]);
@@ -19,12 +24,23 @@ impl Draw {
     }
 
     pub(super) fn matmul(&mut self, then: fn(&mut Draw, TensorId) -> TensorId) {
-        let ([batch, m, k, n], contiguous) = (self.product_dims(), self.dice.coin());
-        let a = self.g.input("a", self.t, [batch, m, k]);
-        let b = self.columns("b", self.t, [batch, k, n], contiguous);
-        let y = self.g.matmul(a, b);
+        let dims = self.product_dims();
+        let y = self.product(dims);
         let y = then(self, y);
         self.output(y);
+    }
+
+    pub(super) fn matmul_any(&mut self) {
+        let dims = self.any_product_dims();
+        let y = self.product(dims);
+        self.output(y);
+    }
+
+    fn product(&mut self, [batch, m, k, n]: [i64; 4]) -> TensorId {
+        let contiguous = self.dice.coin();
+        let a = self.g.input("a", self.t, [batch, m, k]);
+        let b = self.columns("b", self.t, [batch, k, n], contiguous);
+        self.g.matmul(a, b)
     }
 
     pub(super) fn bias_activation(&mut self, y: TensorId, mode: Mode) -> TensorId {
@@ -87,8 +103,10 @@ impl Draw {
     }
 
     pub(super) fn integer_weights(&mut self) {
-        let [batch, m, k, n] = self.product_dims();
-        let (a, b) = (self.g.input("a", self.t, [batch, m, k]), self.g.input("b", I8, [batch, k, n]));
+        let [batch, m, k, n] = if self.dice.coin() { self.product_dims() } else { self.any_product_dims() };
+        let contiguous = self.dice.roll(3) == 0;
+        let a = self.g.input("a", self.t, [batch, m, k]);
+        let b = self.columns("b", I8, [batch, k, n], contiguous);
         let b = self.g.pointwise(Mode::Identity, &[b]);
         self.g.set_dtype(b, self.t);
         let y = self.g.matmul(a, b);
@@ -117,8 +135,11 @@ impl Draw {
     }
 
     pub(super) fn elementwise(&mut self) {
-        let dims = self.any_dims();
-        let (x, z) = (self.g.input("x", self.t, dims), self.g.input("z", self.t, [1, 1, dims[2]]));
+        let dims = if self.dice.coin() { self.any_dims().to_vec() } else { self.image_dims() };
+        // Any set of axes of the addend is broadcast.
+        let added: Vec<i64> = dims.iter().map(|&n| if self.dice.coin() { 1 } else { n }).collect();
+        self.channels_last = self.dice.coin();
+        let (x, z) = (self.images("x", &dims), self.images("z", &added));
         let factor = self.g.scalar(Scalar::F32(1.5));
         let y = self.g.pointwise(Mode::Mul, &[x, factor]);
         let y = self.g.pointwise(Mode::Add, &[y, z]);
@@ -162,23 +183,43 @@ impl Draw {
         first
     }
 
-    pub(super) fn experts(&mut self, gather: bool) {
+    pub(super) fn experts(&mut self, route: Route) {
         let (experts, tokens) = (self.dice.from(2, 8), self.dice.from(8, 64));
         let (k, n) = (16 * self.dice.from(1, 6), 16 * self.dice.from(1, 6));
-        let x = self.g.input("tokens", self.t, [1, tokens, k]);
+        let (read, rows) = match route {
+            Route::None => (tokens, tokens),
+            Route::Gather => (tokens, 2 * tokens),
+            Route::Scatter => (2 * tokens, 2 * tokens),
+        };
+        let x = self.g.input("tokens", self.t, [1, read, k]);
         let weights = self.columns("weights", self.t, [experts, k, n], true);
-        let rows = if gather { 2 * tokens } else { tokens };
         let first = self.first_rows(experts, rows);
-        let routing = if gather {
-            let index = self.g.input("index", I32, [1, rows, 1]);
-            let numbers = (0..rows).map(|_| self.dice.from(0, tokens - 1) as f64).collect();
-            self.given.insert(index, numbers);
-            Routing::Gather(index)
-        } else {
-            Routing::None
+        let routing = match route {
+            Route::None => Routing::None,
+            Route::Gather => {
+                let numbers = self.dice.list(rows as usize, 0, tokens - 1);
+                Routing::Gather(self.numbers("index", numbers))
+            }
+            Route::Scatter => {
+                // Each row of the result is written once.
+                let mut order: Vec<i64> = (0..rows).collect();
+                for n in (1..order.len()).rev() {
+                    order.swap(n, self.dice.from(0, n as i64) as usize);
+                }
+                let index = self.numbers("index", order.iter().map(|row| row / 2).collect());
+                let slot = self.numbers("slot", order.iter().map(|row| row % 2).collect());
+                Routing::Scatter { index, slot, top_k: 2 }
+            }
         };
         let y = self.g.moe_matmul(x, weights, first, routing);
         self.output(y);
+    }
+
+    /// A number for each row.
+    fn numbers(&mut self, name: &str, numbers: Vec<i64>) -> TensorId {
+        let id = self.g.input(name, I32, [1, numbers.len() as i64, 1]);
+        self.given.insert(id, numbers.into_iter().map(|n| n as f64).collect());
+        id
     }
 
     pub(super) fn experts_backward(&mut self) {
