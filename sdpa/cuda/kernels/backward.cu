@@ -130,6 +130,7 @@ inline void reduce_dq_of_tile(const Params& p, const SharedStorage& smem, const 
             if (first) {
                 float* const to = dq_slice(p, seq_info, tile, step.head, step.queries, warpgroup);
 #if FIXED_POINT_DQ
+                if (warpgroup == 0) atomicAdd(p.dq_parts + q_tile_index(p, seq_info, tile.batch, step.head, step.queries), 1);
                 cp_reduce_async_bulk_add((uint*)to, smem.dq_slices + warpgroup * DQ_SLICE_BYTES, DQ_SLICE_BYTES);
 #else
                 cp_reduce_async_bulk_add(to, smem.dq_slices + warpgroup * DQ_SLICE_BYTES, DQ_SLICE_BYTES);
@@ -161,32 +162,43 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
 
 // Stores a consumer's dQ slice in shared memory for the dQ reduce warp. Each warp's piece is in register order, not row-major, because the accumulator is
 // in register order too. The warpgroup index is recomputed: keeping it live costs a register that WGMMA operands need.
-// With fixed-point sums `scales` points to the scale of the thread's first query.
-inline void store_dq(const float (&sums)[DQ], float* scales, bool k_finite, uint at) {
+// With fixed-point sums, `scales` has the scales of the thread's queries, and `to` points to them.
+inline void store_dq(const float (&sums)[DQ], float* to, const float2& scales, uint at) {
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
-#if FIXED_POINT_DQ
-    const float scale[2] = {scales[0], scales[8]};
-    if (__builtin_expect(!k_finite, 0)) {
-        for (int n = 0; n < DQ; n++)
-            if (!(fabsf(sums[n]) < INFINITE)) scales[fragment_row(n)] = NOT_A_NUMBER;
-        __threadfence();
-    }
-    const auto part = [&](int n) { return __int_as_float(__float2int_rn(sums[n] * scale[fragment_half(n)])); };
-#else
-    const auto part = [&](int n) { return sums[n]; };
-#endif
     named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
     at += warpgroup * DQ_SLICE_BYTES + (threadIdx.x >> 5 & 3) * DQ_PIECE_BYTES + (threadIdx.x & 31) * 16;
+    const auto store = [&](const auto& part) {
 #pragma unroll
-    for (int n = 0; n < DQ; n += 4) st_shared_v4_f32(at + n * 128, part(n), part(n + 1), part(n + 2), part(n + 3));
+        for (int n = 0; n < DQ; n += 4) st_shared_v4_f32(at + n * 128, part(n), part(n + 1), part(n + 2), part(n + 3));
+    };
+#if FIXED_POINT_DQ
+    uint parts[DQ];
+    const auto part = [&](int n) { return __uint_as_float(parts[n]); };
+    round_dq(parts, sums, scales);
+    store(part);
     fence_proxy_async();
+    // The check comes last, so that neither the stores nor the fence wait for it.
+    if (__builtin_expect(!rounds_right(sums, scales), 0)) {
+        round_any_dq(parts, sums, scales, to);
+        store(part);
+        fence_proxy_async();
+    }
+#else
+    store([&](int n) { return sums[n]; });
+    fence_proxy_async();
+#endif
     named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);
 }
 #else
-inline void store_dq(const float (&sums)[DQ], float* to, bool, uint) {
+inline void store_dq(const float (&sums)[DQ], float* to, const float2&, uint) {
     red_add_dq(sums, to);
 }
 #endif
+
+// Loads the fixed-point scales of a thread's queries. The loads overlap the GEMM of dQ.
+inline float2 dq_scales(const float* scales) {
+    return FIXED_POINT_DQ ? float2{scales[0], scales[8]} : float2{0.0f, 0.0f};
+}
 
 // Issues the GEMM of the previous step's dQ, over dS of both consumers. It runs one step late, so that no consumer waits for the other's dS of the current
 // step.
@@ -197,11 +209,11 @@ inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const
 }
 
 // Finishes dQ of the previous step: releases the dS stage and stores dQ. The caller must already have waited for the WGMMAs that compute dQ.
-inline void finish_dq_previous(float (&dq)[DQ], float* to, bool k_finite, const StepState& step_state, const SharedStorage& smem) {
+inline void finish_dq_previous(float (&dq)[DQ], float* to, const float2& scales, const StepState& step_state, const SharedStorage& smem) {
     wgmma_fence_operand(dq);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(smem.d_s_empty + 8 * (step_state.stage ^ 1));
-    store_dq(dq, to, k_finite, smem.dq_slices);
+    store_dq(dq, to, scales, smem.dq_slices);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -286,11 +298,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
             // Points to the dQ accumulator slice of the previous step, or, with fixed-point sums, to the scales of its queries.
             float* to = nullptr;
-#if FIXED_POINT_DQ
-            const bool k_finite = p.k_not_finite[(tile.batch * (p.heads_q / p.group) + tile.head) * p.blocks + tile.block] == 0;
-#else
-            constexpr bool k_finite = true;
-#endif
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                 gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
@@ -329,9 +336,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                                                                           owns_scores);
                     else compute_ds<false>(s, raw, d_p, p, captured, gradients, origin, delta, dropout_mask, owns_scores);
                     convert_fragment(ds_packed, d_p);
-#if FIXED_POINT_DQ
-                    mark_not_finite(p, origin, ds_packed);
-#endif
                     // Wait until both consumers have read the dS of two steps ago, which is in the same buffer.
                     if (sub == 0) mbarrier_wait_parity(smem.d_s_empty + 8 * step_state.stage, step_state.phase ^ 1);
                     // dS is stored transposed: rows are keys, and a panel has 64 queries.
@@ -353,10 +357,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         float dq[DQ];
                         values();
                         gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
+                        const float2 scales = dq_scales(to);
                         wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
                         gemm_dk_dv(dk, ds_packed, q_columns);
                         wgmma_wait_group<1>();
-                        finish_dq_previous(dq, to, k_finite, step_state, smem);
+                        finish_dq_previous(dq, to, scales, step_state, smem);
                         wgmma_wait_group<0>();
                         wgmma_fence_operand(dk);
                     } else {
@@ -371,8 +376,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (lane == 0) mbarrier_arrive(smem.q_empty + 8 * step_state.operand_stage());
                 if (!DQ_BY_TMA) to = dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);
 #if FIXED_POINT_DQ
-                to = p.dq_scale + q_tile_index(p, seq_info, tile.batch, step.head, step.queries) * TILE_M + (TILE_M == 128 ? warpgroup * 64 : 0) + warp * 16 +
-                     thread_row(lane);
+                // The schedule has fewer than 2^31 rows.
+                to = p.dq_scale + (int(q_tile_index(p, seq_info, tile.batch, step.head, step.queries)) * TILE_M + (TILE_M == 128 ? warpgroup * 64 : 0) + warp * 16 +
+                     thread_row(lane));
 #endif
                 step_state.advance();
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
@@ -387,8 +393,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             } while (has_next);
             float dq[DQ];
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
+            const float2 scales = dq_scales(to);
             wgmma_wait_group<0>();
-            finish_dq_previous(dq, to, k_finite, step_state, smem);
+            finish_dq_previous(dq, to, scales, step_state, smem);
             // Release K and V: dK and dV are staged in the memory of dS and of the dQ slices, so the next K and V can be loaded at the same time.
             if (DQ_BY_TMA && lane == 0) mbarrier_arrive(smem.kv_empty);
         } else if (!DQ_BY_TMA) {

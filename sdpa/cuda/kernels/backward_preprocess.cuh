@@ -27,9 +27,10 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     if (tile * TILE_M >= extent) return;
     float stats[ROUNDS], sums[ROUNDS];
 #if FIXED_POINT_DQ
-    Magnitudes upstream[ROUNDS];
+    // The bits of the largest magnitude of dO.
+    uint upstream[ROUNDS];
 #pragma unroll
-    for (int n = 0; n < ROUNDS; n++) upstream[n] = Magnitudes{0.0f, 0.0f, true};
+    for (int n = 0; n < ROUNDS; n++) upstream[n] = 0;
 #endif
 #pragma unroll
     for (int n = 0; n < ROUNDS; n++) {
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
                 sums[n] += float(o_of(row)[dim]) * float(element);
                 copy[dim] = element;
 #if FIXED_POINT_DQ
-                add_magnitude(upstream[n], float(element));
+                upstream[n] = max(upstream[n], element.bits & 0x7fffu);
 #endif
             }
         }
@@ -67,20 +68,20 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
         for (int n = 0; n < ROUNDS; n++) {
             sums[n] = dot_pairs(o[n].x, d_o[n].x) + dot_pairs(o[n].y, d_o[n].y) + dot_pairs(o[n].z, d_o[n].z) +
                       dot_pairs(o[n].w, d_o[n].w);
-        }
 #if FIXED_POINT_DQ
-        // The vectors are loaded again, from the L1 cache: keeping them live would cost registers.
-#pragma unroll
-        for (int n = 0; n < ROUNDS; n++) {
-            const int row = first + n * ROWS_AT_ONCE;
-            if (row < extent) add_magnitudes(upstream[n], d_o_of(row), 8 * lane, p.dim_v);
-        }
+            add_largest<false>(upstream[n], Elements{{__float_as_uint(d_o[n].x), __float_as_uint(d_o[n].y), __float_as_uint(d_o[n].z), __float_as_uint(d_o[n].w)}});
 #endif
+        }
         if (p.dim_v % 8 != 0 && !full_vector) {
 #pragma unroll 1
             for (int n = 0; n < ROUNDS; n++) {
                 const int row = first + n * ROWS_AT_ONCE;
-                for (int dim = 8 * lane; row < extent && dim < p.dim_v; dim++) sums[n] += float(o_of(row)[dim]) * float(d_o_of(row)[dim]);
+                for (int dim = 8 * lane; row < extent && dim < p.dim_v; dim++) {
+                    sums[n] += float(o_of(row)[dim]) * float(d_o_of(row)[dim]);
+#if FIXED_POINT_DQ
+                    upstream[n] = max(upstream[n], d_o_of(row)[dim].bits & 0x7fffu);
+#endif
+                }
             }
         }
     }
@@ -89,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
         const int row = first + n * ROWS_AT_ONCE;
         for (int apart = ROW_LANES / 2; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
 #if FIXED_POINT_DQ
-        float largest = upstream[n].finite ? upstream[n].largest : INFINITE;
-        for (int half = ROW_LANES / 2; half > 0; half /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, half));
+        for (int half = ROW_LANES / 2; half > 0; half /= 2) upstream[n] = max(upstream[n], uint(__shfl_xor_sync(~0u, int(upstream[n]), half)));
+        const float largest = upstream[n] < exponent_bits(Element{}) ? float(Element{(unsigned short)upstream[n]}) : INFINITE;
 #endif
         // `o` of a row without keys may hold anything, so delta is set to 0.
         const float stat = stats[n];

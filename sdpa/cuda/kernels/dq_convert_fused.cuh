@@ -40,11 +40,11 @@ inline int next_slice(const Params& p, const SliceRange& slices, int n, Slice& s
     return slices.end;
 }
 
-// Returns an element of the dQ accumulator as a number.
-inline float sum_of_dq(float bits) { return FIXED_POINT_DQ ? __int2float_rn(__float_as_int(bits)) : bits; }
+// Returns an element of the dQ accumulator as a number. A fixed-point sum contains `offset`.
+inline float sum_of_dq(float bits, uint offset) { return FIXED_POINT_DQ ? __int2float_rn(int(__float_as_uint(bits) - offset)) : bits; }
 
 // Converts a piece of 16 rows by 64 columns from register order to swizzled rows for TMA. `scales` multiply the lane's two rows.
-inline void convert_piece(const float (&scales)[2], uint from, uint to) {
+inline void convert_piece(const float (&scales)[2], uint offset, uint from, uint to) {
     const int lane = threadIdx.x & 31;
     const uint rows = to + (lane & 15) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
     from += lane * 16;
@@ -52,7 +52,7 @@ inline void convert_piece(const float (&scales)[2], uint from, uint to) {
     for (int n = 0; n < 8; n += 2) {
         const float4 one = ld_shared_v4_f32(from + n * 512), other = ld_shared_v4_f32(from + n * 512 + 512);
         const auto both = [&](float low, float high, int half) {
-            return pack_pair(Element{}, sum_of_dq(low) * scales[half], sum_of_dq(high) * scales[half]);
+            return pack_pair(Element{}, sum_of_dq(low, offset) * scales[half], sum_of_dq(high, offset) * scales[half]);
         };
         stmatrix_x4(rows ^ n << 4, both(one.x, one.y, 0), both(one.z, one.w, 1), both(other.x, other.y, 0), both(other.z, other.w, 1));
     }
@@ -85,13 +85,15 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
             if (first) cp_async_bulk_wait_group_read<1>();
             __syncwarp();
             float scales[2] = {p.scale, p.scale};
+            uint offset = 0;
 #if FIXED_POINT_DQ
-            const float* const of_rows = p.dq_scale + q_tile_index(p, seq_info_of(p, slice.keys.batch), slice.keys.batch, slice.head, slice.queries) * TILE_M +
-                                         first_row % TILE_M + 16 * n + thread_row(threadIdx.x & 31);
+            const long query_tile = q_tile_index(p, seq_info_of(p, slice.keys.batch), slice.keys.batch, slice.head, slice.queries);
+            offset = uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS;
+            const float* const of_rows = p.dq_scale + query_tile * TILE_M + first_row % TILE_M + 16 * n + thread_row(threadIdx.x & 31);
             // Loads past the L1 cache: another CTA may have marked the row as NaN.
             for (int half = 0; half < 2; half++) scales[half] /= __ldcg(of_rows + 8 * half);
 #endif
-            convert_piece(scales, pieces + (n & 1) * DQ_PIECE_BYTES, to);
+            convert_piece(scales, offset, pieces + (n & 1) * DQ_PIECE_BYTES, to);
             fence_proxy_async();
             __syncwarp();
             if (!first) continue;

@@ -15,71 +15,85 @@ inline float dq_scale_of(float bound) {
     return __int_as_float((min(FIXED_POINT_BITS - exponent, 126) + 127) << 23);
 }
 
-// The largest magnitude and the sum of magnitudes of some elements. `finite` is false if there is an infinity or NaN, which do not count.
-struct Magnitudes {
-    float largest, sum;
-    bool finite;
+// Eight elements of a row as four pairs; zeros beyond the row.
+struct Elements {
+    uint pairs[4];
 };
 
-inline void add_magnitude(Magnitudes& to, float x) {
-    const float magnitude = fabsf(x);
-    if (magnitude < INFINITE) {
-        to.largest = fmaxf(to.largest, magnitude);
-        to.sum += magnitude;
-    } else {
-        to.finite = false;
-    }
-}
-
-// Adds a lane's eight elements of a row, as far as the row has them.
-inline void add_magnitudes(Magnitudes& to, const Element* row, int first, int dim) {
+inline Elements load_elements(const Element* row, int first, int dim) {
+    Elements e = {{0, 0, 0, 0}};
     if (first + 8 <= dim) {
         const float4 words = *reinterpret_cast<const float4*>(row + first);
-        const float pairs[] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            add_magnitude(to, float(Element{(unsigned short)(__float_as_uint(pairs[n]) & 0xffffu)}));
-            add_magnitude(to, float(Element{(unsigned short)(__float_as_uint(pairs[n]) >> 16)}));
-        }
+        e = Elements{{__float_as_uint(words.x), __float_as_uint(words.y), __float_as_uint(words.z), __float_as_uint(words.w)}};
     } else {
-        for (int at = first; at < dim; at++) add_magnitude(to, float(row[at]));
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            if (first + n < dim) e.pairs[n / 2] |= uint(row[first + n].bits) << (n & 1) * 16;
+    }
+    return e;
+}
+
+// The bits of the exponent, which are all 1 in an infinity or NaN.
+inline uint exponent_bits(Half) { return 0x7c00u; }
+inline uint exponent_bits(BFloat) { return 0x7f80u; }
+
+// Adds the largest magnitude among elements, as bits, whose order is that of the numbers. With `finite`, infinities and NaNs do not count.
+template <bool finite>
+inline void add_largest(uint& largest, const Elements& e) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const uint bits = e.pairs[n / 2] >> (n & 1) * 16 & 0x7fffu;
+        if (!finite || bits < exponent_bits(Element{})) largest = max(largest, bits);
     }
 }
 
-// Finds max |K| and max |V|_1 of each KV head, over the sequence's own keys, and KV blocks whose K has an infinity or NaN. One CTA per KV block; 16 lanes per
-// key. Both maxima are stored as the bits of f32, whose order as integers is that of the numbers.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_backward_bounds(const __grid_constant__ Params p) {
+// Adds the magnitudes of the finite elements.
+inline void add_magnitudes(float& sum, const Elements& e) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const uint bits = e.pairs[n / 2] >> (n & 1) * 16 & 0x7fffu;
+        if (bits < exponent_bits(Element{})) sum += float(Element{(unsigned short)bits});
+    }
+}
+
+// Finds max |K| and max |V|_1 of each KV head, over the sequence's own keys. Infinities and NaNs do not count. One CTA per KV block; 16 lanes per key. Both
+// maxima are stored as the bits of f32, whose order as integers is that of the numbers.
+extern "C" __global__ void __launch_bounds__(256, 2) attention_backward_bounds(const __grid_constant__ Params p) {
     const int heads_kv = p.heads_q / p.group, block = blockIdx.x % p.blocks, unit = blockIdx.x / p.blocks, batch = unit / heads_kv, head = unit % heads_kv;
     const SeqInfo seq_info = seq_info_of(p, batch);
     const int first = 8 * (threadIdx.x & 15);
-    float largest_k = 0.0f, largest_v = 0.0f;
-    bool finite = true;
-    for (int n = threadIdx.x / 16; n < TILE_N; n += 16) {
-        const int key = block * TILE_N + n;
-        Magnitudes v = {0.0f, 0.0f, true};
-        if (key < seq_info.len_kv) {
-            const auto row_at = [&](const void* at, long batch_stride, long head_stride, long row_stride) {
-                const long of_batch = WITH_PACKED_KV ? seq_info.begin_kv * row_stride : batch * batch_stride;
-                return static_cast<const Element*>(at) + of_batch + head * head_stride + key * row_stride;
-            };
-            Magnitudes k = {0.0f, 0.0f, true};
-            add_magnitudes(k, row_at(p.k, p.k_batch, p.k_head, p.k_row), first, p.dim_qk);
-            add_magnitudes(v, row_at(p.v, p.v_batch, p.v_head, p.v_row), first, p.dim_v);
-            largest_k = fmaxf(largest_k, k.largest);
-            finite = finite && k.finite;
-        }
-        for (int apart = 8; apart > 0; apart /= 2) v.sum += __shfl_xor_sync(~0u, v.sum, apart);
-        largest_v = fmaxf(largest_v, v.sum);
+    constexpr int KEYS = TILE_N / 16;
+    const auto row_at = [&](const void* at, long batch_stride, long head_stride, long row_stride, int key) {
+        const long of_batch = WITH_PACKED_KV ? seq_info.begin_kv * row_stride : batch * batch_stride;
+        return static_cast<const Element*>(at) + of_batch + head * head_stride + key * row_stride;
+    };
+    // All loads are issued before the first use.
+    Elements k[KEYS], v[KEYS];
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) {
+        const int key = block * TILE_N + threadIdx.x / 16 + n * 16;
+        const bool any = key < seq_info.len_kv;
+        k[n] = load_elements(row_at(p.k, p.k_batch, p.k_head, p.k_row, key), first, any ? p.dim_qk : 0);
+        v[n] = load_elements(row_at(p.v, p.v_batch, p.v_head, p.v_row, key), first, any ? p.dim_v : 0);
     }
+    uint largest_bits = 0;
+    float largest_v = 0.0f;
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) {
+        add_largest<true>(largest_bits, k[n]);
+        float sum = 0.0f;
+        add_magnitudes(sum, v[n]);
+        for (int apart = 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        largest_v = fmaxf(largest_v, sum);
+    }
+    float largest_k = float(Element{(unsigned short)largest_bits});
     for (int apart = 16; apart > 0; apart /= 2) {
         largest_k = fmaxf(largest_k, __shfl_xor_sync(~0u, largest_k, apart));
         largest_v = fmaxf(largest_v, __shfl_xor_sync(~0u, largest_v, apart));
     }
-    const bool any = __any_sync(~0u, !finite);
     if ((threadIdx.x & 31) != 0) return;
     atomicMax(p.kv_bounds + 2 * unit, __float_as_int(largest_k));
     atomicMax(p.kv_bounds + 2 * unit + 1, __float_as_int(largest_v));
-    if (any) p.k_not_finite[blockIdx.x] = 1;
 }
 
 // Returns the scale of a query from its own bounds and those of its KV head.
@@ -90,27 +104,34 @@ inline float dq_scale_of_row(const Params& p, int batch, int head, float largest
     return dq_scale_of((d_p + fabsf(delta)) * largest_k * __int_as_float(SCORE_MOD_GAIN_BITS));
 }
 
-inline uint max_abs_nan(Half, uint x, uint y) { return max_abs_nan_f16x2(x, y); }
-inline uint max_abs_nan(BFloat, uint x, uint y) { return max_abs_nan_bf16x2(x, y); }
+// The sum of a number below 2^22 and this one has the number's nearest integer in its low bits: a unit in its last place is 1.
+constexpr float INTEGER_OFFSET = 12582912.0f;
+constexpr uint INTEGER_OFFSET_BITS = 0x4b400000u;
+constexpr float INTEGER_LIMIT = 4194304.0f;
 
-// Returns whether either 16-bit float of a pair is an infinity or NaN: all bits of the exponent are 1.
-inline bool has_infinity_or_nan(uint pair, uint exponent) {
-    return (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
-}
-inline bool has_infinity_or_nan(Half, uint pair) { return has_infinity_or_nan(pair, 0x7c00u); }
-inline bool has_infinity_or_nan(BFloat, uint pair) { return has_infinity_or_nan(pair, 0x7f80u); }
-
-// Marks the queries of a thread's scores whose dS is no finite number. Integers have no NaN, so the scale becomes NaN.
-inline void mark_not_finite(const Params& p, const FragmentOrigin& origin, const uint (&ds_packed)[SCORES / 2]) {
-    uint largest = 0;
+// Rounds a thread's elements of dQ to integers. `scales` has the scales of its first query and of the one eight queries later.
+inline void round_dq(uint (&parts)[DQ], const float (&sums)[DQ], const float2& scales) {
 #pragma unroll
-    for (int n = 0; n < SCORES / 2; n++) largest = max_abs_nan(Element{}, largest, ds_packed[n]);
-    if (__builtin_expect(!has_infinity_or_nan(Element{}, largest), 1)) return;
-    float* const scales = p.dq_scale + q_tile_index(p, seq_info_of(p, origin.batch), origin.batch, origin.head, origin.q / TILE_M) * TILE_M;
-    for (int n = 0; n < SCORES / 2; n++) {
-        const int q = fragment_column(origin.q, 2 * n) % TILE_M;
-        if (has_infinity_or_nan(Element{}, ds_packed[n] & 0xffffu)) scales[q] = NOT_A_NUMBER;
-        if (has_infinity_or_nan(Element{}, ds_packed[n] >> 16)) scales[q + 1] = NOT_A_NUMBER;
+    for (int n = 0; n < DQ; n++) parts[n] = __float_as_uint(__fmaf_rn(sums[n], fragment_half(n) ? scales.y : scales.x, INTEGER_OFFSET));
+}
+
+// Returns whether `round_dq` rounds these elements right. The sum of magnitudes takes one addition for each of them, and is NaN if one is.
+inline bool rounds_right(const float (&sums)[DQ], const float2& scales) {
+    float magnitudes[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < DQ; n++) magnitudes[n % 8] += fabsf(sums[n]);
+    const float first = (magnitudes[0] + magnitudes[1]) + (magnitudes[4] + magnitudes[5]), second = (magnitudes[2] + magnitudes[3]) + (magnitudes[6] + magnitudes[7]);
+    return first * scales.x < INTEGER_LIMIT && second * scales.y < INTEGER_LIMIT;
+}
+
+// Rounds elements of any size. Conversions have an eighth of the throughput of FMAs. Integers have no infinity or NaN, so a query with such an element has the
+// scale NaN from then on; `stored` points to the scale of the first query.
+inline void round_any_dq(uint (&parts)[DQ], const float (&sums)[DQ], const float2& scales, float* stored) {
+    bool marked = false;
+#pragma unroll
+    for (int n = 0; n < DQ; n++) {
+        parts[n] = uint(__float2int_rn(sums[n] * (fragment_half(n) ? scales.y : scales.x))) + INTEGER_OFFSET_BITS;
+        if (!(fabsf(sums[n]) < INFINITE)) stored[fragment_row(n)] = NOT_A_NUMBER, marked = true;
     }
-    __threadfence();
+    if (marked) __threadfence();
 }

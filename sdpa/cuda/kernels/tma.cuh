@@ -99,19 +99,6 @@ inline void cp_reduce_async_bulk_add(uint* to, uint from, uint bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// The larger magnitude of each pair of 16-bit floats, with some sign; NaN if either is NaN.
-inline uint max_abs_nan_f16x2(uint x, uint y) {
-    uint both;
-    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
-    return both;
-}
-
-inline uint max_abs_nan_bf16x2(uint x, uint y) {
-    uint both;
-    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
-    return both;
-}
-
 // Closes the bulk group of this thread's stores and reductions so far.
 inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -19,13 +19,6 @@ inline void tma_store(uint from, const TensorMap& map, int dim, int row, int hea
 inline void cp_async_bulk_store(void* to, uint from, uint bytes) { machine::row_out(to, from, bytes, machine::Adds::Nothing); }
 inline void cp_reduce_async_bulk_add(float* to, uint from, uint bytes) { machine::row_out(to, from, bytes, machine::Adds::Floats); }
 inline void cp_reduce_async_bulk_add(uint* to, uint from, uint bytes) { machine::row_out(to, from, bytes, machine::Adds::Integers); }
-inline uint max_abs_nan(uint x, uint y) {
-    uint both = 0;
-    for (int at = 0; at < 32; at += 16) both |= max(x >> at & 0x7fffu, y >> at & 0x7fffu) << at;
-    return both;
-}
-inline uint max_abs_nan_f16x2(uint x, uint y) { return max_abs_nan(x, y); }
-inline uint max_abs_nan_bf16x2(uint x, uint y) { return max_abs_nan(x, y); }
 inline void cp_async_bulk_commit_group() { machine::copy_out_ends(); }
 template <int left = 0>
 inline void cp_async_bulk_wait_group_read(HERE) { machine::copied_out(left, {"cp_async_bulk_wait_group_read", file, line}); }

@@ -36,9 +36,10 @@ struct Zeroed {
     large: Address,
     /// The dQ accumulator.
     dq_sums: Address,
-    /// The bounds of each KV head, and which KV blocks have keys that are not finite, for fixed-point sums of dQ.
+    /// The bounds of each KV head, for fixed-point sums of dQ.
     kv_bounds: Address,
-    k_not_finite: Address,
+    /// The number of parts that each query tile's fixed-point sums of dQ have.
+    dq_parts: Address,
 }
 
 /// Returns a description of the tile configuration.
@@ -100,7 +101,8 @@ pub(crate) fn schedule(
         large: builder.slot("whether a log-sum-exp is large", 4),
         dq_sums: builder.slot("dQ accumulator", sections.places * i64::from(tile.sums_of_queries())),
         kv_bounds: builder.slot("bounds of keys and values", 8 * kv_units),
-        k_not_finite: builder.slot("whether keys of a KV block are not finite", 4 * kv_blocks),
+        dq_parts: builder
+            .slot("parts of fixed-point sums of dQ", if tile.fixed_point { 4 * rows_of_all / i64::from(tile.queries) } else { 0 }),
     };
     builder.zero_slots(first);
     gradients.iter().filter(|gradient| !gradient.is_rounded()).for_each(|gradient| builder.zero(gradient.sum));
@@ -131,7 +133,7 @@ pub(crate) fn schedule(
         dq_accum: zeroed.dq_sums,
         dq_scale,
         kv_bounds: zeroed.kv_bounds,
-        k_not_finite: zeroed.k_not_finite,
+        dq_parts: zeroed.dq_parts,
         v: Address::Operand(Operand::V),
         dkv_accum: zeroed.dkv_sums,
         splits_done: zeroed.dkv_done,

@@ -217,8 +217,9 @@ params! {
         dq_scale: Address = "float* ",
         /// Address of the bounds of each KV head, the bits of two f32: max |K| and max |V|_1. They are 0 when the kernels begin.
         kv_bounds: Address = "int* ",
-        /// Address of an i32 for each KV block of each KV head: whether K has an infinity or NaN. They are 0 when the kernels begin.
-        k_not_finite: Address = "int* ",
+        /// Address of an i32 for each query tile of each head, in the order of `lse`: the number of parts in its fixed-point sums of dQ. They are 0 when
+        /// the kernels begin.
+        dq_parts: Address = "int* ",
         /// Address of the values.
         v: Address = "const void* ",
         /// Batch stride of `v`.
