@@ -14,26 +14,26 @@ use sdpa::{DType, Executor};
 pub(super) const NAME: &str = "cuda-fixed-splits-emulated";
 
 pub(super) fn executor() -> Option<CudaExecutor> {
-    let options = CudaOptions::default().with_family(Family::Wgmma).with_fixed_order(true);
+    let options = CudaOptions::default().with_family(Family::Wgmma);
     executor_with(Emulated::H200, options).map_err(|why| skip("cuda", &why)).ok()
 }
 
-/// The bits of a sequence's results alone and in other calls. Splits have 1,024 keys. The emulated device has five SMs, so that some calls divide the
+/// The bits of a sequence's results alone and in other calls. Splits have 2,048 keys. The emulated device has five SMs, so that some calls divide the
 /// splits of a tile among thread blocks, and others do not.
 #[test]
 fn results_of_a_sequence_do_not_depend_on_the_rest_of_the_call() {
     let Some(executor) = executor() else { return };
-    let causal = Features { lengths: &[[20, 20], [1, 1150], [30, 2300], [140, 1100]], gradients: false, ..CAUSAL };
+    let causal = Features { lengths: &[[20, 20], [1, 2150], [30, 4300], [140, 2100]], gradients: false, ..CAUSAL };
     let all = [
         causal,
         // So many heads that thread blocks merge the splits of few queries too.
-        Features { dtype: DType::F16, heads: [8, 8], dims: [128, 128], sink: true, masks: &["window:1500,0:ends"], ..causal },
+        Features { dtype: DType::F16, heads: [8, 8], dims: [128, 128], sink: true, masks: &["window:2600,0:ends"], ..causal },
         Features { heads: [2, 2], dims: [96, 64], masks: &["causal-ends", "(q + k) % 3 != 1"], from_the_end: false, ..causal },
         Features {
             heads: [5, 1],
             score_mods: &["softcap:5"],
             masks: &[],
-            lengths: &[[3, 2048], [90, 1025], [7, 3100]],
+            lengths: &[[3, 4096], [90, 2049], [7, 4300]],
             from_the_end: false,
             ..causal
         },

@@ -17,9 +17,9 @@ const FEATURES: Features = Features {
     heads: [2, 2],
     dims: [64, 64],
     score_mods: &[],
-    masks: &["window:1500,0:ends"],
+    masks: &["window:2600,0:ends"],
     sink: true,
-    lengths: &[[1, 2600], [70, 2200]],
+    lengths: &[[1, 4700], [70, 6300]],
     from_the_end: true,
     gradients: false,
     batch_invariant: true,
@@ -30,7 +30,7 @@ const FEATURES: Features = Features {
 const CASES: &str = r#"
 [[case]]
 name = "all splits of a tile"
-shape = { batch = 3, heads_q = 2, heads_kv = 2, seq_q = 300, seq_kv = 2200, dim_qk = 64, dim_v = 128 }
+shape = { batch = 3, heads_q = 2, heads_kv = 2, seq_q = 300, seq_kv = 4300, dim_qk = 64, dim_v = 128 }
 dtype = "bf16"
 attn_scale = 0.6
 stats = true
@@ -40,7 +40,7 @@ batch_invariant = true
 
 [[case]]
 name = "splits of a few queries"
-shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 3, seq_kv = 3300, dim_qk = 64, dim_v = 128 }
+shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 3, seq_kv = 6300, dim_qk = 64, dim_v = 128 }
 dtype = "f16"
 attn_scale = 0.6
 sink = true
@@ -51,7 +51,7 @@ batch_invariant = true
 
 [[case]]
 name = "splits whose maxima differ by much"
-shape = { batch = 3, heads_q = 2, heads_kv = 2, seq_q = 300, seq_kv = 2200, dim_qk = 64, dim_v = 64 }
+shape = { batch = 3, heads_q = 2, heads_kv = 2, seq_q = 300, seq_kv = 4300, dim_qk = 64, dim_v = 64 }
 dtype = "bf16"
 attn_scale = 40.0
 stats = true

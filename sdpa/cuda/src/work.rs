@@ -18,7 +18,7 @@ const PARTS_EACH: [i64; 2] = [4, 2];
 const LONG: i64 = 8192;
 
 /// Number of keys in a split of fixed size. It is a multiple of the block sizes of [`FIXED_SPLIT_DIM`].
-const FIXED_SPLIT_KEYS: u32 = 1024;
+const FIXED_SPLIT_KEYS: u32 = 2048;
 
 /// The largest head dim with splits of fixed size. All tiles for these dims have the same number of keys in a KV block, and shared memory for
 /// the results of splits.

@@ -52,11 +52,11 @@ pub fn fixed_split_problems(random: &mut Random) -> Vec<(&'static str, Attention
 
 /// Returns a problem with so many query tiles that thread blocks process all splits of each.
 fn many_keys(random: &mut Random) -> AttentionSpec {
-    let seq_kv = random.between(1025, 3300);
+    let seq_kv = random.between(2049, 4600);
     let [dim_qk, dim_v] = [(); 2].map(|()| 8 * random.between(1, 16));
     let group = random.between(1, 2);
     let shape = Shape { batch: 2, heads_q: 2 * group, heads_kv: 2, seq_q: random.between(130, 300), seq_kv, dim_qk, dim_v };
-    let mask = random.pick(&["causal-bottom-right", "window:1400,0:bottom-right", "padding"]);
+    let mask = random.pick(&["causal-bottom-right", "window:2600,0:bottom-right", "padding"]);
     AttentionSpec::dense(random.pick(&NARROW), shape, random.pick(&[Layout::Bhsd, Layout::Bshd]))
         .mask(mask.parse::<Mask>().unwrap())
         .with_stats()
