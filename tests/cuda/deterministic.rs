@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 const NAME: &str = "cuda-fixed-point-emulated";
 
 fn executor(family: Option<Family>) -> Option<CudaExecutor> {
-    let options = CudaOptions::default().with_family(family).with_fixed_order(true);
+    let options = CudaOptions::default().with_family(family);
     executor_with(Emulated::H200, options).map_err(|why| skip("cuda", &why)).ok()
 }
 

@@ -134,9 +134,12 @@ fn an_unsupported_problem_falls_through_and_both_reasons_are_reported() {
     );
     let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::new()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
-    // Kernels with `mma.sync`, which alone of ours take one order, are not asked before cuDNN.
+    // An exception: these sequences are short, and have few KV blocks.
     let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
     assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CUDNN, 0));
+    let many = AttentionSpec::dense(DType::BF16, Shape { batch: 40, ..SHAPE }, Layout::Bhsd).mask("causal".parse().unwrap());
+    let choice = all.prepare_device_backward(&many.backward().deterministic().validate().unwrap(), Preference::Auto).unwrap();
+    assert_eq!((choice.executor, choice.unsupported.len()), (ExecutorName::CUDA, 0));
     let shape = Shape { dim_qk: 264, dim_v: 264, ..SHAPE };
     let neither = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
     let asked = [forward(&all, &neither, Preference::Auto), backward(&all, &neither, Preference::Auto)];

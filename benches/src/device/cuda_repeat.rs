@@ -98,7 +98,7 @@ fn most_off(first: &Results, again: &Results) -> f32 {
 pub(crate) fn run(times: u64) -> Result<()> {
     let mut failed = 0;
     for (what, job, family, one_order) in passes()? {
-        let executor = crate::cuda::executor_of(CudaOptions::default().with_family(family).with_fixed_order(true))?;
+        let executor = crate::cuda::executor_of(CudaOptions::default().with_family(family))?;
         let (plan, stream) = (made(&executor, &job)?, executor.device().stream()?);
         let mut memory = Memory::new(&stream, &job, plan.workspace_bytes())?;
         let start = Instant::now();

@@ -49,7 +49,7 @@ const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
-          | prove cpu|cuda|cuda-mma|cuda-fixed-order|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE]]] (with a profile such as h200: plans only, without a GPU) | msl [long | few | all | 3/40]
+          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE]]] (with a profile such as h200: plans only, without a GPU) | msl [long | few | all | 3/40]
   fast:   fixed backward|forward [ROWS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ

@@ -16,21 +16,20 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// An executor that may be proven.
-const EXECUTORS: [&str; 6] = ["cpu", "cuda", "cuda-mma", "cuda-fixed-order", "cudnn", "auto"];
+const EXECUTORS: [&str; 5] = ["cpu", "cuda", "cuda-mma", "cudnn", "auto"];
 
 /// The executor, and what it runs on.
 fn executor(name: &str) -> Result<(Box<dyn Executor>, String)> {
-    let kernels = |family, fixed_order| {
-        let cuda = CudaExecutor::new(CudaOptions::default().with_family(family).with_fixed_order(fixed_order))?;
+    let kernels = |family| {
+        let cuda = CudaExecutor::new(CudaOptions::default().with_family(family))?;
         let [major, minor] = cuda.nvrtc().version();
         let on = format!("{}, sm {}, NVRTC {major}.{minor}", cuda.device().name(), cuda.device().sm());
         Ok::<(Box<dyn Executor>, String), Box<dyn std::error::Error>>((Box::new(cuda), on))
     };
     match name {
         "cpu" => Ok((Box::new(CpuExecutor::default()), "the processor".to_owned())),
-        "cuda" => kernels(None, false),
-        "cuda-mma" => kernels(Some(Family::Mma), false),
-        "cuda-fixed-order" => kernels(None, true),
+        "cuda" => kernels(None),
+        "cuda-mma" => kernels(Some(Family::Mma)),
         "cudnn" => {
             let cudnn = CudnnExecutor::new(CudnnOptions::default())?;
             let on = format!("{}, sm {}, cuDNN {}", cudnn.device().name(), cudnn.device().sm(), cudnn.library().version());

@@ -4,12 +4,12 @@ use crate::index_range::captured;
 use crate::params::FAR;
 use crate::problem::Forward;
 use crate::tile_config::{BackwardTile, MOST_DIM};
-use crate::unsupported::{Check, checked, copies, unsupported};
+use crate::unsupported::{Check, STRIDES, checked, copies, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, SINK, Side, packed};
+use sdpa_core::{DType, Operand, SINK, Side, packed};
 use sdpa_nvidia::JobQuery;
 use std::sync::Arc;
 
@@ -74,7 +74,7 @@ impl Backward {
         if problem.forward().packed().is_some() && !copies(&d_o) {
             check.that(
                 false,
-                "d_o strides",
+                &format!("{}{STRIDES}", Operand::DO),
                 format!("{:?}", d_o.strides),
                 "a dense last axis, 16-byte alignment, and other strides that are nonzero multiples of 16 bytes, for TMA",
             );

@@ -38,17 +38,26 @@ impl fmt::Display for Exception {
 /// Returns the exception because of which cuDNN is tried before the kernels of `family` for a forward problem. Returns `None` if no
 /// exception covers the problem, or if its element type is neither f16 nor bf16.
 pub fn cudnn_first(family: Family, problem: &Problem) -> Option<&'static Exception> {
-    found(family, Passes::Forward, problem)
+    found(exceptions(family), Passes::Forward, problem)
 }
 
 /// Returns the exception because of which cuDNN is tried before the kernels of `family` for a backward problem; see [`cudnn_first`].
 pub fn cudnn_first_backward(family: Family, problem: &BackwardProblem) -> Option<&'static Exception> {
-    found(family, Passes::Backward, problem.forward())
+    let ordered = if problem.deterministic() { deterministic_exceptions(family) } else { &[] };
+    found(exceptions(family), Passes::Backward, problem.forward()).or_else(|| found(ordered, Passes::Backward, problem.forward()))
 }
 
-fn found(family: Family, passes: Passes, problem: &Problem) -> Option<&'static Exception> {
+fn found(exceptions: &'static [Exception], passes: Passes, problem: &Problem) -> Option<&'static Exception> {
     let both = [DType::F16, DType::BF16].contains(&problem.dtype());
-    exceptions(family).iter().find(|row| both && row.passes == passes && (row.holds)(problem))
+    exceptions.iter().find(|row| both && row.passes == passes && (row.holds)(problem))
+}
+
+/// Returns the exceptions of a family for deterministic passes, beside those of any backward pass.
+fn deterministic_exceptions(family: Family) -> &'static [Exception] {
+    match family {
+        Family::Wgmma => &DETERMINISTIC_EXCEPTIONS,
+        Family::Mma => &[],
+    }
 }
 
 /// Returns the exceptions of a family. There is deliberately no wildcard arm: the exceptions of one family say nothing about another's kernels.
@@ -125,6 +134,24 @@ pub const EXCEPTIONS: [Exception; 8] = [
             let share_keys = p.seq_q() <= 32 && p.group() > 1;
             few && !share_keys && sines(p) <= MOST_SINES && tiles(p) >= HALF && (tiles(p) < ALL || !has_no_mask(p))
         },
+    },
+];
+
+/// The classes of deterministic backward passes for which cuDNN is tried before the WGMMA kernels, with the speeds measured on an H200.
+const DETERMINISTIC_EXCEPTIONS: [Exception; 2] = [
+    Exception {
+        what: "a deterministic pass with fewer KV blocks of 128 keys over KV heads and batch than SMs",
+        cause: "one thread block computes all query heads of a KV block, so that dK and dV have one order; the other SMs are idle",
+        speed: 0.69,
+        passes: Passes::Backward,
+        holds: |p| p.batch() * p.heads_kv() * ((p.seq_kv() + 127) / 128) < ALL,
+    },
+    Exception {
+        what: "a deterministic pass over packed sequences of at most 512 tokens",
+        cause: "a KV block has few queries, and the bounds of fixed-point sums need another kernel",
+        speed: 0.87,
+        passes: Passes::Backward,
+        holds: |p| p.packed().is_some() && p.seq_q() <= 512 && p.seq_kv() <= 512,
     },
 ];
 

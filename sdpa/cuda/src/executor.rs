@@ -47,9 +47,6 @@ pub struct CudaOptions {
     /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first. It is for tests
     /// and timing.
     pub family: Option<Family>,
-    /// Whether the WGMMA kernels take deterministic backward passes, whose dQ they sum in fixed point, and batch-invariant passes, whose keys they
-    /// split in parts of a fixed size. By default the `mma.sync` kernels take them.
-    pub fixed_order: bool,
     /// Limits of the plan cache.
     pub plans: Limits,
     /// Limits of the kernel cache in memory. Problems that differ only in lengths share kernels.
@@ -95,14 +92,6 @@ impl CudaOptions {
         self
     }
 
-    /// Gives deterministic backward passes and batch-invariant passes to the WGMMA kernels, which are several times as fast on Hopper as those that
-    /// take them by default. Operands whose strides or pages TMA cannot read remain with the `mma.sync` kernels, which have other bits.
-    #[must_use]
-    pub fn with_fixed_order(mut self, fixed_order: bool) -> Self {
-        self.fixed_order = fixed_order;
-        self
-    }
-
     /// Sets the limits of the plan cache.
     #[must_use]
     pub fn with_plans(mut self, plans: Limits) -> Self {
@@ -129,17 +118,7 @@ impl Default for CudaOptions {
     fn default() -> CudaOptions {
         let kernels = Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN));
         let plans = Limits::default();
-        CudaOptions {
-            driver: None,
-            nvrtc: None,
-            ordinal: 0,
-            tile: None,
-            family: None,
-            fixed_order: false,
-            plans,
-            kernels,
-            kernel_cache: None,
-        }
+        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, family: None, plans, kernels, kernel_cache: None }
     }
 }
 
@@ -168,7 +147,7 @@ impl CudaExecutor {
         Ok(CudaExecutor {
             device,
             nvrtc,
-            target: Target { tile: options.tile, family: options.family, fixed_order: options.fixed_order, ..Target::of(device) },
+            target: Target { tile: options.tile, family: options.family, ..Target::of(device) },
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             files: Files::default(),

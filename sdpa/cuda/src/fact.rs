@@ -2,7 +2,7 @@
 
 use crate::params::FAR;
 use crate::tile_config::MOST_DIM;
-use crate::unsupported::Check;
+use crate::unsupported::{Check, PAGE_SIZE};
 use crate::work::FIXED_SPLIT_DIM;
 use sdpa_core::{DType, Direction, Fact, Operand, Side, TensorSpec, packed};
 use sdpa_nvidia::JobQuery;
@@ -73,7 +73,7 @@ pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'
         Fact::PageSize(None) => {}
         Fact::PageSize(Some(page_size)) => {
             let limit = format!("a multiple of {LEAST_PIECE}, the rows that TMA swizzles together");
-            check.that(page_size % LEAST_PIECE == 0, "paged.page_size", page_size, limit);
+            check.that(page_size % LEAST_PIECE == 0, PAGE_SIZE, page_size, limit);
         }
         // The kernels support all of these. `Forward` in `problem` and `Backward` in `backward` represent them.
         Fact::Sink(_)

@@ -8,7 +8,7 @@ use crate::mma::{self, TileConfig};
 use crate::problem::Forward;
 use crate::schedule::{Gpu, Schedule, ScheduleReport};
 use crate::tile_config::Tile;
-use crate::unsupported::unsupported;
+use crate::unsupported::{is_of_layout, unsupported};
 use crate::wgmma;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::empty;
@@ -28,15 +28,12 @@ pub struct Target {
     pub tile: Option<Tile>,
     /// The only family of kernels to try. With `None`, all families that the device runs are tried, the fastest first.
     pub family: Option<Family>,
-    /// Whether the WGMMA kernels take deterministic backward passes, whose dQ they sum in fixed point, and batch-invariant passes, whose keys they
-    /// split in parts of a fixed size. False by default.
-    pub fixed_order: bool,
 }
 
 impl Target {
     /// Creates the description of a device with compute capability `sm` (90 for 9.0) and this number of SMs.
     pub fn new(sm: u32, multiprocessors: u32) -> Target {
-        Target { sm, multiprocessors, tile: None, family: None, fixed_order: false }
+        Target { sm, multiprocessors, tile: None, family: None }
     }
 
     /// Creates the description of a device in this machine.
@@ -123,48 +120,39 @@ impl Target {
 
     pub(crate) fn supported_forward(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
         not_empty(problem)?;
-        self.first_supporting(|family| match family {
-            Family::Wgmma => Forward::of(problem).and_then(|forward| self.invariant(forward)),
+        self.first_supporting(problem.batch_invariant(), |family| match family {
+            Family::Wgmma => Forward::of(problem),
             Family::Mma => mma::forward(problem),
         })
     }
 
     pub(crate) fn supported_backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
         not_empty(problem.forward())?;
-        self.first_supporting(|family| match family {
-            Family::Wgmma => Backward::of(problem).and_then(|backward| self.ordered(problem, backward)),
+        self.first_supporting(problem.forward().batch_invariant(), |family| match family {
+            Family::Wgmma => Backward::of(problem),
             Family::Mma => mma::backward(problem),
         })
     }
 
-    /// Refuses a batch-invariant forward pass of the WGMMA kernels unless the option `fixed_order` gives it to them.
-    fn invariant(&self, forward: Forward) -> Result<Forward, Unsupported> {
-        if !forward.batch_invariant || self.fixed_order {
-            return Ok(forward);
-        }
-        let limit = "false: the option fixed_order selects splits of fixed size".to_owned();
-        Err(unsupported(vec![Reason::Limit { field: "batch_invariant".to_owned(), value: "true".to_owned(), limit }]))
-    }
-
-    /// Refuses a deterministic pass of the WGMMA kernels unless the option `fixed_order` gives it to them.
-    fn ordered(&self, problem: &BackwardProblem, backward: Backward) -> Result<Backward, Unsupported> {
-        if !backward.deterministic || self.fixed_order {
-            return Ok(backward);
-        }
-        let field = if problem.deterministic() { "deterministic" } else { "batch_invariant" };
-        let limit = "false: the kernels sum dq in no fixed order without the option fixed_order".to_owned();
-        Err(unsupported(vec![Reason::Limit { field: field.to_owned(), value: "true".to_owned(), limit }]))
-    }
-
     /// Returns the first family that supports a problem on this device, with its view of the problem; otherwise the reasons of the family that has
-    /// the fewest.
-    fn first_supporting<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
+    /// the fewest. The families round differently. So the strides, addresses and pages of a batch-invariant call must not select its family: if nothing
+    /// else keeps it from the first family, no other one takes it.
+    fn first_supporting<T>(
+        &self,
+        batch_invariant: bool,
+        ask: impl Fn(Family) -> Result<T, Unsupported>,
+    ) -> Result<(Family, T), Unsupported> {
         let asked = Family::ALL.into_iter().filter(|family| self.family.is_none_or(|only| only == *family));
         let (able, unable): (Vec<_>, Vec<_>) = asked.partition(|family| family.runs_on(self.sm));
         let mut refused: Option<Unsupported> = None;
         for family in able {
             match ask(family) {
                 Ok(supported) => return Ok((family, supported)),
+                Err(mut why) if batch_invariant && why.reasons.iter().all(is_of_layout) => {
+                    let limit = "false for these operands: the kernels that support them have other bits".to_owned();
+                    why.reasons.push(Reason::Limit { field: "batch_invariant".to_owned(), value: "true".to_owned(), limit });
+                    return Err(why);
+                }
                 Err(why) if refused.as_ref().is_none_or(|before| why.reasons.len() < before.reasons.len()) => refused = Some(why),
                 Err(_) => {}
             }
@@ -184,4 +172,67 @@ impl Target {
 
 fn not_empty(problem: &Problem) -> Result<(), Unsupported> {
     empty::unsupported(problem).map_or(Ok(()), |reason| Err(unsupported(vec![reason])))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, DType, Layout, Paged, Shape};
+
+    const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 200, seq_kv: 200, dim_qk: 128, dim_v: 128 };
+
+    fn dense(dtype: DType, dim: i64) -> AttentionSpec {
+        AttentionSpec::dense(dtype, Shape { dim_qk: dim, dim_v: dim, ..SHAPE }, Layout::Bhsd).with_stats()
+    }
+
+    /// The same with rows of K that TMA cannot read.
+    fn apart(mut spec: AttentionSpec) -> AttentionSpec {
+        spec.k.strides[2] += 4;
+        spec.k.strides[1] *= 2;
+        spec.k.strides[0] *= 2;
+        spec
+    }
+
+    fn family(spec: &AttentionSpec) -> Result<Family, String> {
+        Target::new(90, 132).supported_forward(&spec.validate().unwrap()).map(|(family, _)| family).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn the_layout_of_a_batch_invariant_call_does_not_select_its_family() {
+        let narrow = dense(DType::BF16, 128);
+        assert_eq!([family(&narrow), family(&narrow.clone().batch_invariant())], [Ok(Family::Wgmma), Ok(Family::Wgmma)]);
+        assert_eq!(family(&apart(narrow.clone())), Ok(Family::Mma));
+        let mut unaligned = narrow.clone();
+        unaligned.v.alignment = 4;
+        let pages = AttentionSpec::paged(DType::F16, SHAPE, Paged::new(4, 120));
+        assert_eq!(family(&pages), Ok(Family::Mma));
+        for spec in [apart(narrow), unaligned, pages] {
+            let why = family(&spec.batch_invariant()).unwrap_err();
+            assert!(why.contains("have other bits") && why.contains("16 bytes") | why.contains("page_size"), "{why}");
+        }
+        // The other family takes these in every call.
+        for spec in [dense(DType::F32, 128), dense(DType::BF16, 192)] {
+            assert_eq!(
+                [family(&spec.clone().batch_invariant()), family(&apart(spec).batch_invariant())],
+                [Ok(Family::Mma), Ok(Family::Mma)]
+            );
+        }
+    }
+
+    #[test]
+    fn a_deterministic_pass_takes_the_family_that_supports_it() {
+        let of = |spec: AttentionSpec| {
+            let problem = spec.backward().deterministic().validate().unwrap();
+            Target::new(90, 132).supported_backward(&problem).map(|(family, _)| family).map_err(|e| e.to_string())
+        };
+        let square = dense(DType::BF16, 128).score_mod("score * score".parse().unwrap());
+        let answers = [dense(DType::BF16, 128), apart(dense(DType::BF16, 128)), dense(DType::F16, 256), square].map(of);
+        assert_eq!(answers, [Ok(Family::Wgmma), Ok(Family::Mma), Ok(Family::Mma), Ok(Family::Mma)]);
+        let invariant = |spec: AttentionSpec| {
+            let problem = spec.batch_invariant().backward().validate().unwrap();
+            Target::new(90, 132).supported_backward(&problem).map(|(family, _)| family).map_err(|e| e.to_string())
+        };
+        assert_eq!(invariant(dense(DType::BF16, 128)), Ok(Family::Wgmma));
+        assert!(invariant(apart(dense(DType::BF16, 128))).unwrap_err().contains("have other bits"));
+    }
 }

@@ -27,6 +27,20 @@ pub(crate) fn copies(tensor: &TensorSpec) -> bool {
     dense && tensor.alignment.is_multiple_of(16) && (0..3).all(|axis| steps(tensor, axis, 2))
 }
 
+/// Field of the rule for page sizes.
+pub(crate) const PAGE_SIZE: &str = "paged.page_size";
+
+/// Returns whether a reason is one of [`Check::strides`], [`Check::alignment`] or the rule for page sizes: it says where the elements are in memory, but not
+/// what they are.
+pub(crate) fn is_of_layout(reason: &Reason) -> bool {
+    let Reason::Limit { field, .. } = reason else { return false };
+    field == PAGE_SIZE || field.ends_with(ALIGNMENT) || field.contains(STRIDES)
+}
+
+/// Parts of the names of fields.
+const ALIGNMENT: &str = " alignment";
+pub(crate) const STRIDES: &str = " strides";
+
 impl Check {
     pub(crate) fn that(&mut self, holds: bool, field: &str, value: impl Display, limit: impl Into<String>) {
         if !holds {
@@ -37,14 +51,14 @@ impl Check {
     /// Checks that the base address is a multiple of 16 bytes, which TMA requires.
     pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
         let limit = "a multiple of 16 bytes, for TMA";
-        self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
+        self.that(tensor.alignment.is_multiple_of(16), &format!("{operand}{ALIGNMENT}"), tensor.alignment, limit);
     }
 
     /// Checks that rows are multiples of 16 bytes and that no axis has stride 0, which TMA requires.
     pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
         for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
             let limit = "a nonzero multiple of 16 bytes, for TMA";
-            self.that(steps(tensor, axis, bytes), &format!("{operand} strides ({name})"), tensor.strides[axis], limit);
+            self.that(steps(tensor, axis, bytes), &format!("{operand}{STRIDES} ({name})"), tensor.strides[axis], limit);
         }
     }
 
