@@ -5,6 +5,7 @@ use crate::ffi::Library;
 use crate::ffi::codes::{Attribute, AttributeType, BehaviorNote, HeurMode, Kind, KnobType, NumericalNote, Status};
 use crate::ffi::descriptor::Descriptor;
 use crate::ffi::log::{listen, reasons};
+use crate::known_faults::KnownFault;
 use serde::Serialize;
 use std::fmt;
 
@@ -50,6 +51,8 @@ pub struct Policy {
     pub avoid: Vec<String>,
     /// Tags of engine configurations to try before all others, most preferred first. They have the notation of [`Policy::avoid`].
     pub prefer: Vec<String>,
+    /// If true, engines with [known faults](crate::known_faults) are used too.
+    pub known_faults: bool,
 }
 
 /// One engine with its knobs, offered by cuDNN.
@@ -151,6 +154,14 @@ impl Policy {
         self
     }
 
+    /// Sets whether engines with [known faults](crate::known_faults) are used too. Their results may be wrong, and they may access memory outside of
+    /// their operands: this is for tests of engines.
+    #[must_use]
+    pub fn with_known_faults(mut self, known_faults: bool) -> Policy {
+        self.known_faults = known_faults;
+        self
+    }
+
     /// Returns the position of an offer in the order of trying: cuDNN's own, except for preferred offers.
     fn rank(&self, candidate: &Candidate) -> usize {
         self.prefer.iter().position(|tag| candidate.matches(tag)).unwrap_or(self.prefer.len())
@@ -162,7 +173,12 @@ impl Policy {
         Some(Outcome::PassedOver(format!("its workspace of {bytes} bytes is over the limit of {limit}")))
     }
 
-    fn verdict(&self, candidate: &Candidate) -> Outcome {
+    fn verdict(&self, candidate: &Candidate, faults: &[&KnownFault]) -> Outcome {
+        if !self.known_faults
+            && let Some(fault) = faults.iter().find(|fault| fault.is_of(candidate.engine))
+        {
+            return Outcome::PassedOver(fault.reason());
+        }
         if let Some(over) = candidate.workspace.and_then(|bytes| self.over_workspace(bytes)) {
             return over;
         }
@@ -228,7 +244,8 @@ pub(crate) struct Offers {
     pub(crate) failed: Option<Error>,
 }
 
-/// Queries cuDNN's heuristics one after another for engine configurations. A configuration that two heuristics offer is kept once.
+/// Queries cuDNN's heuristics one after another for engine configurations. A configuration that two heuristics offer is kept once. `faults` are those
+/// of the graph.
 ///
 /// # Errors
 /// Fails if memory runs out, and for other failures that every heuristic would repeat.
@@ -237,6 +254,7 @@ pub(crate) fn offers(
     graph: &Descriptor,
     profile: Option<&Descriptor>,
     policy: &Policy,
+    faults: &[&KnownFault],
 ) -> Result<Offers, Error> {
     let mut found: Vec<(Candidate, Descriptor)> = Vec::new();
     let (mut lists_refused, mut failed) = (Vec::new(), None);
@@ -264,7 +282,7 @@ pub(crate) fn offers(
                             if found.iter().any(|(c, _)| c.engine == candidate.engine && c.knobs == candidate.knobs) {
                                 continue;
                             }
-                            candidate.outcome = policy.verdict(&candidate);
+                            candidate.outcome = policy.verdict(&candidate, faults);
                             found.push((candidate, config));
                         }
                         Err(e) => refused(source, e)?,
@@ -361,7 +379,7 @@ mod tests {
 
     #[test]
     fn a_policy_passes_over_what_it_names() {
-        let passes = |policy: Policy| policy.verdict(&candidate()) == Outcome::NotTried;
+        let passes = |policy: Policy| policy.verdict(&candidate(), &[]) == Outcome::NotTried;
         assert!(passes(Policy::default()));
         assert!(passes(Policy { max_workspace: Some(1000), ..Policy::default() }));
         assert!(!passes(Policy { max_workspace: Some(999), ..Policy::default() }));
@@ -369,6 +387,16 @@ mod tests {
         assert!(!passes(Policy { avoid: vec!["eng2".to_owned()], ..Policy::default() }));
         assert!(!passes(Policy { avoid: vec!["eng2_k24=7".to_owned()], ..Policy::default() }));
         assert!(passes(Policy { avoid: vec!["eng2_k24=70".to_owned(), "eng".to_owned(), "eng22".to_owned()], ..Policy::default() }));
+    }
+
+    #[test]
+    fn an_engine_with_a_known_fault_is_passed_over() {
+        let of = |engine| KnownFault { engine, ..KnownFault::ALL[0] };
+        let taken = |policy: &Policy, fault: &KnownFault| policy.verdict(&candidate(), &[fault]) == Outcome::NotTried;
+        for (engine, faulty) in [(Some(2), true), (Some(3), false), (None, true)] {
+            assert_eq!(taken(&Policy::default(), &of(engine)), !faulty, "{engine:?}");
+            assert!(taken(&Policy::default().with_known_faults(true), &of(engine)), "{engine:?}");
+        }
     }
 
     #[test]

@@ -35,6 +35,7 @@
 //! - [`mod@encode`]: descriptors as plain data for a runtime version, without anything newer.
 //! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the chosen one, and each refusal in cuDNN's own words. Plans are made for the device
 //!   of a [`Handle`] or, without a GPU, for a [`DeviceProfile`].
+//! - [`known_faults`]: engines that compute wrong results without an error; a planner passes them over.
 //! - [`Plans`]: a bounded cache in memory and in files, which plans each graph once and explains its misses.
 //! - [`Program`]: written by a caller or read from JSON, it can be planned too ([`Planner::for_program`]), for attributes that are newer than this crate.
 //! - [`Bindings`]: tensors by id; missing, too short or misaligned memory is an error before anything runs.
@@ -48,6 +49,7 @@ pub mod engine;
 pub mod error;
 pub mod ffi;
 pub mod ir;
+pub mod known_faults;
 pub mod plan;
 pub mod plans;
 pub mod profile;
@@ -65,6 +67,7 @@ pub use ffi::submission::Submission;
 pub use ffi::{Handle, Library, Search};
 pub use ir::ty::DType;
 pub use ir::{Graph, Verified};
+pub use known_faults::KnownFault;
 pub use plan::{Plan, Planner};
 pub use plans::{AttachError, Plans};
 pub use profile::{DeviceProfile, Target};

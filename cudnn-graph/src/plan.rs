@@ -10,6 +10,7 @@ use crate::ffi::pack::Pack;
 use crate::ffi::submission::Submission;
 use crate::ffi::{Handle, Library};
 use crate::ir::{Scalar, Verified};
+use crate::known_faults::KnownFault;
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
 use parking_lot::{Mutex, MutexGuard};
@@ -42,31 +43,40 @@ impl Planner {
     ///
     /// # Errors
     /// Returns [`Error::TooNew`] if the runtime is too old for the graph, a cuDNN error if cuDNN rejects the graph, and
-    /// [`Error::NoEngine`], with every reason, if cuDNN offers no engine that the policy accepts.
+    /// [`Error::NoEngine`], with every reason, if cuDNN offers no engine that the policy accepts. Engines with [known faults](crate::known_faults) are
+    /// not accepted, unless the policy allows them.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
-        target.within(|| Planner::asked(library, encode(&graph, library.version())?, Ports::of(&graph), target, policy))
+        let faults = KnownFault::of(&graph, library.version());
+        target.within(|| Planner::asked(library, encode(&graph, library.version())?, Ports::of(&graph), target, policy, &faults))
     }
 
     /// Queries cuDNN for engines for a program that the caller wrote or read, such as one with attributes that are newer than this crate. A
     /// program has no rules other than those of [`Program::check`], no meaning in the interpreter, and no values of scalars: each execution
-    /// must bind them. Plans of it need [`launch_addressed`](crate::launch_addressed) or [`Plan::execute`].
+    /// must bind them. Engines with [known faults](crate::known_faults) are not passed over. Plans of it need [`launch_addressed`](crate::launch_addressed) or [`Plan::execute`].
     ///
     /// # Errors
     /// Returns [`Error::Program`] for an invalid program, and fails as [`Planner::new`] does otherwise.
     pub fn for_program(library: &'static Library, program: Program, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
         program.check()?;
         let ports = Ports::of_program(&program)?;
-        target.within(|| Planner::asked(library, program, ports, target, policy))
+        target.within(|| Planner::asked(library, program, ports, target, policy, &[]))
     }
 
-    fn asked(library: &'static Library, program: Program, ports: Ports, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
+    fn asked(
+        library: &'static Library,
+        program: Program,
+        ports: Ports,
+        target: &Target<'_>,
+        policy: &Policy,
+        faults: &[&KnownFault],
+    ) -> Result<Planner, Error> {
         let descriptors = replay(library, &program, target.handle())?;
         let profile = match target {
             Target::Handle(_) => None,
             Target::Profile(profile) => Some(Arc::new(profile.descriptor(library)?)),
         };
         let operation_graph = descriptors.last().ok_or_else(|| Error::PlanJson("the program is empty".to_owned()))?;
-        let Offers { report, configs, failed } = offers(library, operation_graph, profile.as_deref(), policy)?;
+        let Offers { report, configs, failed } = offers(library, operation_graph, profile.as_deref(), policy, faults)?;
         if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
             return Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))));
         }

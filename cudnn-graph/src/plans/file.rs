@@ -6,6 +6,7 @@ use crate::engine::Policy;
 use crate::error::Error;
 use crate::ffi::Library;
 use crate::ir::Verified;
+use crate::known_faults::KnownFault;
 use crate::plan::Plan;
 use crate::profile::{DeviceProfile, Target};
 use parking_lot::RwLock;
@@ -48,12 +49,15 @@ fn header(library: &'static Library, target: &Target<'_>) -> Result<Header, Erro
 }
 
 /// Returns the key of a plan in files, which is equal on all devices that can use the same kernels. It covers everything that decides the build: the
-/// descriptors, the graph, the policy and the version of cuDNN. `None` if the graph needs a newer cuDNN, so that it has no plan.
+/// descriptors, the graph, the policy, the known faults of engines and the version of cuDNN. `None` if the graph needs a newer cuDNN, so that it has no plan.
 pub(super) fn digest(library: &'static Library, graph: &Verified, policy: &Policy, tuned: bool) -> Option<Digest> {
     let program = serde_json::to_vec(&encode(graph, library.version()).ok()?).ok()?;
     let policy = serde_json::to_vec(policy).ok()?;
-    let parts = Digest::parts().part(library.version().to_string().as_bytes()).part(&program);
-    Some(parts.part(graph.to_string().as_bytes()).part(&policy).part(&[u8::from(tuned)]).finish())
+    // A release that knows more faults of the graph plans it again.
+    let faults: Vec<String> =
+        KnownFault::of(graph, library.version()).iter().map(|fault| format!("{:?} {}", fault.engine, fault.condition)).collect();
+    let parts = Digest::parts().part(library.version().to_string().as_bytes()).part(&program).part(graph.to_string().as_bytes());
+    Some(parts.part(&policy).part(faults.join("\n").as_bytes()).part(&[u8::from(tuned)]).finish())
 }
 
 impl Files {
