@@ -1,5 +1,5 @@
 //! Random problems of the operations of `cudnn-graph` other than attention: each is planned and executed by cuDNN, and compared with the interpreter in f64.
-//! A refusal is counted with cuDNN's reason; any other error, and any wrong or unwritten element, is a failure.
+//! A refusal is counted with cuDNN's reason, and so is a kernel that cuDNN fails to compile; any other error, and any wrong or unwritten element, is a failure.
 #![allow(unsafe_code)]
 
 #[path = "../../../cudnn-graph/tests/operations/compare.rs"]
@@ -10,6 +10,7 @@ mod draw;
 mod values;
 
 use crate::setup::Result;
+use cudnn_graph::ffi::codes::Status;
 use cudnn_graph::{
     Buffer, DType, Device, DeviceProfile, Driver, Error, Library, OwnedBindings, Plan, Planner, Policy, Search, Stream, Target, Verified,
     launch_addressed,
@@ -58,7 +59,7 @@ enum Place<'a> {
 }
 
 /// Runs the problems with seeds from `first` on. With the name of a profile, such as `h200`, problems are only planned for it, without a GPU.
-pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>) -> Result<()> {
+pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>, policy: &Policy) -> Result<()> {
     let library = Library::load(&Search::default())?;
     let profile = profile.map(DeviceProfile::named).transpose()?;
     let place = match &profile {
@@ -69,7 +70,8 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>) -> Result<()
         Place::Device(device) => device.name().to_owned(),
         Place::Profile(profile) => format!("plans only, for {}", profile.name()),
     };
-    println!("{on}, cuDNN {} from {}", library.version(), library.path().display());
+    let faulty = if policy.known_faults { ", with engines that have known faults" } else { "" };
+    println!("{on}, cuDNN {} from {}{faulty}", library.version(), library.path().display());
     if problems < draw::round() {
         println!("{problems} problems have not every operation; {} do", draw::round());
     }
@@ -87,7 +89,7 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>) -> Result<()
                     return Ok(());
                 }
                 let problem = draw::problem(seed);
-                let outcome = outcome(library, place, stream.as_ref(), &problem, seed, &stop);
+                let outcome = outcome(library, place, policy, stream.as_ref(), &problem, seed, &stop);
                 if let Outcome::Wrong(why) = &outcome {
                     println!("WRONG seed {seed}, {} of {}: {why}\n{}", problem.operation, problem.dtype, problem.graph);
                 }
@@ -119,6 +121,7 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>) -> Result<()
 fn outcome(
     library: &'static Library,
     place: Place<'_>,
+    policy: &Policy,
     stream: Option<&Arc<Stream>>,
     problem: &draw::Problem,
     seed: u64,
@@ -129,7 +132,7 @@ fn outcome(
         Err(e) => return Outcome::Wrong(format!("verify refuses it: {e}")),
     };
     let failed = |error: Error| {
-        if error.is_unsupported() {
+        if error.is_unsupported() || does_not_compile(&error) {
             return Outcome::Refused(reason(&error));
         }
         if error.is_fatal() {
@@ -139,8 +142,7 @@ fn outcome(
     };
     let plan = match (place, stream) {
         (Place::Device(_), Some(stream)) => {
-            let planned =
-                library.handle(stream).and_then(|handle| Plan::build(library, graph.clone(), &Target::Handle(&handle), &Policy::default()));
+            let planned = library.handle(stream).and_then(|handle| Plan::build(library, graph.clone(), &Target::Handle(&handle), policy));
             match planned {
                 Ok(plan) => Arc::new(plan),
                 Err(e) => return failed(e),
@@ -148,7 +150,7 @@ fn outcome(
         }
         (Place::Profile(profile), _) => {
             let target = Target::Profile(profile);
-            let planned = Planner::new(library, graph, &target, &Policy::default()).and_then(|planner| planner.first(&target));
+            let planned = Planner::new(library, graph, &target, policy).and_then(|planner| planner.first(&target));
             return match planned {
                 Ok(_) => Outcome::Planned,
                 // Some engines load their kernel here, which needs the device.
@@ -227,12 +229,18 @@ fn execute(
     Ok(Ok(worst))
 }
 
+/// Returns whether cuDNN failed to compile its own kernel: it offers the engine, but nothing was executed, so nothing is wrong.
+fn does_not_compile(error: &Error) -> bool {
+    matches!(error, Error::Cudnn { status: Status::INTERNAL_ERROR_COMPILATION_FAILED, .. })
+}
+
 /// cuDNN's reasons in one line, each once, without the names of the engines.
 fn reason(error: &Error) -> String {
     let text = error.to_string().replace("no engine supports the graph:\n", "");
     let mut parts: Vec<&str> = Vec::new();
     for part in text.split([';', '\n']) {
-        let part = part.split_once("): refused: ").map_or(part, |(_, why)| why);
+        let why = ["): refused: ", "): passed over: "].iter().find_map(|verb| part.split_once(verb));
+        let part = why.map_or(part, |(_, why)| why);
         let part = part.strip_prefix("cuDNN offers none: ").unwrap_or(part).trim();
         if !part.is_empty() && !parts.contains(&part) {
             parts.push(part);
