@@ -335,6 +335,8 @@ mod tests {
         assert_eq!(fields(&relu, &other), ["device"]);
         let ordered = PlanKey { policy: Policy { deterministic: true, ..Policy::default() }, ..relu.clone() };
         assert!(relu != ordered && fields(&relu, &ordered) == ["policy"]);
+        let any_engine = PlanKey { policy: Policy::default().with_known_faults(true), ..relu.clone() };
+        assert!(relu != any_engine && fields(&relu, &any_engine) == ["policy"]);
         assert_eq!(fields(&relu, &PlanKey { tuned: true, ..relu.clone() }), ["tuned"]);
     }
 
