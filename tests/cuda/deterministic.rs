@@ -15,14 +15,14 @@ use sdpa::{
 };
 use std::collections::BTreeSet;
 
-const NAME: &str = "cuda-fixed-point-emulated";
+pub(super) const NAME: &str = "cuda-fixed-point-emulated";
 
 fn executor(family: Option<Family>) -> Option<CudaExecutor> {
     let options = CudaOptions::default().with_family(family);
     executor_with(Emulated::H200, options).map_err(|why| skip("cuda", &why)).ok()
 }
 
-fn wgmma() -> Option<CudaExecutor> {
+pub(super) fn wgmma() -> Option<CudaExecutor> {
     executor(Some(Family::Wgmma))
 }
 
@@ -113,7 +113,7 @@ where
 
 /// A row whose f32 sum is no number is no number in fixed point either, and no other row is.
 #[test]
-fn what_is_no_number_stays_none() {
+pub(super) fn what_is_no_number_stays_none() {
     let Some(executor) = wgmma() else { return };
     let head = 200 * 64;
     let changes: [(&str, Change); 5] = [
@@ -153,7 +153,7 @@ fn gradients_of_scores_that_overflow_are_no_numbers() {
 
 /// Sums that are as large as their bound: every product has the largest magnitude, and all have one sign.
 #[test]
-fn sums_may_be_as_large_as_their_bound() {
+pub(super) fn sums_may_be_as_large_as_their_bound() {
     let Some(executor) = wgmma() else { return };
     for (score_mod, gain) in [("score", 1.0f32), ("score * 3.0", 3.0)] {
         let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod(score_mod.parse().unwrap());
@@ -173,7 +173,7 @@ fn sums_may_be_as_large_as_their_bound() {
 
 /// Each query has a scale of its own, so small gradients beside large ones keep their digits.
 #[test]
-fn small_rows_beside_large_ones_keep_their_digits() {
+pub(super) fn small_rows_beside_large_ones_keep_their_digits() {
     let Some(executor) = wgmma() else { return };
     let scaled = |x: &mut [Vec<f32>; 4]| {
         x[3].chunks_mut(64).enumerate().for_each(|(row, values)| values.iter_mut().for_each(|x| *x *= 10f32.powi((row % 40) as i32 - 30)));

@@ -9,6 +9,7 @@ mod far;
 mod fault_cases;
 mod faults;
 mod files;
+mod fixed_point_faults;
 mod function_faults;
 mod invariant;
 mod invariant_faults;

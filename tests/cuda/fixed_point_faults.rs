@@ -1,0 +1,76 @@
+//! Faults of fixed-point sums of dQ: a test of gradients or a random problem has to find each.
+
+use super::deterministic::{
+    NAME, small_rows_beside_large_ones_keep_their_digits, sums_may_be_as_large_as_their_bound, wgmma, what_is_no_number_stays_none,
+};
+use super::faults::all_have_places_of;
+use conformance::emulated::faulty;
+use conformance::random::Random;
+use conformance::runner::{Draw, Outcome, Source, fixed_point_problems, run_backward, side_by_side};
+use conformance::say::say;
+use conformance::share::{DAYS, of_today};
+use std::panic::catch_unwind;
+use std::sync::Mutex;
+
+/// A description of the fault, the text that it replaces in a kernel, and the replacement.
+type Fault = (&'static str, [&'static str; 2]);
+
+const FAULTS: [Fault; 9] = [
+    ("parts of any size are rounded by an addition", ["!rounds_right(sums, scales)", "false"]),
+    ("converted parts lack the offset", [") + INTEGER_OFFSET_BITS;", ");"]),
+    ("the offset of one part is subtracted", ["uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
+    ("both slices count a part", ["if (warpgroup == 0) atomicAdd(p.dq_parts", "atomicAdd(p.dq_parts"]),
+    (
+        "rounded parts of the second query have the first one's scale",
+        ["fragment_half(n) ? scales.y : scales.x, INTEGER_OFFSET", "scales.x, INTEGER_OFFSET"],
+    ),
+    (
+        "converted parts of the second query have the first one's scale",
+        ["sums[n] * (fragment_half(n) ? scales.y : scales.x)", "sums[n] * scales.x"],
+    ),
+    ("parts that are no numbers leave no mark", ["stored[fragment_row(n)] = NOT_A_NUMBER, marked = true", "marked = true"]),
+    ("the mark is the other query's", ["stored[fragment_row(n)] = NOT_A_NUMBER", "stored[8 - fragment_row(n)] = NOT_A_NUMBER"]),
+    ("infinities of keys count for the bound", ["add_largest<true>(largest_bits, k[n])", "add_largest<false>(largest_bits, k[n])"]),
+];
+
+/// Returns the first error of the tests and of random problems.
+fn error() -> Option<String> {
+    let tests: [(&str, fn()); 3] = [
+        ("sums as large as their bound", sums_may_be_as_large_as_their_bound),
+        ("what is no number", what_is_no_number_stays_none),
+        ("small rows beside large ones", small_rows_beside_large_ones_keep_their_digits),
+    ];
+    let failed = tests.iter().find_map(|(what, test)| {
+        let panic = catch_unwind(test).err()?;
+        Some(format!("{what}: {}", panic.downcast_ref::<String>().map_or("", |text| text)))
+    });
+    failed.or_else(|| {
+        let executor = wgmma()?;
+        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed: 3 };
+        fixed_point_problems(&mut Random::new(3)).iter().find_map(|(_, spec)| match run_backward(spec, &draw, Source::ALL[0], &executor) {
+            Outcome::Fail(how) => Some(how),
+            Outcome::Pass(..) | Outcome::Skip(_) => None,
+        })
+    })
+}
+
+#[test]
+fn every_fault_is_found() {
+    all_have_places_of(FAULTS.iter().map(|fault| (fault.0, fault.1[0])));
+    if wgmma().is_none() {
+        return;
+    }
+    assert_eq!(error(), None);
+    let missed = Mutex::new(Vec::new());
+    let faults = of_today(&format!("faults {NAME}"), 2 * DAYS, FAULTS.to_vec(), |(what, _)| vec![(*what).to_owned()]);
+    side_by_side(&faults, |(what, fault)| {
+        let how = faulty(*fault, error);
+        println!("fault: {what}; {}", how.as_deref().map_or("nothing finds it".into(), |how| how.chars().take(200).collect::<String>()));
+        if how.is_none_or(|how| how.contains("error: ")) {
+            missed.lock().unwrap().push(*what);
+        }
+    });
+    let missed = missed.into_inner().unwrap();
+    assert!(missed.is_empty(), "not found, or not compiled: {missed:?}");
+    say(&format!("faults {NAME}: all of {} found", faults.len()));
+}
