@@ -185,7 +185,7 @@ mod tests {
         AttentionSpec::dense(dtype, Shape { dim_qk: dim, dim_v: dim, ..SHAPE }, Layout::Bhsd).with_stats()
     }
 
-    /// The same with rows of K that TMA cannot read.
+    /// Returns the specification with rows of K that TMA cannot read.
     fn apart(mut spec: AttentionSpec) -> AttentionSpec {
         spec.k.strides[2] += 4;
         spec.k.strides[1] *= 2;
