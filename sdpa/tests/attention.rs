@@ -46,6 +46,7 @@ fn judged<T>([q, k, v]: [&Vec<f32>; 3], judge: impl FnOnce(&oracle::Problem<'_>)
         sink: None,
         dropout: None,
         narrow: None,
+        fixed_point: None,
     })
 }
 

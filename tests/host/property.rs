@@ -244,6 +244,7 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         sink: in_graph.map(|_| &sink[..]),
         dropout,
         narrow: None,
+        fixed_point: None,
     };
     let want = oracle::attention(&textbook, &oracle::Closures::default());
     // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they can show.

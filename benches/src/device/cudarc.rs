@@ -53,6 +53,7 @@ pub(crate) fn run() -> Result<()> {
             sink: None,
             dropout: None,
             narrow: None,
+            fixed_point: None,
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();

@@ -139,6 +139,7 @@ impl Loop {
                 sink: None,
                 dropout: None,
                 narrow: None,
+                fixed_point: None,
             };
             let keep = |[b, _, _, key]: [i64; 4]| key < keys[b as usize];
             let got = Outputs { o, of_rows: [None, None, None], amax_s: None };

@@ -234,6 +234,7 @@ impl Call<'_> {
             sink: sink.map(|sink| sink as &dyn Numbers),
             dropout: dropout.map(|(dropout, (seed, offset))| sdpa_oracle::Dropout { p: dropout.p().into(), seed, offset }),
             narrow: self.narrow,
+            fixed_point: None,
         })
     }
 }
@@ -292,7 +293,11 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
     let rows = forward.problem.stats_tensor();
     let stats = natural.as_deref().or(forward.stats);
     let stats = stats.as_ref().map(|stats| padded(stats, &rows, queries, f64::NEG_INFINITY));
+    // An executor that sums in a fixed order may do so in fixed point. The derivative is the second root of a gradient's trace.
+    let gain = || problem.gradient().map_or(Some(1.0), |g| g.trace.gain(1, problem.forward().extents()));
+    let is_ordered = problem.deterministic() || problem.forward().batch_invariant();
     forward.told(documents, modify, |p| {
+        let p = &sdpa_oracle::Problem { fixed_point: is_ordered.then(gain).flatten(), ..*p };
         let d_o = told(d_o, &spec.d_o, &of_d_o);
         let mut distance = sdpa_oracle::check_gradients(p, d_o, given, &got, &along, done);
         distance.amax_dp = amax_dp.zip(stats.as_ref()).map(|(amax_dp, stats)| {

@@ -30,6 +30,8 @@ pub struct Problem<'a> {
     pub dropout: Option<Dropout>,
     /// The scales of a problem with 8-bit floats; `None` for other types.
     pub narrow: Option<Narrow>,
+    /// A bound of the score_mod's derivative, if the executor may sum `dq` in fixed point.
+    pub fixed_point: Option<f64>,
 }
 
 /// Scales of 8-bit floats, and the type of the output.
@@ -92,6 +94,7 @@ impl Problem<'_> {
             sink: self.sink.as_ref().map(|sink| sink as &dyn sdpa_oracle::Numbers),
             dropout: self.dropout,
             narrow: self.narrow.map(|narrow| narrow.told),
+            fixed_point: self.fixed_point,
         };
         closures.with(&problem, call)
     }

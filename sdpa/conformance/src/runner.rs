@@ -304,6 +304,7 @@ fn computed<T>(
         sink: own.sink(),
         dropout: own.dropout(),
         narrow: narrowed.told(&problem),
+        fixed_point: None,
     };
     let got = inputs::gather(of_o, &o);
     let judged = narrowed.judge(&amax, problem.dtype_of(Name::O), [(Amax::O, &got)]);

@@ -118,6 +118,7 @@ pub(super) fn told<T>(
         sink: None,
         dropout: None,
         narrow: None,
+        fixed_point: None,
     })
 }
 

@@ -503,7 +503,7 @@ pub struct Gradients {
 /// Computes the gradients of `Σ o∘d_o` with respect to the operands and the requested parameters.
 #[must_use]
 pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>) -> Gradients {
-    gradients_with(p, d_o, given, Rates::new(p, &given))
+    gradients_with(p, d_o, given, Rates::new(p, &given).in_fixed_point(p, &d_o))
 }
 
 fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rates) -> Gradients {
@@ -557,7 +557,7 @@ pub fn check_each_gradients(
 ) -> Vec<GradientDistance> {
     let dims = dims(p);
     let mut distances = vec![GradientDistance::default(); results.len()];
-    let worker = worker(p, d_o, given, Rates::new(p, &given));
+    let worker = worker(p, d_o, given, Rates::new(p, &given).in_fixed_point(p, &d_o));
     let (want, _) = compute(&worker, done, &mut |which, row, (want, range), noise| {
         let piece = Piece { want, range, first: dense(dims[which], row), noise };
         let (stored, rounded) = p.narrow.map_or((p.stored, p.stored != p.element), |narrow| (narrow.gradient, false));

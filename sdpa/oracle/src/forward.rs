@@ -272,6 +272,7 @@ mod tests {
             sink: None,
             dropout: None,
             narrow: None,
+            fixed_point: None,
         })
     }
 

@@ -107,6 +107,8 @@ pub struct Problem<'a> {
     pub dropout: Option<Dropout>,
     /// Types and scales of a problem with 8-bit floats.
     pub narrow: Option<Narrow>,
+    /// A bound of the score_mod's derivative (1 without one), if the executor may sum `dq` in fixed point. Then `dq` may have an absolute error too.
+    pub fixed_point: Option<f64>,
 }
 
 /// The `o` and stats that an executor's backward pass receives.

@@ -65,6 +65,7 @@ mod tests {
             sink: None,
             dropout: None,
             narrow: Some(Narrow::forward(256.0, 16.0)),
+            fixed_point: None,
         };
         assert!((attention(&problem).o[0] - 4.0).abs() < 1e-12);
         let ratio = |narrow: Option<Narrow>, o: f64| {
@@ -99,6 +100,7 @@ mod tests {
             sink: None,
             dropout: None,
             narrow: Some(Narrow::forward(weights, 1.0)),
+            fixed_point: None,
         };
         let nothing =
             |weights: f64| check(&problem(weights), Tensor::dense(&vec![0f64], [1; 4]), Statistics::default(), &|_| ()).o.ratio <= 1.0;

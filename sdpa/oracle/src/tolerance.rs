@@ -25,6 +25,7 @@
 //! partial sum exceed that with a probability of at most `2·exp(−96) < 10⁻⁴¹` per element (Hoeffding's inequality for uniform errors). For a run that is below
 //! 10⁻⁹. The module `norm` covers sums of dependent terms, and the limits of norms.
 
+mod fixed_point;
 pub(crate) mod gradients;
 mod largest;
 pub(crate) mod norm;

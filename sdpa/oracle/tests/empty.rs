@@ -22,6 +22,7 @@ fn without_queries_or_keys_every_result_is_known() {
             sink: sink.then_some(&sinks as &dyn Numbers),
             dropout: None,
             narrow: None,
+            fixed_point: None,
         };
         let rows = |none: f64, of: fn(f64) -> f64| -> Vec<f64> {
             (0..2).flat_map(|head| vec![if sink { of(sinks[head]) } else { none }; seq_q]).collect()

@@ -73,6 +73,7 @@ impl Numbers {
             sink: None,
             dropout: self.dropout,
             narrow: None,
+            fixed_point: None,
         }
     }
 }

@@ -13,8 +13,8 @@ use crate::oracle::{self, Closures, Given as Whose};
 use crate::packing::Laid;
 use crate::random::Random;
 use sdpa::{
-    Amax, AttentionSpec, BackwardProblem, BackwardSpec, DType, Direction, Executor, HostBackward, HostForward, HostGradient, Layout,
-    Operand as Name, Param, PreparedBackward, Report, SINK, Side, TensorSpec,
+    Amax, AttentionSpec, BackwardProblem, BackwardSpec, DType, Direction, Executor, ExecutorName, HostBackward, HostForward, HostGradient,
+    Layout, Operand as Name, Param, PreparedBackward, Report, SINK, Side, TensorSpec,
 };
 
 /// The forward pass that provides `o` and `stats` for a backward pass.
@@ -118,6 +118,15 @@ fn bits(got: &GotGradients) -> Vec<u64> {
     got.operands.iter().flatten().chain(along).map(|x| x.to_bits()).collect()
 }
 
+/// Returns a bound of the score_mod's derivative if the executor may sum `dq` in fixed point.
+fn fixed_point(problem: &BackwardProblem, executor: ExecutorName) -> Option<f64> {
+    let forward = problem.forward();
+    let is_ordered = problem.deterministic() || forward.batch_invariant();
+    // The derivative is the second root of a gradient's trace.
+    let gain = || problem.gradient().map_or(Some(1.0), |gradient| gradient.trace.gain(1, forward.extents()));
+    (is_ordered && executor == ExecutorName::CUDA).then(gain).flatten()
+}
+
 /// Computes a specification on an executor. Then calls `judge` with the problem of the oracle, the upstream gradient, and the source of `o` and `stats`.
 pub(super) fn computed<T>(
     spec: &BackwardSpec,
@@ -163,6 +172,7 @@ pub(super) fn computed<T>(
         sink: own.sink(),
         dropout: own.dropout(),
         narrow: narrowed.told(problem.forward()),
+        fixed_point: fixed_point(&problem, executor.name()),
     };
     let upstream = narrowed.real(Name::DO, inputs::gather(of(Name::DO), &d_o));
     if dtype.is_fp8() {

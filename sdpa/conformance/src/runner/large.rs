@@ -194,6 +194,7 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
         sink: if sink { Some(&sinks) } else { None },
         dropout: None,
         narrow: None,
+        fixed_point: None,
     };
     let want = attention(&textbook);
     let bound = if dtype == DType::F32 { 1e-3 } else { 0.02 };

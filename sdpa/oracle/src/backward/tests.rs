@@ -35,6 +35,7 @@ impl Numbers {
             sink: None,
             dropout: None,
             narrow: None,
+            fixed_point: None,
         };
         call(&p, Tensor::dense(d_o, [batch, heads_q, seq_q, dim_v]))
     }

@@ -58,7 +58,21 @@ fn check(spec: &AttentionSpec, features: Features, data: &Data, got: &Results) -
     let dropout = features.dropout.then_some(Dropout { p: 0.25, seed: 77, offset: 5 });
     let sink = features.sink.then_some(&sinks as &dyn Numbers);
     let scale = f64::from(problem.default_scale());
-    let base = Problem { shape, q, k, v, element, stored: element, scale, masks: &masks, modify: None, sink, dropout, narrow: None };
+    let base = Problem {
+        shape,
+        q,
+        k,
+        v,
+        element,
+        stored: element,
+        scale,
+        masks: &masks,
+        modify: None,
+        sink,
+        dropout,
+        narrow: None,
+        fixed_point: None,
+    };
     let rounding = move |x: f64, at: At| 4.0 * (x.abs() + modify.1(x, at).abs()) + 4.0;
     let (value_of, slope) = (move |x, at| modify.1(x, at), move |x, at| modify.2(x, at));
     let closures = match features.score_mod {
