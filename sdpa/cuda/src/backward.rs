@@ -102,6 +102,11 @@ impl Backward {
         let names: Vec<&str> = self.along.iter().map(|along| along.name.as_str()).collect();
         check.that(names.is_empty(), "deterministic, gradients of", names.join(", "), "none: these gradients are summed in no fixed order");
         check.that(self.gain().is_some(), "deterministic, score_mod", "a derivative without a bound", "one whose bound is known");
+        // The kernels count rows of whole query tiles, of which the last of a sequence may be partial, in i32.
+        let ([batch, heads, seq_q, _], tile) = (self.forward.extents, 128);
+        let rows =
+            heads * self.forward.packed.map_or(batch * (seq_q + tile), |packs| packs.totals[Side::Queries as usize] + tile * (batch + 1));
+        check.that(rows < i64::from(i32::MAX), "deterministic, rows", rows, "below 2^31 over query heads and batch");
         if self.forward.batch_invariant {
             // The scale of dQ, and so its rounding, would depend on the lengths of other sequences.
             let [_, heads, ..] = self.forward.extents;

@@ -226,6 +226,10 @@ mod tests {
             Target::new(90, 132).supported_backward(&problem).map(|(family, _)| family).map_err(|e| e.to_string())
         };
         let square = dense(DType::BF16, 128).score_mod("score * score".parse().unwrap());
+        let rows = |batch: i64| {
+            AttentionSpec::dense(DType::BF16, Shape { batch, heads_q: 128, heads_kv: 128, ..SHAPE }, Layout::Bhsd).with_stats()
+        };
+        assert_eq!([of(rows(40_000)), of(rows(60_000))], [Ok(Family::Wgmma), Ok(Family::Mma)]);
         let answers = [dense(DType::BF16, 128), apart(dense(DType::BF16, 128)), dense(DType::F16, 256), square].map(of);
         assert_eq!(answers, [Ok(Family::Wgmma), Ok(Family::Mma), Ok(Family::Mma), Ok(Family::Mma)]);
         let invariant = |spec: AttentionSpec| {
