@@ -29,6 +29,16 @@ fn sum(x: &[i64], z: &[i64], channels_last: bool) -> Graph {
     g
 }
 
+/// A copy of attention: an addend whose first axis, of extent 1, has a stride of its own.
+fn expansion(first_stride: i64) -> Graph {
+    let mut g = Graph::new();
+    let (zeros, x) = (g.input("zeros", DType::BF16, [2, 8, 64]), Tensor::device("x", DType::BF16, [1, 8, 1]).strides([first_stride, 1, 1]));
+    let x = g.tensor(x);
+    let y = g.pointwise(Mode::Add, &[zeros, x]);
+    g.output(y, "y", DType::BF16);
+    g
+}
+
 fn product_and_bias() -> Graph {
     let mut g = Graph::new();
     let (a, b) = (g.input("a", DType::BF16, [2, 16, 32]), g.input("b", DType::BF16, [2, 32, 64]));
@@ -144,6 +154,7 @@ fn cases() -> Vec<Case> {
                 sum(&[2, 8, 64], &[1, 1, 64], false),
                 sum(&[2, 8, 64], &[1, 8, 64], false),
                 sum(&[2, 8, 64], &[1, 8, 1], false),
+                expansion(8),
                 sum(&[2, 64, 8, 8], &[1, 64, 8, 1], true),
                 sum(&[2, 64, 8, 8], &[1, 1, 8, 8], false),
             ],
@@ -155,6 +166,7 @@ fn cases() -> Vec<Case> {
                 sum(&[2, 8, 64], &[2, 8, 1], false),
                 sum(&[2, 64, 8, 8], &[1, 64, 1, 1], true),
                 sum(&[2, 64, 8, 8], &[1, 64, 1, 1], false),
+                expansion(1),
                 product_and_bias(),
             ],
         },
