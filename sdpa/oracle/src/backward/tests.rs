@@ -20,8 +20,7 @@ impl Numbers {
     }
 
     fn with<T>(&self, shape: [usize; 7], scale: f64, masks: &[Mask<'_>], call: impl FnOnce(&Problem<'_>, Tensor<'_>) -> T) -> T {
-        let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = shape;
-        let Numbers([q, k, v, d_o]) = self;
+        let ([batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v], Numbers([q, k, v, d_o])) = (shape, self);
         let p = Problem {
             shape,
             q: Tensor::dense(q, [batch, heads_q, seq_q, dim_qk]),
