@@ -229,12 +229,7 @@ const FAULTS: [Fault; 103] = [
         ],
         LONG,
     ),
-    (
-        "the copy engine is not told of sums",
-        Backward,
-        ["fence_proxy_async();\n    named_barrier_arrive(BARRIER_DQ_FULL", "named_barrier_arrive(BARRIER_DQ_FULL"],
-        LONG,
-    ),
+    ("the copy engine is not told of sums", Backward, ["return sums[n]; });\n    fence_proxy_async();\n", "return sums[n]; });\n"], LONG),
     (
         "matrices are stored over one another",
         Backward,

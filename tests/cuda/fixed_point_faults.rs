@@ -15,7 +15,7 @@ use std::sync::Mutex;
 /// A description of the fault, the text that it replaces in a kernel, and the replacement.
 type Fault = (&'static str, [&'static str; 2]);
 
-const FAULTS: [Fault; 9] = [
+const FAULTS: [Fault; 11] = [
     ("parts of any size are rounded by an addition", ["!rounds_right(sums, scales)", "false"]),
     ("converted parts lack the offset", [") + INTEGER_OFFSET_BITS;", ");"]),
     ("the offset of one part is subtracted", ["uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
@@ -30,6 +30,8 @@ const FAULTS: [Fault; 9] = [
     ),
     ("parts that are no numbers leave no mark", ["stored[fragment_row(n)] = NOT_A_NUMBER, marked = true", "marked = true"]),
     ("the mark is the other query's", ["stored[fragment_row(n)] = NOT_A_NUMBER", "stored[8 - fragment_row(n)] = NOT_A_NUMBER"]),
+    ("the copy engine is not told of rounded parts", ["    store(part);\n    fence_proxy_async();\n", "    store(part);\n"]),
+    ("the copy engine is not told of converted parts", ["        store(part);\n        fence_proxy_async();\n", "        store(part);\n"]),
     ("infinities of keys count for the bound", ["add_largest<true>(largest_bits, k[n])", "add_largest<false>(largest_bits, k[n])"]),
 ];
 
