@@ -229,7 +229,12 @@ const FAULTS: [Fault; 103] = [
         ],
         LONG,
     ),
-    ("the copy engine is not told of sums", Backward, ["return sums[n]; });\n    fence_proxy_async();\n", "return sums[n]; });\n"], LONG),
+    (
+        "sums of dQ are copied without a fence of the async proxy",
+        Backward,
+        ["return sums[n]; });\n    fence_proxy_async();\n", "return sums[n]; });\n"],
+        LONG,
+    ),
     (
         "matrices are stored over one another",
         Backward,

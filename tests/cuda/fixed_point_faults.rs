@@ -30,8 +30,11 @@ const FAULTS: [Fault; 11] = [
     ),
     ("parts that are no numbers leave no mark", ["stored[fragment_row(n)] = NOT_A_NUMBER, marked = true", "marked = true"]),
     ("the mark is the other query's", ["stored[fragment_row(n)] = NOT_A_NUMBER", "stored[8 - fragment_row(n)] = NOT_A_NUMBER"]),
-    ("the copy engine is not told of rounded parts", ["    store(part);\n    fence_proxy_async();\n", "    store(part);\n"]),
-    ("the copy engine is not told of converted parts", ["        store(part);\n        fence_proxy_async();\n", "        store(part);\n"]),
+    ("rounded parts are copied without a fence of the async proxy", ["    store(part);\n    fence_proxy_async();\n", "    store(part);\n"]),
+    (
+        "converted parts are copied without a fence of the async proxy",
+        ["        store(part);\n        fence_proxy_async();\n", "        store(part);\n"],
+    ),
     ("infinities of keys count for the bound", ["add_largest<true>(largest_bits, k[n])", "add_largest<false>(largest_bits, k[n])"]),
 ];
 
