@@ -365,6 +365,32 @@ fn links(page: &str) -> (Vec<&str>, Vec<&str>) {
     (inline, defined)
 }
 
+/// Labels that a page uses in links such as `[text][label]`, outside of code.
+fn used_labels(page: &str) -> BTreeSet<&str> {
+    let (mut labels, mut code) = (BTreeSet::new(), false);
+    for line in page.lines() {
+        code ^= line.trim_start().starts_with("```");
+        // Every second part is between backticks.
+        let prose = line.split('`').step_by(2).filter(|_| !code);
+        labels.extend(prose.flat_map(|part| part.split("][").skip(1)).filter_map(|rest| rest.split_once(']')).map(|(label, _)| label));
+    }
+    labels
+}
+
+#[test]
+fn a_page_defines_the_labels_that_it_uses() {
+    assert_eq!(used_labels("[a][b] `c[0][1]` [d][e]\n```\nf[0][2]\n```\n"), BTreeSet::from(["b", "e"]));
+    let mut texts = Vec::new();
+    pages(&repository("."), &mut texts);
+    let missing = |page: &String| {
+        let defined = links(page).1;
+        let title = page.lines().next().unwrap_or_default();
+        let labels = used_labels(page).into_iter().filter(|label| !defined.contains(label));
+        labels.map(|label| format!("{title}: [{label}]")).collect::<Vec<_>>()
+    };
+    assert_eq!(texts.iter().flat_map(missing).collect::<Vec<_>>(), [""; 0]);
+}
+
 /// READMEs of crates and guides are read on crates.io and docs.rs, where the path of a file leads nowhere. Guides define links to one another, which
 /// `sdpa/docs/links.md` defines anew for docs.rs.
 #[test]
@@ -380,6 +406,9 @@ fn published_pages_do_not_link_to_files() {
     for path in &guides {
         let name = path.file_name().unwrap().to_string_lossy();
         let page = std::fs::read_to_string(path).unwrap();
+        if std::fs::read_to_string(repository("docs").join(&*name)).ok().as_ref() != Some(&page) {
+            wrong.push(format!("sdpa/docs/{name} is not the page of docs: link to it"));
+        }
         let (inline, defined) = links(&page);
         wrong
             .extend(inline.iter().filter(|link| !outside(link)).map(|link| format!("{name}: ({link}) is a file: define a reference link")));
@@ -402,7 +431,9 @@ fn published_pages_do_not_link_to_files() {
         "sdpa/cpu",
         "sdpa/cuda",
     ];
-    for folder in crates.into_iter().chain(["sdpa/cudnn", "sdpa/driver", "sdpa/emit", "sdpa/nvidia", "sdpa/oracle", "sdpa/python"]) {
+    for folder in
+        crates.into_iter().chain(["sdpa/cudnn", "sdpa/driver", "sdpa/emit", "sdpa/nvidia", "sdpa/oracle", "sdpa/parallel", "sdpa/python"])
+    {
         let page = std::fs::read_to_string(repository(folder).join("README.md")).unwrap();
         wrong.extend(links(&page).0.iter().filter(|link| !outside(link)).map(|link| format!("{folder}/README.md: ({link}) is a file")));
         for licence in ["LICENSE-APACHE", "LICENSE-MIT"] {
