@@ -1,8 +1,9 @@
-//! Masks and score_mods, as text for the ranks and as functions of a position for textbook attention.
+//! Masks and score_mods, as text for the ranks and as functions of a position for textbook attention; strategies and shardings.
 
 use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::half::{bf16, f16};
-use sdpa_core::{DType, Param, ParamValue};
+use sdpa_core::{Chunk, DType, Param, ParamValue};
+use sdpa_parallel::{Sharding, Strategy};
 
 /// A position: (batch, head, q, k).
 pub(crate) type At = [i64; 4];
@@ -115,4 +116,36 @@ pub(crate) fn values(declared: &[Declared], extents: [i64; 4]) -> Vec<(String, V
 
 pub(crate) fn params(values: &[(String, Values)]) -> Vec<Param<'_>> {
     values.iter().map(|(name, values)| Param::new(name, values.value())).collect()
+}
+
+pub(crate) const STRATEGIES: [Strategy; 7] = [
+    Strategy::AllGather { head_groups: 1 },
+    Strategy::AllGather { head_groups: 2 },
+    Strategy::HeadExchange,
+    Strategy::Ring,
+    Strategy::Halo,
+    Strategy::Grid { heads: 2 },
+    Strategy::Grid { heads: 3 },
+];
+
+/// Returns chunks in no order, with strides and single tokens among them.
+pub(crate) fn scattered(ranks: usize, seq: i64) -> Sharding {
+    let mut lists = vec![Vec::new(); ranks];
+    let evens = seq / 4;
+    lists[ranks - 1].push(Chunk::new(1, 2, evens));
+    lists[0].push(Chunk::new(0, 2, evens));
+    let mut start = 2 * evens;
+    for n in 0.. {
+        let len = (seq - start).min(1 + n % 4);
+        if len == 0 {
+            break;
+        }
+        lists[(3 * n as usize + 1) % ranks].insert(0, Chunk::new(start, 1, len));
+        start += len;
+    }
+    Sharding::Chunks(lists)
+}
+
+pub(crate) fn shardings(ranks: usize, seq: i64) -> [Sharding; 4] {
+    [Sharding::Contiguous, Sharding::Zigzag, Sharding::Striped, scattered(ranks, seq)]
 }

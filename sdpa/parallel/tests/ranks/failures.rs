@@ -1,6 +1,7 @@
 //! Ranks that fail, stop, leave or run another problem.
 
-use crate::harness::{Data, Delayed, run_rank, spec};
+use crate::backend::Delayed;
+use crate::harness::{Data, run_rank, spec};
 use sdpa_core::{
     AttentionSpec, BackwardProblem, DType, Error, Executor, ExecutorName, HostForward, Layout, Prepared, PreparedBackward, Problem,
     Unsupported,
@@ -27,6 +28,10 @@ fn problem(strategy: Strategy) -> Arc<ParallelProblem> {
 }
 
 /// Runs `run` on every rank with [`DEADLINE`], and returns its results and the time of the slowest.
+fn join<E: Exchange>(problem: &Arc<ParallelProblem>, exchange: E) -> Result<ContextParallel<E>, ParallelError> {
+    ContextParallel::new(&CpuExecutor::default(), problem.clone(), exchange)
+}
+
 fn on_ranks<T: Send>(run: impl Fn(InProcess) -> T + Sync) -> (Vec<T>, Duration) {
     on_ranks_within(DEADLINE, run)
 }
@@ -95,8 +100,8 @@ fn a_rank_with_a_fault_is_an_error_on_every_other_within_the_deadline() {
             // The exchange of digests, the first one of the pass, and one of the backward pass.
             for after in [0, 1, 2] {
                 let run = |exchange: InProcess| match exchange.rank() {
-                    2 => run_rank(&problem, &data, Faulty { inner: Some(exchange), fault, after }).map(|_| ()),
-                    rank => run_rank(&problem, &data, Delayed { inner: exchange, seed: rank as u64 }).map(|_| ()),
+                    2 => run_rank(&problem, &data, join(&problem, Faulty { inner: Some(exchange), fault, after })?).map(|_| ()),
+                    rank => run_rank(&problem, &data, join(&problem, Delayed { inner: exchange, seed: Some(rank as u64) })?).map(|_| ()),
                 };
                 let (results, took) = on_ranks(run);
                 assert!(took < 5 * DEADLINE, "{took:?}");
@@ -196,7 +201,7 @@ fn ranks_with_other_problems_are_told_which_field_differs() {
         let run = |exchange: InProcess| {
             let rank = exchange.rank();
             let problem = Arc::new(if rank == 3 { &other } else { &common }.validate().unwrap());
-            run_rank(&problem, &Data::new(&problem.spec().attention, 1), exchange).map(|_| ())
+            run_rank(&problem, &Data::new(&problem.spec().attention, 1), join(&problem, exchange)?).map(|_| ())
         };
         let (results, took) = on_ranks(run);
         assert!(took < 2 * DEADLINE);
@@ -249,7 +254,7 @@ fn a_rank_without_a_plan_fails_before_the_others_wait() {
         if exchange.rank() == 1 {
             return ContextParallel::new(&Refuses, problem.clone(), exchange).map(|_| ());
         }
-        run_rank(&problem, &data, exchange).map(|_| ())
+        run_rank(&problem, &data, join(&problem, exchange)?).map(|_| ())
     };
     let (results, took) = on_ranks(run);
     assert!(took < DEADLINE);

@@ -1,13 +1,12 @@
 //! Runs a problem over threads, and on one executor.
 
+use crate::backend;
 use crate::case::{params, values};
 use sdpa_core::expr::Declared;
 use sdpa_core::half::{bf16, f16};
 use sdpa_core::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Param, TensorSpec};
 use sdpa_cpu::CpuExecutor;
-use sdpa_parallel::{
-    ContextParallel, Exchange, ExchangeError, InProcess, Incoming, Outgoing, ParallelError, ParallelProblem, Pass, Tensor,
-};
+use sdpa_parallel::{ContextParallel, Exchange, ParallelError, ParallelProblem, Pass, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -112,38 +111,34 @@ impl Results {
 
 const TENSORS: [Tensor; 7] = [Tensor::O, Tensor::Stats, Tensor::RowMax, Tensor::SumExp, Tensor::DQ, Tensor::DK, Tensor::DV];
 
-/// A rank that waits at random before each exchange.
-#[derive(Debug)]
-pub(crate) struct Delayed {
-    pub(crate) inner: InProcess,
-    pub(crate) seed: u64,
+/// One rank, whose calls have host memory.
+pub(crate) trait Rank {
+    fn rank(&self) -> usize;
+    fn forward(&mut self, call: HostForward<'_>) -> Result<(), ParallelError>;
+    fn backward(&mut self, call: HostBackward<'_>) -> Result<(), ParallelError>;
 }
 
-impl Exchange for Delayed {
+impl<E: Exchange> Rank for ContextParallel<E> {
     fn rank(&self) -> usize {
-        self.inner.rank()
+        self.rank()
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
+    fn forward(&mut self, call: HostForward<'_>) -> Result<(), ParallelError> {
+        self.forward(call)
     }
 
-    fn exchange(&mut self, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<(), ExchangeError> {
-        let mut random = Random(self.seed);
-        self.seed = random.next();
-        std::thread::sleep(Duration::from_micros(self.seed % 3000));
-        self.inner.exchange(sends, receives)
+    fn backward(&mut self, call: HostBackward<'_>) -> Result<(), ParallelError> {
+        self.backward(call)
     }
+}
 
-    fn abort(&mut self, reason: &str) {
-        self.inner.abort(reason);
-    }
+/// Makes a rank of this process's backend.
+pub(crate) fn joined(problem: &Arc<ParallelProblem>, link: backend::Link) -> Result<impl Rank, ParallelError> {
+    backend::join(problem, link, None)
 }
 
 /// Runs both passes on one rank, and returns its shards of the results.
-pub(crate) fn run_rank<E: Exchange>(problem: &Arc<ParallelProblem>, data: &Data, exchange: E) -> Result<[Vec<f32>; 7], ParallelError> {
-    let executor = CpuExecutor::default();
-    let mut rank = ContextParallel::new(&executor, problem.clone(), exchange)?;
+pub(crate) fn run_rank(problem: &Arc<ParallelProblem>, data: &Data, mut rank: impl Rank) -> Result<[Vec<f32>; 7], ParallelError> {
     let (n, dtype) = (rank.rank(), problem.problem().dtype());
     let split = |tensor: Tensor, whole: &[f32]| Numbers::of(&problem.split(n, tensor, whole), dtype);
     let [q, k, v] = [(Tensor::Q, &data.q), (Tensor::K, &data.k), (Tensor::V, &data.v)].map(|(tensor, whole)| split(tensor, whole));
@@ -165,13 +160,10 @@ pub(crate) fn run_rank<E: Exchange>(problem: &Arc<ParallelProblem>, data: &Data,
 
 /// Runs both passes on all ranks, and joins their results.
 pub(crate) fn run(problem: &Arc<ParallelProblem>, data: &Data, delays: Option<u64>) -> Results {
-    let group = InProcess::group(problem.ranks(), DEADLINE);
+    let links = backend::group(problem.ranks()).into_iter().enumerate();
     let parts: Vec<[Vec<f32>; 7]> = std::thread::scope(|scope| {
-        let run = |exchange: InProcess| match delays {
-            Some(seed) => run_rank(problem, data, Delayed { seed: seed + exchange.rank() as u64, inner: exchange }),
-            None => run_rank(problem, data, exchange),
-        };
-        let threads: Vec<_> = group.into_iter().map(|exchange| scope.spawn(move || run(exchange))).collect();
+        let run = |(rank, link)| run_rank(problem, data, backend::join(problem, link, delays.map(|seed| seed + rank as u64))?);
+        let threads: Vec<_> = links.map(|link| scope.spawn(move || run(link))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap().unwrap_or_else(|e| panic!("{e}"))).collect()
     });
     let mut whole = TENSORS.map(|t| vec![f32::NAN; problem.whole(t).extent().unwrap() as usize]);
@@ -187,8 +179,8 @@ pub(crate) fn run(problem: &Arc<ParallelProblem>, data: &Data, delays: Option<u6
 /// Runs the forward pass on all ranks, and returns `o` and the statistics.
 pub(crate) fn run_forward(problem: &Arc<ParallelProblem>, data: &Data) -> [Vec<f32>; 4] {
     let tensors = [Tensor::O, Tensor::Stats, Tensor::RowMax, Tensor::SumExp];
-    let run = |exchange: InProcess| {
-        let mut rank = ContextParallel::new(&CpuExecutor::default(), problem.clone(), exchange).unwrap();
+    let run = |link| {
+        let mut rank = joined(problem, link).unwrap();
         let split = |tensor: Tensor, whole: &[f32]| problem.split(rank.rank(), tensor, whole);
         let [q, k, v] = [(Tensor::Q, &data.q), (Tensor::K, &data.k), (Tensor::V, &data.v)].map(|(tensor, whole)| split(tensor, whole));
         let mut results = tensors.map(|t| vec![f32::NAN; problem.local(rank.rank(), t).extent().unwrap() as usize]);
@@ -200,8 +192,7 @@ pub(crate) fn run_forward(problem: &Arc<ParallelProblem>, data: &Data) -> [Vec<f
     };
     let mut whole = tensors.map(|t| vec![f32::NAN; problem.whole(t).extent().unwrap() as usize]);
     std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            InProcess::group(problem.ranks(), DEADLINE).into_iter().map(|exchange| scope.spawn(|| run(exchange))).collect();
+        let threads: Vec<_> = backend::group(problem.ranks()).into_iter().map(|link| scope.spawn(|| run(link))).collect();
         for (rank, thread) in threads.into_iter().enumerate() {
             for ((tensor, part), whole) in tensors.into_iter().zip(thread.join().unwrap()).zip(&mut whole) {
                 problem.join(rank, tensor, &part, whole);
@@ -280,8 +271,8 @@ pub(crate) fn run_packed_on_one(spec: &AttentionSpec, cu: &[i32]) -> [Vec<f32>; 
 pub(crate) fn run_packed(problem: &Arc<ParallelProblem>, cu: &[i32]) -> [Vec<f32>; 5] {
     let ([q, k, v, d_o], slopes, sink) = packed_operands();
     let tensors = [Tensor::O, Tensor::Stats, Tensor::DQ, Tensor::DK, Tensor::DV];
-    let run = |exchange: InProcess| {
-        let mut rank = ContextParallel::new(&CpuExecutor::default(), problem.clone(), exchange).unwrap();
+    let run = |link| {
+        let mut rank = joined(problem, link).unwrap();
         let n = rank.rank();
         let whole = [(Tensor::Q, &q), (Tensor::K, &k), (Tensor::V, &v), (Tensor::DO, &d_o)];
         let [q, k, v, d_o] = whole.map(|(tensor, whole)| problem.split(n, tensor, whole));
@@ -294,8 +285,7 @@ pub(crate) fn run_packed(problem: &Arc<ParallelProblem>, cu: &[i32]) -> [Vec<f32
     };
     let mut whole = tensors.map(|t| vec![f32::NAN; problem.whole(t).extent().unwrap() as usize]);
     std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            InProcess::group(problem.ranks(), DEADLINE).into_iter().map(|exchange| scope.spawn(|| run(exchange))).collect();
+        let threads: Vec<_> = backend::group(problem.ranks()).into_iter().map(|link| scope.spawn(|| run(link))).collect();
         for (rank, thread) in threads.into_iter().enumerate() {
             for ((tensor, part), whole) in tensors.into_iter().zip(thread.join().unwrap()).zip(&mut whole) {
                 problem.join(rank, tensor, &part, whole);

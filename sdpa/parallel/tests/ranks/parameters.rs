@@ -1,11 +1,10 @@
 //! Gradients of declared parameters and sinks: the sum over ranks against textbook attention in f64.
 
-use crate::case::{At, MASKS, MODS, params, value, values};
-use crate::harness::{DEADLINE, Data, spec};
-use crate::proofs::{STRATEGIES, shardings};
+use crate::backend;
+use crate::case::{At, MASKS, MODS, STRATEGIES, params, shardings, value, values};
+use crate::harness::{Data, Rank, joined, spec};
 use sdpa_core::{AttentionSpec, DType, HostBackward, HostForward, HostGradient, Layout, Packed, SINK, Shape};
-use sdpa_cpu::CpuExecutor;
-use sdpa_parallel::{ContextParallel, InProcess, ParallelError, ParallelProblem, ParallelSpec, Pass, Strategy, Tensor};
+use sdpa_parallel::{ParallelError, ParallelProblem, ParallelSpec, Pass, Strategy, Tensor};
 use std::sync::Arc;
 
 /// The score_mods with a tensor of their own: their index in [`MODS`], the tensor, and the derivative of the score with respect to its element.
@@ -66,8 +65,8 @@ fn textbook(spec: &AttentionSpec, mask: usize, (score_mod, name, slope): Case, d
 
 /// Runs both passes on all ranks, and returns the sums of their gradients of these names.
 fn run(problem: &Arc<ParallelProblem>, data: &Data, names: &[&str]) -> Result<Vec<Vec<f32>>, ParallelError> {
-    let on_rank = |exchange: InProcess| -> Result<Vec<Vec<f32>>, ParallelError> {
-        let mut rank = ContextParallel::new(&CpuExecutor::default(), problem.clone(), exchange)?;
+    let on_rank = |link| -> Result<Vec<Vec<f32>>, ParallelError> {
+        let mut rank = joined(problem, link)?;
         let n = rank.rank();
         let split = |tensor: Tensor, whole: &[f32]| problem.split(n, tensor, whole);
         let [q, k, v] = [(Tensor::Q, &data.q), (Tensor::K, &data.k), (Tensor::V, &data.v)].map(|(tensor, whole)| split(tensor, whole));
@@ -86,8 +85,7 @@ fn run(problem: &Arc<ParallelProblem>, data: &Data, names: &[&str]) -> Result<Ve
         Ok(sums)
     };
     let parts: Result<Vec<_>, ParallelError> = std::thread::scope(|scope| {
-        let group = InProcess::group(problem.ranks(), DEADLINE);
-        let threads: Vec<_> = group.into_iter().map(|exchange| scope.spawn(|| on_rank(exchange))).collect();
+        let threads: Vec<_> = backend::group(problem.ranks()).into_iter().map(|link| scope.spawn(|| on_rank(link))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     let parts = parts?;

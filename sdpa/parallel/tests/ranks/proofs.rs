@@ -1,39 +1,8 @@
 //! Schedules, before anything runs.
 
+use crate::case::{STRATEGIES, scattered, shardings};
 use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 use sdpa_parallel::{Chunk, Machine, ParallelProblem, ParallelSpec, Pass, Schedule, Sharding, Step, Strategy, Tensor, prove};
-
-pub(crate) const STRATEGIES: [Strategy; 7] = [
-    Strategy::AllGather { head_groups: 1 },
-    Strategy::AllGather { head_groups: 2 },
-    Strategy::HeadExchange,
-    Strategy::Ring,
-    Strategy::Halo,
-    Strategy::Grid { heads: 2 },
-    Strategy::Grid { heads: 3 },
-];
-
-/// Returns chunks in no order, with strides and single tokens among them.
-pub(crate) fn scattered(ranks: usize, seq: i64) -> Sharding {
-    let mut lists = vec![Vec::new(); ranks];
-    let evens = seq / 4;
-    lists[ranks - 1].push(Chunk::new(1, 2, evens));
-    lists[0].push(Chunk::new(0, 2, evens));
-    let mut start = 2 * evens;
-    for n in 0.. {
-        let len = (seq - start).min(1 + n % 4);
-        if len == 0 {
-            break;
-        }
-        lists[(3 * n as usize + 1) % ranks].insert(0, Chunk::new(start, 1, len));
-        start += len;
-    }
-    Sharding::Chunks(lists)
-}
-
-pub(crate) fn shardings(ranks: usize, seq: i64) -> [Sharding; 4] {
-    [Sharding::Contiguous, Sharding::Zigzag, Sharding::Striped, scattered(ranks, seq)]
-}
 
 fn all(problem: &ParallelProblem, pass: Pass) -> Vec<Schedule> {
     (0..problem.ranks()).map(|rank| problem.schedule(rank, pass)).collect()
