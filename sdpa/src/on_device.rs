@@ -4,6 +4,11 @@ use crate::dispatch::{Choice, Dispatcher, Preference, absent, choose};
 use crate::{BackwardProblem, Error, ExecutorName, Problem};
 use sdpa_cache::CacheTrace;
 use sdpa_nvidia::{Device, DevicePass, NvidiaExecutor};
+#[cfg(feature = "distributed")]
+use {
+    sdpa_core::device::OnDevice,
+    sdpa_nvidia::{DeviceSlice, Stream},
+};
 
 /// The executors of this build on NVIDIA GPUs, in the order of trying.
 const ON_NVIDIA: [ExecutorName; cfg!(feature = "cudnn") as usize + cfg!(feature = "cuda") as usize] = [
@@ -124,6 +129,22 @@ impl Dispatcher {
         }
         let known = ON_NVIDIA.map(ExecutorName::name).join(", ");
         Err(absent(name, format!("no executor of this name takes memory of an NVIDIA GPU, expected one of {known}")))
+    }
+}
+
+/// Selects an executor for each part of a problem over several ranks.
+#[cfg(feature = "distributed")]
+impl sdpa_parallel::Planner for Dispatcher {
+    fn plan(&self, problem: &Problem) -> Result<OnDevice<DeviceSlice, Stream>, Error> {
+        self.prepare_device(problem, Preference::Auto).map(|choice| choice.prepared)
+    }
+
+    fn plan_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, Error> {
+        self.prepare_device_backward(problem, Preference::Auto).map(|choice| choice.prepared)
+    }
+
+    fn ordinal(&self) -> Result<u32, Error> {
+        self.device().map(Device::ordinal)
     }
 }
 

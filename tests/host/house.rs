@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
-const FENCES: [&str; 30] = [
+const FENCES: [&str; 33] = [
     "sdpa/driver/src/",
     "cudnn-graph/src/ffi/",
     "cudnn-graph/src/plan.rs",
@@ -24,6 +24,7 @@ const FENCES: [&str; 30] = [
     "sdpa/cudnn/src/files.rs",
     "sdpa/cudnn/src/portable.rs",
     "sdpa/nvidia/src/cudarc.rs",
+    "sdpa/parallel/src/device/",
     "sdpa/candle/src/cuda.rs",
     "sdpa/candle/tests/cuda/graph.rs",
     "sdpa/python/src/call.rs",
@@ -32,6 +33,8 @@ const FENCES: [&str; 30] = [
     "metal-fallback/src/apple/",
     "tests/emulated/src/",
     "tests/harness/emulated.rs",
+    "tests/nccl/backend.rs",
+    "tests/nccl/planner.rs",
     "sdpa/cli/null-driver/",
     "tests/recording/src/",
     "tests/harness/code.rs",
@@ -141,7 +144,7 @@ const ARROWS: [(&str, &[&str]); 16] = [
     ("sdpa/core", &[]),
     ("sdpa/cache", &[]),
     ("sdpa/oracle", &[]),
-    ("sdpa/parallel", &["sdpa-core"]),
+    ("sdpa/parallel", &["sdpa-core", "sdpa-driver", "sdpa-nvidia"]),
     ("sdpa/cpu", &["sdpa-core"]),
     ("sdpa/emit", &["sdpa-core"]),
     ("metal-fallback", &["sdpa-cache", "sdpa-core", "sdpa-emit"]),

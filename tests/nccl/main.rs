@@ -1,6 +1,18 @@
 //! NCCL: the loader over the real library where there is one, communicators over the emulation. It needs no GPU. NCCL may load the CUDA driver, so this is a process of its own.
 
+mod backend;
+#[path = "../../sdpa/parallel/tests/ranks/case.rs"]
+mod case;
 mod communicators;
+mod device_failures;
+#[path = "../../sdpa/parallel/tests/ranks/harness.rs"]
+mod harness;
+mod kernels;
+#[path = "../../sdpa/parallel/tests/ranks/parameters.rs"]
+mod parameters;
+mod planner;
+#[path = "../../sdpa/parallel/tests/ranks/results.rs"]
+mod results;
 
 use conformance::golden::repository;
 use conformance::say::skip;

@@ -13,12 +13,13 @@ use std::fmt::Write;
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/documents.cu");
 
 /// The sources, and the PTX of each.
-const TEXTS: [(&str, &str); 5] = [
+const TEXTS: [(&str, &str); 6] = [
     (SOURCE, "sdpa/cudnn/src/kernels/documents.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/entries.cu"), "sdpa/cudnn/src/kernels/entries.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/pieces.cu"), "sdpa/cudnn/src/kernels/pieces.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/sinks.cu"), "sdpa/cudnn/src/kernels/sinks.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/sums.cu"), "sdpa/cudnn/src/kernels/sums.ptx"),
+    (include_str!("../../sdpa/parallel/src/device/kernels/ranks.cu"), "sdpa/parallel/src/device/kernels/ranks.ptx"),
 ];
 
 /// The version that drivers are asked for is the first that knows the architecture: what the compiler writes is the newest.

@@ -12,6 +12,10 @@ pub enum ParallelError {
     /// Another rank failed, or did not answer.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
+    /// A call into the CUDA driver or NCCL failed, or another rank did not answer.
+    #[cfg(feature = "nccl")]
+    #[error(transparent)]
+    Device(#[from] sdpa_driver::Error),
     /// The ranks do not run the same problem.
     #[error("{field} differs between ranks: ranks {ranks:?} have another value than rank {rank}; pass equal specifications on every rank")]
     Mismatch {
@@ -29,6 +33,14 @@ pub enum ParallelError {
         got: usize,
         /// The number of ranks of the problem.
         expected: usize,
+    },
+    /// The communicator and the planner have different devices.
+    #[error("the communicator is on device {got}, expected device {expected}, for which parts are prepared")]
+    Devices {
+        /// The ordinal of the communicator's device.
+        got: u32,
+        /// The ordinal of the planner's device.
+        expected: u32,
     },
     /// An earlier call failed, so the ranks may be at different steps.
     #[error("an earlier call on this rank failed ({0}); make a new group")]

@@ -43,6 +43,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+#[cfg(feature = "nccl")]
+mod device;
 mod digest;
 mod error;
 mod exchange;
@@ -58,6 +60,8 @@ mod run;
 mod schedule;
 mod sharding;
 
+#[cfg(feature = "nccl")]
+pub use device::{DeviceContextParallel, Partials, Planner};
 pub use error::ParallelError;
 pub use exchange::{Exchange, ExchangeError, Incoming, Outgoing};
 pub use host::ContextParallel;
@@ -66,6 +70,8 @@ pub use problem::{Candidate, Choice, Machine, ParallelProblem, ParallelSpec, Str
 pub use prove::{ProofError, prove};
 pub use schedule::{Attend, Extents, Pass, Role, Schedule, Slot, Step, Tensor, Transfer, places};
 pub use sdpa_core::Chunk;
+#[cfg(feature = "nccl")]
+pub use sdpa_driver::{Communicator, Nccl, Rank, UniqueId};
 pub use sharding::Sharding;
 
 #[cfg(doctest)]

@@ -36,7 +36,7 @@ impl Owned {
 }
 
 /// Returns the part of a tensor along each of its axes, outermost first; `None` if every part reads all of it.
-fn chunks(kind: ParamKind, at: &Placement, extents: [i64; 4]) -> Option<Vec<(Axis, Chunk)>> {
+pub(crate) fn chunks(kind: ParamKind, at: &Placement, extents: [i64; 4]) -> Option<Vec<(Axis, Chunk)>> {
     let ParamKind::Tensor { axes, dtype: _ } = kind else { return None };
     if axes.is_table() || axes.has_end() || !axes.iter().any(|axis| axis != Axis::Batch) {
         return None;

@@ -1,6 +1,6 @@
 //! Modules, their kernels, and launches.
 
-use crate::nvrtc::MAGIC;
+use crate::nvrtc::{self, MAGIC};
 use crate::{Ptr, driver, memory, store};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use parking_lot::Mutex;
@@ -144,16 +144,22 @@ exported! {
     /// Opens the library that was compiled.
     fn cuModuleLoadData(module: *mut Ptr, image: *const c_void) -> c_int {
         // SAFETY: the header's contract: code has more than four bytes; that of the compiler here ends with a zero.
-        if unsafe { image.cast::<[u8; 4]>().read() } != *MAGIC {
-            return INVALID_IMAGE;
-        }
+        let begin = unsafe { image.cast::<[u8; 4]>().read() };
         // SAFETY: as above.
-        let text = unsafe { CStr::from_ptr(image.cast::<c_char>().add(MAGIC.len())) }.to_string_lossy().into_owned();
-        let Some((architecture, path)) = text.split_once('\n') else { return INVALID_IMAGE };
-        if !driver::current().is_some_and(|model| runs(model.capability, architecture)) {
-            return NO_BINARY_FOR_GPU;
-        }
-        let path = path.to_owned();
+        let text = unsafe { CStr::from_ptr(image.cast::<c_char>()) }.to_string_lossy().into_owned();
+        let path = if begin == *MAGIC {
+            let Some((architecture, path)) = text[MAGIC.len()..].split_once('\n') else { return INVALID_IMAGE };
+            if !driver::current().is_some_and(|model| runs(model.capability, architecture)) {
+                return NO_BINARY_FOR_GPU;
+            }
+            path.to_owned()
+        } else {
+            match nvrtc::program_of_ptx(&text) {
+                Some(Ok(path)) => path.to_string_lossy().into_owned(),
+                Some(Err(why)) => return failed(why),
+                None => return INVALID_IMAGE,
+            }
+        };
         // SAFETY: the library was made here, and has no initialisers of note.
         let Ok(library) = (unsafe { Library::open(Some(Path::new(&path)), RTLD_NOW | RTLD_LOCAL) }) else { return INVALID_IMAGE };
         let turn = TURNS.lock().entry(path).or_default().clone();

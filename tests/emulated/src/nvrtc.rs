@@ -267,6 +267,21 @@ fn program_of(text: &str) -> Result<PathBuf, String> {
     done
 }
 
+/// PTX of this project that runs here, with the source that it was made from. A test of this project compares the two.
+const PTX: [(&str, &str); 1] = [(
+    include_str!("../../../sdpa/parallel/src/device/kernels/ranks.ptx"),
+    include_str!("../../../sdpa/parallel/src/device/kernels/ranks.cu"),
+)];
+
+/// Compiles the source of PTX; `None` if it is not known.
+pub(crate) fn program_of_ptx(text: &str) -> Option<Result<PathBuf, String>> {
+    let (_, source) = PTX.iter().find(|(ptx, _)| *ptx == text)?;
+    let elements = include_str!("../../../sdpa/cudnn/src/kernels/elements.cuh");
+    // The compiler declares functions and the threads of a block in this way; `cuda.h` has the names of the attention kernels only.
+    let before = "#define __device__\nstruct Threads { unsigned x; };\n#define blockDim (Threads{machine::block_threads()})\n";
+    Some(compiled(&format!("{before}{}", source.replace("#include \"elements.cuh\"", elements))))
+}
+
 /// The program behind a handle.
 ///
 /// # Safety
