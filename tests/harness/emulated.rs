@@ -98,6 +98,19 @@ pub fn exchange(
     unsafe { communicator.exchange(stream, sends, receives) }
 }
 
+/// Makes transfers of this thread as late as streams allow, or immediate again: late ones read and write memory when something waits for them.
+///
+/// # Panics
+/// Panics if the library is not built.
+pub fn late_transfers(on: bool) {
+    type Late = unsafe extern "C" fn(bool) -> c_int;
+    let library = library();
+    // SAFETY: the function is its own, of this type.
+    let late: libloading::Symbol<'_, Late> = unsafe { library.get(b"emulated_late") }.expect("it has the function");
+    // SAFETY: it takes any value.
+    unsafe { late(on) };
+}
+
 /// How many boxes of tensors the copy engine brought in, and copies of 16 bytes that threads asked for, in launches of this thread so far.
 ///
 /// # Panics

@@ -4,6 +4,7 @@
 use crate::communicators::open;
 use crate::harness::Rank as HostRank;
 use crate::planner::OnCpu;
+use conformance::emulated;
 use conformance::share::{DAYS, Share, VARIABLE};
 use sdpa::device::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 use sdpa::distributed::{DeviceContextParallel, ParallelError, ParallelProblem, Partials, Planner};
@@ -44,8 +45,9 @@ impl Link {
     }
 }
 
-/// Makes a rank. Its streams have their own pace: delays are not needed.
-pub(crate) fn join(problem: &Arc<ParallelProblem>, link: Link, _delays: Option<u64>) -> Result<Hosted, ParallelError> {
+/// Makes a rank. Its transfers are as early, or as late, as its streams allow; with `delays`, they are the other way round.
+pub(crate) fn join(problem: &Arc<ParallelProblem>, link: Link, delays: Option<u64>) -> Result<Hosted, ParallelError> {
+    emulated::late_transfers((problem.ranks() + link.rank() + usize::from(delays.is_some())) % 2 == 1);
     Hosted::new(&OnCpu, problem, &link, Partials::F32)
 }
 

@@ -1,6 +1,6 @@
 //! The driver: devices of several compute capabilities with few multiprocessors, on which everything is done at once.
 
-use crate::{Ptr, kernel, store};
+use crate::{Ptr, kernel, nccl, store};
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -156,10 +156,10 @@ exported! {
     }
 
     /// Everything is done.
-    fn cuStreamSynchronize(_stream: Ptr) -> c_int { 0 }
+    fn cuStreamSynchronize(stream: Ptr) -> c_int { nccl::passed_until(stream.addr(), usize::MAX) }
 
-    /// Everything is done.
-    fn cuStreamWaitEvent(_stream: Ptr, _event: Ptr, _flags: c_uint) -> c_int { 0 }
+    /// Everything is done, but for late transfers.
+    fn cuStreamWaitEvent(_stream: Ptr, event: Ptr, _flags: c_uint) -> c_int { nccl::passed(event.addr()) }
 
     /// A handle.
     fn cuEventCreate(event: *mut Ptr, _flags: c_uint) -> c_int { made_up(event) }
@@ -167,14 +167,17 @@ exported! {
     /// Nothing to do.
     fn cuEventDestroy_v2(_event: Ptr) -> c_int { 0 }
 
-    /// Nothing to do.
-    fn cuEventRecord(_event: Ptr, _stream: Ptr) -> c_int { 0 }
+    /// Notes the late transfers before it.
+    fn cuEventRecord(event: Ptr, stream: Ptr) -> c_int {
+        nccl::recorded(event.addr(), stream.addr());
+        0
+    }
 
     /// Passed.
-    fn cuEventQuery(_event: Ptr) -> c_int { 0 }
+    fn cuEventQuery(event: Ptr) -> c_int { nccl::passed(event.addr()) }
 
     /// Passed.
-    fn cuEventSynchronize(_event: Ptr) -> c_int { 0 }
+    fn cuEventSynchronize(event: Ptr) -> c_int { nccl::passed(event.addr()) }
 
     /// Nothing takes time.
     fn cuEventElapsedTime(ms: *mut f32, _start: Ptr, _end: Ptr) -> c_int {

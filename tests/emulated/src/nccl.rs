@@ -1,10 +1,13 @@
 //! NCCL over the ranks of one process: communicators that do not block, with transfers within groups. Sends are copied when their group ends, so that only receives wait.
 //! Streams do everything at once, so a communicator is in progress until its receives are done.
+//!
+//! A thread may ask for late transfers ([`emulated_late`]). They then read and write memory only when a stream or the host waits for an event behind them, so that
+//! a wait that is missing changes results.
 
 use crate::memory::holds;
 use crate::{Ptr, store};
 use parking_lot::Mutex;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,12 +72,89 @@ static NEXT: AtomicU64 = AtomicU64::new(1);
 #[derive(Default)]
 struct Open {
     depth: usize,
-    sends: Vec<(usize, usize, Vec<u8>)>,
+    /// Communicator, peer, address, bytes.
+    sends: Vec<(usize, usize, u64, usize)>,
     receives: Vec<(usize, usize, u64, usize)>,
+    stream: usize,
 }
 
 thread_local! {
     static OPEN: RefCell<Open> = RefCell::default();
+    static LATE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The transfers of one group, which nobody has waited for yet.
+struct Deferred {
+    /// Communicator, peer, address, bytes.
+    sends: Vec<(usize, usize, u64, usize)>,
+    receives: Vec<(usize, usize, u64, usize)>,
+}
+
+/// The late transfers of a stream, and the number of those that are done.
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Deferred>,
+    done: usize,
+}
+
+/// By streams.
+static QUEUES: Mutex<BTreeMap<usize, Queue>> = Mutex::new(BTreeMap::new());
+/// The stream of each event, and the number of late transfers before it.
+static EVENTS: Mutex<BTreeMap<usize, (usize, usize)>> = Mutex::new(BTreeMap::new());
+
+/// Notes the place of an event on a stream.
+pub(crate) fn recorded(event: usize, stream: usize) {
+    let place = QUEUES.lock().get(&stream).map_or(0, |queue| queue.done + queue.waiting.len());
+    EVENTS.lock().insert(event, (stream, place));
+}
+
+/// Does the late transfers before an event, and waits for what they receive.
+pub(crate) fn passed(event: usize) -> c_int {
+    let Some((stream, place)) = EVENTS.lock().get(&event).copied() else { return SUCCESS };
+    passed_until(stream, place)
+}
+
+/// Does the late transfers of a stream up to a number of them.
+pub(crate) fn passed_until(stream: usize, place: usize) -> c_int {
+    loop {
+        let next = QUEUES.lock().get_mut(&stream).filter(|queue| queue.done < place).and_then(|queue| queue.waiting.pop_front());
+        let Some(next) = next else { return SUCCESS };
+        let communicator = next.sends.first().or(next.receives.first()).map(|(communicator, ..)| *communicator);
+        let sends = next.sends.into_iter().map(|(own, peer, from, bytes)| (own, peer, bytes_of(from, bytes))).collect();
+        let mut code = posted(sends, next.receives);
+        while code == IN_PROGRESS {
+            std::thread::yield_now();
+            code = communicator.map_or(SUCCESS, |communicator| STATE.lock().progress(communicator));
+        }
+        if code != SUCCESS {
+            return code;
+        }
+        if let Some(queue) = QUEUES.lock().get_mut(&stream) {
+            queue.done += 1;
+        }
+    }
+}
+
+/// Returns the bytes of device memory that [`holds`] has found.
+fn bytes_of(from: u64, bytes: usize) -> Vec<u8> {
+    // SAFETY: an allocation holds the bytes; memory with transfers is not freed before somebody waits for them.
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from as usize), bytes) }.to_vec()
+}
+
+/// Puts what is sent into the mail, and begins to receive.
+fn posted(sends: Vec<(usize, usize, Vec<u8>)>, receives: Vec<(usize, usize, u64, usize)>) -> c_int {
+    let mut state = STATE.lock();
+    for (from, peer, bytes) in sends {
+        let Some((id, rank)) = state.ranks.get(&from).map(|own| (own.id, own.rank)) else { return INVALID_ARGUMENT };
+        state.groups.entry(id).or_default().mail.entry([rank, peer]).or_default().push_back(bytes);
+    }
+    let mut any = false;
+    for (own, peer, to, bytes) in receives {
+        let Some(own) = state.ranks.get_mut(&own) else { return INVALID_ARGUMENT };
+        own.receives.push_back((peer, to, bytes));
+        any = true;
+    }
+    if any { IN_PROGRESS } else { SUCCESS }
 }
 
 impl State {
@@ -205,7 +285,13 @@ exported! {
         SUCCESS
     }
 
-    /// Copies what is sent.
+    /// Not a function of NCCL: transfers of this thread are late from now on if `on`.
+    fn emulated_late(on: bool) -> c_int {
+        LATE.set(on);
+        SUCCESS
+    }
+
+    /// Copies what is sent, unless transfers are late.
     fn ncclGroupEnd() -> c_int {
         let Some(open) = OPEN.with_borrow_mut(|open| {
             open.depth = open.depth.checked_sub(1)?;
@@ -213,39 +299,33 @@ exported! {
         }) else {
             return INVALID_USAGE;
         };
-        let mut state = STATE.lock();
-        for (from, peer, bytes) in open.sends {
-            let Some((id, rank)) = state.ranks.get(&from).map(|own| (own.id, own.rank)) else { return INVALID_ARGUMENT };
-            state.groups.entry(id).or_default().mail.entry([rank, peer]).or_default().push_back(bytes);
+        if LATE.get() {
+            let deferred = Deferred { sends: open.sends, receives: open.receives };
+            QUEUES.lock().entry(open.stream).or_default().waiting.push_back(deferred);
+            return SUCCESS;
         }
-        let mut any = false;
-        for (own, peer, to, bytes) in open.receives {
-            let Some(own) = state.ranks.get_mut(&own) else { return INVALID_ARGUMENT };
-            own.receives.push_back((peer, to, bytes));
-            any = true;
-        }
-        if any { IN_PROGRESS } else { SUCCESS }
+        posted(open.sends.into_iter().map(|(own, peer, from, bytes)| (own, peer, bytes_of(from, bytes))).collect(), open.receives)
     }
 
     /// Bytes of device memory, within a group.
-    fn ncclSend(from: *const c_void, count: usize, kind: c_int, peer: c_int, communicator: Ptr, _stream: Ptr) -> c_int {
+    fn ncclSend(from: *const c_void, count: usize, kind: c_int, peer: c_int, communicator: Ptr, stream: Ptr) -> c_int {
         if kind != 0 || !holds(from.addr() as u64, count as u64) {
             return INVALID_ARGUMENT;
         }
-        // SAFETY: an allocation holds the bytes, by the line above.
-        let bytes = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), count) }.to_vec();
         OPEN.with_borrow_mut(|open| {
-            open.sends.push((handle(communicator), peer as usize, bytes));
+            open.stream = stream.addr();
+            open.sends.push((handle(communicator), peer as usize, from.addr() as u64, count));
             if open.depth > 0 { SUCCESS } else { INVALID_USAGE }
         })
     }
 
     /// To device memory, within a group.
-    fn ncclRecv(to: Ptr, count: usize, kind: c_int, peer: c_int, communicator: Ptr, _stream: Ptr) -> c_int {
+    fn ncclRecv(to: Ptr, count: usize, kind: c_int, peer: c_int, communicator: Ptr, stream: Ptr) -> c_int {
         if kind != 0 || !holds(to.addr() as u64, count as u64) {
             return INVALID_ARGUMENT;
         }
         OPEN.with_borrow_mut(|open| {
+            open.stream = stream.addr();
             open.receives.push((handle(communicator), peer as usize, to.addr() as u64, count));
             if open.depth > 0 { SUCCESS } else { INVALID_USAGE }
         })

@@ -173,7 +173,10 @@ impl Program {
                     Action::Finish { reads: Box::new([o?, row_max?, sum_exp?]), writes, first_head: heads.start }
                 }
             };
-            acts.push(Act { action, uses: uses(step), begins: begins.next().unwrap_or_default() });
+            let ([reads, mut writes], begins) = (uses(step), begins.next().unwrap_or_default());
+            // An accumulator is filled when it begins, also for a step that only reads it.
+            writes.extend(&begins);
+            acts.push(Act { action, uses: [reads, writes], begins });
         }
         Ok(Program { schedule, homes, acts, slot_bytes, scratch_bytes })
     }
