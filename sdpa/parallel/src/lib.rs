@@ -50,6 +50,7 @@ mod error;
 mod exchange;
 mod host;
 mod in_process;
+mod machine;
 mod memory;
 mod params;
 mod part;
@@ -59,6 +60,7 @@ mod prove;
 mod run;
 mod schedule;
 mod sharding;
+mod simulate;
 
 #[cfg(feature = "nccl")]
 pub use device::{DeviceContextParallel, Partials, Planner};
@@ -66,13 +68,15 @@ pub use error::ParallelError;
 pub use exchange::{Exchange, ExchangeError, Incoming, Outgoing};
 pub use host::ContextParallel;
 pub use in_process::InProcess;
-pub use problem::{Candidate, Choice, Machine, ParallelProblem, ParallelSpec, Strategy};
+pub use machine::{Kernel, Machine};
+pub use problem::{Candidate, Choice, ParallelProblem, ParallelSpec, Strategy};
 pub use prove::{ProofError, prove};
 pub use schedule::{Attend, Extents, Pass, Role, Schedule, Slot, Step, Tensor, Transfer, places};
 pub use sdpa_core::Chunk;
 #[cfg(feature = "nccl")]
 pub use sdpa_driver::{Communicator, Nccl, Rank, UniqueId};
 pub use sharding::Sharding;
+pub use simulate::{RankTime, Simulation, simulate};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

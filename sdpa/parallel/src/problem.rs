@@ -1,8 +1,10 @@
 //! Specifications of attention over several ranks, and validated problems.
 
+use crate::machine::Machine;
 use crate::plan;
 use crate::schedule::{Pass, Schedule, Tensor};
-use crate::sharding::{Sharding, pairs};
+use crate::sharding::Sharding;
+use crate::simulate::simulate;
 use sdpa_core::expr::Declared;
 use sdpa_core::placed::{CHUNK_NUMBERS, PLACEMENT};
 use sdpa_core::{
@@ -33,7 +35,7 @@ pub enum Strategy {
         /// The number of ranks in a group; divides the number of ranks.
         heads: u32,
     },
-    /// Validation chooses by bytes, balance and memory: see [`Choice`].
+    /// Validation simulates every strategy and chooses the fastest one that the memory suffices for: see [`Choice`].
     Auto,
 }
 
@@ -51,24 +53,6 @@ impl fmt::Display for Strategy {
     }
 }
 
-/// Rates by which [`Strategy::Auto`] estimates times. The defaults are those of one H100 with NVLink.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct Machine {
-    /// Floating-point operations per second of attention on one rank.
-    pub flops: f64,
-    /// Bytes per second that one rank sends.
-    pub bandwidth: f64,
-    /// Bytes of buffers that one rank may use; `None` for no limit.
-    pub memory: Option<u64>,
-}
-
-impl Default for Machine {
-    fn default() -> Machine {
-        Machine { flops: 600e12, bandwidth: 300e9, memory: None }
-    }
-}
-
 /// The estimated cost of one strategy. Sums are those of the forward pass, and of the backward pass if the problem has one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -81,7 +65,7 @@ pub struct Candidate {
     pub memory: u64,
     /// The work of the rank with the most, divided by the mean.
     pub imbalance: f64,
-    /// The estimated time in seconds, without overlap.
+    /// The time of the slowest rank in seconds, by [`simulate`](crate::simulate()).
     pub seconds: f64,
     /// Why the strategy cannot be chosen, if it cannot.
     pub refusal: Option<String>,
@@ -99,7 +83,7 @@ pub struct Choice {
 
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: the least estimated time", self.strategy)?;
+        write!(f, "{}: the least simulated time", self.strategy)?;
         for c in &self.candidates {
             let cost = format!("{:.3e} s, sends {} bytes, buffers {} bytes, imbalance {:.2}", c.seconds, c.bytes, c.memory, c.imbalance);
             write!(f, "\n  {}: {}", c.strategy, c.refusal.as_ref().unwrap_or(&cost))?;
@@ -421,7 +405,7 @@ impl ParallelProblem {
         }
     }
 
-    /// Estimates every strategy, and returns the one with the least time.
+    /// Simulates every strategy, and returns the one with the least time.
     fn choose(&self) -> Result<Choice, Error> {
         let ranks = self.ranks() as u32;
         let mut strategies = vec![Strategy::AllGather { head_groups: 1 }];
@@ -448,34 +432,26 @@ impl ParallelProblem {
         if refusal.is_none() {
             let own = ParallelProblem { strategy, ..self.clone() };
             let passes = if self.spec.backward { vec![Pass::Forward, Pass::Backward] } else { vec![Pass::Forward] };
-            let (mut work, mut bytes) = (vec![0.0; self.ranks()], vec![0; self.ranks()]);
+            let (mut work, mut bytes, mut schedules) = (vec![0.0; self.ranks()], vec![0; self.ranks()], Vec::new());
             for (rank, pass) in (0..self.ranks()).flat_map(|rank| passes.iter().map(move |pass| (rank, *pass))) {
                 let schedule = own.schedule(rank, pass);
                 bytes[rank] += schedule.bytes_sent();
                 candidate.memory = candidate.memory.max(schedule.peak_bytes());
-                work[rank] += own.flops(&schedule);
+                work[rank] += schedule.attends().map(|attend| own.flops_of(pass, attend)).sum::<f64>();
+                schedules.push(schedule);
             }
             let most = work.iter().copied().fold(0.0, f64::max);
             let mean = work.iter().sum::<f64>() / self.ranks() as f64;
             candidate.bytes = bytes.into_iter().max().unwrap_or(0);
             candidate.imbalance = if mean > 0.0 { most / mean } else { 1.0 };
-            let Machine { flops, bandwidth, memory } = self.spec.machine;
-            candidate.seconds = most / flops + candidate.bytes as f64 / bandwidth;
-            refusal = memory
-                .filter(|limit| candidate.memory > *limit)
-                .map(|limit| format!("buffers of {} bytes exceed {limit}", candidate.memory));
+            let machine = &self.spec.machine;
+            match simulate(&own, &schedules, machine) {
+                Ok(simulation) => candidate.seconds = simulation.time(),
+                Err(error) => refusal = Some(error.to_string()),
+            }
+            let too_much = machine.memory.filter(|limit| candidate.memory > *limit);
+            refusal = refusal.or(too_much.map(|limit| format!("buffers of {} bytes exceed {limit}", candidate.memory)));
         }
         Candidate { refusal, ..candidate }
-    }
-
-    /// Returns the floating-point operations of a schedule, over the pairs that bands attend to.
-    fn flops(&self, schedule: &Schedule) -> f64 {
-        let (qk, v) = (self.problem.dim_qk() as f64, self.problem.dim_v() as f64);
-        let per_pair = match schedule.pass {
-            Pass::Forward => 2.0 * (qk + v),
-            Pass::Backward => 2.0 * (3.0 * qk + 2.0 * v),
-        };
-        let of = |a: &crate::Attend| (a.heads_q.end - a.heads_q.start) as f64 * pairs(self.problem.region(), &a.q, &a.k);
-        schedule.attends().map(of).sum::<f64>() * per_pair * self.problem.batch() as f64
     }
 }

@@ -7,3 +7,4 @@ mod harness;
 mod parameters;
 mod proofs;
 mod results;
+mod simulations;

@@ -184,7 +184,7 @@ fn schedules_are_data() {
 }
 
 #[test]
-fn auto_chooses_by_bytes_balance_and_memory_and_says_why() {
+fn auto_chooses_by_simulated_time_and_memory_and_says_why() {
     let shape = Shape { batch: 1, heads_q: 32, heads_kv: 8, seq_q: 4096, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
     let spec = |shape| ParallelSpec::new(AttentionSpec::dense(DType::BF16, shape, Layout::Bshd), 4);
     // Up to g + 1 ranks, all-gather sends the fewest bytes; without GQA, head exchange does.
@@ -194,12 +194,18 @@ fn auto_chooses_by_bytes_balance_and_memory_and_says_why() {
     assert_eq!(mha.strategy(), Strategy::HeadExchange);
     let told = mha.choice().unwrap().to_string();
     assert!(
-        told.starts_with("head exchange: the least estimated time") && told.contains("ring: ") && told.contains("imbalance 1.00"),
+        told.starts_with("head exchange: the least simulated time") && told.contains("ring: ") && told.contains("imbalance 1.00"),
         "{told}"
     );
     assert!(told.contains("halo: strategy: got halo, expected another one, or masks with a window"), "{told}");
-    // Heads that do not suffice and memory that does not leave the ring.
+    // If merges cost nothing, a ring hides exchanges of long sequences, though it sends twice the bytes.
     let mut machine = Machine::default();
+    let long = Shape { heads_kv: 32, seq_q: 16384, seq_kv: 16384, ..shape };
+    assert_eq!(spec(long).machine(machine).validate().unwrap().strategy(), Strategy::HeadExchange);
+    machine.merges = f64::INFINITY;
+    assert_eq!(spec(long).machine(machine).validate().unwrap().strategy(), Strategy::Ring);
+    // Heads that do not suffice and memory that does not leave the ring.
+    machine = Machine::default();
     machine.memory = Some(26 << 20);
     let small = Shape { heads_q: 2, heads_kv: 2, seq_q: 1 << 15, seq_kv: 1 << 15, ..shape };
     let ring = spec(small).machine(machine).validate().unwrap();
