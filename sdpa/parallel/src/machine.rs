@@ -67,6 +67,27 @@ impl Default for Machine {
 }
 
 impl Machine {
+    /// Returns the rates of one H200 of several with NVLink, in the Python package with PyTorch 2.11 and NCCL 2.28.9, for causal attention in bf16 of head
+    /// dim 128. The source is `benches/results/2026-11-29-h200-several-gpus.txt`.
+    ///
+    /// - `forward` and the rate of `backward` are least squares over the rows of one GPU.
+    /// - The other costs are fitted to the times of two GPUs in the second run of `times` there, and rounded. These times hardly depend on `latency`, and
+    ///   determine `bandwidth` and `link` no better than 250 to 450 GB/s: two ranks cannot tell one from the other.
+    pub fn h200() -> Machine {
+        Machine {
+            forward: Kernel::new(685e12, 47e-6),
+            backward: Kernel::new(645e12, 100e-6),
+            bandwidth: 350e9,
+            link: 350e9,
+            latency: 10e-6,
+            call: 1.3e-3,
+            submit: 30e-6,
+            copies: 1.2e12,
+            merges: 600e9,
+            memory: None,
+        }
+    }
+
     /// Returns the kernel of a pass.
     pub fn kernel(&self, pass: Pass) -> Kernel {
         match pass {

@@ -264,3 +264,30 @@ rank    time ms  attention ms  exchanges ms  exposed ms      MB sent  of ideal
    1   1586.152      1572.864        13.288      13.288        0.012      0.99";
     assert_eq!(told, expected, "{told}");
 }
+
+/// Some of the times of `benches/results/2026-11-29-h200-several-gpus.txt`, in ms: forward, and both passes, of one H200 and of two.
+/// The rates are fitted to some of them.
+#[test]
+fn measured_times_are_simulated_within_an_eighth() {
+    let head = Strategy::HeadExchange;
+    let rows = [
+        (1, [32, 8], 32768, GATHER, Sharding::Contiguous, [12.590, 47.360]),
+        (1, [16, 16], 16384, GATHER, Sharding::Contiguous, [1.694, 5.812]),
+        (2, [32, 8], 16384, GATHER, Sharding::Zigzag, [3.450, 9.202]),
+        (2, [32, 8], 16384, Strategy::Ring, Sharding::Zigzag, [4.616, 11.111]),
+        (2, [32, 8], 65536, Strategy::Ring, Sharding::Zigzag, [32.547, 110.092]),
+        (2, [32, 8], 65536, head, Sharding::Contiguous, [30.491, 108.680]),
+        (2, [16, 16], 16384, head, Sharding::Zigzag, [2.825, 8.716]),
+        (2, [16, 16], 32768, head, Sharding::Contiguous, [5.479, 16.449]),
+    ];
+    for (ranks, [heads_q, heads_kv], seq, strategy, sharding, measured) in rows {
+        let shape = Shape { batch: 1, heads_q, heads_kv, seq_q: seq, seq_kv: seq, dim_qk: 128, dim_v: 128 };
+        let attention = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal()).with_stats();
+        let spec = ParallelSpec::new(attention, ranks).strategy(strategy).sharding(sharding);
+        for (problem, measured) in [spec.clone(), spec.with_backward()].iter().zip(measured) {
+            let found = problem.validate().unwrap().simulate(&Machine::h200()).unwrap();
+            let time = if ranks == 1 { found.alone } else { found.time() } * 1e3;
+            assert!((time / measured - 1.0).abs() < 0.125, "{heads_q}/{heads_kv} {seq} {strategy}: measured {measured} ms\n{found}");
+        }
+    }
+}
