@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 pub enum Sharding {
     /// Rank `r` has the `r`th of `ranks` runs.
     Contiguous,
+    /// Rank `r` has the `r`th run of `⌈seq / ranks⌉` tokens. The last ranks have fewer or none. PyTorch's DTensors and `torch.chunk` divide tokens so.
+    Blocks,
     /// Rank `r` has runs `r` and `2 · ranks − 1 − r` of `2 · ranks`.
     Zigzag,
     /// Rank `r` has the tokens at `r`, `r + ranks`, `r + 2 · ranks`, …
@@ -41,6 +43,11 @@ impl Sharding {
         let count = ranks as i64;
         let of = |rank: i64| match self {
             Sharding::Contiguous => runs(seq, count).skip(rank as usize).take(1).collect(),
+            Sharding::Blocks => {
+                let most = (seq + count - 1) / count;
+                let start = (rank * most).min(seq);
+                vec![Chunk::new(start, 1, most.min(seq - start))]
+            }
             Sharding::Zigzag => {
                 let all: Vec<Chunk> = runs(seq, 2 * count).collect();
                 vec![all[rank as usize], all[(2 * count - 1 - rank) as usize]]

@@ -43,6 +43,33 @@ fn schedules_attend_to_every_pair_once_and_use_every_byte() {
     assert!(proven.iter().all(|n| *n > 40), "{proven:?}");
 }
 
+/// Lengths by which PyTorch divides tokens, which leave ranks with fewer or none.
+#[test]
+fn blocks_are_those_of_pytorch_and_their_schedules_are_proven() {
+    for (seq, ranks, lengths) in
+        [(10, 4, vec![3, 3, 3, 1]), (5, 4, vec![2, 2, 1, 0]), (8, 4, vec![2; 4]), (3, 1, vec![3]), (9, 6, vec![2, 2, 2, 2, 1, 0])]
+    {
+        let chunks = Sharding::Blocks.chunks(ranks, seq);
+        let mut at = 0;
+        for (chunks, len) in chunks.iter().zip(&lengths) {
+            assert_eq!(*chunks, if *len == 0 { vec![] } else { vec![Chunk::new(at, 1, *len)] }, "{seq} {ranks}");
+            at += len;
+        }
+        assert_eq!((chunks.len(), at), (ranks, seq));
+        // Queries and keys of other lengths are divided by their own.
+        for (strategy, seq_kv) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, seq), (strategy, seq + 3)]) {
+            let spec = spec([8, 4], [seq, seq_kv], "window:3,2").with_stats();
+            let Ok(problem) = ParallelSpec::new(spec, ranks).sharding(Sharding::Blocks).strategy(strategy).with_backward().validate()
+            else {
+                continue;
+            };
+            for pass in [Pass::Forward, Pass::Backward] {
+                prove(&problem, &all(&problem, pass)).unwrap_or_else(|e| panic!("{ranks} {strategy} {seq} {seq_kv} {pass:?}: {e}"));
+            }
+        }
+    }
+}
+
 /// Bytes sent per rank, by the formulas of each strategy for a mask that attends to everything: `k` bytes of one rank's keys and values, `q` of its queries.
 #[test]
 fn bytes_are_those_of_the_formulas() {
