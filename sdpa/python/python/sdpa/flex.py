@@ -101,6 +101,13 @@ def flex_attention(
             return made[0] if return_aux is None and not return_lse else _results(*made, return_lse, return_aux)
         if score_mod is not None and score_mod.tensors:
             score_mod = score_mod.over(sources)
+        if hasattr(query, "device_mesh"):
+            from . import sequence
+
+            over_ranks = sequence.alone(query, key, value)
+            if over_ranks is not None:
+                made = over_ranks.attend(query, key, value, score_mod, block_mask, scale, enable_gqa, maxima, executor)
+                return _results(*made, return_lse, return_aux)
     mistakes(query, key, value)
     key, value = expanded(query, key, value)
     _shapes(query, key, value, enable_gqa)

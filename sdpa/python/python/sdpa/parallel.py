@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import sys
@@ -219,12 +220,26 @@ class ContextParallel:
         """Returns this rank's shard of the output, and of stats with the maxima of the scores if requested."""
         self._group.check()
         with _Reported(self._group, query):
-            call, operands = self._prepared(query, key, value, score_mod, block_mask, scale, gqa, maxima, executor, sink)
+            placed = None
+            if any([hasattr(x, "device_mesh") for x in (query, key, value)]):
+                from . import sequence
+
+                placed = sequence.Placed(self._group, query, key, value)
+                query, key, value = placed.locals
+            call, operands = self._prepared(query, key, value, score_mod, block_mask, scale, gqa, maxima, executor, sink, placed)
         if call.train:
-            return _Attention.apply(call, *operands)
-        self._reruns = self._reruns or _is_checkpointed()
-        with torch.no_grad():
-            return call.forward(*operands)
+            o, rows = _Attention.apply(call, *operands)
+        else:
+            self._reruns = self._reruns or _is_checkpointed()
+            with torch.no_grad():
+                o, rows = call.forward(*operands)
+        return (o, rows) if placed is None else placed.results(o, rows)
+
+    def _over(self, sharding: str, seq: tuple[int, int]) -> ContextParallel:
+        """Returns a context for other shards."""
+        other = copy.copy(self)
+        other._sharding, other._seq = sharding, seq
+        return other
 
     def _global(self, query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> tuple[int, int]:
         """Returns the numbers of queries and keys of all ranks."""
@@ -232,13 +247,11 @@ class ContextParallel:
             return block_mask.shape[2], block_mask.shape[3]
         return self._seq or (query.shape[2] * self.ranks, key.shape[2] * self.ranks)
 
-    def _prepared(self, query, key, value, score_mod, block_mask, scale, gqa, maxima, executor, sink) -> tuple[Call, list]:
+    def _prepared(self, query, key, value, score_mod, block_mask, scale, gqa, maxima, executor, sink, placed) -> tuple[Call, list]:
         from .flex import _no_gradient, _no_transforms, _shapes
 
         if executor is not None:
             named(executor)
-        if any(hasattr(x, "device_mesh") for x in (query, key, value)):
-            raise UnsupportedError("parallel", ["DTensors inside of sdpa.context_parallel; pass the local shards, x.to_local()"])
         op.mistakes(query, key, value)
         if query.device.type == "meta" or maybe_current_level() is not None:
             raise UnsupportedError("parallel", ["tensors on meta and transforms of torch.func inside of sdpa.context_parallel"])
@@ -249,7 +262,8 @@ class ContextParallel:
         _no_transforms(query, key, value)
         if block_mask is not None and not isinstance(block_mask, (BlockMask, MaskMod)):
             block_mask = read(block_mask)
-        seq_q, seq_kv = self._global(query, key, block_mask)
+        context = self if placed is None else self._over(placed.SHARDING, placed.lengths)
+        seq_q, seq_kv = self._global(query, key, block_mask) if placed is None else placed.lengths
         extents = (query.shape[0], query.shape[1], seq_q, seq_kv)
         mask = mask_of(block_mask, extents)
         if score_mod is not None and not isinstance(score_mod, ScoreMod):
@@ -263,6 +277,7 @@ class ContextParallel:
         if sink is not None and (tuple(sink.shape) != (query.shape[1],) or sink.device != query.device):
             raise one("sink", f"{tuple(sink.shape)} on {sink.device}", f"({query.shape[1]},) on {query.device}, one number for each query head")
         params += [] if sink is None else [sink]
+        params = params if placed is None else placed.params(params)
         wrt = [n for n, x in enumerate(params) if x.requires_grad and torch.is_grad_enabled()]
         if wrt and mask is not None:
             _no_gradient(mask, params, tensors)
@@ -270,7 +285,7 @@ class ContextParallel:
         sizes = (query.shape[0], query.shape[1], key.shape[1], seq_q, seq_kv, query.shape[3], value.shape[3])
         scale = op.usual(query.shape[3]) if scale is None else scale
         operands = [op.dense(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
-        call = Call(self, query.device, query.dtype, program, sizes, [s.value for s in scalars], sink is not None, scale, wrt, maxima, train)
+        call = Call(context, query.device, query.dtype, program, sizes, [s.value for s in scalars], sink is not None, scale, wrt, maxima, train)
         call.prepare(*operands, *params)
         return call, [*operands, *params]
 
