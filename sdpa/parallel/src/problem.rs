@@ -63,7 +63,7 @@ pub struct Candidate {
     pub bytes: u64,
     /// The most buffer bytes that a rank needs at one time.
     pub memory: u64,
-    /// The work of the rank with the most, divided by the mean.
+    /// The time of attention of the rank with the most, divided by the mean.
     pub imbalance: f64,
     /// The time of the slowest rank in seconds, by [`simulate`](crate::simulate()).
     pub seconds: f64,
@@ -432,21 +432,22 @@ impl ParallelProblem {
         if refusal.is_none() {
             let own = ParallelProblem { strategy, ..self.clone() };
             let passes = if self.spec.backward { vec![Pass::Forward, Pass::Backward] } else { vec![Pass::Forward] };
-            let (mut work, mut bytes, mut schedules) = (vec![0.0; self.ranks()], vec![0; self.ranks()], Vec::new());
+            let (mut bytes, mut schedules) = (vec![0; self.ranks()], Vec::new());
             for (rank, pass) in (0..self.ranks()).flat_map(|rank| passes.iter().map(move |pass| (rank, *pass))) {
                 let schedule = own.schedule(rank, pass);
                 bytes[rank] += schedule.bytes_sent();
                 candidate.memory = candidate.memory.max(schedule.peak_bytes());
-                work[rank] += schedule.attends().map(|attend| own.flops_of(pass, attend)).sum::<f64>();
                 schedules.push(schedule);
             }
-            let most = work.iter().copied().fold(0.0, f64::max);
-            let mean = work.iter().sum::<f64>() / self.ranks() as f64;
             candidate.bytes = bytes.into_iter().max().unwrap_or(0);
-            candidate.imbalance = if mean > 0.0 { most / mean } else { 1.0 };
             let machine = &self.spec.machine;
             match simulate(&own, &schedules, machine) {
-                Ok(simulation) => candidate.seconds = simulation.time(),
+                Ok(simulation) => {
+                    let work = simulation.ranks.iter().map(|rank| rank.attention);
+                    let (most, mean) = (work.clone().fold(0.0, f64::max), work.sum::<f64>() / self.ranks() as f64);
+                    candidate.imbalance = if mean > 0.0 { most / mean } else { 1.0 };
+                    candidate.seconds = simulation.time();
+                }
                 Err(error) => refusal = Some(error.to_string()),
             }
             let too_much = machine.memory.filter(|limit| candidate.memory > *limit);

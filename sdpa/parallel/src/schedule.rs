@@ -133,6 +133,11 @@ impl Slot {
     /// Returns the place of the first token of `chunk`, if its tokens are neighbours in memory, in order.
     pub fn contiguous(&self, chunk: &Chunk) -> Option<i64> {
         let first = self.find(chunk.start)?;
+        // Long chunks are mostly parts of one run. Looking up their tokens would take most of the time in which a strategy is chosen.
+        let is_part = |run: &Chunk| run.stride == chunk.stride && run.find(chunk.start).is_some_and(|at| at + chunk.len <= run.len);
+        if self.tokens.iter().any(is_part) {
+            return Some(first);
+        }
         (0..chunk.len).all(|i| self.find(chunk.at(i)) == Some(first + i)).then_some(first)
     }
 }

@@ -372,7 +372,7 @@ impl ParallelProblem {
     }
 
     /// Returns the floating-point operations of a step, over the pairs that bands attend to.
-    pub(crate) fn flops_of(&self, pass: Pass, attend: &Attend) -> f64 {
+    fn flops_of(&self, pass: Pass, attend: &Attend) -> f64 {
         let heads = attend.heads_q.end - attend.heads_q.start;
         self.flops_per_pair(pass) * heads as f64 * pairs(self.problem().region(), &attend.q, &attend.k)
     }
