@@ -29,6 +29,7 @@ mod operations;
 mod packed;
 mod plans;
 mod prove;
+mod ranks;
 mod scaling;
 mod setup;
 mod soak;
@@ -47,11 +48,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | ranks [PROBLEMS [FIRST]] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
           | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE [faulty]]]] (with a profile such as h200: plans only, without a GPU; - for none; faulty: with engines that have known faults) | msl [long | few | all | 3/40]
-  fast:   fixed backward|forward [ROWS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
+  fast:   fixed backward|forward [ROWS] | ranks times [TOKENS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -113,6 +114,8 @@ fn main() -> ExitCode {
         Some("weight") => weight::run(),
         Some("tuned") => tuned::run(),
         Some("gpus") => gpus::run(),
+        Some("ranks") if args.get(1).map(String::as_str) == Some("times") => ranks::times(number(2, 32_768).cast_signed()),
+        Some("ranks") => ranks::right(number(1, 100), number(2, 0)),
         Some("communicators") => communicators::run(number(1, 100)),
         Some("graphs") => graphs::run(args.get(1).map(String::as_str) == Some("alone")),
         Some("buckets") => buckets::run(number(1, 60)),
