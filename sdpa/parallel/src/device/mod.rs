@@ -77,12 +77,13 @@ pub enum Partials {
 
 /// One rank of a problem over device memory: its plans, its memory and its NCCL communicator.
 ///
-/// It is made in the same way as [`ContextParallel`](crate::ContextParallel), and computes the same results. Transfers run on a stream of their own. Parts of
-/// the problem that do not read what is on its way run meanwhile. Tensors of a call are the rank's shards ([`ParallelProblem::local`]), and declared
+/// It is made in the same way as [`ContextParallel`](crate::ContextParallel), and computes the same results. Transfers run on a stream of their own.
+/// Meanwhile, the GPU computes parts of the problem whose operands have arrived. Tensors of a call are the rank's shards ([`ParallelProblem::local`]), and declared
 /// parameters are whole, on every rank. A shard with one batch entry in (token, head, dim) order is read and sent in place; others are copied.
 ///
 /// Calls return when the work is submitted. [`DeviceContextParallel::wait`] waits with the deadline of the communicator. The first call of each pass compares
 /// the ranks' problems, which waits for the other ranks; capture a CUDA graph only after it. A graph uses the memory of this value, which must live as long.
+/// Dropping the value waits for the last call.
 #[derive(Debug)]
 pub struct DeviceContextParallel {
     problem: Arc<ParallelProblem>,
@@ -339,6 +340,17 @@ impl DeviceContextParallel {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for DeviceContextParallel {
+    /// Waits for the last call, at most until the deadline: dropping the communicator would abort its transfers.
+    fn drop(&mut self) {
+        let Some(end) = self.end.as_ref().filter(|_| self.broken.is_none()) else { return };
+        let waited = self.transfers.wait(end).and_then(|()| self.communicator.wait(&self.transfers));
+        if let Err(error) = waited {
+            tracing::warn!(%error, "a rank was dropped during a call");
+        }
     }
 }
 

@@ -174,7 +174,7 @@ impl<'a, 's> Run<'a, 's> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());
         }
-        // What is sent has been computed, and what is overwritten has been read.
+        // Earlier work computes the data to send, and reads the memory to overwrite.
         self.transfers.wait(&self.on.stream().record(false)?)?;
         // SAFETY: transfers use memory of the call and of this rank's slots. Later steps wait for those that touch their memory, and the call ends behind all.
         unsafe { self.communicator.exchange(self.transfers, &sends, &receives) }?;
