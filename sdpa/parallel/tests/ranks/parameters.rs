@@ -1,7 +1,7 @@
 //! Gradients of declared parameters and sinks: the sum over ranks against textbook attention in f64.
 
 use crate::backend;
-use crate::case::{At, MASKS, MODS, STRATEGIES, params, shardings, value, values};
+use crate::case::{At, MASKS, MODS, STRATEGIES, Values, params, shardings, value, values};
 use crate::harness::{Data, Rank, joined, spec};
 use sdpa_core::{AttentionSpec, DType, HostBackward, HostForward, HostGradient, Layout, Packed, SINK, Shape};
 use sdpa_parallel::{ParallelError, ParallelProblem, ParallelSpec, Pass, Strategy, Tensor};
@@ -65,6 +65,16 @@ fn textbook(spec: &AttentionSpec, mask: usize, (score_mod, name, slope): Case, d
 
 /// Runs both passes on all ranks, and returns the sums of their gradients of these names.
 fn run(problem: &Arc<ParallelProblem>, data: &Data, names: &[&str]) -> Result<Vec<Vec<f32>>, ParallelError> {
+    run_with(problem, data, names, &values(problem.declared(Pass::Backward), problem.problem().extents()))
+}
+
+/// Does the same with these values of the parameters.
+fn run_with(
+    problem: &Arc<ParallelProblem>,
+    data: &Data,
+    names: &[&str],
+    whole: &[(String, Values)],
+) -> Result<Vec<Vec<f32>>, ParallelError> {
     let on_rank = |link| -> Result<Vec<Vec<f32>>, ParallelError> {
         let mut rank = joined(problem, link)?;
         let n = rank.rank();
@@ -74,8 +84,7 @@ fn run(problem: &Arc<ParallelProblem>, data: &Data, names: &[&str]) -> Result<Ve
         let len = |tensor: Tensor| problem.local(n, tensor).extent().unwrap() as usize;
         let [mut o, mut dq, mut dk, mut dv] = [Tensor::O, Tensor::DQ, Tensor::DK, Tensor::DV].map(|t| vec![f32::NAN; len(t)]);
         let [mut stats, mut row_max, mut sum_exp] = [Tensor::Stats, Tensor::RowMax, Tensor::SumExp].map(|t| vec![f32::NAN; len(t)]);
-        let whole = values(problem.declared(Pass::Backward), problem.problem().extents());
-        let given = params(&whole);
+        let given = params(whole);
         let statistics = [Some(&mut stats[..]), Some(&mut row_max[..]), Some(&mut sum_exp[..])];
         rank.forward(HostForward::new(&q, &k, &v, &mut o).statistics(statistics).params(&given))?;
         let elements = |name: &str| problem.backward().unwrap().gradient_elements(name) as usize;
@@ -129,6 +138,19 @@ fn ranks_sum_to_the_gradients_of_the_whole_problem() {
         }
     }
     assert!(runs > 80, "{runs}");
+}
+
+/// A row without keys and with a sink of −∞ has no weights: it adds nothing to the gradient of its sink.
+#[test]
+fn rows_without_weights_add_nothing_to_the_gradient_of_a_sink() {
+    let whole = spec(DType::F32, [2, 2], [16, 16], Layout::Bhsd).mask("k >= q + 9".parse().unwrap()).with_sink();
+    for ranks in [1, 2] {
+        let asked = ParallelSpec::new(whole.clone(), ranks).strategy(Strategy::Ring).wrt(SINK, DType::F32);
+        let problem = Arc::new(asked.validate().unwrap());
+        let sinks = [(SINK.to_owned(), Values::F32(vec![f32::NEG_INFINITY, 0.5]))];
+        let got = run_with(&problem, &Data::new(&whole, 3), &[SINK], &sinks).unwrap();
+        assert!(got[0][0] == 0.0 && got[0][1].abs() > 1e-3 && got[0][1].is_finite(), "{ranks} ranks: {got:?}");
+    }
 }
 
 #[test]
