@@ -68,6 +68,54 @@ pub enum BindingError {
         /// The name of the tensor.
         name: String,
     },
+    /// A name that no input or output of the plan has.
+    #[error("{name}: the plan has no tensor of this name, expected one of {known}")]
+    UnknownName {
+        /// The name that was given.
+        name: String,
+        /// The names of the inputs and outputs, separated by commas.
+        known: String,
+    },
+    /// The slice has another element type than the tensor.
+    #[error("{name}: got a slice of {given}, expected elements of type {wanted}")]
+    WrongElement {
+        /// The name of the tensor.
+        name: String,
+        /// The element type of the slice.
+        given: &'static str,
+        /// Element type of the tensor.
+        wanted: DType,
+    },
+    /// The slice is on another device than the stream.
+    #[error("{name}: got memory of device {got}, expected device {expected}, the device of the stream")]
+    WrongDevice {
+        /// The name of the tensor.
+        name: String,
+        /// The ordinal of the slice's device.
+        got: usize,
+        /// The ordinal of the stream's device.
+        expected: usize,
+    },
+    /// A tensor that the plan writes is bound to memory for reading.
+    #[error("{name}: got memory for reading, but the plan writes this tensor; bind it as an output")]
+    Written {
+        /// The name of the tensor.
+        name: String,
+    },
+    /// A tensor that the plan only reads is bound to memory for writing.
+    #[error("{name}: got memory for writing, but the plan only reads this tensor; bind it as an input")]
+    OnlyRead {
+        /// The name of the tensor.
+        name: String,
+    },
+    /// A tensor that the plan writes shares memory with another tensor.
+    #[error("{name}: the plan writes this tensor, and its memory overlaps that of {other}; expected memory of its own")]
+    Overlap {
+        /// The name of the tensor that is written.
+        name: String,
+        /// The name of the other tensor.
+        other: String,
+    },
     /// Two values are bound to the tensor.
     #[error("{name}: bound more than once")]
     Doubled {
@@ -147,6 +195,10 @@ pub struct DevicePort {
     pub id: TensorId,
     /// The tensor's name, for errors.
     pub name: String,
+    /// Element type of the tensor.
+    pub dtype: DType,
+    /// True if the plan writes the tensor.
+    pub written: bool,
     /// Size that the memory must have at least, in bytes. It is 0 for a tensor with ragged offsets, which determine its size.
     pub bytes: u64,
     /// Alignment that the address must have, in bytes.
@@ -235,7 +287,8 @@ impl<'a> PlainTensor<'a> {
         let bytes = tensor.bytes().filter(|_| tensor.strides.0.len() == tensor.dims.rank());
         let bytes = bytes.ok_or_else(|| format!("extents {} and strides {} have no size", tensor.dims, tensor.strides))?;
         let ragged = self.get(Attribute::TENSOR_RAGGED_OFFSET_DESC).is_some();
-        ports.device.push(DevicePort { id, name, bytes: if ragged { 0 } else { bytes }, alignment, addressing: true });
+        let bytes = if ragged { 0 } else { bytes };
+        ports.device.push(DevicePort { id, name, dtype, written: true, bytes, alignment, addressing: true });
         Ok(())
     }
 }
@@ -244,12 +297,14 @@ impl Ports {
     /// Returns the ports of a graph: its tensors in device memory, and its scalars in host memory.
     pub fn of(graph: &Verified) -> Ports {
         let mut ports = Ports::default();
-        let addressing = graph.graph().addressing();
+        let (addressing, written) = (graph.graph().addressing(), graph.graph().written());
         for (id, tensor) in graph.ids().zip(graph.tensors()) {
             match tensor.storage {
                 Storage::Device => ports.device.push(DevicePort {
                     id,
                     name: tensor.name.clone(),
+                    dtype: tensor.dtype,
+                    written: written.contains(&id),
                     bytes: if tensor.ragged.is_some() { 0 } else { tensor.bytes().unwrap_or(u64::MAX) },
                     alignment: tensor.alignment,
                     addressing: addressing.contains(&id),
@@ -264,7 +319,7 @@ impl Ports {
     }
 
     /// Returns the ports of a program that a caller wrote: its tensors that are neither virtual nor constant. Which of them determine
-    /// addresses is unknown, so all do ([`DevicePort::addressing`]).
+    /// addresses and which it writes is unknown, so all do and all are ([`DevicePort::addressing`], [`DevicePort::written`]).
     ///
     /// # Errors
     /// Returns [`Error::Program`] with every tensor whose type, extents, strides or id cannot be bound.
@@ -280,6 +335,39 @@ impl Ports {
             }
         }
         if wrong.is_empty() { Ok(ports) } else { Err(Error::Program(wrong.join("\n"))) }
+    }
+
+    /// Refuses a plan with tensors whose contents determine the addresses that the plan accesses.
+    pub(crate) fn refuse_addressing(&self) -> Result<(), BindingErrors> {
+        let addressing = self.device.iter().filter(|p| p.addressing).map(|p| BindingError::Addressing { name: p.name.clone() });
+        let addressing: Vec<BindingError> = addressing.collect();
+        if addressing.is_empty() { Ok(()) } else { Err(BindingErrors(addressing)) }
+    }
+
+    /// Returns an error for each pair of tensors that share memory and of which the plan writes at least one.
+    #[cfg(any(test, all(feature = "cudarc", not(target_vendor = "apple"))))]
+    pub(crate) fn overlaps(&self, bindings: &Bindings) -> Vec<BindingError> {
+        let bound: SmallVec<[(&DevicePort, u64, u64); 8]> =
+            bindings.slices.iter().filter_map(|(id, slice)| self.range(*id, *slice)).collect();
+        let mut errors = Vec::new();
+        for (n, (port, from, to)) in bound.iter().enumerate() {
+            for (other, other_from, other_to) in &bound[n + 1..] {
+                if port.id == other.id || from >= other_to || other_from >= to || !(port.written || other.written) {
+                    continue;
+                }
+                let (name, other) = if port.written { (port, other) } else { (other, port) };
+                errors.push(BindingError::Overlap { name: name.name.clone(), other: other.name.clone() });
+            }
+        }
+        errors
+    }
+
+    /// Returns the addresses that a tensor occupies in its memory: the first, and the one after the last.
+    #[cfg(any(test, all(feature = "cudarc", not(target_vendor = "apple"))))]
+    fn range(&self, id: TensorId, slice: DeviceSlice) -> Option<(&DevicePort, u64, u64)> {
+        let port = self.device.iter().find(|p| p.id == id)?;
+        let bytes = if port.bytes == 0 { slice.bytes } else { port.bytes };
+        Some((port, slice.address, slice.address.saturating_add(bytes)))
     }
 
     /// Checks bindings against the ports, and returns their addresses and scalars in the order of the ports.
@@ -393,6 +481,31 @@ impl Ports {
 mod tests {
     use super::*;
     use crate::ir::{Graph, Mode};
+
+    #[test]
+    fn a_written_tensor_shares_memory_with_none() {
+        let mut g = Graph::new();
+        let (a, b) = (g.input("a", DType::F32, [4, 4]), g.input("b", DType::F32, [4, 4]));
+        let (sum, product) = (g.pointwise(Mode::Add, &[a, b]), g.pointwise(Mode::Mul, &[a, b]));
+        g.output(sum, "sum", DType::F32);
+        g.output(product, "product", DType::F32);
+        let ports = Ports::of(&g.verify().unwrap());
+        let written: Vec<&str> = ports.device.iter().filter(|p| p.written).map(|p| p.name.as_str()).collect();
+        assert_eq!(written, ["sum", "product"]);
+        let told = |addresses: [u64; 4], bytes| {
+            let slices = [a, b, sum, product].into_iter().zip(addresses).map(|(id, address)| (id, DeviceSlice { address, bytes }));
+            let bindings = Bindings { slices: slices.collect(), values: SmallVec::new() };
+            ports.overlaps(&bindings).iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        // Inputs may share memory, and the end of a slice that is longer than its tensor may be used otherwise.
+        assert!(told([4096, 4096, 4160, 4224], 64).is_empty());
+        assert!(told([4096, 4096, 4160, 4224], 128).is_empty());
+        let overlap = |name, other| {
+            format!("{name}: the plan writes this tensor, and its memory overlaps that of {other}; expected memory of its own")
+        };
+        assert_eq!(told([4096, 8192, 8240, 16384], 64), [overlap("sum", "b")]);
+        assert_eq!(told([4096, 8192, 4096, 4144], 64), [overlap("sum", "a"), overlap("product", "a"), overlap("sum", "product")]);
+    }
 
     #[test]
     fn every_wrong_binding_is_reported_at_once() {

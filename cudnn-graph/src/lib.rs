@@ -39,7 +39,8 @@
 //! - [`Plans`]: a bounded cache in memory and in files, which plans each graph once and explains its misses.
 //! - [`Program`]: written by a caller or read from JSON, it can be planned too ([`Planner::for_program`]), for attributes that are newer than this crate.
 //! - [`Bindings`]: tensors by id; missing, too short or misaligned memory is an error before anything runs.
-//! - Two ways to execute: [`Plan::execute`] over addresses for which the caller vouches, and [`launch`] over owned buffers.
+//! - Three ways to execute: [`Plan::execute`] over addresses for which the caller vouches, [`launch`] over owned buffers, and `cudarc` (a feature)
+//!   over the slices of cudarc.
 //! - [`ffi`]: all unsafe code except the signatures of [`Plan::execute`], [`Plan::execute_in_order`] and [`Plan::from_json`], and the
 //!   call that loads a plan from a file.
 
@@ -62,6 +63,8 @@ pub use encode::{TooNew, encode};
 pub use engine::{Candidate, EngineReport, Outcome, Pin, Policy, Source};
 pub use error::Error;
 pub use ffi::codes::KnobType;
+#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
+pub use ffi::cudarc;
 pub use ffi::launch::{InFlight, OwnedBindings, launch, launch_addressed};
 pub use ffi::submission::Submission;
 pub use ffi::{Handle, Library, Search};

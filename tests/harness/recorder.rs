@@ -7,7 +7,7 @@ pub mod entry;
 
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::ir::TensorId;
-use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Plan, Search, Stream};
+use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Plan, RawStream, Search, Stream};
 use entry::Entry;
 use sdpa::cudnn::schedule::{Port, Role, Run};
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceCall, DeviceForward, Planned, Replay};
@@ -176,8 +176,13 @@ impl Recorder {
 
     /// Holds the work of a stream from now on, or lets all of it be done.
     pub fn hold(&self, stream: &Stream, hold: bool) {
-        // SAFETY: the stream is live.
-        let code = unsafe { (self.hold)(stream.raw().0, i32::from(hold)) };
+        self.hold_raw(stream.raw(), hold);
+    }
+
+    /// The same for a stream of other code.
+    pub fn hold_raw(&self, stream: RawStream, hold: bool) {
+        // SAFETY: the library takes the stream as a number.
+        let code = unsafe { (self.hold)(stream.0, i32::from(hold)) };
         assert_eq!(code, 0);
     }
 

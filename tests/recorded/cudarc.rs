@@ -15,7 +15,7 @@ use sdpa::{AttentionSpec, DType, Error, Layout, Mask, Shape};
 const FOLDER: &str = "LD_LIBRARY_PATH";
 
 /// Whether cudarc's driver is the recording library in this process; else the test has been run where it is.
-fn loads(test: &str) -> bool {
+pub(crate) fn loads(test: &str) -> bool {
     if std::env::var(crate::ALONE).is_ok() {
         return true;
     }
@@ -78,6 +78,11 @@ fn passes(recorder: &Recorder, executor: &impl NvidiaExecutor, what: u32) {
         assert!(errors.0.iter().any(|e| e.field == field), "{field} in {errors}");
     }
     assert!(entries.iter().all(|entry| entry.what != what));
+    // A slice of another device is refused, and cudarc has no error left for its next call.
+    let other = CudaContext::new(1).unwrap().new_stream().unwrap().alloc_zeros::<bf16>(2 * 512 * 64).unwrap();
+    let done = there.forward(&stream, Forward::new(&q, &other, &k, &mut o).stats(&mut stats).params(&params));
+    assert!(done.is_err_and(|e| e.to_string().contains("k device: got 1, expected 0, the device of the stream")));
+    context.check_err().unwrap();
     let (x, mut y) = (stream.alloc_zeros::<f32>(4 * 512 * 64).unwrap(), stream.alloc_zeros::<f32>(4 * 512 * 64).unwrap());
     let call = Forward::new(&x, &x, &x, &mut y);
     let (done, entries) = recorder.record(|| there.forward(&stream, call));

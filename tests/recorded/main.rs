@@ -14,6 +14,8 @@ mod packed;
 mod paged;
 mod plans;
 mod sinks;
+#[cfg(not(target_vendor = "apple"))]
+mod slices;
 mod submissions;
 mod timed;
 

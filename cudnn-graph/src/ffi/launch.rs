@@ -1,6 +1,6 @@
 //! Safe execution: each execution owns the resources that it uses until the device is done.
 
-use crate::bind::{BindingError, BindingErrors, Bindings};
+use crate::bind::Bindings;
 use crate::error::Error;
 use crate::ir::{Scalar, TensorId};
 use crate::plan::Plan;
@@ -88,14 +88,11 @@ impl Drop for InFlight {
 /// Submits an execution of a plan to a stream, without waiting. The execution owns the workspace; [`InFlight::wait`] returns it.
 ///
 /// # Errors
-/// Returns every mistake in the bindings before anything runs, including a buffer of another device. Returns [`BindingError::Addressing`]
-/// for a plan that reads lengths, offsets or pages, which needs [`launch_addressed`]. Any other error is from cuDNN.
+/// Returns every mistake in the bindings before anything runs, including a buffer of another device. Returns
+/// [`BindingError::Addressing`](crate::BindingError::Addressing) for a plan that reads lengths, offsets or pages, which needs
+/// [`launch_addressed`]. Any other error is from cuDNN.
 pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, workspace: Buffer) -> Result<InFlight, Error> {
-    let addressing: Vec<BindingError> =
-        plan.ports().device.iter().filter(|p| p.addressing).map(|p| BindingError::Addressing { name: p.name.clone() }).collect();
-    if !addressing.is_empty() {
-        return Err(BindingErrors(addressing).into());
-    }
+    plan.ports().refuse_addressing()?;
     // SAFETY: as checked above, no tensor determines which addresses the plan accesses.
     unsafe { launch_addressed(plan, stream, bindings, workspace) }
 }

@@ -6,6 +6,8 @@
 
 pub mod backend;
 pub mod codes;
+#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
+pub mod cudarc;
 pub mod descriptor;
 pub mod launch;
 pub(crate) mod log;

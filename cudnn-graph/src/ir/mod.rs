@@ -63,6 +63,15 @@ impl Graph {
         all
     }
 
+    /// Returns the tensors that ops write, each once, including the ops of score graphs.
+    pub fn written(&self) -> Vec<TensorId> {
+        let inner = self.ops.iter().filter_map(Op::score).flat_map(|score| &score.ops);
+        let mut all: Vec<TensorId> = self.ops.iter().chain(inner).flat_map(|op| op.operands().outputs).map(|o| o.tensor).collect();
+        all.sort();
+        all.dedup();
+        all
+    }
+
     /// Returns the tensor of an id; `None` if the graph has no tensor of this id.
     pub fn get(&self, id: TensorId) -> Option<&Tensor> {
         self.tensors.get(id.index())

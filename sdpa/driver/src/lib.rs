@@ -10,6 +10,7 @@
 //! | `submission` | the work that one call submits to a stream |
 //! | `capture` | stream capture and CUDA graphs |
 //! | `lane`, `retire`, `room` | ends of submitted work; resources that outlive their owner; workspace by thread and stream |
+//! | `cudarc` | slices of cudarc as memory of one call (a feature) |
 //! | `load` | loading shared libraries and their functions |
 //!
 //! Unsafe code for all of this is only in this crate. Raw addresses of device memory enter through functions that are `unsafe` for the caller and
@@ -18,6 +19,8 @@
 
 mod capture;
 mod communicator;
+#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
+pub mod cudarc;
 mod device;
 mod driver;
 mod error;

@@ -23,13 +23,13 @@
 //! ```
 #![allow(unsafe_code)]
 
-/// The `cudarc` crate, in the version whose streams and slices calls use.
-pub use ::cudarc;
 /// The module of cudarc with contexts, streams and slices.
-pub use ::cudarc::driver;
+pub use cudarc::driver;
+/// The `cudarc` crate, in the version whose streams and slices calls use.
+pub use sdpa_driver::cudarc::cudarc;
 
 use crate::executor::NvidiaExecutor;
-use ::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError};
 use sdpa_core::DType;
 use sdpa_core::backward::{BackwardProblem, BackwardSpec, GradientSpec};
 use sdpa_core::device::{
@@ -39,6 +39,7 @@ use sdpa_core::error::{Error, SpecError, SpecErrors};
 use sdpa_core::expr::Declared;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::AttentionSpec;
+use sdpa_driver::cudarc::Elsewhere;
 use sdpa_driver::{Device, DeviceSlice, RawStream, Stream};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -287,36 +288,33 @@ pub struct Attention {
     prepared: OnDevice<DeviceSlice, Stream>,
 }
 
-/// Slices of one call: their addresses and devices, and the guards that order them with other streams.
+/// Slices of one call, and the mistakes in them.
 struct Slices<'a> {
-    stream: &'a Arc<CudaStream>,
-    // Inline storage, so that a call that finds its plan in the cache allocates nothing.
-    guards: SmallVec<[SyncOnDrop<'a>; 16]>,
+    placed: sdpa_driver::cudarc::Slices<'a>,
     errors: Vec<SpecError>,
 }
 
 impl<'a> Slices<'a> {
-    fn place(&mut self, name: &str, stream: &CudaStream) {
-        let (there, here) = (stream.context().ordinal(), self.stream.context().ordinal());
-        if there != here {
-            self.errors.push(SpecError::new(format!("{name} device"), there, format!("{here}, the device of the stream")));
-        }
+    fn new(stream: &'a Arc<CudaStream>) -> Slices<'a> {
+        Slices { placed: sdpa_driver::cudarc::Slices::new(stream), errors: Vec::new() }
     }
 
     fn read<T>(&mut self, name: &str, slice: &'a dyn DevicePtr<T>) -> DeviceSlice {
-        self.place(name, slice.stream());
-        let bytes = slice.num_bytes() as u64;
-        let (address, guard) = slice.device_ptr(self.stream);
-        self.guards.push(guard);
-        DeviceSlice { address, bytes }
+        let placed = self.placed.read(slice);
+        self.placed(name, placed)
     }
 
     fn write<T>(&mut self, name: &str, slice: &'a mut dyn DevicePtrMut<T>) -> DeviceSlice {
-        self.place(name, slice.stream());
-        let bytes = slice.num_bytes() as u64;
-        let (address, guard) = slice.device_ptr_mut(self.stream);
-        self.guards.push(guard);
-        DeviceSlice { address, bytes }
+        let placed = self.placed.write(slice);
+        self.placed(name, placed)
+    }
+
+    /// Returns no memory for a slice of another device: the call is then refused.
+    fn placed(&mut self, name: &str, placed: Result<DeviceSlice, Elsewhere>) -> DeviceSlice {
+        placed.unwrap_or_else(|Elsewhere { got, expected }| {
+            self.errors.push(SpecError::new(format!("{name} device"), got, format!("{expected}, the device of the stream")));
+            DeviceSlice { address: 0, bytes: 0 }
+        })
     }
 
     fn gradient(&mut self, wrt: &[GradientSpec], name: &str, value: ValueMut<'a>) -> DeviceSlice {
@@ -395,7 +393,7 @@ impl Attention {
     /// missing or unlike their declaration. Any other error is from cudarc or the executor.
     pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
-        let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
+        let mut slices = Slices::new(stream);
         let params = with_defaults(&self.params, slices.params(call.params));
         let device =
             DeviceForward::new(slices.read("q", call.q), slices.read("k", call.k), slices.read("v", call.v), slices.write("o", call.o))
@@ -415,7 +413,7 @@ impl Attention {
     /// Fails as [`Attention::forward`] does.
     pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
-        let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
+        let mut slices = Slices::new(stream);
         let gradients: SmallVec<[DeviceGradient<'_, DeviceSlice>; 4]> =
             call.gradients.into_iter().map(|(name, value)| DeviceGradient::new(name, slices.gradient(&self.wrt, name, value))).collect();
         let params = with_defaults(&self.params, slices.params(call.params));
