@@ -70,6 +70,7 @@ pub(crate) fn run() -> Result<()> {
             return Err("an output that is too short was taken".into());
         }
     }
+    crate::slices::run(executor.library(), &executor.device().stream()?)?;
     captured(&executor)?;
     captures_leave_nothing(&executor)
 }

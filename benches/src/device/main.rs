@@ -32,6 +32,8 @@ mod prove;
 mod ranks;
 mod scaling;
 mod setup;
+#[cfg(not(target_vendor = "apple"))]
+mod slices;
 mod soak;
 mod speed;
 mod stack;
