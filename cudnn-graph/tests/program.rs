@@ -45,8 +45,8 @@ fn json_gives_the_same_program_back() {
 fn a_program_has_the_ports_of_its_graph() {
     let (graph, plain) = (Ports::of(&graph()), Ports::of_program(&program()).unwrap());
     let mut device = graph.device.clone();
-    // A program does not say which tensors determine addresses.
-    device.iter_mut().for_each(|port| port.addressing = true);
+    // A program does not say which tensors determine addresses, nor which it writes.
+    device.iter_mut().for_each(|port| (port.addressing, port.written) = (true, true));
     assert_eq!(plain.device, device);
     assert_eq!(plain.values.len(), 2);
     for (port, want) in plain.values.iter().zip(&graph.values) {

@@ -172,7 +172,7 @@ impl<'a> Call<'a> {
         Call::default()
     }
 
-    /// Binds a tensor that the plan reads.
+    /// Binds a tensor that the plan reads. A plan of a [`Program`](crate::Program) does not say what it writes, so it takes outputs only.
     #[must_use]
     pub fn input<T: Element>(mut self, tensor: impl Into<Named<'a>>, slice: &'a dyn DevicePtr<T>) -> Self {
         self.slices.push((tensor.into(), Slice::Input(T::input(slice))));
