@@ -179,7 +179,7 @@ impl Recorder {
         self.hold_raw(stream.raw(), hold);
     }
 
-    /// The same for a stream of other code.
+    /// Holds the work of a stream that another library made, or lets all of it be done.
     pub fn hold_raw(&self, stream: RawStream, hold: bool) {
         // SAFETY: the library takes the stream as a number.
         let code = unsafe { (self.hold)(stream.0, i32::from(hold)) };

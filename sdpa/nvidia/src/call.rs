@@ -9,7 +9,8 @@ use sdpa_core::{Amax, DType, Operand, Statistic};
 use sdpa_driver::DeviceSlice;
 use smallvec::SmallVec;
 
-pub(crate) fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, bytes: u64, alignment: u64) {
+/// Checks the memory of one tensor of a call, and adds what is wrong with it to `errors`.
+pub fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, bytes: u64, alignment: u64) {
     if slice.bytes < bytes {
         errors.push(SpecError::new(format!("{name} length"), format!("{} bytes", slice.bytes), format!("at least {bytes} bytes")));
     }

@@ -349,14 +349,19 @@ impl Schedule {
 }
 
 impl Step {
+    /// Returns the slots that the step reads, and those that it writes.
+    pub fn uses(&self) -> [Vec<usize>; 2] {
+        match self {
+            Step::Copy { from, to, .. } | Step::Add { from, to, .. } => [vec![*from], vec![*to]],
+            Step::Exchange { sends, receives } => [sends, receives].map(|all| all.iter().map(|t| t.slot).collect()),
+            Step::Attend(attend) => [attend.reads.clone(), attend.writes.clone()],
+            Step::Finish { reads, writes, .. } => [reads.to_vec(), writes.clone()],
+        }
+    }
+
     /// Returns the slots that the step reads or writes.
     pub fn slots(&self) -> Vec<usize> {
-        match self {
-            Step::Copy { from, to, .. } | Step::Add { from, to, .. } => vec![*from, *to],
-            Step::Exchange { sends, receives } => sends.iter().chain(receives).map(|t| t.slot).collect(),
-            Step::Attend(attend) => attend.reads.iter().chain(&attend.writes).copied().collect(),
-            Step::Finish { reads, writes, .. } => reads.iter().chain(writes).copied().collect(),
-        }
+        self.uses().concat()
     }
 }
 

@@ -298,21 +298,16 @@ impl<'a> Rank<'a> {
 
     /// Runs a step that computes or moves memory.
     fn compute(&mut self, schedule: &Schedule, step: &Step) {
-        let (reads, writes): (&[usize], &[usize]) = match step {
-            Step::Copy { from, to, .. } | Step::Add { from, to, .. } => (&[*from], &[*to]),
-            Step::Attend(Attend { reads, writes, .. }) => (reads, writes),
-            Step::Finish { reads, writes, .. } => (reads, writes),
-            Step::Exchange { .. } => return,
-        };
+        let [reads, writes] = step.uses();
         let machine = self.machine;
-        for &slot in reads.iter().chain(writes) {
+        for &slot in reads.iter().chain(&writes) {
             if schedule.slots[slot].role == Role::Accumulator && !self.filled.contains(&slot) {
                 self.filled.push(slot);
                 let bytes = schedule.extents.bytes(&schedule.slots[slot], schedule.slots[slot].len());
                 self.submit(machine.submit, bytes as f64 / machine.copies);
             }
         }
-        self.wait_for_slots(reads, writes);
+        self.wait_for_slots(&reads, &writes);
         let elements = |slot: usize, heads: i64, chunk: &Chunk| {
             (schedule.extents.batch * heads * chunk.len * schedule.extents.dim(schedule.slots[slot].tensor)) as f64
         };
@@ -333,7 +328,7 @@ impl<'a> Rank<'a> {
                 self.found.attention += seconds;
                 self.submit(kernel.launch, seconds);
                 let merges = attend.partial && schedule.pass == Pass::Forward;
-                for &slot in writes {
+                for &slot in &writes {
                     let of_keys = schedule.slots[slot].tensor.is_of_keys();
                     let (heads, chunk) = if of_keys { (&attend.heads_kv, &attend.k) } else { (&attend.heads_q, &attend.q) };
                     let n = elements(slot, heads.end - heads.start, chunk);

@@ -83,7 +83,7 @@ thread_local! {
     static LATE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The transfers of one group, which nobody has waited for yet.
+/// The transfers of one group that are not done yet.
 struct Deferred {
     /// Communicator, peer, address, bytes.
     sends: Vec<(usize, usize, u64, usize)>,
@@ -137,7 +137,7 @@ pub(crate) fn passed_until(stream: usize, place: usize) -> c_int {
 
 /// Returns the bytes of device memory that [`holds`] has found.
 fn bytes_of(from: u64, bytes: usize) -> Vec<u8> {
-    // SAFETY: an allocation holds the bytes; memory with transfers is not freed before somebody waits for them.
+    // SAFETY: an allocation holds the bytes; callers free memory after its transfers are done.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from as usize), bytes) }.to_vec()
 }
 

@@ -12,17 +12,7 @@ use sdpa_core::expr::Declared;
 use sdpa_core::packed::CU_SEQLENS;
 use sdpa_core::params::{self, Supplied, check_gradients};
 use sdpa_core::unpacked::PACKED_TENSORS;
-use sdpa_driver::DeviceSlice;
-
-fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, least: u64, alignment: u64) {
-    if slice.bytes < least {
-        errors.push(SpecError::new(format!("{name} length"), format!("{} bytes", slice.bytes), format!("at least {least} bytes")));
-    }
-    if slice.address == 0 || !slice.address.is_multiple_of(alignment) {
-        let rule = format!("a multiple of {alignment} bytes, and not 0");
-        errors.push(SpecError::new(format!("{name} address"), format!("{:#x}", slice.address), rule));
-    }
-}
+use sdpa_nvidia::call::memory;
 
 /// Returns every mistake in a call.
 pub(super) fn check(problem: &ParallelProblem, rank: usize, program: Option<&Program>, call: &Call<'_>) -> Result<(), SpecErrors> {

@@ -89,15 +89,7 @@ pub struct DeviceContextParallel {
     problem: Arc<ParallelProblem>,
     communicator: Communicator,
     partials: Partials,
-    kernels: &'static Kernels,
-    forward: Program,
-    backward: Option<Program>,
-    transfers: Stream,
-    /// Memory of slots and of scratch, which both passes use.
-    memory: Buffer,
-    /// The first byte of the sequences and positions of packed tokens, and of the scratch memory.
-    tokens: u64,
-    scratch: u64,
+    resources: Resources,
     /// The end of the last call.
     end: Option<Event>,
     agreed: [bool; 2],
@@ -125,24 +117,10 @@ impl DeviceContextParallel {
         mut communicator: Communicator,
         partials: Partials,
     ) -> Result<DeviceContextParallel, ParallelError> {
-        match Made::new(planner, &problem, &communicator, partials) {
-            Ok(Made { kernels, forward, backward, transfers, memory, tokens, scratch }) => {
+        match Resources::new(planner, &problem, &communicator, partials) {
+            Ok(resources) => {
                 let (end, agreed, broken) = (None, [false; 2], None);
-                Ok(DeviceContextParallel {
-                    problem,
-                    communicator,
-                    partials,
-                    kernels,
-                    forward,
-                    backward,
-                    transfers,
-                    memory,
-                    tokens,
-                    scratch,
-                    end,
-                    agreed,
-                    broken,
-                })
+                Ok(DeviceContextParallel { problem, communicator, partials, resources, end, agreed, broken })
             }
             Err(error) => {
                 communicator.abort(&error.to_string());
@@ -163,7 +141,7 @@ impl DeviceContextParallel {
 
     /// Returns the bytes of device memory that this value has allocated.
     pub fn memory_bytes(&self) -> usize {
-        self.memory.bytes()
+        self.resources.memory.bytes()
     }
 
     /// Submits the forward pass of this rank's queries. `q`, `k`, `v`, `o` and the statistics are shards; parameters are whole. The workspace of the call is
@@ -223,7 +201,7 @@ impl DeviceContextParallel {
 
     fn run(&mut self, stream: &Stream, call: &Call<'_>) -> Result<(), ParallelError> {
         self.usable()?;
-        let program = if call.pass == Pass::Forward { Some(&self.forward) } else { self.backward.as_ref() };
+        let program = self.resources.program(call.pass);
         call::check(&self.problem, self.rank(), program, call)?;
         if stream.device().ordinal() != self.communicator.device().ordinal() {
             let (got, expected) = (stream.device().ordinal(), self.communicator.device().ordinal());
@@ -248,7 +226,7 @@ impl DeviceContextParallel {
         }
         let (problem, rank) = (self.problem.clone(), self.communicator.rank());
         let whole = problem.problem();
-        let program = if call.pass == Pass::Forward { Some(&self.forward) } else { self.backward.as_ref() };
+        let program = self.resources.program(call.pass);
         let program = program.ok_or_else(|| crate::host::bug("a pass without a program"))?;
         let on = stream.begin_on(None)?;
         // A captured graph may not wait for work before the capture. The caller orders graphs and calls, as for all memory that they share.
@@ -262,17 +240,18 @@ impl DeviceContextParallel {
         let shards: Vec<(Tensor, View)> = call.tensors.iter().map(view).collect();
         // Sums lie behind the scratch memory of the parts.
         let mut sums = Vec::new();
-        let mut at = self.scratch + program.scratch_bytes;
+        let mut at = self.resources.scratch + program.scratch_bytes;
         for gradient in call.gradients {
             let bytes = sum_bytes(&problem, gradient.name);
             sums.push((gradient.name.to_owned(), DeviceSlice { address: at, bytes }));
             at += bytes.next_multiple_of(256);
         }
         let params = self.params(&on, &problem, call)?;
-        let memory = [self.memory.address(), self.scratch];
+        let memory = [self.resources.memory.address(), self.resources.scratch];
         let values = (&sums[..], scale);
-        let streams = (&on, &self.transfers);
-        let mut run = Run::new((&problem, program), self.kernels, &mut self.communicator, streams, memory, &shards, &params, values);
+        let streams = (&on, &self.resources.transfers);
+        let mut run =
+            Run::new((&problem, program), self.resources.kernels, &mut self.communicator, streams, memory, &shards, &params, values);
         run.steps()?;
         run.sink_gradient(at)?;
         for (gradient, (_, sum)) in call.gradients.iter().zip(&sums) {
@@ -280,7 +259,7 @@ impl DeviceContextParallel {
             let dims = [1, 1, 1, (sum.bytes / 4).cast_signed()];
             let (from, to) = (View::dense(sum.address, DType::F32, dims), View::dense(gradient.slice.address, asked, dims));
             // SAFETY: the sum is memory of this rank, and the caller vouches for the gradient.
-            unsafe { self.kernels.transfer(&on, &from, &to, kernels::Mode::Copy) }?;
+            unsafe { self.resources.kernels.transfer(&on, &from, &to, kernels::Mode::Copy) }?;
         }
         if !capturing {
             self.end = Some(stream.record(false)?);
@@ -304,12 +283,12 @@ impl DeviceContextParallel {
         let (tokens, step) = (problem.problem().seq_q(), token_bytes(problem));
         let mut to = [0; PACKED_TENSORS.len()];
         for (n, name) in PACKED_TENSORS.into_iter().enumerate().filter(|(_, name)| declared.iter().any(|p| p.name == *name)) {
-            to[n] = self.tokens + n as u64 * step;
+            to[n] = self.resources.tokens + n as u64 * step;
             let slice = DeviceSlice { address: to[n], bytes: bytes(DType::I32, tokens) };
             params.push(DeviceParam::new(name, DeviceValue::Tensor(DType::I32, slice)));
         }
         // SAFETY: the tensors are memory of this rank, and the caller vouches for the offsets.
-        unsafe { self.kernels.tokens(on, (packed.batch(), offsets, dtype), tokens, to) }?;
+        unsafe { self.resources.kernels.tokens(on, (packed.batch(), offsets, dtype), tokens, to) }?;
         Ok(params)
     }
 
@@ -319,7 +298,7 @@ impl DeviceContextParallel {
         let own: Vec<u64> = digest(&self.problem, pass, scale).into_iter().chain([self.partials as u64]).collect();
         let record = size_of_val(&own[..]);
         let mut memory = Buffer::new(self.communicator.device(), record * size)?;
-        memory.upload(&self.transfers, record * rank, &own)?;
+        memory.upload(&self.resources.transfers, record * rank, &own)?;
         let slice = |rank: usize| DeviceSlice { address: memory.address() + (record * rank) as u64, bytes: record as u64 };
         let peers: Vec<usize> = (0..size).filter(|peer| *peer != rank).collect();
         let sends: Vec<_> = peers.iter().map(|&peer| (peer, slice(rank))).collect();
@@ -328,10 +307,10 @@ impl DeviceContextParallel {
             return Ok(());
         }
         // SAFETY: the slices are parts of a buffer that lives until the stream was waited for; dropping it after an error waits for the device.
-        unsafe { self.communicator.exchange(&self.transfers, &sends, &receives) }?;
-        self.communicator.wait(&self.transfers)?;
+        unsafe { self.communicator.exchange(&self.resources.transfers, &sends, &receives) }?;
+        self.communicator.wait(&self.resources.transfers)?;
         let mut all = vec![0u64; COMPARED * size];
-        memory.download(&self.transfers, 0, &mut all)?;
+        memory.download(&self.resources.transfers, 0, &mut all)?;
         for n in 0..COMPARED {
             let field = FIELDS.get(n).copied().unwrap_or("partials");
             let ranks: Vec<usize> = peers.iter().copied().filter(|peer| all[COMPARED * peer + n] != own[n]).collect();
@@ -347,7 +326,7 @@ impl Drop for DeviceContextParallel {
     /// Waits for the last call, at most until the deadline: dropping the communicator would abort its transfers.
     fn drop(&mut self) {
         let Some(end) = self.end.as_ref().filter(|_| self.broken.is_none()) else { return };
-        let waited = self.transfers.wait(end).and_then(|()| self.communicator.wait(&self.transfers));
+        let waited = self.resources.transfers.wait(end).and_then(|()| self.communicator.wait(&self.resources.transfers));
         if let Err(error) = waited {
             tracing::warn!(%error, "a rank was dropped during a call");
         }
@@ -366,24 +345,35 @@ fn sum_bytes(problem: &ParallelProblem, name: &str) -> u64 {
     bytes(DType::F32, declared.map_or(0, |p| sdpa_core::params::elements(p, extents)))
 }
 
-/// The parts of a [`DeviceContextParallel`] that can fail to be made.
-struct Made {
+/// The plans, the memory and the stream of a rank.
+#[derive(Debug)]
+struct Resources {
     kernels: &'static Kernels,
     forward: Program,
     backward: Option<Program>,
     transfers: Stream,
+    /// Memory of slots and of scratch, which both passes use.
     memory: Buffer,
+    /// The first byte of the sequences and positions of packed tokens, and of the scratch memory.
     tokens: u64,
     scratch: u64,
 }
 
-impl Made {
+impl Resources {
+    /// Returns the program of a pass; `None` if the problem has no such pass.
+    fn program(&self, pass: Pass) -> Option<&Program> {
+        match pass {
+            Pass::Forward => Some(&self.forward),
+            Pass::Backward => self.backward.as_ref(),
+        }
+    }
+
     fn new(
         planner: &dyn Planner,
         problem: &ParallelProblem,
         communicator: &Communicator,
         partials: Partials,
-    ) -> Result<Made, ParallelError> {
+    ) -> Result<Resources, ParallelError> {
         if communicator.size() != problem.ranks() {
             return Err(ParallelError::Ranks { got: communicator.size(), expected: problem.ranks() });
         }
@@ -405,6 +395,6 @@ impl Made {
         let all = usize::try_from(slots + tokens + scratch + sums + sink).unwrap_or(usize::MAX);
         let memory = Buffer::new(device, all)?;
         let (tokens, scratch) = (memory.address() + slots, memory.address() + slots + tokens);
-        Ok(Made { kernels: Kernels::on(device)?, forward, backward, transfers: device.stream()?, memory, tokens, scratch })
+        Ok(Resources { kernels: Kernels::on(device)?, forward, backward, transfers: device.stream()?, memory, tokens, scratch })
     }
 }

@@ -173,22 +173,12 @@ impl Program {
                     Action::Finish { reads: Box::new([o?, row_max?, sum_exp?]), writes, first_head: heads.start }
                 }
             };
-            let ([reads, mut writes], begins) = (uses(step), begins.next().unwrap_or_default());
+            let ([reads, mut writes], begins) = (step.uses(), begins.next().unwrap_or_default());
             // An accumulator is filled when it begins, also for a step that only reads it.
             writes.extend(&begins);
             acts.push(Act { action, uses: [reads, writes], begins });
         }
         Ok(Program { schedule, homes, acts, slot_bytes, scratch_bytes })
-    }
-}
-
-/// Returns the slots that a step reads, and those that it writes.
-fn uses(step: &Step) -> [Vec<usize>; 2] {
-    match step {
-        Step::Copy { from, to, .. } | Step::Add { from, to, .. } => [vec![*from], vec![*to]],
-        Step::Exchange { sends, receives } => [sends, receives].map(|all| all.iter().map(|t| t.slot).collect()),
-        Step::Attend(attend) => [attend.reads.clone(), attend.writes.clone()],
-        Step::Finish { reads, writes, .. } => [reads.to_vec(), writes.clone()],
     }
 }
 
