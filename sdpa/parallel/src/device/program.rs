@@ -19,7 +19,7 @@ use std::ops::Range;
 
 /// The place of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Home {
+pub(crate) enum SlotMemory {
     /// The caller's tensor, which has the layout of the slot.
     Caller,
     /// Memory of this rank, from this byte on.
@@ -59,7 +59,7 @@ pub(crate) enum Action {
 
 /// One step with the slots that it uses.
 #[derive(Debug)]
-pub(crate) struct Act {
+pub(crate) struct ResolvedStep {
     pub(crate) action: Action,
     /// Slots that it reads, and slots that it writes.
     pub(crate) uses: [Vec<usize>; 2],
@@ -71,8 +71,8 @@ pub(crate) struct Act {
 #[derive(Debug)]
 pub(crate) struct Program {
     pub(crate) schedule: Schedule,
-    pub(crate) homes: Vec<Home>,
-    pub(crate) acts: Vec<Act>,
+    pub(crate) slot_memory: Vec<SlotMemory>,
+    pub(crate) steps: Vec<ResolvedStep>,
     /// Bytes of the slots.
     pub(crate) slot_bytes: u64,
     /// Bytes that one step needs for operands and results in other layouts.
@@ -148,9 +148,9 @@ impl Program {
         partials: Partials,
     ) -> Result<Program, ParallelError> {
         let schedule = problem.schedule(rank, pass);
-        let (homes, slot_bytes) = homes(problem, &schedule);
+        let (slot_memory, slot_bytes) = slot_memory(problem, &schedule);
         let mut begins = begins(&schedule).into_iter();
-        let (mut plans, mut scratch_bytes, mut acts) = (Plans::default(), 0, Vec::new());
+        let (mut plans, mut scratch_bytes, mut steps) = (Plans::default(), 0, Vec::new());
         for step in &schedule.steps {
             let action = match step {
                 Step::Copy { from, to, heads, chunk } => moved(&schedule, [*from, *to], heads, chunk, Mode::Copy)?,
@@ -161,7 +161,7 @@ impl Program {
                 }
                 Step::Attend(attend) => {
                     let mut scratch = Scratch::default();
-                    let making = Making { problem, schedule: &schedule, homes: &homes, attend, partials };
+                    let making = Making { problem, schedule: &schedule, slot_memory: &slot_memory, attend, partials };
                     let part = making.part(planner, &mut plans, &mut scratch)?;
                     scratch_bytes = scratch_bytes.max(scratch.bytes());
                     Action::Attend(Box::new(part))
@@ -176,9 +176,9 @@ impl Program {
             let ([reads, mut writes], begins) = (step.uses(), begins.next().unwrap_or_default());
             // An accumulator is filled when it begins, also for a step that only reads it.
             writes.extend(&begins);
-            acts.push(Act { action, uses: [reads, writes], begins });
+            steps.push(ResolvedStep { action, uses: [reads, writes], begins });
         }
-        Ok(Program { schedule, homes, acts, slot_bytes, scratch_bytes })
+        Ok(Program { schedule, slot_memory, steps, slot_bytes, scratch_bytes })
     }
 }
 
@@ -210,7 +210,7 @@ fn is_slot(local: &TensorSpec, tensor: Tensor) -> bool {
     batch == 1 && rows && !tensor.is_statistic()
 }
 
-fn homes(problem: &ParallelProblem, schedule: &Schedule) -> (Vec<Home>, u64) {
+fn slot_memory(problem: &ParallelProblem, schedule: &Schedule) -> (Vec<SlotMemory>, u64) {
     let end = schedule.steps.len();
     let mut lives: Vec<Option<[usize; 2]>> = vec![None; schedule.slots.len()];
     for (n, step) in schedule.steps.iter().enumerate() {
@@ -218,13 +218,13 @@ fn homes(problem: &ParallelProblem, schedule: &Schedule) -> (Vec<Home>, u64) {
             lives[slot] = Some([lives[slot].map_or(n, |[first, _]| first), n]);
         }
     }
-    let mut homes = vec![Home::Unused; schedule.slots.len()];
+    let mut slot_memory = vec![SlotMemory::Unused; schedule.slots.len()];
     let mut placed: Vec<(usize, [usize; 2])> = Vec::new();
     for (n, slot) in schedule.slots.iter().enumerate() {
         let Some([first, last]) = lives[n] else { continue };
         let of_caller = matches!(slot.role, Role::Input | Role::Output);
         if of_caller && is_slot(&problem.local(schedule.rank, slot.tensor), slot.tensor) {
-            homes[n] = Home::Caller;
+            slot_memory[n] = SlotMemory::Caller;
             continue;
         }
         // Inputs are copied before the first step, and outputs after the last one.
@@ -238,9 +238,9 @@ fn homes(problem: &ParallelProblem, schedule: &Schedule) -> (Vec<Home>, u64) {
     let mut places = Places::default();
     for (n, life) in placed {
         let slot = &schedule.slots[n];
-        homes[n] = Home::At(places.place(schedule.extents.bytes(slot, slot.len()), life));
+        slot_memory[n] = SlotMemory::At(places.place(schedule.extents.bytes(slot, slot.len()), life));
     }
-    (homes, places.bytes())
+    (slot_memory, places.bytes())
 }
 
 fn begins(schedule: &Schedule) -> Vec<Vec<usize>> {
@@ -257,7 +257,7 @@ fn begins(schedule: &Schedule) -> Vec<Vec<usize>> {
 struct Making<'a> {
     problem: &'a ParallelProblem,
     schedule: &'a Schedule,
-    homes: &'a [Home],
+    slot_memory: &'a [SlotMemory],
     attend: &'a Attend,
     partials: Partials,
 }
@@ -273,9 +273,9 @@ impl Making<'_> {
 
     /// Returns the extents and strides of a part of a slot, with the alignment of its first element.
     fn tensor(&self, local: &Local) -> TensorSpec {
-        let base = match self.homes[local.slot] {
-            Home::Caller => self.problem.local(self.schedule.rank, self.schedule.slots[local.slot].tensor).alignment,
-            Home::At(_) | Home::Unused => 16,
+        let base = match self.slot_memory[local.slot] {
+            SlotMemory::Caller => self.problem.local(self.schedule.rank, self.schedule.slots[local.slot].tensor).alignment,
+            SlotMemory::At(_) | SlotMemory::Unused => 16,
         };
         let View { address, dims, strides, .. } = local.view;
         TensorSpec { dims, strides, alignment: alignment(address).min(base) }

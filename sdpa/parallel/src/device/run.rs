@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "launches and transfers take addresses; see DeviceContextParallel::forward")]
 
 use crate::device::kernels::{Finished, Kernels, Merged, Mode, SINK_PARTS, Sinks};
-use crate::device::program::{Act, Action, Cut, Home, Local, Part, PartGradient, PartParam, Piece, Program, Read};
+use crate::device::program::{Action, Cut, Local, Part, PartGradient, PartParam, Piece, Program, Read, ResolvedStep, SlotMemory};
 use crate::device::view::{View, bytes};
 use crate::error::ParallelError;
 use crate::host::bug;
@@ -63,10 +63,10 @@ impl<'a, 's> Run<'a, 's> {
     }
 
     fn address(&self, n: usize) -> Result<u64, ParallelError> {
-        match self.program.homes[n] {
-            Home::Caller => Ok(self.shard(self.program.schedule.slots[n].tensor)?.address),
-            Home::At(place) => Ok(self.memory[0] + place),
-            Home::Unused => Err(bug("a slot without memory")),
+        match self.program.slot_memory[n] {
+            SlotMemory::Caller => Ok(self.shard(self.program.schedule.slots[n].tensor)?.address),
+            SlotMemory::At(place) => Ok(self.memory[0] + place),
+            SlotMemory::Unused => Err(bug("a slot without memory")),
         }
     }
 
@@ -99,7 +99,7 @@ impl<'a, 's> Run<'a, 's> {
     /// Runs every step, and makes the stream wait for all transfers.
     pub(super) fn steps(&mut self) -> Result<(), ParallelError> {
         for (n, slot) in self.program.schedule.slots.iter().enumerate() {
-            if slot.role == Role::Input && matches!(self.program.homes[n], Home::At(_)) {
+            if slot.role == Role::Input && matches!(self.program.slot_memory[n], SlotMemory::At(_)) {
                 self.transfer(&self.shard(slot.tensor)?, &self.whole(n)?, Mode::Copy)?;
             }
         }
@@ -107,12 +107,12 @@ impl<'a, 's> Run<'a, 's> {
             // SAFETY: the sums are memory of this rank, which only this call uses.
             unsafe { self.on.zero(*sum) }?;
         }
-        for act in &self.program.acts {
-            self.wait(act)?;
-            for &slot in &act.begins {
+        for step in &self.program.steps {
+            self.wait(step)?;
+            for &slot in &step.begins {
                 self.begin(slot)?;
             }
-            match &act.action {
+            match &step.action {
                 Action::Move { mode, pairs } => {
                     for [from, to] in pairs {
                         self.transfer(&self.view(from)?, &self.view(to)?, *mode)?;
@@ -130,7 +130,7 @@ impl<'a, 's> Run<'a, 's> {
             self.on.stream().wait(&at.end)?;
         }
         for (n, slot) in self.program.schedule.slots.iter().enumerate() {
-            if slot.role == Role::Output && matches!(self.program.homes[n], Home::At(_)) {
+            if slot.role == Role::Output && matches!(self.program.slot_memory[n], SlotMemory::At(_)) {
                 self.transfer(&self.whole(n)?, &self.shard(slot.tensor)?, Mode::Copy)?;
             }
         }
@@ -138,12 +138,12 @@ impl<'a, 's> Run<'a, 's> {
     }
 
     /// Makes the stream wait for transfers that write memory of a step, or read memory that it writes. Exchanges have one stream, which keeps their order.
-    fn wait(&mut self, act: &Act) -> Result<(), ParallelError> {
-        if self.pending.is_empty() || matches!(act.action, Action::Exchange { .. }) {
+    fn wait(&mut self, step: &ResolvedStep) -> Result<(), ParallelError> {
+        if self.pending.is_empty() || matches!(step.action, Action::Exchange { .. }) {
             return Ok(());
         }
         let slices = |slots: &[usize]| slots.iter().map(|&n| self.slice(n)).collect::<Result<Vec<_>, _>>();
-        let [reads, writes] = &act.uses;
+        let [reads, writes] = &step.uses;
         let (reads, writes) = (slices(reads)?, slices(writes)?);
         let any = |all: &[DeviceSlice], own: &[DeviceSlice]| all.iter().any(|a| own.iter().any(|b| overlap(a, b)));
         let hinders = |at: &Pending| any(&at.received, &reads) || any(&at.received, &writes) || any(&at.sent, &writes);
