@@ -43,6 +43,8 @@ pub enum Values {
     F32(#[serde(with = "crate::ir::float::f32::list")] Vec<f32>),
     /// The elements are 64-bit floats.
     F64(#[serde(with = "crate::ir::float::f64::list")] Vec<f64>),
+    /// The elements are fractions, each a numerator and a denominator.
+    Fractions(Vec<[i64; 2]>),
     /// One boolean.
     Bool(bool),
     /// One code of an enumeration, and its name for messages.
@@ -56,11 +58,12 @@ pub enum Values {
 impl Values {
     /// Returns whether the elements can be set as attribute type `ty`.
     pub fn are(&self, ty: AttributeType) -> bool {
-        const PLAIN: [AttributeType; 8] = [
+        const PLAIN: [AttributeType; 9] = [
             AttributeType::INT64,
             AttributeType::INT32,
             AttributeType::FLOAT,
             AttributeType::DOUBLE,
+            AttributeType::FRACTION,
             AttributeType::BOOLEAN,
             AttributeType::BACKEND_DESCRIPTOR,
             AttributeType::VOID_PTR,
@@ -71,6 +74,7 @@ impl Values {
             Values::I32(_) => ty == AttributeType::INT32,
             Values::F32(_) => ty == AttributeType::FLOAT,
             Values::F64(_) => ty == AttributeType::DOUBLE,
+            Values::Fractions(_) => ty == AttributeType::FRACTION,
             Values::Bool(_) => ty == AttributeType::BOOLEAN,
             Values::Code(..) => !PLAIN.contains(&ty) && ty != AttributeType::HANDLE,
             Values::Descriptors(_) => ty == AttributeType::BACKEND_DESCRIPTOR,
@@ -137,6 +141,7 @@ impl Program {
                     | Values::I32(_)
                     | Values::F32(_)
                     | Values::F64(_)
+                    | Values::Fractions(_)
                     | Values::Bool(_)
                     | Values::Code(..)
                     | Values::Bytes(_) => {}
@@ -166,6 +171,10 @@ impl fmt::Display for Values {
             Values::I32(v) => write!(f, "{v:?}"),
             Values::F32(v) => write!(f, "{v:?}"),
             Values::F64(v) => write!(f, "{v:?}"),
+            Values::Fractions(v) => {
+                let texts: Vec<String> = v.iter().map(|[above, below]| format!("{above}/{below}")).collect();
+                write!(f, "[{}]", texts.join(", "))
+            }
             Values::Bool(v) => write!(f, "{v}"),
             Values::Code(_, name) => f.write_str(name),
             Values::Descriptors(ids) => {

@@ -27,6 +27,7 @@ fn settings(program: &Program, kind: i32) -> BTreeMap<i32, String> {
         Values::I32(v) => format!("{v:?}"),
         Values::F32(v) => format!("{v:?}"),
         Values::F64(v) => format!("{v:?}"),
+        Values::Fractions(v) => format!("{v:?}"),
         Values::Bool(v) => v.to_string(),
         Values::Code(code, _) => code.to_string(),
         Values::Bytes(bytes) => format!("{bytes:?}"),

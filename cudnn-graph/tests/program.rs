@@ -76,6 +76,29 @@ fn codes_that_this_crate_does_not_know_are_numbers() {
 }
 
 #[test]
+fn fractions_are_pairs_of_numbers() {
+    let with = |fractions: Value| {
+        changed("CONVOLUTION_DILATIONS", |s| {
+            s["ty"] = "FRACTION".into();
+            s["values"] = serde_json::json!({ "fractions": fractions });
+        })
+    };
+    let program = with(serde_json::json!([[1, 2], [3, 1]])).unwrap();
+    program.check().unwrap();
+    assert!(program.to_string().contains("CONVOLUTION_DILATIONS FRACTION [1/2, 3/1]"), "{program}");
+    let back: Program = serde_json::from_str(&serde_json::to_string(&program).unwrap()).unwrap();
+    assert_eq!(back, program);
+    assert!(with(serde_json::json!([[1, 2, 3]])).is_err());
+    // A fraction is no integer, and an integer is no fraction.
+    for (ty, values) in
+        [("INT64", serde_json::json!({ "fractions": [[1, 2], [3, 1]] })), ("FRACTION", serde_json::json!({ "i64": [1, 2] }))]
+    {
+        let wrong = changed("CONVOLUTION_DILATIONS", |s| (s["ty"], s["values"]) = (ty.into(), values)).unwrap();
+        assert!(wrong.check().unwrap_err().to_string().contains(&format!("expected elements of type {ty}")), "{ty}");
+    }
+}
+
+#[test]
 fn invalid_programs_are_refused() {
     let refused = |program: &Program, words: &[&str]| {
         let Err(Error::Program(text)) = program.check().and_then(|()| Ports::of_program(program).map(|_| ())) else {

@@ -183,9 +183,13 @@ fn forms(graph: &Verified, runtime: Version) -> BTreeSet<String> {
     let form = |descriptor: &Descriptor| {
         let settings = descriptor.settings.iter().map(|s| match &s.values {
             Values::Code(..) | Values::Bool(_) => format!("{} {}", s.attribute, s.values),
-            Values::I64(_) | Values::I32(_) | Values::F32(_) | Values::F64(_) | Values::Descriptors(_) | Values::Bytes(_) => {
-                format!("{} {}", s.attribute, s.ty)
-            }
+            Values::I64(_)
+            | Values::I32(_)
+            | Values::F32(_)
+            | Values::F64(_)
+            | Values::Fractions(_)
+            | Values::Descriptors(_)
+            | Values::Bytes(_) => format!("{} {}", s.attribute, s.ty),
         });
         std::iter::once(descriptor.kind.to_string()).chain(settings).collect::<Vec<_>>().join(", ")
     };

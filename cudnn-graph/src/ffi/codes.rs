@@ -242,6 +242,7 @@ codes! {
         PADDING_MODE = 22;
         INT32 = 23;
         CHAR = 24;
+        FRACTION = 26;
         NORM_MODE = 27;
         NORM_FWD_PHASE = 28;
         RNG_DISTRIBUTION = 29;

@@ -278,6 +278,8 @@ pub(crate) fn replay(library: &'static Library, program: &Program, handle: Optio
                     Values::I32(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
                     Values::F32(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
                     Values::F64(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
+                    // A fraction of cuDNN is a structure of two 64-bit integers.
+                    Values::Fractions(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
                     Values::Bool(v) => descriptor.set_raw(s.attribute, s.ty, 1, (&raw const *v).cast()),
                     Values::Code(v, _) => descriptor.set_raw(s.attribute, s.ty, 1, (&raw const *v).cast()),
                     Values::Descriptors(ids) => {
