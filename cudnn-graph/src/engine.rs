@@ -53,6 +53,11 @@ pub struct Policy {
     pub prefer: Vec<String>,
     /// If true, engines with [known faults](crate::known_faults) are used too.
     pub known_faults: bool,
+    /// If true, shapes are dynamic: plans of graphs whose extents alone differ share compiled kernels (from cuDNN 9.5 on), and engines that cannot share
+    /// them are not offered.
+    // Left out of files if false, so that their keys are those of releases without it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub dynamic_shapes: bool,
 }
 
 /// One engine with its knobs, offered by cuDNN.
@@ -159,6 +164,14 @@ impl Policy {
     #[must_use]
     pub fn with_known_faults(mut self, known_faults: bool) -> Policy {
         self.known_faults = known_faults;
+        self
+    }
+
+    /// Sets whether plans of graphs whose extents alone differ share compiled kernels: see [`Policy::dynamic_shapes`]. [`Plans`](crate::Plans) keeps them.
+    /// It has no effect on programs.
+    #[must_use]
+    pub fn with_dynamic_shapes(mut self, dynamic_shapes: bool) -> Policy {
+        self.dynamic_shapes = dynamic_shapes;
         self
     }
 

@@ -1,7 +1,7 @@
 //! Plans: compiled graphs.
 
 use crate::bind::{Bindings, Bound, Ports};
-use crate::encode::encode;
+use crate::encode::{encode, encode_dynamic};
 use crate::engine::{Candidate, EngineReport, Offers, Outcome, Policy, offers};
 use crate::error::Error;
 use crate::ffi::codes::Attribute;
@@ -10,6 +10,7 @@ use crate::ffi::pack::Pack;
 use crate::ffi::submission::Submission;
 use crate::ffi::{Handle, Library};
 use crate::ir::{Scalar, Verified};
+use crate::kernels::KernelCache;
 use crate::known_faults::KnownFault;
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
@@ -36,6 +37,7 @@ pub struct Planner {
     report: EngineReport,
     configs: Vec<Descriptor>,
     policy: Policy,
+    kernels: Option<Arc<KernelCache>>,
 }
 
 impl Planner {
@@ -47,7 +49,14 @@ impl Planner {
     /// not accepted, unless the policy allows them.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
         let faults = KnownFault::of(&graph, library.version());
+        let encode = if policy.dynamic_shapes { encode_dynamic } else { encode };
         target.within(|| Planner::asked(library, encode(&graph, library.version())?, Ports::of(&graph), target, policy, &faults))
+    }
+
+    /// Sets the kernels that the plans share, for a graph whose shapes are dynamic.
+    pub(crate) fn with_kernels(mut self, kernels: Option<Arc<KernelCache>>) -> Planner {
+        self.kernels = kernels;
+        self
     }
 
     /// Queries cuDNN for engines for a program that the caller wrote or read, such as one with attributes that are newer than this crate. A
@@ -80,7 +89,17 @@ impl Planner {
         if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
             return Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))));
         }
-        Ok(Planner { library, ports, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
+        Ok(Planner {
+            library,
+            ports,
+            program,
+            descriptors: Arc::new(descriptors),
+            profile,
+            report,
+            configs,
+            policy: policy.clone(),
+            kernels: None,
+        })
     }
 
     /// Returns every engine configuration that cuDNN offered for the graph, with its outcome.
@@ -123,14 +142,14 @@ impl Planner {
     /// Fails if no other configuration would help.
     pub(crate) fn attempt(&self, n: usize, target: &Target<'_>, failed: &mut Option<Error>) -> Result<Result<Plan, Outcome>, Error> {
         match self.finalize(n, target) {
-            Ok(descriptor) => {
+            Ok((descriptor, reused)) => {
                 // Check the workspace again: only the compiled plan reports the final size, and before cuDNN 9.2 nothing else reports a size.
                 match self.policy.over_workspace(workspace_of(&descriptor)?) {
                     Some(over) => Ok(Err(over)),
                     None => {
                         let mut report = self.report.clone();
                         report.candidates[n].outcome = Outcome::Chosen;
-                        self.plan(descriptor, report, target).map(Ok)
+                        self.plan((descriptor, reused), report, target).map(Ok)
                     }
                 }
             }
@@ -158,19 +177,25 @@ impl Planner {
         self.plan(self.finalize(n, target)?, report, target)
     }
 
-    fn finalize(&self, n: usize, target: &Target<'_>) -> Result<Descriptor, Error> {
+    /// Returns the plan of an engine configuration, and whether its kernels were in the kernel cache, if there is one.
+    fn finalize(&self, n: usize, target: &Target<'_>) -> Result<(Descriptor, Option<bool>), Error> {
         target.within(|| {
             let mut plan = Descriptor::plan(self.library, target.device())?;
             bind_target(&mut plan, target, self.profile.as_deref())?;
-            plan.set_descriptor(Attribute::EXECUTION_PLAN_ENGINE_CONFIG, &self.configs[n])?;
-            plan.finalize(&self.report.candidates[n].tag())?;
-            Ok(plan)
+            let (config, tag) = (&self.configs[n], self.report.candidates[n].tag());
+            plan.set_descriptor(Attribute::EXECUTION_PLAN_ENGINE_CONFIG, config)?;
+            let reused = match &self.kernels {
+                Some(kernels) => Some(kernels.finalize(self.library, target.device(), &self.descriptors, config, (&mut plan, &tag))?),
+                None => plan.finalize(&tag).map(|()| None)?,
+            };
+            Ok((plan, reused))
         })
     }
 
-    fn plan(&self, descriptor: Descriptor, report: EngineReport, target: &Target<'_>) -> Result<Plan, Error> {
-        let needs = (Some(self.descriptors.clone()), self.profile.clone());
-        Plan::new(self.library, target, descriptor, needs, self.ports.clone(), report)
+    fn plan(&self, (descriptor, reused): (Descriptor, Option<bool>), report: EngineReport, target: &Target<'_>) -> Result<Plan, Error> {
+        let needs = Needs { _descriptors: Some(self.descriptors.clone()), _profile: self.profile.clone(), _kernels: self.kernels.clone() };
+        let plan = Plan::new(self.library, target, descriptor, needs, self.ports.clone(), report)?;
+        Ok(Plan { reused, ..plan })
     }
 }
 
@@ -188,7 +213,12 @@ fn workspace_of(plan: &Descriptor) -> Result<u64, Error> {
 }
 
 /// Descriptors to which a finalized plan may still refer.
-type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
+#[derive(Debug, Default)]
+struct Needs {
+    _descriptors: Option<Arc<Vec<Descriptor>>>,
+    _profile: Option<Arc<Descriptor>>,
+    _kernels: Option<Arc<KernelCache>>,
+}
 
 /// A compiled graph. Several threads can execute it concurrently, each with its own handle and its own variant pack of addresses and
 /// scalars.
@@ -200,6 +230,7 @@ pub struct Plan {
     _needs: Needs,
     ports: Ports,
     report: EngineReport,
+    reused: Option<bool>,
     workspace: u64,
     code: OnceLock<u64>,
     packs: [Mutex<VecDeque<Box<Ready>>>; SHELVES],
@@ -251,6 +282,7 @@ impl Plan {
             _needs: needs,
             ports,
             report,
+            reused: None,
             workspace,
             code: OnceLock::new(),
             packs: std::array::from_fn(|_| Mutex::new(VecDeque::new())),
@@ -288,7 +320,8 @@ impl Plan {
             bind_target(&mut plan, target, profile.as_deref())?;
             plan.set_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION, json)?;
             plan.finalize("from JSON")?;
-            Plan::new(library, target, plan, (None, profile), Ports::of(graph), EngineReport::default())
+            let needs = Needs { _profile: profile, ..Needs::default() };
+            Plan::new(library, target, plan, needs, Ports::of(graph), EngineReport::default())
         })
     }
 
@@ -304,6 +337,12 @@ impl Plan {
     /// plan has no JSON.
     pub fn code_bytes(&self) -> u64 {
         *self.code.get_or_init(|| self.to_json().map_or(1 << 20, |json| json.len() as u64))
+    }
+
+    /// Returns whether the plan took the kernels that cuDNN compiled for an earlier plan of a graph with other extents. `None` for a plan whose shapes are not
+    /// [dynamic](Policy::dynamic_shapes), or that was loaded or built without [`Plans`](crate::Plans).
+    pub fn kernels_reused(&self) -> Option<bool> {
+        self.reused
     }
 
     /// Returns the library that compiled the plan.

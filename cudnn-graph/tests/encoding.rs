@@ -5,7 +5,7 @@ use cudnn_graph::DType::*;
 use cudnn_graph::ir::op::*;
 use cudnn_graph::ir::{BnFinalizeInputs, BnGradientInputs, Graph, NormGradientInputs, RunningInputs};
 use cudnn_graph::program::{Program, Values};
-use cudnn_graph::{Version, encode};
+use cudnn_graph::{Version, encode, encode_dynamic};
 use std::collections::BTreeMap;
 
 fn program(build: impl FnOnce(&mut Graph), version: (u32, u32)) -> Program {
@@ -375,4 +375,27 @@ fn operations_have_their_first_version() {
         assert_eq!(error.needs.len(), missing, "{error}");
         assert!(error.needs.iter().all(|(_, since)| *since == Version::new(9, minor, 0)), "{error}");
     }
+}
+
+/// Dynamic shapes are one more attribute of the operation graph. They need kernel caches, which 9.4 has only in part.
+#[test]
+fn dynamic_shapes_are_marked_from_their_first_version_on() {
+    let mut g = Graph::new();
+    let (a, b) = (g.input("a", F16, [1, 8, 16]), g.input("b", F16, [1, 16, 8]));
+    let y = g.matmul(a, b);
+    g.output(y, "y", F16);
+    let graph = g.verify().unwrap();
+    let encoded = |minor| encode_dynamic(&graph, Version::new(9, minor, 0));
+    check(&encoded(5).unwrap(), 15, &[(801, "kind 19"), (803, "true")]);
+    check(&encode(&graph, Version::new(9, 5, 0)).unwrap(), 15, &[(801, "kind 19")]);
+    let needs = |minor| encoded(minor).unwrap_err().needs.into_iter().map(|(name, since)| format!("{name} {since}")).collect::<Vec<_>>();
+    assert_eq!(needs(4), ["KERNEL_CACHE_OPERATION_GRAPH 9.5.0"]);
+    let older = [
+        "EXECUTION_PLAN_KERNEL_CACHE 9.4.0",
+        "KERNEL_CACHE 9.4.0",
+        "KERNEL_CACHE_IS_ENGINECFG_KERNEL_CACHED 9.4.0",
+        "OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED 9.4.0",
+        "KERNEL_CACHE_OPERATION_GRAPH 9.5.0",
+    ];
+    assert_eq!(needs(3), older);
 }

@@ -42,6 +42,19 @@ impl std::error::Error for TooNew {}
 /// # Errors
 /// Returns every feature of the graph that the runtime is too old for.
 pub fn encode(graph: &Verified, runtime: Version) -> Result<Program, TooNew> {
+    encoded(graph, runtime, false)
+}
+
+/// Lowers a graph as [`encode`] does, and marks its shapes as dynamic: cuDNN then offers engines whose kernels do not depend on the extents, so that plans of
+/// graphs with other extents can share them ([`Policy::dynamic_shapes`](crate::Policy::dynamic_shapes)).
+///
+/// # Errors
+/// Returns every feature of the graph, and of such sharing, that the runtime is too old for.
+pub fn encode_dynamic(graph: &Verified, runtime: Version) -> Result<Program, TooNew> {
+    encoded(graph, runtime, true)
+}
+
+fn encoded(graph: &Verified, runtime: Version, dynamic: bool) -> Result<Program, TooNew> {
     let mut encoder = Encoder {
         runtime,
         descriptors: Vec::new(),
@@ -51,13 +64,29 @@ pub fn encode(graph: &Verified, runtime: Version) -> Result<Program, TooNew> {
         next_uid: graph.tensors().len() as i64 + 1,
     };
     let ops = encoder.ops(graph.ops());
-    encoder.push(Kind::OPERATIONGRAPH, "graph", |d| d.descriptors(Attribute::OPERATIONGRAPH_OPS, &ops));
+    encoder.push(Kind::OPERATIONGRAPH, "graph", |d| {
+        d.descriptors(Attribute::OPERATIONGRAPH_OPS, &ops);
+        if dynamic {
+            d.bool(Attribute::OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED, true);
+        }
+    });
+    if dynamic {
+        // No descriptor of the program, but plans set them.
+        encoder.need(Kind::KERNEL_CACHE.since(), Kind::KERNEL_CACHE);
+        for attribute in KERNEL_CACHE {
+            encoder.need(attribute.since(), attribute);
+        }
+    }
     if encoder.needs.is_empty() {
         Ok(Program { descriptors: encoder.descriptors })
     } else {
         Err(TooNew { runtime, needs: encoder.needs.into_iter().map(|(since, name)| (name, since)).collect() })
     }
 }
+
+/// The attributes of a kernel cache and of a plan that uses it.
+const KERNEL_CACHE: [Attribute; 3] =
+    [Attribute::EXECUTION_PLAN_KERNEL_CACHE, Attribute::KERNEL_CACHE_OPERATION_GRAPH, Attribute::KERNEL_CACHE_IS_ENGINECFG_KERNEL_CACHED];
 
 struct Encoder<'a> {
     runtime: Version,

@@ -197,6 +197,7 @@ codes! {
         OPERATION_RESHAPE = 31;
         RNG = 32;
         OPERATION_RNG = 33;
+        KERNEL_CACHE = 34 since 9 . 4;
         OPERATION_PAGED_CACHE_LOAD = 35 since 9 . 4;
         OPERATION_BLOCK_SCALE_QUANTIZE = 36 since 9 . 7;
         OPERATION_BLOCK_SCALE_DEQUANTIZE = 37 since 9 . 7;

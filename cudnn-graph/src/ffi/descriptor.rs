@@ -15,7 +15,7 @@ pub struct Descriptor {
     kind: Kind,
     /// Descriptors to which its attributes refer.
     kept: Vec<Descriptor>,
-    /// For a plan, the device on which its kernels are loaded.
+    /// For a plan or a kernel cache, the device on which its kernels are loaded.
     device: Option<&'static Device>,
 }
 
@@ -38,7 +38,7 @@ impl Descriptor {
         Ok(Descriptor { library, raw, kind, kept: Vec::new(), device: None })
     }
 
-    /// Creates a plan descriptor. Dropping it unloads its kernels in the context in which they were loaded.
+    /// Creates the descriptor of a plan. Dropping it unloads its kernels in the context in which they were loaded.
     ///
     /// # Errors
     /// A cuDNN error.
@@ -46,6 +46,16 @@ impl Descriptor {
         let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
         plan.device = device;
         Ok(plan)
+    }
+
+    /// Creates the descriptor of a kernel cache. Dropping it unloads its kernels as for a plan.
+    ///
+    /// # Errors
+    /// A cuDNN error.
+    pub(crate) fn kernel_cache(library: &'static Library, device: Option<&'static Device>) -> Result<Descriptor, Error> {
+        let mut cache = Descriptor::new(library, Kind::KERNEL_CACHE)?;
+        cache.device = device;
+        Ok(cache)
     }
 
     pub(super) fn raw(&self) -> Ptr {
@@ -223,6 +233,17 @@ impl Descriptor {
         Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
     }
 
+    /// Reads an attribute that says whether another descriptor is in this one.
+    ///
+    /// # Errors
+    /// A cuDNN error.
+    pub(crate) fn has(&self, attribute: Attribute, other: &Descriptor) -> Result<bool, Error> {
+        let mut raw = other.raw;
+        // SAFETY: cuDNN reads the element, a live descriptor, and there is space for one.
+        let count = unsafe { self.get_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw mut raw).cast()) }?;
+        Ok(count > 0)
+    }
+
     /// Reads an attribute that is a list of descriptors of one kind: at most `limit`, or as many as cuDNN reports.
     ///
     /// # Errors
@@ -250,7 +271,8 @@ impl Drop for Descriptor {
         // SAFETY: the descriptor is owned here and is not used again.
         let destroy = || unsafe { (self.library.table.descriptor_destroy)(self.raw) };
         // Destroying a plan unloads its kernels, which must also be possible while a stream is being captured.
-        let status = if self.kind == Kind::EXECUTION_PLAN { relaxed(destroy) } else { destroy() };
+        let has_kernels = [Kind::EXECUTION_PLAN, Kind::KERNEL_CACHE].contains(&self.kind);
+        let status = if has_kernels { relaxed(destroy) } else { destroy() };
         if status != 0 {
             tracing::warn!(status, kind = %self.kind, "cudnnBackendDestroyDescriptor");
         }

@@ -3,6 +3,7 @@
 mod file;
 mod header;
 
+pub use crate::kernels::KernelStats;
 pub use file::AttachError;
 pub use header::{Header, Mismatch};
 
@@ -12,12 +13,15 @@ use crate::error::Error;
 use crate::ffi::Library;
 use crate::ffi::codes::Status;
 use crate::ir::Verified;
+use crate::kernels::Kernels;
 use crate::plan::{Plan, Planner};
 use crate::profile::Target;
 use crate::tune::Trial;
 use file::Files;
 use sdpa_cache::planfile::{Digest, Folder};
-use sdpa_cache::{BuildError, CacheKey, CacheSnapshot, CacheStats, CacheValue, Difference, Explanation, Fields, Limits, PlanCache, Weight};
+use sdpa_cache::{
+    BuildError, CacheKey, CacheSnapshot, CacheStats, CacheValue, Difference, Explanation, Fields, Limits, PlanCache, State, Weight,
+};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -154,13 +158,14 @@ pub struct Plans {
     library: &'static Library,
     policy: Policy,
     cache: PlanCache<PlanKey, Cached, Refusal>,
+    kernels: Kernels,
     files: Files,
 }
 
 impl Plans {
     /// Creates an empty cache for plans of this library under this policy.
     pub fn new(library: &'static Library, policy: Policy, limits: Limits) -> Plans {
-        Plans { library, policy, cache: PlanCache::new("cudnn-graph", limits), files: Files::default() }
+        Plans { library, policy, cache: PlanCache::new("cudnn-graph", limits), kernels: Kernels::default(), files: Files::default() }
     }
 
     /// Looks for plans in a folder before it builds them, and writes built plans there. Processes of one user may share it.
@@ -228,7 +233,13 @@ impl Plans {
     /// # Errors
     /// Fails as [`Plan::build`] does. The cache remembers for a while that a graph is unsupported ([`Limits`]), and no other error.
     pub fn get(&self, graph: &Arc<Verified>, target: &Target<'_>) -> Result<Arc<Plan>, Error> {
-        self.lookup(graph, target, false, || Plan::build(self.library, graph.clone(), target, &self.policy))
+        self.lookup(graph, target, false, || self.planner(graph, target)?.first(target))
+    }
+
+    fn planner(&self, graph: &Arc<Verified>, target: &Target<'_>) -> Result<Planner, Error> {
+        let planner = Planner::new(self.library, graph.clone(), target, &self.policy)?;
+        let kernels = self.policy.dynamic_shapes.then(|| self.kernels.of(graph, &device_name(target)));
+        Ok(planner.with_kernels(kernels))
     }
 
     /// Returns the fastest plan of a graph, as [`Planner::fastest`] finds it on the first request, with its arguments `tolerance` and `run`. The cache
@@ -243,19 +254,44 @@ impl Plans {
         tolerance: f64,
         run: impl FnMut(&Plan) -> Result<Trial, Error>,
     ) -> Result<Arc<Plan>, Error> {
-        self.lookup(graph, target, true, || {
-            Planner::new(self.library, graph.clone(), target, &self.policy)?.fastest(target, tolerance, run)
-        })
+        self.lookup(graph, target, true, || self.planner(graph, target)?.fastest(target, tolerance, run))
     }
 
-    /// Explains whether the cache has the plan of a graph. On a miss, it names the nearest graphs and the lines of tensors and ops that differ. It
-    /// does not change the cache.
+    /// Explains whether the cache has the plan of a graph. On a miss, it names the nearest graphs and the lines of tensors and ops that differ. If shapes are
+    /// dynamic, a note says where the kernels of the plan come from. It does not change the cache.
     pub fn explain(&self, graph: &Verified, target: &Target<'_>) -> Explanation {
-        let mut explanation = self.cache.explain(&self.key(graph, target, false));
+        let key = self.key(graph, target, false);
+        let mut explanation = self.cache.explain(&key);
+        if self.policy.dynamic_shapes {
+            explanation.notes.push(self.kernels_note(&key, graph, target, &explanation.state));
+        }
         for nearest in &mut explanation.nearest {
             nearest.differences = std::mem::take(&mut nearest.differences).into_iter().flat_map(by_lines).collect();
         }
         explanation
+    }
+
+    fn kernels_note(&self, key: &PlanKey, graph: &Verified, target: &Target<'_>, state: &State) -> String {
+        if let State::Hit(_) = state {
+            let plan = self.cache.values().into_iter().find(|(other, _)| other == key).map(|(_, cached)| cached.plan);
+            return match plan.and_then(|plan| plan.kernels_reused()) {
+                Some(true) => "its kernels were compiled for a plan with other extents".to_owned(),
+                Some(false) => "its kernels were compiled for it".to_owned(),
+                None => "its kernels were loaded from a file".to_owned(),
+            };
+        }
+        match self.kernels.find(graph, &device_name(target)).map_or((0, 0), |kernels| kernels.counts()) {
+            (0, _) => "no kernels were compiled for graphs that differ in extents alone".to_owned(),
+            (compiled, reused) => format!(
+                "graphs that differ in extents alone have {compiled} plans with kernels of their own and {reused} that reused them: \
+                 a plan of the same engine compiles none"
+            ),
+        }
+    }
+
+    /// Returns counts of compiled and of reused kernels; all are 0 unless shapes are [dynamic](Policy::dynamic_shapes).
+    pub fn kernel_stats(&self) -> KernelStats {
+        self.kernels.stats()
     }
 
     /// Returns counts of hits, misses, builds and evictions.
@@ -268,9 +304,10 @@ impl Plans {
         self.cache.snapshot()
     }
 
-    /// Removes all plans. Plans that callers hold stay valid.
+    /// Removes all plans and shared kernels. Plans that callers hold stay valid.
     pub fn clear(&self) {
         self.cache.clear();
+        self.kernels.clear();
     }
 }
 

@@ -1,6 +1,7 @@
 //! The real cuDNN without a GPU: which operations and fusions two runtimes offer engines for, on three devices. A process holds one cuDNN, so
 //! this one starts itself once per runtime.
 
+mod dynamic;
 mod faults;
 mod files;
 #[path = "../generator/mod.rs"]
@@ -68,6 +69,7 @@ fn checks() {
     errors_do_not_show_older_messages(library);
     a_program_from_json_is_planned_like_its_graph(library);
     a_graph_is_planned_once(library);
+    dynamic::further_extents_compile_no_kernel(library);
     files::plans_are_kept_in_files(library);
     files::the_fastest_plan_is_found(library);
 }
