@@ -4,8 +4,8 @@ use crate::error::Error;
 use crate::ffi::Library;
 use crate::ffi::codes::Attribute;
 use crate::ffi::descriptor::Descriptor;
-use crate::ir::Verified;
 use crate::ir::ty::Strides;
+use crate::ir::{Graph, Verified};
 use parking_lot::Mutex;
 use sdpa_driver::Device;
 use std::collections::VecDeque;
@@ -27,9 +27,15 @@ pub struct KernelStats {
     pub reused: u64,
 }
 
-/// Returns the printed graph without its extents and with the order of its strides, not their values. An extent of 1 stays, because it is broadcast.
-pub(crate) fn structure(graph: &Verified) -> String {
-    let mut graph = graph.graph().clone();
+impl Verified {
+    /// Returns the printed graph without its extents and with the order of its strides, not their values. An extent of 1 stays, because it is broadcast.
+    /// Graphs of one structure share kernels if their shapes are [dynamic](crate::Policy::dynamic_shapes).
+    pub fn structure(&self) -> String {
+        structure(self.graph().clone())
+    }
+}
+
+fn structure(mut graph: Graph) -> String {
     for tensor in &mut graph.tensors {
         let mut order: Vec<i64> = (0..).take(tensor.strides.0.len()).collect();
         order.sort_by_key(|&axis| tensor.strides.0.get(axis as usize).copied());
@@ -105,7 +111,7 @@ pub(crate) struct Kernels {
 
 impl Kernels {
     fn key(graph: &Verified, device: &str) -> String {
-        format!("{device}\n{}", structure(graph))
+        format!("{device}\n{}", graph.structure())
     }
 
     /// Returns the kernels of a graph's structure on a device; `None` if no plan of it was built.
@@ -156,7 +162,7 @@ impl Kernels {
 mod tests {
     use super::*;
     use crate::DType;
-    use crate::ir::{Graph, Tensor};
+    use crate::ir::Tensor;
 
     fn product(rows: i64, inner: i64, transposed: bool) -> Verified {
         let mut g = Graph::new();
@@ -173,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_structure_has_no_extents_but_ones() {
-        let of = |rows, inner, transposed| structure(&product(rows, inner, transposed));
+        let of = |rows, inner, transposed| product(rows, inner, transposed).structure();
         assert_eq!(of(8, 16, false), of(24, 40, false));
         assert_ne!(of(8, 16, false), of(8, 16, true));
         assert_ne!(of(8, 16, false), of(1, 16, false));

@@ -54,7 +54,7 @@ const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | ranks [PROBLEMS [FIRST]] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
-          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE [faulty]]]] (with a profile such as h200: plans only, without a GPU; - for none; faulty: with engines that have known faults) | resample [PROFILE] | msl [long | few | all | 3/40]
+          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE [faulty] [dynamic]]]] (with a profile such as h200: plans only, without a GPU; - for none; faulty: with engines that have known faults; dynamic: with dynamic shapes, each problem at two extents) | resample [PROFILE] | msl [long | few | all | 3/40]
   fast:   fixed backward|forward [ROWS] | ranks times [TOKENS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
@@ -126,7 +126,8 @@ fn main() -> ExitCode {
         Some("limits") => limits::run(args.get(1).map_or("", String::as_str), args.get(2).is_some_and(|of| of == "cuda")),
         Some("edges") => edges::run(&(number(2, 1)..number(2, 1) + number(1, 100))),
         Some("operations") => {
-            let policy = Policy::default().with_known_faults(args.get(4).is_some_and(|word| word == "faulty"));
+            let said = |word: &str| args.iter().skip(4).any(|arg| arg == word);
+            let policy = Policy::default().with_known_faults(said("faulty")).with_dynamic_shapes(said("dynamic"));
             operations::run(number(1, 600), number(2, 0), args.get(3).map(String::as_str).filter(|name| *name != "-"), &policy)
         }
         Some("resample") => resample::run(args.get(1).map(String::as_str)),

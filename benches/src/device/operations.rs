@@ -12,8 +12,8 @@ mod values;
 use crate::setup::Result;
 use cudnn_graph::ffi::codes::Status;
 use cudnn_graph::{
-    Buffer, DType, Device, DeviceProfile, Driver, Error, Library, OwnedBindings, Plan, Planner, Policy, Search, Stream, Target, Verified,
-    launch_addressed,
+    Buffer, DType, Device, DeviceProfile, Driver, Error, Library, Limits, OwnedBindings, Plan, Plans, Policy, Search, Stream, Target,
+    Verified, launch_addressed,
 };
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -58,7 +58,21 @@ enum Place<'a> {
     Profile(&'a DeviceProfile),
 }
 
-/// Runs the problems with seeds from `first` on. With the name of a profile, such as `h200`, problems are only planned for it, without a GPU.
+/// The most seeds that are tried for a problem that differs from another in extents alone.
+const PARTNERS: u64 = 300;
+
+/// A problem that differs from another in extents alone, and its seed; `None` if no near seed has one.
+fn partner(problem: &draw::Problem, seed: u64) -> Option<(u64, draw::Problem)> {
+    let structure = |problem: &draw::Problem| problem.graph.clone().verify().map(|graph| graph.structure());
+    let wanted = structure(problem).ok()?;
+    let seeds = (1..=PARTNERS).map(|n| seed + n * draw::round());
+    seeds
+        .map(|seed| (seed, draw::problem(seed)))
+        .find(|(_, other)| structure(other).is_ok_and(|it| it == wanted) && other.graph != problem.graph)
+}
+
+/// Runs the problems with seeds from `first` on. With the name of a profile, such as `h200`, problems are only planned for it, without a GPU. If the policy
+/// says that shapes are dynamic, each problem is followed by one of other extents, whose plan may take its kernels.
 pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>, policy: &Policy) -> Result<()> {
     let library = Library::load(&Search::default())?;
     let profile = profile.map(DeviceProfile::named).transpose()?;
@@ -71,7 +85,9 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>, policy: &Pol
         Place::Profile(profile) => format!("plans only, for {}", profile.name()),
     };
     let faulty = if policy.known_faults { ", with engines that have known faults" } else { "" };
-    println!("{on}, cuDNN {} from {}{faulty}", library.version(), library.path().display());
+    let dynamic = if policy.dynamic_shapes { ", with dynamic shapes" } else { "" };
+    println!("{on}, cuDNN {} from {}{faulty}{dynamic}", library.version(), library.path().display());
+    let plans = Plans::new(library, policy.clone(), Limits::default());
     if problems < draw::round() {
         println!("{problems} problems have not every operation; {} do", draw::round());
     }
@@ -89,11 +105,14 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>, policy: &Pol
                     return Ok(());
                 }
                 let problem = draw::problem(seed);
-                let outcome = outcome(library, place, policy, stream.as_ref(), &problem, seed, &stop);
-                if let Outcome::Wrong(why) = &outcome {
-                    println!("WRONG seed {seed}, {} of {}: {why}\n{}", problem.operation, problem.dtype, problem.graph);
+                let other = if policy.dynamic_shapes { partner(&problem, seed) } else { None };
+                for (seed, problem) in std::iter::once((seed, problem)).chain(other) {
+                    let outcome = outcome(library, place, &plans, stream.as_ref(), &problem, seed, &stop);
+                    if let Outcome::Wrong(why) = &outcome {
+                        println!("WRONG seed {seed}, {} of {}: {why}\n{}", problem.operation, problem.dtype, problem.graph);
+                    }
+                    table.lock().unwrap_or_else(PoisonError::into_inner).add(problem.operation, problem.dtype, outcome);
                 }
-                table.lock().unwrap_or_else(PoisonError::into_inner).add(problem.operation, problem.dtype, outcome);
             }
         };
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
@@ -102,6 +121,9 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>, policy: &Pol
     });
     let table = table.into_inner().unwrap_or_else(PoisonError::into_inner);
     table.print();
+    if policy.dynamic_shapes {
+        println!("{:?}", plans.kernel_stats());
+    }
     let sum = |of: fn(&Row) -> u64| table.rows.values().map(of).sum::<u64>();
     let (right, refused, wrong) = (sum(|row| row.right), sum(|row| row.refused), sum(|row| row.wrong));
     let planned = sum(|row| row.planned);
@@ -121,7 +143,7 @@ pub(crate) fn run(problems: u64, first: u64, profile: Option<&str>, policy: &Pol
 fn outcome(
     library: &'static Library,
     place: Place<'_>,
-    policy: &Policy,
+    plans: &Plans,
     stream: Option<&Arc<Stream>>,
     problem: &draw::Problem,
     seed: u64,
@@ -142,16 +164,14 @@ fn outcome(
     };
     let plan = match (place, stream) {
         (Place::Device(_), Some(stream)) => {
-            let planned = library.handle(stream).and_then(|handle| Plan::build(library, graph.clone(), &Target::Handle(&handle), policy));
+            let planned = library.handle(stream).and_then(|handle| plans.get(&graph, &Target::Handle(&handle)));
             match planned {
-                Ok(plan) => Arc::new(plan),
+                Ok(plan) => plan,
                 Err(e) => return failed(e),
             }
         }
         (Place::Profile(profile), _) => {
-            let target = Target::Profile(profile);
-            let planned = Planner::new(library, graph, &target, policy).and_then(|planner| planner.first(&target));
-            return match planned {
+            return match plans.get(&graph, &Target::Profile(profile)) {
                 Ok(_) => Outcome::Planned,
                 // Some engines load their kernel here, which needs the device.
                 Err(Error::Cudnn { status, .. }) if status.is_execution() => Outcome::Planned,
@@ -165,7 +185,8 @@ fn outcome(
         Ok(Ok(worst)) => Outcome::Right(worst),
         Ok(Err(why)) => {
             let engine = plan.report().chosen().map_or_else(String::new, |candidate| candidate.tag());
-            Outcome::Wrong(format!("engine {engine}: {why}"))
+            let kernels = if plan.kernels_reused() == Some(true) { ", whose kernels were compiled for other extents" } else { "" };
+            Outcome::Wrong(format!("engine {engine}{kernels}: {why}"))
         }
         Err(e) => {
             // A failed execution leaves the device in an unknown state.
