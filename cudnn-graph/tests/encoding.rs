@@ -296,6 +296,23 @@ fn pooling() {
     check(&both, 26, &want);
 }
 
+/// The only geometry for which cuDNN has an engine.
+#[test]
+fn upsampling() {
+    let made = program(
+        |g| {
+            let x = g.input_channels_last("x", F32, [2, 3, 6, 5]);
+            let y = g.upsample(x);
+            g.output(y, "y", F32);
+        },
+        (9, 0),
+    );
+    let [half, one, two] = [[1, 2], [1, 1], [2, 1]].map(|fraction| format!("{:?}", [fraction; 2]));
+    let want = [(1700, "1"), (1701, "0"), (1702, "[2]"), (1703, &one), (1704, &half), (1705, &half), (1706, &two), (1708, "2")];
+    check(&made, 24, &want);
+    check(&made, 25, &[(1710, "x"), (1711, "y"), (1716, "kind 24")]);
+}
+
 #[test]
 fn experts_and_the_rest() {
     let joined = program(

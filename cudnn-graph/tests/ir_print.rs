@@ -317,6 +317,8 @@ fn image_ops() -> Vec<Op> {
         [back(None, None, None), back(Some(index), None, None), back(None, Some(x), None), back(None, None, Some(y))]
             .map(Op::ResampleBackward),
     );
+    let up = |x, y, compute| Op::Upsample(Upsample { x, y, compute });
+    all.extend([up(x, y, F32), up(w, y, F32), up(x, other, F32), up(x, y, F16)]);
     all
 }
 

@@ -212,6 +212,15 @@ fn pooling_and_its_gradients() {
 }
 
 #[test]
+fn upsampling() {
+    let mut c = Check::new("upsample");
+    let x = c.input("x");
+    let y = c.g.upsample(x);
+    c.expect(y, "y");
+    c.run();
+}
+
+#[test]
 fn experts_have_their_own_weights() {
     let mut c = Check::new("moe");
     let (tokens, weights, dy) = (c.input("tokens"), c.input("weights"), c.input("dy"));

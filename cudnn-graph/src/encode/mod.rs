@@ -189,6 +189,11 @@ impl Settings {
         self.set(attribute, AttributeType::INT64, Values::I64(values.to_vec()));
     }
 
+    /// Sets one fraction for each of two spatial axes.
+    fn fractions(&mut self, attribute: Attribute, fraction: [i64; 2]) {
+        self.set(attribute, AttributeType::FRACTION, Values::Fractions(vec![fraction; 2]));
+    }
+
     fn i32(&mut self, attribute: Attribute, values: &[i32]) {
         self.set(attribute, AttributeType::INT32, Values::I32(values.to_vec()));
     }

@@ -7,7 +7,7 @@ use crate::ffi::codes::{
 };
 use crate::ir::op::{
     BnBackwardWeights, BnFinalize, ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, GenStats, NormBackward, NormForward,
-    NormMode, ResampleBackward, ResampleForward, ResampleMode, Window,
+    NormMode, ResampleBackward, ResampleForward, ResampleMode, Upsample, Window,
 };
 use crate::ir::ty::DType;
 use crate::program::DescriptorId;
@@ -203,6 +203,27 @@ impl Encoder<'_> {
             d.descriptor(Attribute::OPERATION_RESAMPLE_FWD_XDESC, x);
             d.descriptor(Attribute::OPERATION_RESAMPLE_FWD_YDESC, y);
             d.descriptor(Attribute::OPERATION_RESAMPLE_FWD_IDXDESC, index);
+        })
+    }
+
+    /// The window, paddings and stride are the only ones for which cuDNN has an engine. Its kernel repeats the last element whatever the padding mode is.
+    pub(super) fn upsample(&mut self, u: &Upsample) -> DescriptorId {
+        let resample = self.push(Kind::RESAMPLE, "bilinear", |d| {
+            let (mode, padding) = (ResampleModeCode::BILINEAR, PaddingMode::EDGE_VAL_PAD);
+            d.code(Attribute::RESAMPLE_MODE, AttributeType::RESAMPLE_MODE, mode.0, mode.since(), mode);
+            d.dtype(Attribute::RESAMPLE_COMP_TYPE, u.compute);
+            d.code(Attribute::RESAMPLE_PADDING_MODE, AttributeType::PADDING_MODE, padding.0, padding.since(), padding);
+            d.i64(Attribute::RESAMPLE_SPATIAL_DIMS, &[2]);
+            d.fractions(Attribute::RESAMPLE_WINDOW_DIMS, [2, 1]);
+            d.fractions(Attribute::RESAMPLE_PRE_PADDINGS, [1, 2]);
+            d.fractions(Attribute::RESAMPLE_POST_PADDINGS, [1, 1]);
+            d.fractions(Attribute::RESAMPLE_STRIDES, [1, 2]);
+        });
+        let (x, y) = (self.tensor(u.x), self.tensor(u.y));
+        self.push(Kind::OPERATION_RESAMPLE_FWD, "upsample", |d| {
+            d.descriptor(Attribute::OPERATION_RESAMPLE_FWD_DESC, resample);
+            d.descriptor(Attribute::OPERATION_RESAMPLE_FWD_XDESC, x);
+            d.descriptor(Attribute::OPERATION_RESAMPLE_FWD_YDESC, y);
         })
     }
 

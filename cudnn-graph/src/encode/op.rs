@@ -32,6 +32,7 @@ impl Encoder<'_> {
             Op::BnBackwardWeights(b) => self.bn_backward_weights(b),
             Op::ResampleForward(r) => self.resample_forward(r),
             Op::ResampleBackward(r) => self.resample_backward(r),
+            Op::Upsample(u) => self.upsample(u),
             Op::MoeMatmul(m) => self.moe_matmul(m),
             Op::MoeMatmulBackward(m) => self.moe_matmul_backward(m),
             Op::Rope(r) => self.rope(r),

@@ -8,7 +8,7 @@ mod resample;
 pub use convolution::{ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry};
 pub use experts::{Concat, MoeMatmul, MoeMatmulBackward, Rope, RopeBackward, Routing};
 pub use norm::{BnBackwardWeights, BnFinalize, GenStats, NormBackward, NormForward, NormMode, RunningStats};
-pub use resample::{ResampleBackward, ResampleForward, ResampleMode, Window};
+pub use resample::{ResampleBackward, ResampleForward, ResampleMode, Upsample, Window};
 
 use super::pointwise::{Mode, Params};
 use super::tensor::TensorId;
@@ -53,6 +53,8 @@ pub enum Op {
     ResampleForward(ResampleForward),
     /// The gradient of pooling.
     ResampleBackward(ResampleBackward),
+    /// Bilinear interpolation to twice the spatial extents.
+    Upsample(Upsample),
     /// A matrix product with weights per expert (from cuDNN 9.15 on).
     MoeMatmul(MoeMatmul),
     /// The gradient of such a product with respect to the weights (from cuDNN 9.22 on).
@@ -112,6 +114,7 @@ impl Op {
             | Op::BnFinalize(_)
             | Op::BnBackwardWeights(_)
             | Op::ResampleForward(_)
+            | Op::Upsample(_)
             | Op::Rope(_)
             | Op::RopeBackward(_)
             | Op::Rng(_)

@@ -74,6 +74,7 @@ impl Op {
             Op::BnBackwardWeights(_) => "bn_backward_weights",
             Op::ResampleForward(_) => "resample_forward",
             Op::ResampleBackward(_) => "resample_backward",
+            Op::Upsample(_) => "upsample",
             Op::MoeMatmul(_) => "moe_matmul",
             Op::MoeMatmulBackward(_) => "moe_matmul_backward",
             Op::Rope(_) => "rope",
@@ -153,6 +154,7 @@ impl Op {
                 .write("eq_bias", b.eq_bias),
             Op::ResampleForward(r) => none.read("x", r.x).write("y", r.y).write("index", r.index),
             Op::ResampleBackward(r) => none.read("dy", r.dy).read("index", r.index).read("x", r.x).read("y", r.y).write("dx", r.dx),
+            Op::Upsample(u) => none.read("x", u.x).write("y", u.y),
             Op::MoeMatmul(m) => {
                 let (index, slot) = m.routing.operands();
                 none.read("tokens", m.tokens)
@@ -233,6 +235,7 @@ impl Op {
             | Op::BnBackwardWeights(_)
             | Op::ResampleForward(_)
             | Op::ResampleBackward(_)
+            | Op::Upsample(_)
             | Op::MoeMatmul(_)
             | Op::MoeMatmulBackward(_)
             | Op::Rope(_)

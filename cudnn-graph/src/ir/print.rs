@@ -169,6 +169,7 @@ impl Display for OpLine<'_> {
                 write!(f, " {} window {} stride {}", mode.name(), List(extent), List(stride))?;
                 write!(f, " padding {} {} compute {compute}", List(pre_padding), List(post_padding))?;
             }
+            Op::Upsample(u) => write!(f, " compute {}", u.compute)?,
             Op::MoeMatmul(m) => {
                 match m.routing {
                     Routing::None => {}

@@ -189,4 +189,9 @@ case("gradients", x=x, dy=dy, **gradients)
 compare = dict(cmp_lt=x < b, cmp_le=x <= b, cmp_gt=x > b, cmp_ge=x >= b, cmp_neq=x != b)
 case("comparisons", x=x, b=b, **{name: t.double() for name, t in compare.items()}, select=torch.where(x < b, x, b))
 
+# Positions at halves: PyTorch aligns the corners of images whose last elements are repeated.
+x = numbers(2, 3, 3, 2)
+y = F.interpolate(F.pad(x, (0, 1, 0, 1), mode="replicate"), size=(7, 5), mode="bilinear", align_corners=True)
+case("upsample", x=x, y=y[..., :6, :4])
+
 print("{" + ",\n".join(json.dumps(name) + ": " + json.dumps(value, separators=(",", ":")) for name, value in cases.items()) + "}")

@@ -94,6 +94,9 @@ fn normalize(g: &mut Graph, dice: &mut Dice, x: TensorId, dims: &[i64]) -> Tenso
 
 fn pool(g: &mut Graph, dice: &mut Dice, x: TensorId, dims: &[i64]) -> TensorId {
     let axes = dims.len() - 2;
+    if axes == 2 && g.get(x).is_some_and(|x| x.dtype == F32) && dice.roll(3) == 0 {
+        return g.upsample(x);
+    }
     let window =
         Window::new(vec![2; axes]).stride(dice.list(axes, 1, 2)).padding(dice.list(axes, 1, 1)).post_padding(dice.list(axes, 0, 1));
     let mode = ResampleMode::ALL[dice.roll(3) as usize];

@@ -357,6 +357,27 @@ fn pooling_rules() {
 }
 
 #[test]
+fn upsample_rules() {
+    let up = |x: (DType, &'static [i64]), y: (DType, &'static [i64]), compute| {
+        over_inputs([("x", x.0, x.1), ("y", y.0, y.1)], move |[x, y]| Op::Upsample(Upsample { x, y, compute }))
+    };
+    const X: (DType, &[i64]) = (F32, &[2, 3, 5, 4]);
+    const Y: (DType, &[i64]) = (F32, &[2, 3, 10, 8]);
+    good(up(X, Y, F32));
+    let at = "= upsample(";
+    check(vec![
+        case(at, "y t1 is [2,3,10,4], not [2,3,10,8]", up(X, (F32, &[2, 3, 10, 4]), F32)),
+        case(at, "y t1 is [2,6,10,8], not [2,3,10,8]", up(X, (F32, &[2, 6, 10, 8]), F32)),
+        case(at, "y t1 is [2,3,5,4], not [2,3,10,8]", up(X, (F32, X.1), F32)),
+        case(at, "x has rank 5, expected 4", up((F32, &[2, 3, 5, 4, 1]), (F32, &[2, 3, 10, 8, 2]), F32)),
+        case(at, "x has rank 3, expected 4", up((F32, &[2, 3, 5]), (F32, &[2, 3, 10]), F32)),
+        case(at, "x t0 is f16, not f32", up((F16, X.1), Y, F32)),
+        case(at, "y t1 is bf16, not f32", up(X, (BF16, Y.1), F32)),
+        case(at, "computes in f16", up(X, Y, F16)),
+    ]);
+}
+
+#[test]
 fn concat_rules() {
     let concat = |a: (DType, &'static [i64]), axis: i64| {
         over_inputs([("a", a.0, a.1), ("b", F16, &[2, 3]), ("y", F16, &[2, 7])], move |[a, b, y]| {

@@ -320,6 +320,23 @@ pub(crate) fn patterns() -> Vec<Pattern> {
             let dx = g.resample_backward(ResampleMode::AverageIncludePadding, dy, None, [N, C, H, H], Window::new([2, 2]));
             g.output(dx, "dx", t);
         }),
+        p("bilinear upsampling", &[F32], |g, t| {
+            let x = images(g, "x", t, C);
+            let y = g.upsample(x);
+            g.output(y, "y", t);
+        }),
+        p("bilinear upsampling of channels first", &[F32], |g, t| {
+            let x = g.input("x", t, [N, C, H, H]);
+            let y = g.upsample(x);
+            g.output(y, "y", t);
+        }),
+        p("bilinear upsampling + bias + relu", &[F32], |g, t| {
+            let (x, bias) = (images(g, "x", t, C), g.input_channels_last("bias", t, [1, C, 1, 1]));
+            let y = g.upsample(x);
+            let y = g.pointwise(Mode::Add, &[y, bias]);
+            let y = g.pointwise(Mode::ReluFwd, &[y]);
+            g.output(y, "y", t);
+        }),
         p("matmul", FLOAT, |g, t| {
             let y = product(g, t);
             g.output(y, "y", t);

@@ -71,6 +71,7 @@ fn is_sum(op: &Op) -> bool {
         | Op::ConvBackwardData(_)
         | Op::ConvBackwardFilter(_)
         | Op::ResampleBackward(_)
+        | Op::Upsample(_)
         | Op::GenStats(_)
         | Op::MoeMatmul(_)
         | Op::MoeMatmulBackward(_)

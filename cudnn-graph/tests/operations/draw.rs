@@ -65,6 +65,8 @@ const OPERATIONS: &[Operation] = &[
     ("average pooling, padding included", 3, FLOAT, |d| d.pool(ResampleMode::AverageIncludePadding)),
     ("average pooling, padding excluded", 3, FLOAT, |d| d.pool(ResampleMode::AverageExcludePadding)),
     ("average pooling backward", 2, HALF, |d| d.pool_gradient(ResampleMode::AverageIncludePadding)),
+    ("bilinear upsampling", 3, &[F32], |d| d.upsample(false)),
+    ("bilinear upsampling + bias + relu", 2, &[F32], |d| d.upsample(true)),
     ("matmul", 5, FLOAT, |d| d.matmul(|_, y| y)),
     ("matmul, any extents", 3, FLOAT, Draw::matmul_any),
     ("matmul, 8-bit floats with scales", 4, EIGHT, Draw::matmul_eight),
@@ -421,6 +423,15 @@ impl Draw {
         }
         let x = self.images("x", &dims);
         let y = self.g.resample(mode, x, window);
+        self.output(y);
+    }
+
+    fn upsample(&mut self, then: bool) {
+        let dims = self.image_dims();
+        self.channels_last = true;
+        let x = self.images("x", &dims);
+        let y = self.g.upsample(x);
+        let y = if then { self.bias_relu(y) } else { y };
         self.output(y);
     }
 

@@ -93,6 +93,7 @@ impl Meant<'_> {
             | Op::BnBackwardWeights(_)
             | Op::ResampleForward(_)
             | Op::ResampleBackward(_)
+            | Op::Upsample(_)
             | Op::MoeMatmul(_)
             | Op::MoeMatmulBackward(_)
             | Op::Rope(_)

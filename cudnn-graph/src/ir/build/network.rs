@@ -3,7 +3,7 @@
 use crate::ir::Graph;
 use crate::ir::op::{
     BnBackwardWeights, BnFinalize, ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, GenStats, NormBackward, NormForward,
-    NormMode, Op, ResampleBackward, ResampleForward, ResampleMode, RunningStats, Window,
+    NormMode, Op, ResampleBackward, ResampleForward, ResampleMode, RunningStats, Upsample, Window,
 };
 use crate::ir::tensor::{Scalar, Tensor, TensorId};
 use crate::ir::ty::{DType, Dims};
@@ -329,6 +329,17 @@ impl Graph {
         let mode = ResampleMode::Max;
         self.push(Op::ResampleForward(ResampleForward { mode, x, y, index: index_output, window, compute: DType::F32 }));
         (y, index)
+    }
+
+    /// Adds bilinear interpolation of `x`, f32 images (n, c, h, w), to twice the spatial extents. The result is a virtual f32 tensor; [`Upsample`] says where
+    /// the samples are.
+    pub fn upsample(&mut self, x: TensorId) -> TensorId {
+        let double = |(axis, &n): (usize, &i64)| if axis < 2 { n } else { n.saturating_mul(2) };
+        let dims = Dims(self.dims(x).0.iter().enumerate().map(double).collect());
+        let y = self.result("upsample", DType::F32, dims);
+        self.like_channels_last(y, self.is_channels_last(x));
+        self.push(Op::Upsample(Upsample { x, y, compute: DType::F32 }));
+        y
     }
 
     /// Adds the gradient of pooling, a virtual f32 tensor of extents `dims`, which are those of the images. Max pooling needs the index of

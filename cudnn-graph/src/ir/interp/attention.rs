@@ -174,6 +174,7 @@ fn replay(state: &mut State<'_>, score: &ScoreGraph, scores: Vec<f64>) -> Result
             | Op::BnBackwardWeights(_)
             | Op::ResampleForward(_)
             | Op::ResampleBackward(_)
+            | Op::Upsample(_)
             | Op::MoeMatmul(_)
             | Op::MoeMatmulBackward(_)
             | Op::Rope(_)

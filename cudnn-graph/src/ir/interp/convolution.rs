@@ -1,9 +1,9 @@
-//! Convolutions and pooling.
+//! Convolutions, pooling and upsampling.
 
 use super::axes::{count, each, place};
 use super::{InterpError, State, accumulate};
 use crate::ir::op::{
-    ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, ResampleBackward, ResampleForward, ResampleMode, Window,
+    ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, ResampleBackward, ResampleForward, ResampleMode, Upsample, Window,
 };
 
 /// Calls `f` with the position of each image element and filter element whose product is a term of the output element at `index`.
@@ -128,4 +128,20 @@ pub(super) fn resample_backward(state: &mut State<'_>, op: &ResampleBackward) ->
         }
     });
     state.store(op.dx, dx)
+}
+
+/// Each result is the mean of four elements: along each axis the two neighbours of its position, which are one if the position is an element's.
+pub(super) fn upsample(state: &mut State<'_>, op: &Upsample) -> Result<(), InterpError> {
+    let (x, dims) = (state.value(op.x)?, state.dims(op.y)?);
+    let mut y = Vec::with_capacity(count(&dims));
+    each(&dims, |index| {
+        let mut sum = 0.0;
+        each(&[2, 2], |tap| {
+            let source = |axis: usize| ((index[axis + 2] + tap[axis]) / 2).min(x.dims[axis + 2] - 1);
+            let at = [index[0], index[1], source(0), source(1)];
+            sum = accumulate(state.precision, op.compute, sum, x.data[place(&x.dims, at)]);
+        });
+        y.push(state.precision.convert(sum * 0.25, op.compute));
+    });
+    state.store(op.y, y)
 }

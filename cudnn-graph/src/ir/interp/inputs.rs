@@ -114,6 +114,7 @@ fn needs(graph: &Verified, errors: &mut Vec<BindingError>) -> Vec<Need> {
             | Op::BnBackwardWeights(_)
             | Op::ResampleForward(_)
             | Op::ResampleBackward(_)
+            | Op::Upsample(_)
             | Op::MoeMatmul(_)
             | Op::MoeMatmulBackward(_)
             | Op::Rope(_)

@@ -119,6 +119,7 @@ fn step(state: &mut State<'_>, op: &Op) -> Result<(), InterpError> {
         Op::BnBackwardWeights(op) => norms::bn_backward_weights(state, op),
         Op::ResampleForward(op) => convolution::resample(state, op),
         Op::ResampleBackward(op) => convolution::resample_backward(state, op),
+        Op::Upsample(op) => convolution::upsample(state, op),
         Op::MoeMatmul(op) => experts::moe_matmul(state, op),
         Op::MoeMatmulBackward(op) => experts::moe_matmul_backward(state, op),
         Op::Rope(op) => experts::rope(state, op),

@@ -2,7 +2,7 @@
 
 use super::{At, Class};
 use crate::ir::op::{
-    ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, ResampleBackward, ResampleForward, ResampleMode, Window,
+    ConvBackwardData, ConvBackwardFilter, ConvForward, ConvGeometry, ResampleBackward, ResampleForward, ResampleMode, Upsample, Window,
 };
 use crate::ir::tensor::TensorId;
 use crate::ir::ty::DType;
@@ -96,6 +96,19 @@ pub(super) fn resample_backward(at: &mut At<'_>, op: &ResampleBackward) {
             at.extents(field, id, &like);
             at.type_in(field, id, Class::Number);
         }
+    }
+}
+
+/// cuDNN takes other types and a third spatial axis too, but its kernels are for two axes of f32.
+pub(super) fn upsample(at: &mut At<'_>, op: &Upsample) {
+    for (field, id) in [("x", op.x), ("y", op.y)] {
+        at.type_is(field, id, DType::F32);
+    }
+    at.compute_in(op.compute, Class::F32);
+    let x = at.dims(op.x).to_vec();
+    if at.rule(x.len() == 4, || format!("x has rank {}, expected 4", x.len())) {
+        let doubled: Vec<i64> = x.iter().enumerate().map(|(axis, n)| if axis < 2 { *n } else { n.saturating_mul(2) }).collect();
+        at.extents("y", op.y, &doubled);
     }
 }
 

@@ -40,6 +40,7 @@
 //!   dilations at least 1, paddings at least 0. The result has the extents that these give.
 //! - **resample_forward**, **resample_backward**: likewise for windows, which are larger than their padding. Only max has an index, an integer
 //!   per result, and its gradient needs it.
+//! - **upsample**: f32 of rank 4, with twice the spatial extents in the result; computes in f32.
 //! - **norm_forward**, **norm_backward**: floats. The scale of batch and instance norm is (1, c, 1, …). That of the others has the extent of `x` or 1
 //!   along each axis after the first, and at least one axis is normalized. The bias is like the scale, only RMS norm may have none. Epsilon is one
 //!   f32 from the host. Statistics are f32, with extent 1 along normalized axes; RMS norm has no mean. Only batch norm has running statistics, and
@@ -183,6 +184,7 @@ fn check_op(at: &mut At<'_>) {
         Op::BnBackwardWeights(op) => norms::bn_backward_weights(at, op),
         Op::ResampleForward(op) => convolution::resample_forward(at, op),
         Op::ResampleBackward(op) => convolution::resample_backward(at, op),
+        Op::Upsample(op) => convolution::upsample(at, op),
         Op::MoeMatmul(op) => experts::moe_matmul(at, op),
         Op::MoeMatmulBackward(op) => experts::moe_matmul_backward(at, op),
         Op::Rope(op) => experts::rope(at, op),
