@@ -337,7 +337,9 @@ impl Graph {
         let double = |(axis, &n): (usize, &i64)| if axis < 2 { n } else { n.saturating_mul(2) };
         let dims = Dims(self.dims(x).0.iter().enumerate().map(double).collect());
         let y = self.result("upsample", DType::F32, dims);
-        self.like_channels_last(y, self.is_channels_last(x));
+        // Images of one pixel and one channel are in both orders, but their result is not.
+        let last = self.get(x).is_some_and(|x| x.strides == x.dims.channels_last());
+        self.like_channels_last(y, last);
         self.push(Op::Upsample(Upsample { x, y, compute: DType::F32 }));
         y
     }
