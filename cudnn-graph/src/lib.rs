@@ -36,7 +36,8 @@
 //! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the chosen one, and each refusal in cuDNN's own words. Plans are made for the device
 //!   of a [`Handle`] or, without a GPU, for a [`DeviceProfile`].
 //! - [`known_faults`]: engines that compute wrong results without an error; a planner passes them over.
-//! - [`Plans`]: a bounded cache in memory and in files, which plans each graph once and explains its misses.
+//! - [`Plans`]: a bounded cache in memory and in files, which plans each graph once and explains its misses. Plans of graphs that differ in extents alone
+//!   can share kernels (`kernels`, [`Policy::dynamic_shapes`]).
 //! - [`Program`]: written by a caller or read from JSON, it can be planned too ([`Planner::for_program`]), for attributes that are newer than this crate.
 //! - [`Bindings`]: tensors by id; missing, too short or misaligned memory is an error before anything runs.
 //! - Three ways to execute: [`Plan::execute`] over addresses for which the caller vouches, [`launch`] over owned buffers, and `cudarc` (a feature)
