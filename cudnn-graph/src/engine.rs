@@ -413,6 +413,13 @@ mod tests {
     }
 
     #[test]
+    fn fixed_shapes_leave_the_keys_of_files_as_they_are() {
+        let text = |policy: &Policy| serde_json::to_string(policy).unwrap();
+        assert!(!text(&Policy::default()).contains("dynamic_shapes"));
+        assert!(text(&Policy::default().with_dynamic_shapes(true)).contains(r#""dynamic_shapes":true"#));
+    }
+
+    #[test]
     fn what_is_preferred_comes_first() {
         let policy = Policy { prefer: vec!["eng1".to_owned(), "eng2_k24=7".to_owned()], ..Policy::default() };
         let other = Candidate { engine: 1, ..candidate() };
