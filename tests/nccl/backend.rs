@@ -7,7 +7,7 @@ use crate::planner::OnCpu;
 use conformance::emulated;
 use conformance::share::{DAYS, Share, VARIABLE};
 use sdpa::device::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
-use sdpa::distributed::{DeviceContextParallel, ParallelError, ParallelProblem, Partials, Planner};
+use sdpa::distributed::{DeviceContextParallel, ParallelError, ParallelProblem, Partials, Planner, SharedCommunicator};
 use sdpa::nvidia::{Buffer, Device, DeviceSlice, Stream};
 use sdpa::{DType, Elements, ElementsMut, HostBackward, HostForward, Param, ParamValue};
 use sdpa_driver::{Communicator, Element, Nccl, Rank, UniqueId};
@@ -72,8 +72,18 @@ impl Hosted {
         link: &Link,
         partials: Partials,
     ) -> Result<Hosted, ParallelError> {
-        let ranks = DeviceContextParallel::new(planner, problem.clone(), link.communicator(DEADLINE), partials)?;
-        Ok(Hosted { ranks, stream: link.device.stream().unwrap() })
+        Hosted::sharing(planner, problem, link.communicator(DEADLINE), partials)
+    }
+
+    pub(crate) fn sharing(
+        planner: &dyn Planner,
+        problem: &Arc<ParallelProblem>,
+        communicator: impl Into<SharedCommunicator>,
+        partials: Partials,
+    ) -> Result<Hosted, ParallelError> {
+        let communicator = communicator.into();
+        let stream = communicator.device().stream().unwrap();
+        Ok(Hosted { ranks: DeviceContextParallel::new(planner, problem.clone(), communicator, partials)?, stream })
     }
 
     fn upload<T: Element>(&self, data: &[T]) -> Buffer {

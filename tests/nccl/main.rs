@@ -13,6 +13,7 @@ mod parameters;
 mod planner;
 #[path = "../../sdpa/parallel/tests/ranks/results.rs"]
 mod results;
+mod shared;
 
 use conformance::golden::repository;
 use conformance::say::skip;

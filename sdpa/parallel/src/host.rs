@@ -161,6 +161,12 @@ impl<E: Exchange> ContextParallel<E> {
         self.exchange.rank()
     }
 
+    /// Makes the next call compare the problems of all ranks, as the first call does. A rank with several problems over one group calls it before each of its
+    /// calls, so that ranks which run different ones of their problems notice it.
+    pub fn compare_again(&mut self) {
+        self.agreed = false;
+    }
+
     /// Computes the forward pass of this rank's queries. `q`, `k`, `v`, `o` and the statistics are shards; parameters are whole. All ranks must call it.
     ///
     /// # Errors

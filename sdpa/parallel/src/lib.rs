@@ -64,7 +64,7 @@ mod sharding;
 mod simulate;
 
 #[cfg(feature = "nccl")]
-pub use device::{DeviceContextParallel, Partials, Planner};
+pub use device::{DeviceContextParallel, Partials, Planner, SharedCommunicator};
 pub use error::ParallelError;
 pub use exchange::{Exchange, ExchangeError, Incoming, Outgoing};
 pub use host::ContextParallel;

@@ -5,7 +5,10 @@ mod call;
 mod kernels;
 mod program;
 mod run;
+mod shared;
 mod view;
+
+pub use shared::SharedCommunicator;
 
 use crate::device::kernels::Kernels;
 use crate::device::program::Program;
@@ -21,7 +24,7 @@ use sdpa_core::packed::CU_SEQLENS;
 use sdpa_core::placed::PLACEMENT;
 use sdpa_core::unpacked::PACKED_TENSORS;
 use sdpa_core::{BackwardProblem, DType, Error, Problem, SINK, Unsupported};
-use sdpa_driver::{Buffer, Communicator, DeviceSlice, Event, Stream, Submission};
+use sdpa_driver::{Buffer, DeviceSlice, Event, Stream, Submission};
 use sdpa_nvidia::NvidiaExecutor;
 use std::sync::Arc;
 
@@ -87,7 +90,7 @@ pub enum Partials {
 #[derive(Debug)]
 pub struct DeviceContextParallel {
     problem: Arc<ParallelProblem>,
-    communicator: Communicator,
+    communicator: SharedCommunicator,
     partials: Partials,
     resources: Resources,
     /// The end of the last call.
@@ -106,7 +109,8 @@ struct Call<'a> {
 }
 
 impl DeviceContextParallel {
-    /// Makes every plan of this rank and allocates its memory. It exchanges nothing. `planner` prepares the parts on the device of the communicator.
+    /// Makes every plan of this rank and allocates its memory. It exchanges nothing. `planner` prepares the parts on the device of the communicator. Pass a
+    /// `Communicator`, or a [`SharedCommunicator`] if the rank has several problems.
     ///
     /// # Errors
     /// Fails if the communicator has another number of ranks than the problem or another device than the planner, or if a part of the problem is not
@@ -114,9 +118,10 @@ impl DeviceContextParallel {
     pub fn new(
         planner: &dyn Planner,
         problem: Arc<ParallelProblem>,
-        mut communicator: Communicator,
+        communicator: impl Into<SharedCommunicator>,
         partials: Partials,
     ) -> Result<DeviceContextParallel, ParallelError> {
+        let communicator = communicator.into();
         match Resources::new(planner, &problem, &communicator, partials) {
             Ok(resources) => {
                 let (end, agreed, broken) = (None, [false; 2], None);
@@ -250,8 +255,8 @@ impl DeviceContextParallel {
         let memory = [self.resources.memory.address(), self.resources.scratch];
         let values = (&sums[..], scale);
         let streams = (&on, &self.resources.transfers);
-        let mut run =
-            Run::new((&problem, program), self.resources.kernels, &mut self.communicator, streams, memory, &shards, &params, values);
+        let mut communicator = self.communicator.lock();
+        let mut run = Run::new((&problem, program), self.resources.kernels, &mut communicator, streams, memory, &shards, &params, values);
         run.steps()?;
         run.sink_gradient(at)?;
         for (gradient, (_, sum)) in call.gradients.iter().zip(&sums) {
@@ -296,24 +301,11 @@ impl DeviceContextParallel {
     fn agree(&mut self, pass: Pass, scale: f32) -> Result<(), ParallelError> {
         let (rank, size) = (self.communicator.rank(), self.communicator.size());
         let own: Vec<u64> = digest(&self.problem, pass, scale).into_iter().chain([self.partials as u64]).collect();
-        let record = size_of_val(&own[..]);
-        let mut memory = Buffer::new(self.communicator.device(), record * size)?;
-        memory.upload(&self.resources.transfers, record * rank, &own)?;
-        let slice = |rank: usize| DeviceSlice { address: memory.address() + (record * rank) as u64, bytes: record as u64 };
-        let peers: Vec<usize> = (0..size).filter(|peer| *peer != rank).collect();
-        let sends: Vec<_> = peers.iter().map(|&peer| (peer, slice(rank))).collect();
-        let receives: Vec<_> = peers.iter().map(|&peer| (peer, slice(peer))).collect();
-        if peers.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the slices are parts of a buffer that lives until the stream was waited for; dropping it after an error waits for the device.
-        unsafe { self.communicator.exchange(&self.resources.transfers, &sends, &receives) }?;
-        self.communicator.wait(&self.resources.transfers)?;
-        let mut all = vec![0u64; COMPARED * size];
-        memory.download(&self.resources.transfers, 0, &mut all)?;
+        let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let all = self.communicator.gather(&bytes, &vec![bytes.len(); size])?;
         for n in 0..COMPARED {
             let field = FIELDS.get(n).copied().unwrap_or("partials");
-            let ranks: Vec<usize> = peers.iter().copied().filter(|peer| all[COMPARED * peer + n] != own[n]).collect();
+            let ranks: Vec<usize> = (0..size).filter(|peer| all[*peer][8 * n..8 * n + 8] != bytes[8 * n..8 * n + 8]).collect();
             if !ranks.is_empty() {
                 return Err(ParallelError::Mismatch { field, rank, ranks });
             }
@@ -371,7 +363,7 @@ impl Resources {
     fn new(
         planner: &dyn Planner,
         problem: &ParallelProblem,
-        communicator: &Communicator,
+        communicator: &SharedCommunicator,
         partials: Partials,
     ) -> Result<Resources, ParallelError> {
         if communicator.size() != problem.ranks() {
