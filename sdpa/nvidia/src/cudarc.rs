@@ -309,6 +309,10 @@ impl<'a> Slices<'a> {
         self.placed(name, placed)
     }
 
+    fn all_placed(&mut self) -> Result<(), SpecErrors> {
+        if self.errors.is_empty() { Ok(()) } else { Err(SpecErrors(std::mem::take(&mut self.errors))) }
+    }
+
     /// Returns no memory for a slice of another device: the call is then refused.
     fn placed(&mut self, name: &str, placed: Result<DeviceSlice, Elsewhere>) -> DeviceSlice {
         placed.unwrap_or_else(|Elsewhere { got, expected }| {
@@ -392,19 +396,11 @@ impl Attention {
     /// Before anything runs, fails if slices have another element type or device, are too short or are misaligned, or if parameters are
     /// missing or unlike their declaration. Any other error is from cudarc or the executor.
     pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
-        self.check::<T>(stream)?;
-        let mut slices = Slices::new(stream);
-        let params = with_defaults(&self.params, slices.params(call.params));
-        let device =
-            DeviceForward::new(slices.read("q", call.q), slices.read("k", call.k), slices.read("v", call.v), slices.write("o", call.o))
-                .stats(call.stats.map(|s| slices.write("stats", s)))
-                .row_max(call.row_max.map(|s| slices.write("row_max", s)))
-                .sum_exp(call.sum_exp.map(|s| slices.write("sum_exp", s)))
-                .attn_scale(call.attn_scale)
-                .params(&params);
         // SAFETY: cudarc's slices are device memory of the stated length, freed in stream order. Its events, recorded when the guards are dropped,
         // keep other streams from using them.
-        unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
+        let submit =
+            |stream: &Stream, call: &DeviceForward<'_, DeviceSlice>| unsafe { self.prepared.submit(stream, &DeviceCall::from(call)) };
+        Ok(call.placed(stream, &self.expected(), submit)??)
     }
 
     /// Submits one backward pass to `stream`; see [`Attention::forward`].
@@ -412,36 +408,31 @@ impl Attention {
     /// # Errors
     /// Fails as [`Attention::forward`] does.
     pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
-        self.check::<T>(stream)?;
-        let mut slices = Slices::new(stream);
-        let gradients: SmallVec<[DeviceGradient<'_, DeviceSlice>; 4]> =
-            call.gradients.into_iter().map(|(name, value)| DeviceGradient::new(name, slices.gradient(&self.wrt, name, value))).collect();
-        let params = with_defaults(&self.params, slices.params(call.params));
-        let device = DeviceBackward::new(
-            (slices.read("q", call.q), slices.read("k", call.k), slices.read("v", call.v)),
-            (slices.read("o", call.o), slices.read("stats", call.stats)),
-            slices.read("d_o", call.d_o),
-            (slices.write("dq", call.dq), slices.write("dk", call.dk), slices.write("dv", call.dv)),
-        )
-        .attn_scale(call.attn_scale)
-        .params(&params)
-        .gradients(&gradients);
         // SAFETY: as in the forward pass.
-        unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
+        let submit =
+            |stream: &Stream, call: &DeviceBackward<'_, DeviceSlice>| unsafe { self.prepared.submit(stream, &DeviceCall::from(call)) };
+        Ok(call.placed(stream, &self.expected(), submit)??)
     }
 
-    /// # Safety
-    /// As for [`DevicePrepared::submit`](sdpa_core::DevicePrepared::submit), for memory of the stream's device.
-    unsafe fn submit(&self, stream: &Arc<CudaStream>, slices: Slices<'_>, call: &DeviceCall<'_, DeviceSlice>) -> Result<(), CudarcError> {
-        if !slices.errors.is_empty() {
-            return Err(SpecErrors(slices.errors).into());
-        }
-        // SAFETY: cudarc keeps the stream alive during this borrow, and the device was checked.
-        let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
-        // SAFETY: the caller upholds the contract.
-        Ok(unsafe { self.prepared.submit(&borrowed, call) }?)
+    fn expected(&self) -> Expected<'_> {
+        Expected { device: self.device, dtype: self.dtype, params: &self.params, wrt: &self.wrt }
     }
+}
 
+/// The device and the types for which a pass was prepared.
+#[derive(Clone, Copy, Debug)]
+pub struct Expected<'a> {
+    /// The device.
+    pub device: &'static Device,
+    /// The element type of the operands.
+    pub dtype: DType,
+    /// The declared parameters, whose defaults a call may omit.
+    pub params: &'a [Declared],
+    /// Parameters whose gradients a backward pass computes.
+    pub wrt: &'a [GradientSpec],
+}
+
+impl Expected<'_> {
     fn check<T: Element>(&self, stream: &Arc<CudaStream>) -> Result<(), SpecErrors> {
         let mut errors = Vec::new();
         if T::DTYPE != self.dtype {
@@ -452,5 +443,67 @@ impl Attention {
             errors.push(SpecError::new("stream device", ordinal, format!("{}, the device of the executor", self.device.ordinal())));
         }
         if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
+    }
+
+    fn borrow(&self, stream: &Arc<CudaStream>) -> Stream {
+        // SAFETY: callers drop it while they borrow cudarc's stream, and the device was checked.
+        unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) }
+    }
+}
+
+impl<'a, T: Element> Forward<'a, T> {
+    /// Calls `submit` with the addresses of this call and with the stream. cudarc's events order what it submits with work on other streams, so it submits
+    /// to this stream, or to streams that it orders with this one, and need not wait. [`Attention::forward`] is this call for one prepared pass.
+    ///
+    /// # Errors
+    /// Fails before `submit` if slices have another element type or device. The result of `submit` is returned as it is.
+    pub fn placed<R>(
+        self,
+        stream: &'a Arc<CudaStream>,
+        expected: &Expected<'a>,
+        submit: impl FnOnce(&Stream, &DeviceForward<'_, DeviceSlice>) -> R,
+    ) -> Result<R, CudarcError> {
+        expected.check::<T>(stream)?;
+        let mut slices = Slices::new(stream);
+        let params = with_defaults(expected.params, slices.params(self.params));
+        let device =
+            DeviceForward::new(slices.read("q", self.q), slices.read("k", self.k), slices.read("v", self.v), slices.write("o", self.o))
+                .stats(self.stats.map(|s| slices.write("stats", s)))
+                .row_max(self.row_max.map(|s| slices.write("row_max", s)))
+                .sum_exp(self.sum_exp.map(|s| slices.write("sum_exp", s)))
+                .attn_scale(self.attn_scale)
+                .params(&params);
+        slices.all_placed()?;
+        Ok(submit(&expected.borrow(stream), &device))
+    }
+}
+
+impl<'a, T: Element> Backward<'a, T> {
+    /// Calls `submit` with the addresses of this call and with the stream; see [`Forward::placed`].
+    ///
+    /// # Errors
+    /// Fails as [`Forward::placed`] does.
+    pub fn placed<R>(
+        self,
+        stream: &'a Arc<CudaStream>,
+        expected: &Expected<'a>,
+        submit: impl FnOnce(&Stream, &DeviceBackward<'_, DeviceSlice>) -> R,
+    ) -> Result<R, CudarcError> {
+        expected.check::<T>(stream)?;
+        let mut slices = Slices::new(stream);
+        let gradients: SmallVec<[DeviceGradient<'_, DeviceSlice>; 4]> =
+            self.gradients.into_iter().map(|(name, value)| DeviceGradient::new(name, slices.gradient(expected.wrt, name, value))).collect();
+        let params = with_defaults(expected.params, slices.params(self.params));
+        let device = DeviceBackward::new(
+            (slices.read("q", self.q), slices.read("k", self.k), slices.read("v", self.v)),
+            (slices.read("o", self.o), slices.read("stats", self.stats)),
+            slices.read("d_o", self.d_o),
+            (slices.write("dq", self.dq), slices.write("dk", self.dk), slices.write("dv", self.dv)),
+        )
+        .attn_scale(self.attn_scale)
+        .params(&params)
+        .gradients(&gradients);
+        slices.all_placed()?;
+        Ok(submit(&expected.borrow(stream), &device))
     }
 }
