@@ -1,11 +1,12 @@
 //! The configuration of an attention, and one call of it.
 
+use crate::context_parallel::ContextParallel;
 use crate::documents::Documents;
 use crate::error::{none, one, wrap};
 use crate::node;
 use crate::operand::{self, Order};
 use crate::pages::Pages;
-use crate::param::{self, Bound, Value};
+use crate::param::{self, Bound, Ready, Value};
 use crate::pass::{Outputs, Pass, alignment};
 use candle_core::op::BackpropOp;
 use candle_core::{Result, Tensor};
@@ -203,6 +204,11 @@ impl Attention {
         Ok(self.run(Order::Bshd, Sequences::Dense, [q, k, v], false)?.0)
     }
 
+    /// Computes attention over the tokens of all ranks, from shards (batch, seq, heads, dim), which is also the layout of `o`.
+    pub(crate) fn forward_shards(&self, rank: &ContextParallel, qkv: [&Tensor; 3]) -> Result<Tensor> {
+        Ok(self.run(Order::Bshd, Sequences::Sharded(rank), qkv, false)?.0)
+    }
+
     fn told(&self, order: Order, sequences: Sequences<'_>, qkv: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
         let (o, stats) = self.run(order, sequences, qkv, true)?;
         Ok((o, stats.ok_or_else(|| crate::error::bug("stats were asked for and not made"))?))
@@ -214,7 +220,7 @@ impl Attention {
         let mut errors: Vec<SpecError> = operands.into_iter().flat_map(|(name, order, x)| operand::mistakes(name, order, x, q)).collect();
         let mut values = self.values.clone();
         match sequences {
-            Sequences::Dense => {}
+            Sequences::Dense | Sequences::Sharded(_) => {}
             Sequences::Packed(documents) => {
                 errors.extend(documents.mistakes());
                 values.extend(documents.values());
@@ -257,7 +263,7 @@ impl Attention {
         let [q, k, v] = [qkv[0].to_device(host)?, qkv[1].to_device(host)?, qkv[2].to_device(host)?];
         let run = |sequences| there.run(order, sequences, [&q, &k, &v], told);
         let (o, stats) = match sequences {
-            Sequences::Dense => run(Sequences::Dense),
+            Sequences::Dense | Sequences::Sharded(_) => run(sequences),
             Sequences::Packed(documents) => run(Sequences::Packed(&documents.to_device(host)?)),
             Sequences::Paged(pages) => run(Sequences::Paged(&pages.to_device(host)?)),
         }?;
@@ -271,6 +277,8 @@ enum Sequences<'a> {
     /// One for each batch entry.
     Dense,
     Packed(&'a Documents),
+    /// One for each batch entry, of whose tokens the operands have those of a rank.
+    Sharded(&'a ContextParallel),
     /// Packed queries, and keys in pages.
     Paged(&'a Pages),
 }
@@ -289,7 +297,12 @@ impl Call<'_> {
         let names: Vec<String> = tracked_values.map(|(name, _)| name.clone()).collect();
         let tracked = !names.is_empty() || operands.iter().any(|x| x.track_op());
         let [q, k, v] = operands;
-        let dense = [operand::dense("q", q, false)?, operand::dense("k", k, false)?, operand::dense("v", v, false)?];
+        let dense = match self.sequences {
+            Sequences::Sharded(_) => [operand::compact(q)?, operand::compact(k)?, operand::compact(v)?],
+            Sequences::Dense | Sequences::Packed(_) | Sequences::Paged(_) => {
+                [operand::dense("q", q, false)?, operand::dense("k", k, false)?, operand::dense("v", v, false)?]
+            }
+        };
         let (spec, out) = self.spec(&dense, told || tracked)?;
         let problem = spec.validate().map_err(wrap)?;
         let mut declared = problem.params().to_vec();
@@ -318,6 +331,19 @@ impl Call<'_> {
         if let Some(backward) = &backward {
             backward.validate().map_err(wrap)?;
         }
+        let plan = match self.sequences {
+            Sequences::Sharded(rank) => Some(rank.plan(q.device(), &spec, backward.as_ref(), self.attention.executor)?),
+            Sequences::Dense | Sequences::Packed(_) | Sequences::Paged(_) => None,
+        };
+        if plan.is_some() {
+            // Problems are equal if only the defaults of their scalars differ, and then they share a plan.
+            let defaults: Vec<Bound> = declared
+                .iter()
+                .filter(|d| params.iter().all(|p| p.name != d.name))
+                .filter_map(|d| Some(Bound { name: d.name.clone(), value: Ready::Scalar(d.default?) }))
+                .collect();
+            params.extend(defaults);
+        }
         let read_backward = |name: &str| problem.params().iter().all(|d| d.name != name) && declared.iter().any(|d| d.name == name);
         let only_backward = params.iter().map(|p| read_backward(&p.name)).collect();
         let pass = Pass {
@@ -330,7 +356,8 @@ impl Call<'_> {
             params: params.into(),
             only_backward,
             attn_scale: self.attention.attn_scale,
-            packed: !matches!(self.sequences, Sequences::Dense),
+            packed: matches!(self.sequences, Sequences::Packed(_) | Sequences::Paged(_)),
+            plan,
         };
         let Outputs { o, stats } = pass.forward()?;
         let mut stats = stats.map(|stats| Tensor::from_storage(stats, pass.stats_shape(), BackpropOp::none(), false));
@@ -377,10 +404,23 @@ impl Call<'_> {
 
     /// Returns the specification, and the memory order of the output's axes.
     fn spec(&self, dense: &[Tensor; 3], stats: bool) -> Result<(AttentionSpec, Order)> {
+        let whole = match self.sequences {
+            Sequences::Sharded(rank) => {
+                let [_, seq, _] = self.order.places();
+                let [q, k, v] = dense.each_ref().map(|x| x.dims()[seq]);
+                let [q, k] = rank.lengths([q, k, v])?;
+                Some([q, k, k])
+            }
+            Sequences::Dense | Sequences::Packed(_) | Sequences::Paged(_) => None,
+        };
         let operand = |n: usize| {
             let (layout, alignment) = (dense[n].layout(), alignment(&dense[n]));
             match self.sequences {
-                Sequences::Dense => self.order.operand(layout, None, alignment),
+                Sequences::Dense | Sequences::Sharded(_) => {
+                    let own = self.order.operand(layout, None, alignment);
+                    // The shards of other ranks have the same order of axes, but may have another number of tokens.
+                    whole.map_or(own, |seq| self.dense_like(TensorSpec { dims: [own.dims[0], own.dims[1], seq[n], own.dims[3]], ..own }))
+                }
                 Sequences::Packed(documents) => {
                     let (batch, longest) = documents.extents();
                     self.order.operand(layout, Some((batch, longest[usize::from(n > 0)])), alignment)
@@ -402,7 +442,7 @@ impl Call<'_> {
             .with_score_mods(score_mods.clone())
             .with_masks(masks.clone())
             .with_packed(match self.sequences {
-                Sequences::Dense => None,
+                Sequences::Dense | Sequences::Sharded(_) => None,
                 Sequences::Packed(documents) => Some(documents.packed()),
                 Sequences::Paged(pages) => Some(pages.packed()),
             });

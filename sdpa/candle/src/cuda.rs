@@ -6,13 +6,17 @@ use crate::error::{bug, wrap};
 use crate::made::Made;
 use crate::param::{Bound, Ready};
 use crate::pass::{Gradients, Outputs, Pass, Upstream, elements, gradient_elements, span};
-use candle_core::cuda::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use crate::ranks::Plan;
+use candle_core::cuda::cudarc::driver::{CudaSlice, CudaStream, CudaView, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use candle_core::cuda::{CudaDType, CudaDevice, CudaStorageSlice};
 use candle_core::{CudaStorage, Device, Result, Storage, Tensor};
 use half::{bf16, f16};
-use sdpa::cudarc::{Attention, Backward, CudarcError, Element, Forward, Param, Value, ValueMut};
+use sdpa::cudarc::{Attention, Backward, CudarcError, Element, Expected, Forward, Param, Value, ValueMut};
 use sdpa::cudnn::CudnnOptions;
-use sdpa::{BackwardProblem, BackwardSpec, DType, Dispatcher, ExecutorName, Preference};
+use sdpa::device::{DeviceBackward, DeviceForward, OnDevice};
+use sdpa::distributed::{ParallelError, Planner, SharedCommunicator};
+use sdpa::nvidia::{DeviceSlice, RawStream, Stream};
+use sdpa::{BackwardProblem, BackwardSpec, DType, Dispatcher, ExecutorName, Preference, Problem};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -63,10 +67,84 @@ impl Pass {
     }
 }
 
+/// Prepares the parts of a rank on the selected executor.
+pub(crate) struct RankPlanner {
+    all: Arc<Dispatcher>,
+    preference: Preference,
+}
+
+pub(crate) fn planner(device: &CudaDevice, executor: Option<ExecutorName>) -> RankPlanner {
+    RankPlanner { all: dispatcher(device), preference: executor.map_or(Preference::Auto, Preference::Named) }
+}
+
+impl Planner for RankPlanner {
+    fn plan(&self, problem: &Problem) -> std::result::Result<OnDevice<DeviceSlice, Stream>, sdpa::Error> {
+        self.all.prepare_device(problem, self.preference).map(|choice| choice.prepared)
+    }
+
+    fn plan_backward(&self, problem: &BackwardProblem) -> std::result::Result<OnDevice<DeviceSlice, Stream>, sdpa::Error> {
+        self.all.prepare_device_backward(problem, self.preference).map(|choice| choice.prepared)
+    }
+
+    fn ordinal(&self) -> std::result::Result<u32, sdpa::Error> {
+        self.all.ordinal()
+    }
+}
+
+/// Waits for the stream of candle's device, and meanwhile looks for failures of other ranks.
+pub(crate) fn wait(communicator: &SharedCommunicator, device: &CudaDevice) -> std::result::Result<(), ParallelError> {
+    let stream = device.cuda_stream();
+    // SAFETY: cudarc keeps the stream alive during this call, and the communicator is on the same device.
+    let borrowed = unsafe { Stream::borrow(communicator.device(), RawStream(stream.cu_stream().cast())) };
+    Ok(communicator.wait(&borrowed)?)
+}
+
+/// A pass that one device computes, or that ranks compute together.
+enum Chosen {
+    One(ExecutorName, Attention),
+    Ranks(Arc<Plan>, &'static sdpa::nvidia::Device),
+}
+
+/// The name in errors of cudarc during a pass over several ranks.
+const RANKS: ExecutorName = ExecutorName::new("ranks");
+
+impl Chosen {
+    fn forward<'a, T: Number>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>, pass: &'a Pass) -> Result<()> {
+        match self {
+            Chosen::One(executor, attention) => attention.forward(stream, call).map_err(|error| failed(*executor, error)),
+            Chosen::Ranks(plan, device) => {
+                let expected = Expected { device, dtype: pass.problem.dtype(), params: &[], wrt: &[] };
+                // SAFETY: cudarc's slices are device memory of the stated length, freed in stream order. Its events, recorded when the call ends, keep other
+                // streams from using them; the stream passes the rank's transfers first.
+                let submit =
+                    |stream: &Stream, call: &DeviceForward<'_, DeviceSlice>| plan.on_device(|rank| unsafe { rank.forward(stream, call) });
+                call.placed(stream, &expected, submit).map_err(|error| failed(RANKS, error))?
+            }
+        }
+    }
+
+    fn backward<'a, T: Number>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>, spec: &'a BackwardSpec) -> Result<()> {
+        match self {
+            Chosen::One(executor, attention) => attention.backward(stream, call).map_err(|error| failed(*executor, error)),
+            Chosen::Ranks(plan, device) => {
+                let expected = Expected { device, dtype: spec.forward.dtype, params: &[], wrt: &spec.wrt };
+                // SAFETY: as in the forward pass.
+                let submit =
+                    |stream: &Stream, call: &DeviceBackward<'_, DeviceSlice>| plan.on_device(|rank| unsafe { rank.backward(stream, call) });
+                call.placed(stream, &expected, submit).map_err(|error| failed(RANKS, error))?
+            }
+        }
+    }
+}
+
 /// Prepares a backward pass on the selected executor.
-fn chosen_backward(pass: &Pass, all: &Dispatcher, problem: &BackwardProblem) -> Result<(ExecutorName, Attention)> {
+fn chosen_backward(pass: &Pass, all: &Dispatcher, problem: &BackwardProblem) -> Result<Chosen> {
+    let device = all.device().map_err(wrap)?;
+    if let Some(plan) = &pass.plan {
+        return Ok(Chosen::Ranks(plan.clone(), device));
+    }
     let choice = all.prepare_device_backward(problem, pass.preference()).map_err(wrap)?;
-    Ok((choice.executor, Attention::of_backward(choice.prepared, problem, all.device().map_err(wrap)?)))
+    Ok(Chosen::One(choice.executor, Attention::of_backward(choice.prepared, problem, device)))
 }
 
 fn storage(guard: &Storage) -> Result<&CudaStorage> {
@@ -90,6 +168,8 @@ pub(crate) fn alignment(tensor: &Tensor) -> u32 {
 
 /// Allocates memory for a result. It is uninitialised if the pass writes all of it, and 0 for packed sequences, where the pass may leave a part.
 fn fresh<T: Number>(device: &CudaDevice, elements: usize, packed: bool) -> Result<CudaSlice<T>> {
+    // The driver does not allocate 0 bytes, which a rank without tokens asks for.
+    let elements = elements.max(1);
     if packed {
         return device.alloc_zeros::<T>(elements);
     }
@@ -165,11 +245,16 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
 pub(crate) fn forward(pass: &Pass, device: &CudaDevice) -> Result<Outputs> {
     let all = &dispatcher(device);
     // Choose and build the backward pass now, so that its errors are reported here and not when gradients are computed.
-    if let Some(backward) = &pass.backward {
+    if let Some(backward) = pass.backward.as_ref().filter(|_| pass.plan.is_none()) {
         chosen_backward(pass, all, &backward.validate().map_err(wrap)?)?;
     }
-    let choice = all.prepare_device(&pass.problem, pass.preference()).map_err(wrap)?;
-    let chosen = (choice.executor, &Attention::of(choice.prepared, &pass.problem, all.device().map_err(wrap)?));
+    let chosen = &match &pass.plan {
+        Some(plan) => Chosen::Ranks(plan.clone(), all.device().map_err(wrap)?),
+        None => {
+            let choice = all.prepare_device(&pass.problem, pass.preference()).map_err(wrap)?;
+            Chosen::One(choice.executor, Attention::of(choice.prepared, &pass.problem, all.device().map_err(wrap)?))
+        }
+    };
     match pass.problem.dtype() {
         DType::F32 => forward_of::<f32>(pass, chosen, device),
         DType::F16 => forward_of::<f16>(pass, chosen, device),
@@ -180,7 +265,7 @@ pub(crate) fn forward(pass: &Pass, device: &CudaDevice) -> Result<Outputs> {
     }
 }
 
-fn forward_of<T: Number>(pass: &Pass, (executor, attention): (ExecutorName, &Attention), device: &CudaDevice) -> Result<Outputs> {
+fn forward_of<T: Number>(pass: &Pass, chosen: &Chosen, device: &CudaDevice) -> Result<Outputs> {
     let stream = device.cuda_stream();
     let mut o = fresh::<T>(device, elements(&pass.out_shape()), pass.packed)?;
     let mut stats = match pass.problem.stats() {
@@ -202,7 +287,7 @@ fn forward_of<T: Number>(pass: &Pass, (executor, attention): (ExecutorName, &Att
     with_params(&params, |params| {
         let mut call = Forward::new(&q, &k, &v, &mut o).attn_scale(pass.attn_scale).params(params);
         call.stats = stats.as_mut().map(|stats| stats as _);
-        attention.forward(&stream, call).map_err(|error| failed(executor, error))
+        chosen.forward(&stream, call, pass)
     })?;
     let wrapped = |stats| Storage::Cuda(CudaStorage::wrap_cuda_slice::<f32>(stats, device.clone()));
     Ok(Outputs { o: Storage::Cuda(CudaStorage::wrap_cuda_slice(o, device.clone())), stats: stats.map(wrapped) })
@@ -215,8 +300,7 @@ pub(crate) fn backward(
     upstream: &Upstream<'_>,
     device: &CudaDevice,
 ) -> Result<Gradients> {
-    let (executor, attention) = chosen_backward(pass, &dispatcher(device), problem)?;
-    let chosen = (executor, &attention);
+    let chosen = &chosen_backward(pass, &dispatcher(device), problem)?;
     match spec.forward.dtype {
         DType::F32 => backward_of::<f32>(pass, chosen, (spec, problem), upstream, device),
         DType::F16 => backward_of::<f16>(pass, chosen, (spec, problem), upstream, device),
@@ -236,7 +320,7 @@ enum Written {
 
 fn backward_of<T: Number>(
     pass: &Pass,
-    (executor, attention): (ExecutorName, &Attention),
+    chosen: &Chosen,
     (spec, problem): (&BackwardSpec, &BackwardProblem),
     upstream: &Upstream<'_>,
     device: &CudaDevice,
@@ -275,7 +359,7 @@ fn backward_of<T: Number>(
             .attn_scale(pass.attn_scale)
             .params(params)
             .gradients(gradients);
-        attention.backward(&stream, call).map_err(|error| failed(executor, error))
+        chosen.backward(&stream, call, spec)
     })?;
     let operands = [dq, dk, dv].map(|x| Storage::Cuda(CudaStorage::wrap_cuda_slice(x, device.clone())));
     let params = wrt.into_iter().map(|written| {

@@ -11,7 +11,7 @@ use sdpa::{BackwardProblem, DType, Elements, ElementsMut, Executor, HostBackward
 use std::sync::OnceLock;
 
 /// Returns the executor, which detects the instruction set once.
-fn executor() -> &'static CpuExecutor {
+pub(crate) fn executor() -> &'static CpuExecutor {
     static CPU: OnceLock<CpuExecutor> = OnceLock::new();
     CPU.get_or_init(CpuExecutor::default)
 }
@@ -116,7 +116,7 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
 
 pub(crate) fn forward(pass: &Pass) -> Result<Outputs> {
     let problem = &pass.problem;
-    let prepared = executor().prepare(problem).map_err(wrap)?;
+    let prepared = if pass.plan.is_none() { Some(executor().prepare(problem).map_err(wrap)?) } else { None };
     let mut o = Fresh::new(problem.dtype(), elements(&pass.out_shape()))?;
     // The pass does not write rows outside of all sequences, so set them to −∞ first.
     let mut stats = problem.stats().then(|| vec![f32::NEG_INFINITY; elements(&pass.stats_shape())]);
@@ -129,13 +129,17 @@ pub(crate) fn forward(pass: &Pass) -> Result<Outputs> {
             .statistics([stats.as_deref_mut(), None, None])
             .attn_scale(pass.attn_scale)
             .params(params);
-        prepared.forward(call).map_err(wrap)
+        match (&pass.plan, &prepared) {
+            (Some(plan), _) => plan.forward(call),
+            (None, Some(prepared)) => prepared.forward(call).map(drop).map_err(wrap),
+            (None, None) => Err(bug("a pass without a plan")),
+        }
     })?;
     Ok(Outputs { o: o.done(), stats: stats.map(|stats| Storage::Cpu(CpuStorage::F32(stats))) })
 }
 
 pub(crate) fn backward(pass: &Pass, problem: &BackwardProblem, upstream: &Upstream<'_>) -> Result<Gradients> {
-    let prepared = executor().prepare_backward(problem).map_err(wrap)?;
+    let prepared = if pass.plan.is_none() { Some(executor().prepare_backward(problem).map_err(wrap)?) } else { None };
     let dtype = problem.forward().dtype();
     let fresh = |n: usize| Fresh::new(dtype, gradient_elements(pass, n));
     let (mut dq, mut dk, mut dv) = (fresh(0)?, fresh(1)?, fresh(2)?);
@@ -154,7 +158,11 @@ pub(crate) fn backward(pass: &Pass, problem: &BackwardProblem, upstream: &Upstre
             .attn_scale(pass.attn_scale)
             .params(params)
             .gradients(gradients);
-        prepared.backward(call).map_err(wrap)
+        match (&pass.plan, &prepared) {
+            (Some(plan), _) => plan.backward(call),
+            (None, Some(prepared)) => prepared.backward(call).map(drop).map_err(wrap),
+            (None, None) => Err(bug("a pass without a plan")),
+        }
     })?;
     Ok(Gradients { operands: [dq.done(), dk.done(), dv.done()], params: wrt.into_iter().map(Fresh::done).collect() })
 }

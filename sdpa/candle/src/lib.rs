@@ -4,6 +4,7 @@
 compile_error!("no executor is enabled: turn on the feature `cpu` or `cuda`");
 
 mod attention;
+mod context_parallel;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod documents;
@@ -22,9 +23,11 @@ mod paged_kv_cache;
 mod pages;
 mod param;
 mod pass;
+mod ranks;
 mod through_stats;
 
 pub use attention::Attention;
+pub use context_parallel::ContextParallel;
 #[cfg(feature = "cuda")]
 pub use cuda::dispatcher;
 pub use documents::Documents;
@@ -36,7 +39,7 @@ pub use flash::{
 pub use kv_cache::KvCache;
 pub use paged_kv_cache::{PagedKvCache, PagedShape, PagedStep, SequenceId};
 pub use pages::Pages;
-pub use sdpa::{Align, Dispatcher, ExecutorName, Mask, ScoreMod, expr, library};
+pub use sdpa::{Align, Dispatcher, ExecutorName, Mask, ScoreMod, distributed, expr, library};
 
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/candle.md")]

@@ -123,6 +123,12 @@ pub(crate) fn elsewhere(name: &str, tensor: &Tensor, q: &Tensor) -> Option<SpecE
     (!tensor.device().same_device(q.device())).then(|| SpecError::new(format!("{name} device"), format!("{there:?}"), rule()))
 }
 
+/// Returns the tensor detached from candle's autograd graph, contiguous and aligned to 16 bytes, as ranks send it. It copies the tensor if necessary.
+pub(crate) fn compact(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = tensor.detach();
+    if crate::pass::alignment(&tensor) < 16 { tensor.force_contiguous() } else { tensor.contiguous() }
+}
+
 /// Returns the tensor detached from candle's autograd graph and with a dense last axis. It copies the tensor if necessary, and prints a
 /// note about the first copy. If `spread` is true, a last axis of stride 0 is not copied.
 pub(crate) fn dense(name: &str, tensor: &Tensor, spread: bool) -> Result<Tensor> {

@@ -3,8 +3,9 @@
 use crate::error::{bug, one, wrap};
 use crate::operand::{self, Order};
 use crate::param::Bound;
+use crate::ranks::Plan;
 use candle_core::{Device, Result, Storage, Tensor};
-use sdpa::{BackwardSpec, ExecutorName, Problem, Reason, Unsupported};
+use sdpa::{BackwardProblem, BackwardSpec, ExecutorName, Problem, Reason, Unsupported};
 use std::sync::Arc;
 
 /// A forward pass, and the inputs of its backward pass.
@@ -26,6 +27,8 @@ pub(crate) struct Pass {
     pub(crate) only_backward: Vec<bool>,
     pub(crate) attn_scale: Option<f32>,
     pub(crate) packed: bool,
+    /// If the operands are shards of one rank: the plan of the whole problem, which `problem` and `backward` specify.
+    pub(crate) plan: Option<Arc<Plan>>,
 }
 
 /// The results of a forward pass.
@@ -35,6 +38,7 @@ pub(crate) struct Outputs {
 }
 
 /// The inputs of a backward pass that its forward pass does not have.
+#[derive(Clone, Copy)]
 pub(crate) struct Upstream<'a> {
     pub(crate) o: &'a Tensor,
     pub(crate) stats: &'a Tensor,
@@ -52,13 +56,19 @@ pub(crate) struct Gradients {
 impl Pass {
     pub(crate) fn out_shape(&self) -> Vec<usize> {
         let [batch, heads, seq, dim] = self.problem.o().dims.map(|n| n as usize);
-        let seq = if self.packed { self.tokens() } else { seq };
+        let seq = if self.packed { self.tokens() } else { self.shard().unwrap_or(seq) };
         self.out.shape([batch, heads, seq, dim])
     }
 
     pub(crate) fn stats_shape(&self) -> Vec<usize> {
         let [batch, heads, seq, _] = self.problem.o().dims.map(|n| n as usize);
-        if self.packed { vec![self.tokens(), heads] } else { vec![batch, heads, seq] }
+        if self.packed { vec![self.tokens(), heads] } else { vec![batch, heads, self.shard().unwrap_or(seq)] }
+    }
+
+    /// Returns the number of query tokens of a rank.
+    fn shard(&self) -> Option<usize> {
+        let [_, seq, _] = self.order.places();
+        self.plan.as_ref().map(|_| self.operands[0].dims()[seq])
     }
 
     /// Returns the number of query tokens of a packed call.
@@ -73,14 +83,14 @@ impl Pass {
                 #[cfg(feature = "cpu")]
                 return crate::host::forward(self);
                 #[cfg(not(feature = "cpu"))]
-                Err(without("cpu"))
+                Err(wrap(without("cpu")))
             }
             Device::Cuda(_device) => {
                 self.is_for(&[ExecutorName::CUDNN, ExecutorName::CUDA])?;
                 #[cfg(feature = "cuda")]
                 return crate::cuda::forward(self, _device);
                 #[cfg(not(feature = "cuda"))]
-                Err(without("cuda"))
+                Err(wrap(without("cuda")))
             }
             Device::Metal(_) => Err(metal()),
         }
@@ -88,21 +98,30 @@ impl Pass {
 
     pub(crate) fn backward(&self, upstream: &Upstream<'_>) -> Result<Gradients> {
         let mut spec = self.backward.clone().ok_or_else(|| bug("a pass that is not differentiated is asked for gradients"))?;
+        if let Some(plan) = &self.plan {
+            let problem = plan.problem.backward().ok_or_else(|| bug("ranks without a backward pass"))?;
+            let d_o = operand::compact(upstream.d_o)?;
+            return self.backward_on_device(&spec, problem, &Upstream { d_o: &d_o, ..*upstream });
+        }
         let documents = self.packed.then(|| (spec.d_o.dims[0] as usize, spec.d_o.dims[2] as usize));
         spec.d_o = self.out.operand(upstream.d_o.layout(), documents, alignment(upstream.d_o));
         let problem = spec.validate().map_err(wrap)?;
+        self.backward_on_device(&spec, &problem, upstream)
+    }
+
+    fn backward_on_device(&self, _spec: &BackwardSpec, _problem: &BackwardProblem, _upstream: &Upstream<'_>) -> Result<Gradients> {
         match self.operands[0].device() {
             Device::Cpu => {
                 #[cfg(feature = "cpu")]
-                return crate::host::backward(self, &problem, upstream);
+                return crate::host::backward(self, _problem, _upstream);
                 #[cfg(not(feature = "cpu"))]
-                Err(without("cpu"))
+                Err(wrap(without("cpu")))
             }
             Device::Cuda(_device) => {
                 #[cfg(feature = "cuda")]
-                return crate::cuda::backward(self, &spec, &problem, upstream, _device);
+                return crate::cuda::backward(self, _spec, _problem, _upstream, _device);
                 #[cfg(not(feature = "cuda"))]
-                Err(without("cuda"))
+                Err(wrap(without("cuda")))
             }
             Device::Metal(_) => Err(metal()),
         }
@@ -132,9 +151,9 @@ pub(crate) fn alignment(tensor: &Tensor) -> u32 {
 }
 
 #[cfg_attr(all(feature = "cpu", feature = "cuda"), expect(dead_code, reason = "every device has its executor"))]
-fn without(feature: &str) -> candle_core::Error {
+pub(crate) fn without(feature: &str) -> Unsupported {
     let reason = Reason::Absent(format!("sdpa-candle was compiled without the feature `{feature}`"));
-    wrap(Unsupported::new(ExecutorName::new("none"), vec![reason]))
+    Unsupported::new(ExecutorName::new("none"), vec![reason])
 }
 
 fn metal() -> candle_core::Error {

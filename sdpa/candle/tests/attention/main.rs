@@ -8,6 +8,7 @@ mod flash;
 mod ops;
 mod packed;
 mod paged;
+mod parallel;
 mod params;
 mod stats;
 mod textbook;

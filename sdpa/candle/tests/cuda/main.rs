@@ -3,6 +3,7 @@
 
 mod gradients;
 mod graph;
+mod ranks;
 mod serving;
 #[path = "../attention/textbook.rs"]
 #[allow(dead_code)]
