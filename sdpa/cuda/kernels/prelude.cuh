@@ -29,6 +29,10 @@ inline float float_from(int x, int more) {
     return more == 0 ? float_of_small(x) : float_of_small(x - more) + float(more);
 }
 
+// Rounds toward zero, saturates, and gives 0 for NaN: what one conversion instruction does. Branches for these cases in each score would take ptxas minutes.
+#define TO_WHOLE
+inline int to_whole(float x) { return __float2int_rz(x); }
+
 struct Half {
     unsigned short bits;
     inline operator float() const { return cvt_f32_f16(bits); }

@@ -42,11 +42,12 @@ inline float __fmul_rn(float x, float y) { return rounded(x * y); }
 inline float __fmaf_rn(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __int2float_rn(int x) { return float(x); }
-// Saturates, and NaN becomes 0.
-inline int __float2int_rn(float x) {
+// Both saturate, and NaN becomes 0.
+inline int __float2int_rz(float x) {
     if (x != x) return 0;
-    return x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : int(rintf(x));
+    return x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : int(x);
 }
+inline int __float2int_rn(float x) { return __float2int_rz(rintf(x)); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return unsigned(((uint64_t(high) << 32 | low) << (by & 31)) >> 32); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
