@@ -1,9 +1,9 @@
 """Attention over the ranks of a process group, with NCCL on GPUs: correctness, equal bits, a lost rank, and times.
 
-    torchrun --nproc-per-node 2 benches/several_gpus.py right [--cases N] [--seconds S] [--only TEXT]
+    torchrun --nproc-per-node 2 benches/several_gpus.py right [--cases N] [--seconds S] [--only TEXT] [--share N/M]
     torchrun --nproc-per-node 2 benches/several_gpus.py bits [--launches N]
     torchrun --nproc-per-node 2 benches/several_gpus.py killed [--hang] [--deadline S]
-    torchrun --nproc-per-node 2 benches/several_gpus.py times [--tokens 8192,16384,32768] [--runs N]
+    torchrun --nproc-per-node 2 benches/several_gpus.py times [--tokens 8192,16384,32768] [--heads GQA|MHA|extras] [--only TEXT] [--runs N]
 
 `--device cpu` runs over gloo, for a look at the script itself. `right` compares every shard with f64 attention over the whole sequence and exits with 1 if
 one differs; cases that `--cases` or `--seconds` leave out are counted as not run. `bits` counts launches with other bits than the first one. `killed` ends (or
@@ -13,10 +13,12 @@ fraction of ideal: the time of one GPU for the whole problem, divided by the ran
 
 import argparse
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
 import pathlib
+import signal
 import statistics
 import sys
 import time
@@ -37,7 +39,8 @@ from textbook import attention, close  # noqa: E402
 
 import sdpa  # noqa: E402
 
-SHARDINGS = ("contiguous", "zigzag", "striped")
+# Of "dtensor", operands are DTensors, and the context shards nothing.
+SHARDINGS = ("contiguous", "zigzag", "striped", "dtensor")
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 BF16, F16, F32 = TOLERANCES
 # All ranks of `torchrun` end if one of them hangs in NCCL for as long.
@@ -140,6 +143,19 @@ def strategies(ranks, heads, heads_kv, mask_mod):
     return found + ["all_gather:2"] * (heads_kv > 1) + ["halo"] * (mask_mod is window) + ["grid:2"] * (ranks % 2 == 0)
 
 
+def of_tokens(world):
+    """Returns a function that divides the tokens of a tensor over the ranks as a DTensor."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    return lambda x: distribute_tensor(x.detach(), mesh, [Shard(2)])
+
+
+def local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
 class Reference:
     """A program, its operands, and what f64 attention over the whole sequence returns. Gradients of learned tensors come last."""
 
@@ -167,8 +183,10 @@ class Reference:
         """Raises an error if a shard of a result is another one than the reference's."""
         seq, (batch, heads) = self.operands[0].shape[2], self.operands[0].shape[:2]
         mask = None if self.mask_mod is None else sdpa.create_block_mask(self.mask_mod, batch, heads, seq, seq, device=world.device)
-        with sdpa.context_parallel(world.group, sharding=sharding, strategy=strategy, seq=seq, deadline=deadline) as cp:
-            shards = [cp.shard(x, 2).requires_grad_() for x in self.operands]
+        of_dtensors = sharding == "dtensor"
+        with sdpa.context_parallel(world.group, sharding="zigzag" if of_dtensors else sharding, strategy=strategy, seq=seq, deadline=deadline) as cp:
+            shard = of_tokens(world) if of_dtensors else lambda x: cp.shard(x, 2)
+            shards = [shard(x).requires_grad_() for x in self.operands]
             own = [x.clone().requires_grad_() for x in self.learned]
             mod = self.score_mod(own)
             if own:
@@ -176,17 +194,18 @@ class Reference:
                 o, rows = sdpa.flex.attend(*shards, None if mod is None else sdpa.ScoreMod(mod), mask, stats=True, sink=sink)[:2]
             else:
                 o, rows = sdpa.flex_attention(*shards, mod, mask, enable_gqa=True, return_lse=True)
-            outputs, ups = ((o, rows), (cp.shard(self.d_o, 2), cp.shard(self.d_lse, 2))) if lse else ((o,), (cp.shard(self.d_o, 2),))
+            outputs, ups = ((o, rows), (shard(self.d_o), shard(self.d_lse))) if lse else ((o,), (shard(self.d_o),))
             gradients = torch.autograd.grad(outputs, [*shards, *own], ups)
         wrong = []
         names = ["o", "lse", "dq", "dk", "dv", *[f"gradient {n}" for n in range(len(own))]]
         right = self.right[lse]
         for n, (name, x, y) in enumerate(zip(names, (o, rows, *gradients), (*right[:2], *right[2]))):
             if n < 5:
-                y = cp.shard(y, 2)
-            else:  # the contributions of the ranks
-                x = x.float()
-                dist.all_reduce(x, group=world.group)
+                x, y = local(x), local(shard(y))
+            else:  # the contributions of the ranks, which are summed for DTensors
+                x = local(x.float())
+                if not of_dtensors:
+                    dist.all_reduce(x, group=world.group)
             try:
                 close(x, y, name, self.tolerance if n != 1 else min(self.tolerance, 5e-3))
             except AssertionError as error:
@@ -206,6 +225,8 @@ def right(world, arguments):
         # Programs begin at different strategies and shardings, so that a run that is cut short has some of each.
         cases += [(turn, number, *combinations[(turn + number * 4) % len(combinations)]) for turn in range(len(combinations))]
     cases = [case for case in sorted(cases) if not arguments.only or arguments.only in f"{table[case[1]][0]}, {case[2]}, {case[3]}"]
+    part, parts = (int(n) for n in arguments.share.split("/"))
+    cases = [case for case in cases if case[1] % parts == part]  # a program compiles kernels once
     references, passed, failed, began, done = {}, 0, 0, time.monotonic(), 0
     for at, (_, number, strategy, sharding) in enumerate(cases[: arguments.cases]):
         if world.all(time.monotonic() - began)[0] > arguments.seconds:
@@ -402,24 +423,44 @@ def of_torch(world, whole, d_o, backends, rotate):
     return enter, leave, call
 
 
-def approaches(world, whole, d_o, seq):
+DOCUMENTS = 8
+
+
+def attends(world, seq, heads, extras):
+    """Returns the attention of `sdpa` under test, causal; with `extras` also ALiBi, documents and sinks, which PyTorch's `context_parallel` does not have."""
+    if not extras:
+        mask = causal_mask(world, seq)
+        return lambda q, k, v: sdpa.flex_attention(q, k, v, None, mask, enable_gqa=True)
+    documents = torch.arange(seq, device=world.device) * DOCUMENTS // seq
+    slopes = torch.pow(2.0, -8.0 * torch.arange(1, heads + 1, device=world.device) / heads)
+    sink = torch.linspace(-1, 1, heads, device=world.device)
+    of_documents = lambda b, h, i, j: (documents[i] == documents[j]) & (i >= j)  # noqa: E731
+    mask = sdpa.create_block_mask(of_documents, None, None, seq, seq, device=world.device)
+    mod = sdpa.ScoreMod(lambda s, b, h, i, j: s + slopes[h] * (j - i))
+    return lambda q, k, v: sdpa.flex.attend(q, k, v, mod, mask, sink=sink)[0]
+
+
+def approaches(world, whole, d_o, seq, extras):
     """Returns the approaches that can be prepared, with what ends them. Those of PyTorch patch its functions while they run: they enter for each run."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    mask, gqa = causal_mask(world, seq), whole[0].shape[1] != whole[1].shape[1]
+    attend, gqa = attends(world, seq, whole[0].shape[1], extras), whole[0].shape[1] != whole[1].shape[1]
     found = []
 
     def of_ours(strategy, sharding):
         def make():
             cp = sdpa.context_parallel(world.group, strategy=strategy, sharding=sharding, seq=seq)
             shards, up = [cp.shard(x, 2).requires_grad_() for x in whole], cp.shard(d_o, 2)
-            call = lambda q, k, v: sdpa.flex_attention(q, k, v, None, mask, enable_gqa=True)  # noqa: E731
-            return Approach(f"sdpa {strategy} {sharding}", shards, up, call, around=lambda: cp)
+            return Approach(f"sdpa {strategy} {sharding}", shards, up, attend, around=lambda: cp)
 
         return make
 
     for strategy, sharding in (("all_gather", "zigzag"), ("head_exchange", "contiguous"), ("head_exchange", "zigzag"), ("ring", "zigzag"), ("auto", "zigzag")):
         found.append((f"sdpa {strategy} {sharding}", of_ours(strategy, sharding)))
+    leaves = [x.detach().clone().requires_grad_() for x in whole] if world.rank == 0 else None
+    found.append(("one GPU, sdpa", lambda: Approach("one GPU, sdpa", leaves, d_o, attend, True)))
+    if extras:
+        return found
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION} if world.device.type == "cuda" else {"flash": SDPBackend.FLASH_ATTENTION}
     for (name, backend), rotate in itertools.product(backends.items(), ("allgather", "alltoall")):
 
@@ -430,8 +471,6 @@ def approaches(world, whole, d_o, seq):
             return made
 
         found.append((f"torch context_parallel {name} {rotate}", make))
-    leaves = [x.detach().clone().requires_grad_() for x in whole] if world.rank == 0 else None
-    found.append(("one GPU, sdpa", lambda: Approach("one GPU, sdpa", leaves, d_o, lambda q, k, v: sdpa.flex_attention(q, k, v, None, mask, enable_gqa=True), True)))
     for name, backend in backends.items():
 
         def alone(name=name, backend=backend):
@@ -466,7 +505,7 @@ def timed(world, approach, which):
 def problem(world, name, heads, heads_kv, seq, dim, arguments):
     *whole, d_o = operands(world, heads, heads_kv, seq, dim)
     made = []
-    for label, make in approaches(world, whole, d_o, seq):
+    for label, make in approaches(world, whole, d_o, seq, name == "extras"):
         if arguments.only and arguments.only not in label and label != "one GPU, sdpa":
             continue
         approach, error = None, None
@@ -535,7 +574,7 @@ def times(world, arguments):
     tokens = [int(n) for n in arguments.tokens.split(",")] if world.device.type == "cuda" or arguments.tokens != "8192,16384,32768" else [64]
     dim = 128 if world.device.type == "cuda" else 16
     for per_rank in tokens:
-        for name, heads, heads_kv in (("GQA", 32, 8), ("MHA", 16, 16)):
+        for name, heads, heads_kv in (("GQA", 32, 8), ("MHA", 16, 16), ("extras", 32, 8)):
             if not arguments.heads or arguments.heads == name:
                 problem(world, name, heads, heads_kv, per_rank * world.ranks, dim, arguments)
                 if world.device.type == "cuda":
@@ -550,6 +589,7 @@ def main():
     parser.add_argument("--cases", type=int, default=None, help="right: run the first so many cases")
     parser.add_argument("--seconds", type=float, default=240, help="right: begin no case after so many seconds")
     parser.add_argument("--only", default="", help="right: cases whose name has this text; times: approaches")
+    parser.add_argument("--share", default="0/1", help="right: N/M runs every M-th program from the N-th on")
     parser.add_argument("--seq", type=int, default=None, help="right, bits: tokens of all ranks")
     parser.add_argument("--launches", type=int, default=1000)
     parser.add_argument("--strategies", default="all_gather,ring", help="bits")
@@ -558,9 +598,10 @@ def main():
     parser.add_argument("--hang", action="store_true", help="killed: the last rank hangs")
     parser.add_argument("--deadline", type=float, default=5.0, help="killed: seconds")
     parser.add_argument("--tokens", default="8192,16384,32768", help="times: tokens of each rank")
-    parser.add_argument("--heads", choices=("GQA", "MHA"), default=None, help="times: one of the problems")
+    parser.add_argument("--heads", choices=("GQA", "MHA", "extras"), default=None, help="times: one of the problems; `extras` has ALiBi, documents and sinks")
     parser.add_argument("--runs", type=int, default=7, help="times")
     arguments = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1)  # a rank that hangs tells where
     world = World(arguments.device)
     good = {"right": right, "bits": bits, "killed": killed, "times": times}[arguments.mode](world, arguments)
     dist.barrier(world.control)

@@ -71,8 +71,8 @@ pub(crate) fn right(random: u64, first: u64) -> Result<()> {
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }
 
-/// The bits of each sequence's results alone and in other calls.
-pub(crate) fn invariant() -> Result<()> {
+/// The bits of each sequence's results alone and in other calls, with the kernels whose name has this text.
+pub(crate) fn invariant(named: &str) -> Result<()> {
     let forward = executor_of(CudaOptions::default().with_family(Family::Wgmma))?;
     let both = executor_of(CudaOptions::default())?;
     let mma = executor_of(CudaOptions::default().with_family(Family::Mma))?;
@@ -109,9 +109,10 @@ pub(crate) fn invariant() -> Result<()> {
         },
     ];
     let mut failed = 0;
-    let named = splits.iter().map(|f| ("splits", &forward, f)).chain(sums.iter().map(|f| ("fixed point", &both, f)));
+    let wgmma = splits.iter().map(|f| ("splits", &forward, f)).chain(sums.iter().map(|f| ("fixed point", &both, f)));
     let mma_features = [Features { lengths: short, gradients: true, ..causal }];
-    for (what, executor, features) in named.chain(mma_features.iter().map(|f| ("mma.sync", &mma, f))) {
+    let all = wgmma.chain(mma_features.iter().map(|f| ("mma.sync", &mma, f)));
+    for (what, executor, features) in all.filter(|(what, ..)| what.contains(named)) {
         match compare(executor, features) {
             Ok(n) => println!("passed: {what}: {n} equal results of {features:?}"),
             Err(why) => {

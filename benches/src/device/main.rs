@@ -51,11 +51,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | ranks [PROBLEMS [FIRST]] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | communicators [ROUNDS] | ranks [PROBLEMS [FIRST [captured]]] | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
-          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant
+          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES [NAME]] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant [NAME]
           | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE [faulty] [dynamic]]]] (with a profile such as h200: plans only, without a GPU; - for none; faulty: with engines that have known faults; dynamic: with dynamic shapes, each problem at two extents) | resample [PROFILE] | msl [long | few | all | 3/40]
-  fast:   fixed backward|forward [ROWS] | ranks times [TOKENS] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
+  fast:   fixed backward|forward [ROWS] | ranks times [TOKENS [ROW [captured]]] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -83,10 +83,10 @@ fn main() -> ExitCode {
         Some("cuda-speed") if args.get(1).map(String::as_str) == Some("families") => cuda_speed::families(),
         Some("cuda-speed") if args.get(1).map(String::as_str) == Some("backward") => cuda_speed::speed(true, number(2, u64::MAX)),
         Some("cuda-speed") => cuda_speed::speed(false, number(1, u64::MAX)),
-        Some("cuda-repeat") => cuda_repeat::run(number(1, 10_000)),
+        Some("cuda-repeat") => cuda_repeat::run(number(1, 10_000), args.get(2).map_or("", String::as_str)),
         Some("cuda-large") => cuda_large::run(number(1, 3)),
         Some("fixed") => match args.get(1).map(String::as_str) {
-            Some("invariant") => fixed::invariant(),
+            Some("invariant") => fixed::invariant(args.get(2).map_or("", String::as_str)),
             Some("backward") => fixed::backward_speed(number(2, u64::MAX)),
             Some("forward") => fixed::forward_speed(number(2, u64::MAX)),
             Some(_) | None => fixed::right(number(1, 20), number(2, 0)),
@@ -117,8 +117,11 @@ fn main() -> ExitCode {
         Some("weight") => weight::run(),
         Some("tuned") => tuned::run(),
         Some("gpus") => gpus::run(),
-        Some("ranks") if args.get(1).map(String::as_str) == Some("times") => ranks::times(number(2, 32_768).cast_signed()),
-        Some("ranks") => ranks::right(number(1, 100), number(2, 0)),
+        Some("ranks") if args.get(1).map(String::as_str) == Some("times") => {
+            let has = |word: &str| args.iter().any(|arg| arg == word);
+            ranks::times::run(number(2, 32_768).cast_signed(), args.get(3).map_or("", String::as_str), has("captured"))
+        }
+        Some("ranks") => ranks::right(number(1, 100), number(2, 0), args.get(3).map(String::as_str) == Some("captured")),
         Some("communicators") => communicators::run(number(1, 100)),
         Some("graphs") => graphs::run(args.get(1).map(String::as_str) == Some("alone")),
         Some("buckets") => buckets::run(number(1, 60)),

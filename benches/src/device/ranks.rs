@@ -2,17 +2,19 @@
 //! times beside one GPU.
 #![allow(unsafe_code)]
 
+pub(crate) mod times;
+
 use crate::setup::Result;
 use conformance::random::Random;
 use half::{bf16, f16};
 use sdpa::cpu::CpuExecutor;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
-use sdpa::device::{DeviceBackward, DeviceCall, DeviceForward, DeviceParam, DeviceValue};
+use sdpa::device::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue};
 use sdpa::distributed::{Chunk, DeviceContextParallel, ParallelProblem, ParallelSpec, Partials, Planner, Sharding, Strategy, Tensor};
-use sdpa::{AttentionSpec, DType, Executor, HostBackward, HostForward, Layout, Param, Shape, TensorSpec};
-use sdpa_driver::{Buffer, Communicator, Device, DeviceSlice, Driver, Nccl, Rank, Stream};
+use sdpa::{AttentionSpec, DType, Executor, HostBackward, HostForward, Layout, Param, Problem, SINK, Shape, TensorSpec};
+use sdpa_driver::{Buffer, Captured, Communicator, Device, DeviceSlice, Driver, Nccl, Rank, Stream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const DEADLINE: Duration = Duration::from_secs(120);
 /// The launches of each problem whose bits are compared.
@@ -21,6 +23,11 @@ const LAUNCHES: usize = 20;
 const TENSORS: [Tensor; 9] = [Tensor::Q, Tensor::K, Tensor::V, Tensor::DO, Tensor::O, Tensor::Stats, Tensor::DQ, Tensor::DK, Tensor::DV];
 /// The tensors among [`TENSORS`] that the call passes.
 const GIVEN: usize = 4;
+/// The tensors of the mask `document`, and the number of documents.
+const DOCUMENTS: [&str; 2] = ["doc_q", "doc_k"];
+const EVERY: i64 = 8;
+/// The launches of a captured graph whose bits are compared.
+const REPLAYS: usize = 3;
 
 type Outcome<T> = std::result::Result<T, String>;
 
@@ -113,18 +120,18 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
 
-/// The tensors of both passes in the memory of one device, by [`TENSORS`], and the sinks.
+/// The tensors of both passes in the memory of one device, by [`TENSORS`], and the parameters that the problem declares.
 struct Memory {
     tensors: Vec<(Buffer, DType)>,
-    sinks: Buffer,
+    params: Vec<(&'static str, DType, Buffer)>,
 }
 
 impl Memory {
     /// Allocates results of NaNs and uploads operands. `extent` has the number of elements of each tensor.
-    fn new(stream: &Stream, dtype: DType, operands: [&[f32]; GIVEN], extent: impl Fn(Tensor) -> usize, heads: i64) -> Outcome<Memory> {
+    fn new(stream: &Stream, problem: &Problem, operands: [&[f32]; GIVEN], extent: impl Fn(Tensor) -> usize) -> Outcome<Memory> {
         let device = stream.device();
         let one = |(n, tensor): (usize, &Tensor)| {
-            let own = if tensor.is_statistic() { DType::F32 } else { dtype };
+            let own = if tensor.is_statistic() { DType::F32 } else { problem.dtype() };
             let Some(numbers) = operands.get(n) else {
                 let mut buffer = Buffer::new(device, extent(*tensor) * own.bits() as usize / 8).map_err(text)?;
                 buffer.fill(stream, 0xff).map_err(text)?;
@@ -133,17 +140,31 @@ impl Memory {
             Ok((upload(device, stream, numbers, own)?, own))
         };
         let tensors = TENSORS.iter().enumerate().map(one).collect::<Outcome<_>>()?;
-        let sinks: Vec<f32> = (0..heads).map(sink).collect();
-        Ok(Memory { tensors, sinks: upload(device, stream, &sinks, DType::F32)? })
+        let mut params = Vec::new();
+        if problem.sink() {
+            let sinks: Vec<f32> = (0..problem.heads_q()).map(sink).collect();
+            params.push((SINK, DType::F32, upload(device, stream, &sinks, DType::F32)?));
+        }
+        for name in DOCUMENTS.into_iter().filter(|name| problem.params().iter().any(|p| p.name == *name)) {
+            let numbers: Vec<i32> = (0..problem.seq_q()).map(|n| (n * EVERY / problem.seq_q()) as i32).collect();
+            let mut buffer = Buffer::new(device, size_of_val(&numbers[..])).map_err(text)?;
+            buffer.upload(stream, 0, &numbers).map_err(text)?;
+            params.push((name, DType::I32, buffer));
+        }
+        Ok(Memory { tensors, params })
+    }
+
+    /// Overwrites the results with NaNs.
+    fn poison(&mut self, stream: &Stream) -> Outcome<()> {
+        self.tensors[GIVEN..].iter_mut().try_for_each(|(buffer, _)| buffer.fill(stream, 0xff)).map_err(text)
     }
 
     fn slices(&self) -> [DeviceSlice; TENSORS.len()] {
         std::array::from_fn(|n| slice(&self.tensors[n].0))
     }
 
-    fn params(&self, has_sink: bool) -> Vec<DeviceParam<'static, DeviceSlice>> {
-        let sinks = DeviceParam::new("sink", DeviceValue::Tensor(DType::F32, slice(&self.sinks)));
-        if has_sink { vec![sinks] } else { Vec::new() }
+    fn params(&self) -> Vec<DeviceParam<'static, DeviceSlice>> {
+        self.params.iter().map(|(name, dtype, buffer)| DeviceParam::new(name, DeviceValue::Tensor(*dtype, slice(buffer)))).collect()
     }
 
     fn results(&self, stream: &Stream) -> Outcome<Vec<Vec<f32>>> {
@@ -158,7 +179,7 @@ fn sink(head: i64) -> f32 {
 /// Submits the forward pass of a rank, and the backward pass if `both`.
 fn submit(own: &mut DeviceContextParallel, stream: &Stream, memory: &Memory, both: bool) -> Outcome<()> {
     let [q, k, v, d_o, o, stats, dq, dk, dv] = memory.slices();
-    let params = memory.params(own.problem().problem().sink());
+    let params = memory.params();
     // SAFETY: the buffers outlive the calls, and their device is the stream's.
     unsafe { own.forward(stream, &DeviceForward::new(q, k, v, o).stats(stats).params(&params)) }.map_err(text)?;
     if both {
@@ -167,6 +188,19 @@ fn submit(own: &mut DeviceContextParallel, stream: &Stream, memory: &Memory, bot
         unsafe { own.backward(stream, &call) }.map_err(text)?;
     }
     Ok(())
+}
+
+/// Captures the passes of a rank as a CUDA graph. Both must have run before, because a first call waits for the other ranks.
+fn capture(own: &mut DeviceContextParallel, stream: &Stream, memory: &Memory, both: bool) -> Outcome<Captured> {
+    let aside = stream.device().stream().map_err(text)?;
+    let mut error = None;
+    let captured = aside.capture(|| {
+        submit(own, &aside, memory, both).map_err(|why| {
+            error = Some(why);
+            sdpa_driver::Error::Timeout { what: "a capture", after: Duration::ZERO }
+        })
+    });
+    captured.map_err(|why| error.unwrap_or_else(|| text(why)))
 }
 
 fn numbers(random: &mut Random, tensor: &TensorSpec, dtype: DType) -> Vec<f32> {
@@ -217,8 +251,8 @@ fn apart_chunks(ranks: usize, seq: i64) -> Sharding {
     Sharding::Chunks(lists)
 }
 
-/// One random problem: results against the CPU, and the bits of repeated calls.
-fn case(group: &Group, seed: u64) -> Outcome<String> {
+/// One random problem: results against the CPU, and the bits of repeated calls, and of launches of a captured graph if `captures`.
+fn case(group: &Group, seed: u64, captures: bool) -> Outcome<String> {
     let mut random = Random::new(seed);
     let dtype = random.pick(&[DType::BF16, DType::F16]);
     let dim = random.pick(&[64, 128]);
@@ -251,20 +285,33 @@ fn case(group: &Group, seed: u64) -> Outcome<String> {
         let rank = own.rank();
         let parts: [Vec<f32>; GIVEN] = std::array::from_fn(|n| problem.split(rank, TENSORS[n], whole[n]));
         let extent = |tensor| problem.local(rank, tensor).extent().unwrap_or(0).unsigned_abs() as usize;
-        let memory = Memory::new(stream, dtype, std::array::from_fn(|n| &parts[n][..]), extent, heads_q)?;
+        let mut memory = Memory::new(stream, problem.problem(), std::array::from_fn(|n| &parts[n][..]), extent)?;
         let mut first: Option<Vec<Vec<f32>>> = None;
+        let bits = |all: &[Vec<f32>]| all.iter().flatten().map(|x| x.to_bits()).collect::<Vec<u32>>();
         for launch in 0..LAUNCHES {
             submit(own, stream, &memory, true)?;
             own.wait(stream).map_err(text)?;
             let results = memory.results(stream)?;
-            let bits = |all: &[Vec<f32>]| all.iter().flatten().map(|x| x.to_bits()).collect::<Vec<u32>>();
             match &first {
                 Some(first) if bits(first) != bits(&results) => return Err(format!("launch {launch} has other bits")),
                 Some(_) => {}
                 None => first = Some(results),
             }
         }
-        Ok(first.unwrap_or_default())
+        let first = first.unwrap_or_default();
+        if captures {
+            let graph = capture(own, stream, &memory, true)?;
+            for launch in 0..REPLAYS {
+                memory.poison(stream)?;
+                // SAFETY: the memory of the captured calls is live, and only this stream uses it.
+                unsafe { graph.launch(stream) }.map_err(text)?;
+                own.wait(stream).map_err(text)?;
+                if bits(&first) != bits(&memory.results(stream)?) {
+                    return Err(format!("launch {launch} of the captured graph has other bits than calls"));
+                }
+            }
+        }
+        Ok(first)
     };
     let parts = group.each(&problem, partials, run).map_err(wrong)?;
     let limit = if dtype == DType::F16 { 2e-3 } else { 1.2e-2 };
@@ -282,12 +329,15 @@ fn case(group: &Group, seed: u64) -> Outcome<String> {
 }
 
 /// Runs random problems over all GPUs.
-pub(crate) fn right(problems: u64, first: u64) -> Result<()> {
+pub(crate) fn right(problems: u64, first: u64, captures: bool) -> Result<()> {
     let group = Group::new()?;
     let (mut passed, mut refused, mut failed) = (0, 0, 0);
     for seed in first..first + problems {
-        match case(&group, seed) {
-            Ok(_) => passed += 1,
+        match case(&group, seed, captures) {
+            Ok(told) => {
+                passed += 1;
+                println!("passed {told}");
+            }
             Err(error) if error.contains("unsupported") || error.contains("does not support") => {
                 refused += 1;
                 println!("refused: {error}");
@@ -298,99 +348,7 @@ pub(crate) fn right(problems: u64, first: u64) -> Result<()> {
             }
         }
     }
-    println!("ranks: {passed} right with {LAUNCHES} launches of equal bits each, {refused} refused, {failed} failed");
+    let graphs = if captures { format!(" and {REPLAYS} of a captured graph") } else { String::new() };
+    println!("ranks: {passed} right with {LAUNCHES} launches of equal bits each{graphs}, {refused} refused, {failed} failed");
     if failed == 0 { Ok(()) } else { Err(format!("{failed} problems over ranks failed").into()) }
-}
-
-/// Returns the median of times in ms.
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
-fn timed(rounds: usize, mut call: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
-    let mut times = Vec::new();
-    for round in 0..rounds + 2 {
-        let began = Instant::now();
-        call()?;
-        // The first calls compile and compare.
-        if round >= 2 {
-            times.push(began.elapsed().as_secs_f64() * 1e3);
-        }
-    }
-    Ok(median(times))
-}
-
-/// Times of one GPU for the whole problem, forward and both passes.
-fn alone(group: &Group, spec: &AttentionSpec, operands: [&[f32]; GIVEN], rounds: usize) -> Outcome<[f64; 2]> {
-    use sdpa::device::DeviceExecutor;
-    let (problem, backward) = (spec.validate().map_err(text)?, spec.backward().deterministic().validate().map_err(text)?);
-    let stream = group.devices[0].stream().map_err(text)?;
-    let of = |tensor| match tensor {
-        Tensor::Q | Tensor::DQ => operands[0].len(),
-        Tensor::K | Tensor::DK => operands[1].len(),
-        Tensor::V | Tensor::DV => operands[2].len(),
-        Tensor::O | Tensor::DO => operands[3].len(),
-        Tensor::Stats | Tensor::RowMax | Tensor::SumExp => problem.stats_elements() as usize,
-    };
-    let memory = Memory::new(&stream, spec.dtype, operands, of, problem.heads_q())?;
-    let executor = &group.executors[0];
-    let (forward, backward) =
-        (executor.prepare_device(&problem).map_err(text)?, executor.prepare_device_backward(&backward).map_err(text)?);
-    let [q, k, v, d_o, o, stats, dq, dk, dv] = memory.slices();
-    let params = memory.params(problem.sink());
-    let run = |both: bool| {
-        let call = DeviceForward::new(q, k, v, o).stats(stats).params(&params);
-        // SAFETY: the buffers outlive the wait, and their device is the stream's.
-        unsafe { forward.submit(&stream, &DeviceCall::from(&call)) }.map_err(text)?;
-        if both {
-            let call = DeviceBackward::new((q, k, v), (o, stats), d_o, (dq, dk, dv)).params(&params);
-            // SAFETY: as above.
-            unsafe { backward.submit(&stream, &DeviceCall::from(&call)) }.map_err(text)?;
-        }
-        stream.synchronize().map_err(text)
-    };
-    Ok([timed(rounds, || run(false))?, timed(rounds, || run(true))?])
-}
-
-/// Prints the times of each strategy, and their fraction of ideal: the time of one GPU for the whole problem, divided by the ranks.
-pub(crate) fn times(tokens: i64) -> Result<()> {
-    const ROUNDS: usize = 7;
-    let group = Group::new()?;
-    let ranks = group.ranks();
-    let seq = tokens * ranks as i64;
-    let shape = Shape { batch: 1, heads_q: 32, heads_kv: 8, seq_q: seq, seq_kv: seq, dim_qk: 128, dim_v: 128 };
-    let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask("causal".parse()?).with_stats();
-    let mut random = Random::new(1);
-    let [q, k, v, d_o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| numbers(&mut random, tensor, spec.dtype));
-    let whole = [&q[..], &k, &v, &d_o];
-    println!("causal, heads 32 and 8, dim 128, bf16, {tokens} tokens per rank: ms forward, of ideal, ms both passes, of ideal");
-    let one = alone(&group, &spec, whole, ROUNDS)?;
-    println!("one GPU: {:.3}, {:.3}", one[0], one[1]);
-    let cases = [
-        (Strategy::AllGather { head_groups: 1 }, Sharding::Zigzag),
-        (Strategy::AllGather { head_groups: 4 }, Sharding::Zigzag),
-        (Strategy::HeadExchange, Sharding::Contiguous),
-        (Strategy::Ring, Sharding::Zigzag),
-    ];
-    for (strategy, sharding) in cases {
-        let asked = ParallelSpec::new(spec.clone(), ranks).strategy(strategy).sharding(sharding).with_backward();
-        let problem = Arc::new(asked.validate()?);
-        let run = |own: &mut DeviceContextParallel, stream: &Stream| {
-            let rank = own.rank();
-            let parts: [Vec<f32>; GIVEN] = std::array::from_fn(|n| problem.split(rank, TENSORS[n], whole[n]));
-            let extent = |tensor| problem.local(rank, tensor).extent().unwrap_or(0).unsigned_abs() as usize;
-            let memory = Memory::new(stream, spec.dtype, std::array::from_fn(|n| &parts[n][..]), extent, shape.heads_q)?;
-            let mut call = |both: bool| {
-                submit(own, stream, &memory, both)?;
-                own.wait(stream).map_err(text)
-            };
-            Ok([timed(ROUNDS, || call(false))?, timed(ROUNDS, || call(true))?])
-        };
-        let all = group.each(&problem, Partials::Operands, run)?;
-        let slowest = |n: usize| all.iter().map(|times| times[n]).fold(0.0, f64::max);
-        let ideal = |n: usize| one[n] / ranks as f64 / slowest(n);
-        println!("{strategy}: {:.3}, {:.3}, {:.3}, {:.3}", slowest(0), ideal(0), slowest(1), ideal(1));
-    }
-    Ok(())
 }
