@@ -21,6 +21,8 @@ pub struct KnownFault {
     pub condition: &'static str,
     /// The number of the engine that has the fault; `None` if all engines have it.
     pub engine: Option<i64>,
+    /// Whether only plans with [dynamic shapes](crate::Policy::dynamic_shapes) have the fault.
+    pub dynamic_only: bool,
     /// The first and the last version of cuDNN that may have the fault.
     pub versions: (Version, Version),
     /// The error, in a phrase.
@@ -37,6 +39,7 @@ impl KnownFault {
         KnownFault {
             condition: "only pointwise operations; an operand has extent 1 along the first axis, where the result has more, and another extent above 1, but not (1, c, 1, 1)",
             engine: Some(1),
+            dynamic_only: false,
             versions: EVERY,
             what: "the operand is read past its end, so batch entries after the first are wrong",
             source: "seen on an H200 under 9.19.0 with addends of extents (1, 1, n) and (1, n, 1)",
@@ -45,6 +48,7 @@ impl KnownFault {
         KnownFault {
             condition: "pooling of bf16 without an index, channels last",
             engine: Some(3),
+            dynamic_only: false,
             versions: EVERY,
             what: "the result is written past its end",
             source: "seen on an H200 under 9.19.0, maxima and averages (11 of 11 problems)",
@@ -53,6 +57,7 @@ impl KnownFault {
         KnownFault {
             condition: "a matrix product with weights per expert that gathers its rows",
             engine: None,
+            dynamic_only: false,
             versions: EVERY,
             what: "indices are read past their end: an illegal memory access",
             source: "seen on an H200 under 9.19.0 (17 of 17 problems)",
@@ -61,6 +66,7 @@ impl KnownFault {
         KnownFault {
             condition: "the gradient of an instance norm, channels last",
             engine: Some(0),
+            dynamic_only: false,
             versions: EVERY,
             what: "the gradient of the scale is wrong",
             source: "seen on an H200 under 9.19.0 (8 of about 13 problems)",
@@ -68,25 +74,38 @@ impl KnownFault {
         },
         KnownFault {
             condition: "a convolution of 8-bit floats, or a gradient of it, with channels that are not last",
-            engine: Some(7),
+            engine: None,
+            dynamic_only: false,
             versions: EVERY,
             what: "the result is wrong",
-            source: "seen on an H200 under 9.19.0 (6 of 7 forward problems that engines took, with groups or without)",
+            source: "seen on an H200 under 9.19.0 with engine 7 (6 of 7 forward problems, with groups or without) and with engine 4 (1 problem, with groups)",
             applies: channels_first_of_8_bits,
         },
         KnownFault {
             condition: "a matrix product of integers of 8 or 4 bits whose rows are no multiple of 8 elements, converted in the graph or not",
             engine: Some(7),
+            dynamic_only: false,
             versions: EVERY,
             what: "elements of the result are wrong",
             source: "seen on an H200 under 9.19.0 with i8 rows of 9 elements",
             applies: rows_of_small_integers,
         },
+        KnownFault {
+            condition: "pooling with dynamic shapes",
+            engine: None,
+            dynamic_only: true,
+            versions: EVERY,
+            what: "the kernel reads a misaligned address, which ends the context",
+            source: "seen on an H200 under 9.19.0, maxima and averages (4 of 4 problems that engines took)",
+            applies: pooling,
+        },
     ];
 
-    /// Returns the known faults that a version of cuDNN may have for a graph.
-    pub fn of(graph: &Graph, runtime: Version) -> Vec<&'static KnownFault> {
-        KnownFault::ALL.iter().filter(|fault| (fault.versions.0..=fault.versions.1).contains(&runtime) && (fault.applies)(graph)).collect()
+    /// Returns the known faults that a version of cuDNN may have for a graph, with or without dynamic shapes.
+    pub fn of(graph: &Graph, runtime: Version, dynamic_shapes: bool) -> Vec<&'static KnownFault> {
+        let is_of_version = |fault: &KnownFault| (fault.versions.0..=fault.versions.1).contains(&runtime);
+        let all = KnownFault::ALL.iter().filter(|fault| dynamic_shapes || !fault.dynamic_only);
+        all.filter(|fault| is_of_version(fault) && (fault.applies)(graph)).collect()
     }
 
     /// Returns whether an engine has the fault.
@@ -102,7 +121,7 @@ impl KnownFault {
     /// Returns the table of all known faults, in Markdown.
     pub fn table() -> String {
         let mut text = "| condition | cuDNN | engine | error, reported as success | source |\n|---|---|---|---|---|\n".to_owned();
-        for KnownFault { condition, engine, versions: (first, last), what, source, applies: _ } in KnownFault::ALL {
+        for KnownFault { condition, engine, dynamic_only: _, versions: (first, last), what, source, applies: _ } in KnownFault::ALL {
             let versions = match (*first == EVERY.0, *last == EVERY.1) {
                 (true, true) => "every".to_owned(),
                 (true, false) => format!("up to {last}"),
@@ -138,6 +157,10 @@ fn broadcast_over_the_first_axis(graph: &Graph) -> bool {
 /// Returns whether neighbouring channels are neighbours in memory, whatever the other strides are.
 fn channels_are_last(graph: &Graph, id: TensorId) -> bool {
     graph.get(id).is_some_and(|t| t.strides.0.get(1) == Some(&1))
+}
+
+fn pooling(graph: &Graph) -> bool {
+    graph.ops().iter().any(|op| matches!(op, Op::ResampleForward(_) | Op::ResampleBackward(_)))
 }
 
 fn pooling_of_bf16(graph: &Graph) -> bool {

@@ -48,7 +48,7 @@ impl Planner {
     /// [`Error::NoEngine`], with every reason, if cuDNN offers no engine that the policy accepts. Engines with [known faults](crate::known_faults) are
     /// not accepted, unless the policy allows them.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
-        let faults = KnownFault::of(&graph, library.version());
+        let faults = KnownFault::of(&graph, library.version(), policy.dynamic_shapes);
         let encode = if policy.dynamic_shapes { encode_dynamic } else { encode };
         target.within(|| Planner::asked(library, encode(&graph, library.version())?, Ports::of(&graph), target, policy, &faults))
     }

@@ -52,10 +52,10 @@ fn header(library: &'static Library, target: &Target<'_>) -> Result<Header, Erro
 /// descriptors, the graph, the policy, the known faults of engines and the version of cuDNN. `None` if the graph needs a newer cuDNN, so that it has no plan.
 pub(super) fn digest(library: &'static Library, graph: &Verified, policy: &Policy, tuned: bool) -> Option<Digest> {
     let program = serde_json::to_vec(&encode(graph, library.version()).ok()?).ok()?;
-    let policy = serde_json::to_vec(policy).ok()?;
     // A release that knows more faults of the graph plans it again.
-    let faults: Vec<String> =
-        KnownFault::of(graph, library.version()).iter().map(|fault| format!("{:?} {}", fault.engine, fault.condition)).collect();
+    let faults = KnownFault::of(graph, library.version(), policy.dynamic_shapes);
+    let policy = serde_json::to_vec(policy).ok()?;
+    let faults: Vec<String> = faults.iter().map(|fault| format!("{:?} {}", fault.engine, fault.condition)).collect();
     let parts = Digest::parts().part(library.version().to_string().as_bytes()).part(&program).part(graph.to_string().as_bytes());
     Some(parts.part(&policy).part(faults.join("\n").as_bytes()).part(&[u8::from(tuned)]).finish())
 }
