@@ -1,4 +1,5 @@
-//! Ranks as threads, one for each GPU of the machine, over NCCL. A machine with one GPU runs one rank and says that it skips the others.
+//! Ranks as threads, one for each GPU of the machine up to four, over NCCL. A machine with one GPU runs one rank and prints that it skips the
+//! others; `SDPA_REQUIRE=candle-cuda-ranks` makes that a failure.
 
 use crate::textbook::{CPU, Random, Textbook, close, keep, wide};
 use crate::{gpu, on, rounded, same, tolerance};
@@ -10,32 +11,27 @@ use std::time::Duration;
 
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Returns the number of GPUs, after a line for what is skipped; 0 without a GPU or NCCL.
-fn gpus() -> (usize, Option<Arc<Nccl>>) {
-    if gpu().is_none() {
-        return (0, None);
+fn skip(why: &str) {
+    let required = std::env::var("SDPA_REQUIRE").is_ok_and(|names| names.split(',').any(|name| name == "candle-cuda-ranks"));
+    assert!(!required, "candle-cuda-ranks: {why}");
+    println!("SKIP candle-cuda-ranks: {why}");
+}
+
+/// Returns the number of GPUs and NCCL, after a line for what is skipped.
+fn gpus() -> Option<(usize, Arc<Nccl>)> {
+    gpu()?;
+    // The problems have four heads, which head exchange divides over the ranks.
+    let all = (0..4).take_while(|n| Device::new_cuda_with_stream(*n).is_ok()).count();
+    if all < 2 {
+        skip("one GPU, and several ranks need two");
     }
-    let all = (0..8).take_while(|n| Device::new_cuda_with_stream(*n).is_ok()).count();
-    match Nccl::load(None) {
-        Ok(nccl) => {
-            if all < 2 {
-                println!("SKIP candle-cuda-ranks: {all} GPU, several ranks need two");
-            }
-            (all, Some(Arc::new(nccl)))
-        }
-        Err(why) => {
-            let required = std::env::var("SDPA_REQUIRE").is_ok_and(|names| names.split(',').any(|name| name == "candle-cuda-ranks"));
-            assert!(!required, "candle-cuda-ranks: {why}");
-            println!("SKIP candle-cuda-ranks: {why}");
-            (0, None)
-        }
-    }
+    let nccl = Nccl::load(None).map_err(|why| skip(&why.to_string())).ok()?;
+    Some((all, Arc::new(nccl)))
 }
 
 /// Runs a function on each rank, and returns the results in the order of the ranks. Without a GPU, there are none.
 fn on_ranks<T: Send>(deadline: Duration, partials: Partials, run: impl Fn(ContextParallel, Device) -> T + Sync) -> Vec<T> {
-    let (size, nccl) = gpus();
-    let Some(nccl) = nccl else { return Vec::new() };
+    let Some((size, nccl)) = gpus() else { return Vec::new() };
     let id = nccl.unique_id().unwrap();
     std::thread::scope(|scope| {
         let start = |rank: usize| {
