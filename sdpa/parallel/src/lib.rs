@@ -7,7 +7,7 @@
 //! # What runs today
 //!
 //! - Ranks over host memory: threads of one process ([`InProcess`]), or any process group for which the caller implements [`Exchange`].
-//! - With the feature `nccl`, ranks over device memory of NVIDIA GPUs (`DeviceContextParallel`): tested under emulation, not run on GPUs yet.
+//! - With the feature `nccl`, ranks over device memory of NVIDIA GPUs (`DeviceContextParallel`): tested under emulation and on two H200s.
 //! - The Python package runs the same schedules over PyTorch process groups: tested on CPUs, and on two H200s.
 //!
 //! # Example
