@@ -3,8 +3,10 @@
 FUSIONS is the binary of the example. Its result and PyTorch's are first compared with f64 on the same inputs: an error may be 2^-7 of the element, a
 rounding to bf16 and one before it, and 1e-3 of the largest one, for sums in f32; for results in f32 the latter only. Then both are called in turns, ours and
 PyTorch's eager calls (with `torch.backends.cudnn.benchmark`) and `torch.compile`. OUT gets a JSON line for each fusion: medians in us, and the ratios
-PyTorch / ours, of which above 0.95 is within 5 %.
+PyTorch / ours, of which above 0.95 is within 5 %. Norms also have
+cudnn-frontend's plan, if the package `nvidia-cudnn-frontend` is there: PyTorch's norms are kernels of its own.
 """
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -73,6 +75,68 @@ def rms_norm_backward(x, dy, scale, inv_variance):
 
 def sum_per_channel(x):
     return x.sum((0, 2, 3), keepdim=True, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def frontend(name, inputs, handle=None):
+    """Returns cudnn-frontend's graph of a norm, its tensors by name, and the name of its result; `None` for another fusion."""
+    import cudnn
+
+    if name not in ("layer_norm", "rms_norm", "rms_norm_backward"):
+        return None
+    t = cudnn.data_type
+    graph = cudnn.pygraph(io_data_type=t.BFLOAT16, intermediate_data_type=t.FLOAT, compute_data_type=t.FLOAT, handle=handle)
+    types = {BF16: t.BFLOAT16, F32: t.FLOAT}
+
+    def tensor(key):
+        rows, columns = inputs[key].shape
+        return graph.tensor(name=key, dim=[rows, columns, 1, 1], stride=[columns, 1, columns, columns], data_type=types[inputs[key].dtype])
+
+    tensors = {key: tensor(key) for key in inputs}
+    if name == "rms_norm_backward":
+        result = "dx"
+        made = graph.rmsnorm_backward(grad=tensors["dy"], input=tensors["x"], scale=tensors["scale"], inv_variance=tensors["inv_variance"], has_dbias=False)
+        dscale = made[1]
+        dscale.set_output(True).set_data_type(t.FLOAT)
+        tensors["dscale"] = dscale
+    else:
+        result = "y"
+        epsilon = tensors["epsilon"] = graph.tensor(name="epsilon", dim=[1] * 4, stride=[1] * 4, is_pass_by_value=True, data_type=t.FLOAT)
+        phase = cudnn.norm_forward_phase.INFERENCE
+        if name == "layer_norm":
+            made = graph.layernorm(norm_forward_phase=phase, input=tensors["x"], scale=tensors["scale"], bias=tensors["bias"], epsilon=epsilon)
+        else:
+            made = graph.rmsnorm(norm_forward_phase=phase, input=tensors["x"], scale=tensors["scale"], epsilon=epsilon)
+    made[0].set_output(True).set_data_type(t.BFLOAT16)
+    tensors[result] = made[0]
+    return graph, tensors, result
+
+
+def frontend_call(name, inputs):
+    """Returns a function that calls cudnn-frontend's plan of a norm and returns the result; `None` without such a plan."""
+    import cudnn
+
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    made = frontend(name, inputs, handle)
+    if made is None:
+        return None
+    graph, tensors, result = made
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    columns = inputs["x"].shape[1]
+    memory = {tensors[key]: x for key, x in inputs.items()}
+    out = torch.empty_like(inputs["x"])
+    memory[tensors[result]] = out
+    if "dscale" in tensors:
+        memory[tensors["dscale"]] = torch.empty(1, columns, dtype=F32, device="cuda")
+    if "epsilon" in tensors:
+        memory[tensors["epsilon"]] = torch.full((1, 1, 1, 1), 1e-5, dtype=F32)
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
+
+    def call():
+        graph.execute(memory, workspace, handle=handle)
+        return out
+
+    return call
 
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -149,6 +213,13 @@ def main(binary, out):
                 want = function(*(x.double() for x in args))
                 compiled = torch.compile(function)
                 calls = {"torch": lambda: function(*args), "compiled": lambda: compiled(*args)}
+                if importlib.util.find_spec("cudnn"):
+                    try:
+                        theirs = frontend_call(name, dict(zip(inputs, args)))
+                    except Exception as refusal:  # noqa: BLE001
+                        theirs = print(f"{name}: cudnn-frontend: {refusal}", flush=True)
+                    if theirs is not None:
+                        calls["frontend"] = theirs
                 errors = {"ours": error(got, want)} | {key: error(call(), want) for key, call in calls.items()}
                 del want
                 times = {key: [] for key in ("ours", *calls)}
