@@ -213,13 +213,14 @@ def main(binary, out):
                 want = function(*(x.double() for x in args))
                 compiled = torch.compile(function)
                 calls = {"torch": lambda: function(*args), "compiled": lambda: compiled(*args)}
+                theirs = None
                 if importlib.util.find_spec("cudnn"):
                     try:
                         theirs = frontend_call(name, dict(zip(inputs, args)))
                     except Exception as refusal:  # noqa: BLE001
-                        theirs = print(f"{name}: cudnn-frontend: {refusal}", flush=True)
-                    if theirs is not None:
-                        calls["frontend"] = theirs
+                        print(f"{name}: cudnn-frontend: {refusal}", flush=True)
+                if theirs is not None:
+                    calls["frontend"] = theirs
                 errors = {"ours": error(got, want)} | {key: error(call(), want) for key, call in calls.items()}
                 del want
                 times = {key: [] for key in ("ours", *calls)}
