@@ -3,7 +3,7 @@
 use super::{executor, mma};
 use half::bf16;
 use sdpa::cpu::CpuExecutor;
-use sdpa::{AttentionSpec, DType, Executor, HostBackward, HostForward, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, Executor, HostBackward, HostForward, Layout, Mask, Param, Shape};
 
 const ROWS: usize = 150;
 const DIM: usize = 64;
@@ -89,5 +89,32 @@ fn keys_that_a_score_mod_drops_weigh_nothing() {
             assert!((got.to_f32() - want.to_f32()).abs() <= 0.02 * want.to_f32().abs() + 2e-3, "{got}, not {want}");
         }
         assert!(stats.iter().zip(&of_mask).all(|(got, want)| (got - want).abs() < 1e-3));
+    }
+}
+
+/// Numbers become integers as Rust's `as` makes them: toward zero, the nearest integer for those that are too large, and 0 for NaN.
+#[test]
+fn conversions_to_integers_round_saturate_and_drop_nan() {
+    let (Some(tiles), Some(strided)) = (executor(), mma::executor()) else { return };
+    let edges = [0.0f32, 0.99, -0.99, 1.5, -2.5, 3e9, -3e9, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN, 1e-40];
+    let numbers: Vec<f32> = edges.into_iter().cycle().take(ROWS).collect();
+    let integers: Vec<f32> = numbers.iter().map(|x| (*x as i32).clamp(-3, 3) as f32).collect();
+    let given = [1.0, 2.0, 3.0].map(wave);
+    let run = |executor: &dyn Executor, score_mod: &str, values: &[f32]| {
+        let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats().score_mod(score_mod.parse().unwrap());
+        let [q, k, v] = &given;
+        let (mut o, mut stats) = (vec![bf16::ZERO; ROWS * DIM], vec![0f32; ROWS]);
+        let params = [Param::new("x", values)];
+        let call = HostForward::new(q, k, v, &mut o).stats(&mut stats).params(&params);
+        executor.prepare(&spec.validate().unwrap()).unwrap().forward(call).unwrap();
+        (o, stats)
+    };
+    for (family, executor) in [("cpu", &CpuExecutor::default() as &dyn Executor), ("wgmma", &tiles), ("mma", &strided)] {
+        let (o, stats) = run(executor, "tensor x[k]: f32; score + f32(min(max(i32(x), -3), 3))", &numbers);
+        let (right, right_stats) = run(executor, "tensor x[k]: f32; score + x", &integers);
+        let apart = o.iter().zip(&right).map(|(x, y)| (x.to_f32() - y.to_f32()).abs()).fold(0.0, f32::max);
+        assert!(apart < 1e-2, "{family}: {apart} between outputs");
+        assert!(stats.iter().zip(&right_stats).all(|(x, y)| (x - y).abs() < 1e-3), "{family}");
+        assert!(right.iter().any(|x| x.to_f32().abs() > 0.1), "{family}: outputs are not zeros");
     }
 }
