@@ -1,18 +1,9 @@
 //! Dynamic shapes with the real cuDNN: plans of further extents take the kernels of the first.
 
+use crate::files::product;
 use cudnn_graph::ir::{ConvGeometry, Mode};
 use cudnn_graph::{DType, DeviceProfile, Folder, Graph, KernelStats, Library, Limits, Plans, Policy, Target, Verified};
 use std::sync::Arc;
-
-/// A matrix product and an activation.
-fn product(rows: i64, mode: Mode) -> Arc<Verified> {
-    let mut g = Graph::new();
-    let (a, b) = (g.input("a", DType::BF16, [1, rows, 128]), g.input("b", DType::BF16, [1, 128, 512]));
-    let y = g.matmul(a, b);
-    let y = g.pointwise(mode, &[y]);
-    g.output(y, "y", DType::BF16);
-    Arc::new(g.verify().unwrap())
-}
 
 fn convolution(images: i64, extent: i64) -> Arc<Verified> {
     let mut g = Graph::new();

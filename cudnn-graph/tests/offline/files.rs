@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-fn product(rows: i64, mode: Mode) -> Arc<Verified> {
+/// A matrix product and an activation.
+pub(crate) fn product(rows: i64, mode: Mode) -> Arc<Verified> {
     let mut g = Graph::new();
     let (a, b) = (g.input("a", DType::BF16, [1, rows, 128]), g.input("b", DType::BF16, [1, 128, 512]));
     let y = g.matmul(a, b);
