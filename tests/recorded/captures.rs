@@ -1,6 +1,7 @@
 //! Captures, retirement, contexts and failures over the recording library, which invalidates captures as the driver does: who captures is
 //! disturbed by nobody and leaves nothing behind, and nothing that the device needs goes early.
 
+use conformance::emulated;
 use conformance::recorder::{Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::ffi::codes::Kind;
@@ -10,9 +11,11 @@ use sdpa::cuda::CudaOptions;
 use sdpa::cudnn::Error;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, Planned, Replay};
 use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, Shape};
+use sdpa_driver::{Communicator, Nccl, Rank};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 fn recorder() -> Option<Recorder> {
     Recorder::load().map_err(|why| skip("recording", &why)).ok()
@@ -470,4 +473,36 @@ fn retirement_from_many_threads_loses_nothing() {
     });
     recorder.executor().forward_cache().clear();
     assert_eq!((device.release_retired(), recorder.alive(Kind::EXECUTION_PLAN), recorder.faults()), (0, before, 0));
+}
+
+/// A CUDA graph shares the communicator whose transfers it captured: NCCL frees a communicator after such graphs, and waits for them without end.
+#[test]
+fn graphs_share_the_communicator_of_their_transfers() {
+    const DEADLINE: Duration = Duration::from_millis(300);
+    let Some(recorder) = recorder() else { return };
+    let Some(emulated) = emulated::find().map_err(|why| skip("nccl", &why)).ok() else { return };
+    let nccl = Arc::new(Nccl::load(Some(&emulated)).unwrap());
+    let (device, stream, aside) = (recorder.executor().device(), recorder.stream(), recorder.stream());
+    let rank = Rank { rank: 0, size: 1, local: 0 };
+    let communicator = || Communicator::new(&nccl, device, &nccl.unique_id().unwrap(), rank, DEADLINE).unwrap();
+    let capture = |own: &mut Communicator| stream.capture(|| (0..2).try_for_each(|_| emulated::exchange(own, &stream, &[], &[]))).unwrap();
+    let mut own = communicator();
+    let graph = capture(&mut own);
+    let error = own.finish().unwrap_err().to_string();
+    assert!(error.contains("CUDA graphs with transfers of the communicator to be dropped"), "{error}");
+    drop(graph);
+    // Launched graphs are retired; the communicator can be finished when the device has passed them.
+    let mut own = communicator();
+    let graphs = [capture(&mut own), capture(&mut own)];
+    recorder.launch(&graphs[1], &aside).unwrap();
+    drop(graphs);
+    own.finish().unwrap();
+    // An abort ends at once, though a graph lives.
+    let mut own = communicator();
+    let graph = capture(&mut own);
+    let began = Instant::now();
+    own.abort("a rank is gone");
+    drop(own);
+    drop(graph);
+    assert!(began.elapsed() < DEADLINE, "{:?}", began.elapsed());
 }

@@ -8,6 +8,9 @@ use crate::load::table;
 use crate::stream::Stream;
 use std::cell::RefCell;
 use std::ffi::{c_int, c_uint};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 table! {
     /// The driver functions for CUDA graphs.
@@ -150,6 +153,48 @@ impl Device {
     }
 }
 
+/// How long [`Device::wait_for_destructors`] waits at most.
+const DESTRUCTORS: Duration = Duration::from_secs(1);
+
+/// Tells [`Device::wait_for_destructors`] that the driver has come to its user object.
+///
+/// # Safety
+/// `flag` comes from `Arc::into_raw` of an `Arc<AtomicBool>`, and this is the only call with it.
+unsafe extern "C" fn reached(flag: Ptr) {
+    // SAFETY: the caller upholds the contract.
+    unsafe { Arc::from_raw(flag.cast::<AtomicBool>()) }.store(true, Ordering::Release);
+}
+
+impl Device {
+    /// Waits until the driver has called the destructors of all user objects of graphs that are destroyed. It calls them on a thread of its own, after
+    /// the graph is gone, one after the other: so this destroys a graph with a user object and waits for its destructor. NCCL's destructors use their
+    /// communicator until they return.
+    pub(crate) fn wait_for_destructors(&self) {
+        let (Ok(_entered), Some(table)) = (self.enter(), self.graphs_if_any()) else { return };
+        let (mut graph, mut object) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the pointer is to a live pointer.
+        if unsafe { (table.create)(&mut graph, 0) } != 0 {
+            return;
+        }
+        let flag = Arc::new(AtomicBool::new(false));
+        let raw = Arc::into_raw(flag.clone()).cast_mut().cast();
+        // SAFETY: `reached` takes the flag's reference, once, unless there is no user object. The graph is owned here, and takes the only reference to the
+        // user object, unless that fails.
+        unsafe {
+            if (table.object_create)(&mut object, raw, reached, 1, NO_DESTRUCTOR_SYNC) != 0 {
+                reached(raw);
+            } else if (table.retain)(graph, object, 1, MOVE) != 0 {
+                let _ = (table.object_release)(object, 1);
+            }
+            self.relaxed(|| (table.destroy)(graph));
+        }
+        let began = Instant::now();
+        while !flag.load(Ordering::Acquire) && began.elapsed() < DESTRUCTORS {
+            std::thread::sleep(Duration::from_micros(20));
+        }
+    }
+}
+
 /// An owned graph.
 struct Graph {
     device: &'static Device,
@@ -255,8 +300,8 @@ impl Stream {
         // SAFETY: the graph is live, and the pointer is to a live pointer.
         device.check("cuGraphInstantiate", device.relaxed(|| unsafe { (table.instantiate)(&mut exec, launched, 0) }))?;
         if bare.is_some() {
-            // Keep the original graph, because the executable graph needs its resources.
-            left.push(Box::new(original));
+            // Keep the original graph, because the executable graph needs its resources. It is dropped before what it refers to.
+            left.insert(0, Box::new(original));
         }
         Ok(Captured { device, exec, nodes, left, lane: device.lanes().take() })
     }

@@ -9,6 +9,7 @@ use crate::nccl::{Nccl, UniqueId};
 use crate::stream::Stream;
 use std::ffi::{c_char, c_int, c_uint};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 table! {
@@ -134,23 +135,64 @@ impl Rank {
     }
 }
 
-/// One rank of an NCCL communicator, on one device. Its functions are called by one thread at a time.
-///
-/// A call that a rank of the group does not answer fails after the deadline. The communicator is then aborted, and every later call fails.
+/// NCCL's communicator, and the only reference to it. CUDA graphs that captured its transfers share this: NCCL frees a communicator only when these graphs
+/// are gone, and a call that frees one waits for them without end.
 #[derive(Debug)]
-pub struct Communicator {
+struct Shared {
     nccl: Arc<Nccl>,
     device: &'static Device,
     raw: Ptr,
+    /// Whether a CUDA graph has captured transfers.
+    captured: AtomicBool,
+    /// Whether NCCL has been asked to free the communicator.
+    ended: AtomicBool,
+}
+
+// SAFETY: a communicator may be used from any thread, by one at a time. Only `Communicator` uses it, until it is ended.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Aborts the communicator. This waits for graphs that captured its transfers.
+    fn abort(&self) {
+        if self.ended.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let Ok(_entered) = self.device.enter() else { return };
+        // SAFETY: the communicator is live, and is not used again.
+        let code = unsafe { (self.nccl.functions().table.abort)(self.raw) };
+        if code != SUCCESS {
+            tracing::warn!(code, "ncclCommAbort");
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if self.captured.load(Ordering::Acquire) && !self.ended.load(Ordering::Acquire) {
+            self.device.wait_for_destructors();
+        }
+        self.abort();
+    }
+}
+
+/// One rank of an NCCL communicator, on one device. Its functions are called by one thread at a time.
+///
+/// A call that a rank of the group does not answer fails after the deadline. The communicator is then aborted, and every later call fails.
+///
+/// A CUDA graph that captured [`Communicator::exchange`] keeps NCCL's communicator alive, so graph and communicator may be dropped in any order.
+#[derive(Debug)]
+pub struct Communicator {
+    shared: Arc<Shared>,
     rank: usize,
     size: usize,
     deadline: Duration,
+    /// The last capture whose graph shares the communicator.
+    in_capture: Option<u64>,
     /// Why the communicator was aborted.
     aborted: Option<String>,
 }
-
-// SAFETY: a communicator may be used from any thread, by one at a time.
-unsafe impl Send for Communicator {}
 
 impl Communicator {
     /// Joins a group as one of its ranks, and returns when all ranks have joined. `id` is that of [`Nccl::unique_id`] of one rank, which shares it
@@ -184,7 +226,9 @@ impl Communicator {
         if raw.is_null() {
             return Err(nccl.error("ncclCommInitRankConfig", if code == SUCCESS { INVALID_USAGE } else { code }));
         }
-        let mut made = Communicator { nccl: nccl.clone(), device, raw, rank, size, deadline, aborted: None };
+        let (captured, ended) = (AtomicBool::new(false), AtomicBool::new(false));
+        let shared = Arc::new(Shared { nccl: nccl.clone(), device, raw, captured, ended });
+        let mut made = Communicator { shared, rank, size, deadline, in_capture: None, aborted: None };
         made.settle("ncclCommInitRankConfig", code, "the ranks of the communicator to join")?;
         Ok(made)
     }
@@ -201,7 +245,11 @@ impl Communicator {
 
     /// Returns the device.
     pub fn device(&self) -> &'static Device {
-        self.device
+        self.shared.device
+    }
+
+    fn nccl(&self) -> &Nccl {
+        &self.shared.nccl
     }
 
     /// Submits transfers to a stream: each sends or receives one slice of device memory. Transfers of one call progress together; those between two ranks
@@ -221,8 +269,9 @@ impl Communicator {
         receives: &[(usize, DeviceSlice)],
     ) -> Result<(), Error> {
         self.alive("ncclGroupStart")?;
-        if stream.device().ordinal() != self.device.ordinal() {
-            let (got, expected) = (self.device.ordinal(), stream.device().ordinal());
+        let device = self.shared.device;
+        if stream.device().ordinal() != device.ordinal() {
+            let (got, expected) = (device.ordinal(), stream.device().ordinal());
             return Err(Error::OtherDevice { what: "the communicator", got, expected });
         }
         for (call, transfers) in [("ncclSend", sends), ("ncclRecv", receives)] {
@@ -231,21 +280,25 @@ impl Communicator {
                 return Err(Error::Nccl { call, code: INVALID_ARGUMENT, text });
             }
         }
-        let _entered = self.device.enter()?;
-        let table = self.nccl.functions().table;
+        let _entered = device.enter()?;
+        if let Err(error) = self.share_with_graph(stream) {
+            self.abort(&error.to_string());
+            return Err(error);
+        }
+        let table = self.nccl().functions().table;
         // SAFETY: it takes nothing.
         self.submitted("ncclGroupStart", unsafe { (table.group_start)() })?;
         let mut first = Ok(());
         for (peer, slice) in sends {
             let from = std::ptr::with_exposed_provenance(slice.address as usize);
             // SAFETY: the caller vouches for the slice; communicator and stream are live.
-            let code = unsafe { (table.send)(from, slice.bytes as usize, BYTES, *peer as c_int, self.raw, stream.raw().0) };
+            let code = unsafe { (table.send)(from, slice.bytes as usize, BYTES, *peer as c_int, self.shared.raw, stream.raw().0) };
             first = first.and_then(|()| self.submitted("ncclSend", code));
         }
         for (peer, slice) in receives {
             let to = std::ptr::with_exposed_provenance_mut(slice.address as usize);
             // SAFETY: as above.
-            let code = unsafe { (table.receive)(to, slice.bytes as usize, BYTES, *peer as c_int, self.raw, stream.raw().0) };
+            let code = unsafe { (table.receive)(to, slice.bytes as usize, BYTES, *peer as c_int, self.shared.raw, stream.raw().0) };
             first = first.and_then(|()| self.submitted("ncclRecv", code));
         }
         // A group that has begun must end, also after an error.
@@ -282,20 +335,47 @@ impl Communicator {
         }
     }
 
-    /// Ends the use of the communicator after all ranks have done so. Dropping it instead aborts it, which does not wait for the others.
+    /// Makes the graph that a stream's capture builds share the communicator, once for each capture.
+    fn share_with_graph(&mut self, stream: &Stream) -> Result<(), Error> {
+        let (device, raw) = (self.shared.device, stream.raw().0);
+        if !device.is_capturing(raw) {
+            return Ok(());
+        }
+        let capture = device.capture_of(raw)?;
+        if self.in_capture == Some(capture) {
+            return Ok(());
+        }
+        device.keep(raw, Box::new(self.shared.clone()))?;
+        self.shared.captured.store(true, Ordering::Release);
+        self.in_capture = Some(capture);
+        Ok(())
+    }
+
+    /// Ends the use of the communicator after all ranks have done so. Graphs that captured its transfers must be dropped before. Dropping the communicator
+    /// instead aborts it, which does not wait for the other ranks, as soon as these graphs are gone.
     ///
     /// # Errors
-    /// Returns [`Error::Timeout`] at the deadline, or [`Error::Nccl`].
+    /// Returns [`Error::Timeout`] if other ranks, or graphs, do not end before the deadline, or [`Error::Nccl`].
     pub fn finish(mut self) -> Result<(), Error> {
         self.alive("ncclCommFinalize")?;
-        let _entered = self.device.enter()?;
+        let (device, began) = (self.shared.device, Instant::now());
+        while Arc::strong_count(&self.shared) > 1 {
+            device.release_retired();
+            self.in_time(began, "CUDA graphs with transfers of the communicator to be dropped")?;
+            std::thread::sleep(POLL);
+        }
+        if self.shared.captured.load(Ordering::Acquire) {
+            device.wait_for_destructors();
+        }
+        let _entered = device.enter()?;
         // SAFETY: the communicator is live.
-        let code = unsafe { (self.nccl.functions().table.finalize)(self.raw) };
+        let code = unsafe { (self.nccl().functions().table.finalize)(self.shared.raw) };
         self.settle("ncclCommFinalize", code, "the other ranks to finish")?;
+        self.shared.ended.store(true, Ordering::Release);
         // SAFETY: the communicator is live and finalised, and is not used again.
-        let code = unsafe { (self.nccl.functions().table.destroy)(self.raw) };
+        let code = unsafe { (self.nccl().functions().table.destroy)(self.shared.raw) };
         self.aborted = Some("the communicator is finished".to_owned());
-        if code == SUCCESS { Ok(()) } else { Err(self.nccl.error("ncclCommDestroy", code)) }
+        if code == SUCCESS { Ok(()) } else { Err(self.nccl().error("ncclCommDestroy", code)) }
     }
 
     /// Aborts the communicator: transfers end, and every later call fails with the reason. Other ranks notice it at their deadline, or earlier.
@@ -304,11 +384,12 @@ impl Communicator {
             return;
         }
         self.aborted = Some(reason.to_owned());
-        let Ok(_entered) = self.device.enter() else { return };
-        // SAFETY: the communicator is live, and is not used again.
-        let code = unsafe { (self.nccl.functions().table.abort)(self.raw) };
-        if code != SUCCESS {
-            tracing::warn!(code, "ncclCommAbort");
+        if Arc::strong_count(&self.shared) > 1 {
+            // NCCL ends the transfers at once, and then waits for the graphs that captured some.
+            let shared = self.shared.clone();
+            std::thread::spawn(move || shared.abort());
+        } else {
+            self.shared.abort();
         }
     }
 
@@ -320,7 +401,7 @@ impl Communicator {
 
     /// Returns an error if the result of a call within a group is one.
     fn submitted(&self, call: &'static str, code: c_int) -> Result<(), Error> {
-        if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.nccl.error(call, code)) }
+        if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.nccl().error(call, code)) }
     }
 
     fn in_time(&self, began: Instant, what: &'static str) -> Result<(), Error> {
@@ -336,8 +417,8 @@ impl Communicator {
     fn state(&self) -> Result<c_int, Error> {
         let mut state = SUCCESS;
         // SAFETY: the communicator is live, and the pointer is to a live integer.
-        let code = unsafe { (self.nccl.functions().table.async_error)(self.raw, &mut state) };
-        if code == SUCCESS { Ok(state) } else { Err(self.nccl.error("ncclCommGetAsyncError", code)) }
+        let code = unsafe { (self.nccl().functions().table.async_error)(self.shared.raw, &mut state) };
+        if code == SUCCESS { Ok(state) } else { Err(self.nccl().error("ncclCommGetAsyncError", code)) }
     }
 
     /// Waits for the end of a call that does not block. After an error the communicator is aborted.
@@ -348,7 +429,7 @@ impl Communicator {
             match state {
                 Ok(SUCCESS) => return Ok(()),
                 Ok(IN_PROGRESS) => {}
-                Ok(code) => break self.nccl.error(call, code),
+                Ok(code) => break self.nccl().error(call, code),
                 Err(error) => break error,
             }
             if let Err(error) = self.in_time(began, what) {
@@ -359,12 +440,6 @@ impl Communicator {
         };
         self.abort(&error.to_string());
         Err(error)
-    }
-}
-
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        self.abort("it was dropped");
     }
 }
 
