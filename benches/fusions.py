@@ -4,7 +4,7 @@ FUSIONS is the binary of the example. Its result and PyTorch's are first compare
 rounding to bf16 and one before it, and 1e-3 of the largest one, for sums in f32; for results in f32 the latter only. Then both are called in turns, ours and
 PyTorch's eager calls (with `torch.backends.cudnn.benchmark`) and `torch.compile`. OUT gets a JSON line for each fusion: medians in us, and the ratios
 PyTorch / ours, of which above 0.95 is within 5 %. Norms also have
-cudnn-frontend's plan, if the package `nvidia-cudnn-frontend` is there: PyTorch's norms are kernels of its own.
+cudnn-frontend's plan, if the package `nvidia-cudnn-frontend` is there: PyTorch's norms are kernels of its own. `dynamic` is our plan with dynamic shapes.
 """
 import importlib.util
 import json
@@ -223,15 +223,22 @@ def main(binary, out):
                     calls["frontend"] = theirs
                 errors = {"ours": error(got, want)} | {key: error(call(), want) for key, call in calls.items()}
                 del want
-                times = {key: [] for key in ("ours", *calls)}
                 for key, call in calls.items():
                     torch_us(call, 5)
-                count = max(3, int(MEASURED_US / ours.ask(fusion=name, calls=5)["us"]))
+                timed = {key: lambda n, call=call: torch_us(call, n) for key, call in calls.items()}
+                timed["ours"] = lambda n: ours.ask(fusion=name, calls=n)["us"]
+                refusal = ours.ask(fusion=name, calls=1, dynamic=True).get("error")
+                if refusal is None:
+                    timed["dynamic"] = lambda n: ours.ask(fusion=name, calls=n, dynamic=True)["us"]
+                else:
+                    print(f"{name}: dynamic shapes: {refusal.splitlines()[0]}", flush=True)
+                times = {key: [] for key in timed}
+                count = max(3, int(MEASURED_US / timed["ours"](5)))
                 for turn in range(ROUNDS):
                     for key in times if turn % 2 == 0 else reversed(times):
-                        times[key].append(ours.ask(fusion=name, calls=count)["us"] if key == "ours" else torch_us(calls[key], count))
+                        times[key].append(timed[key](count))
             us = {key: round(statistics.median(all_), 2) for key, all_ in times.items()}
-            ratios = {key: round(us[key] / us["ours"], 3) for key in calls}
+            ratios = {key: round(us[key] / us["ours"], 3) for key in us if key != "ours"}
             answer = dict(fusion=name, engine=engine, us=us, ratio=ratios, error={key: round(e, 3) for key, e in errors.items()})
             file.write(json.dumps(answer) + "\n")
             file.flush()

@@ -1,5 +1,6 @@
 //! Device times and results of the large fusions: a JSON object a line in, one a line out. `{"fusion": "layer_norm", "calls": 20}` asks for the mean
-//! time of so many calls, and `{"fusion": "layer_norm", "save": "folder"}` for the bytes of its inputs and results in files.
+//! time of so many calls, and `{"fusion": "layer_norm", "save": "folder"}` for the bytes of its inputs and results in files. With `"dynamic": true` the plan
+//! has dynamic shapes; without such an engine the answer is `{"error": …}`.
 #![allow(unsafe_code)]
 
 use super::{graphs, numbers, upload};
@@ -27,6 +28,8 @@ struct Question {
     calls: u32,
     #[serde(default)]
     save: Option<PathBuf>,
+    #[serde(default)]
+    dynamic: bool,
 }
 
 /// The fastest plan of a fusion, with its memory.
@@ -64,7 +67,7 @@ fn timed(
     Ok(f64::from(end.since(&start)?) / 1e3 / f64::from(calls))
 }
 
-fn ready(library: &'static Library, device: &'static Device, name: &str) -> Result<Ready, Box<dyn Error>> {
+fn ready(library: &'static Library, device: &'static Device, name: &str, dynamic: bool) -> Result<Ready, Box<dyn Error>> {
     let &(_, build) = graphs::FUSIONS.iter().find(|(fusion, _)| *fusion == name).ok_or_else(|| format!("there is no fusion {name:?}"))?;
     let mut g = Graph::new();
     build(&mut g, &graphs::LARGE);
@@ -84,7 +87,7 @@ fn ready(library: &'static Library, device: &'static Device, name: &str) -> Resu
     }
     let handle = library.handle(&stream)?;
     let target = Target::Handle(&handle);
-    let planner = Planner::new(library, graph.clone(), &target, &Policy::default())?;
+    let planner = Planner::new(library, graph.clone(), &target, &Policy::default().with_dynamic_shapes(dynamic))?;
     let trial = |plan: &Plan| -> Result<Trial, GraphError> {
         let workspace = Buffer::new(device, plan.workspace_bytes() as usize)?;
         timed(library, &stream, plan, &bindings, &workspace, 2)?;
@@ -115,15 +118,23 @@ fn save(ready: &Ready, folder: &Path) -> Result<(), Box<dyn Error>> {
 }
 
 pub(crate) fn run(library: &'static Library, device: &'static Device) -> Result<(), Box<dyn Error>> {
-    let mut plans: BTreeMap<String, Ready> = BTreeMap::new();
+    let mut plans: BTreeMap<(String, bool), Ready> = BTreeMap::new();
     for line in std::io::stdin().lock().lines() {
         let question: Question = serde_json::from_str(&line?)?;
-        if !plans.contains_key(&question.fusion) {
-            // One at a time, for the memory.
-            plans.clear();
-            plans.insert(question.fusion.clone(), ready(library, device, &question.fusion)?);
+        let key = (question.fusion.clone(), question.dynamic);
+        if !plans.contains_key(&key) {
+            // Only those of one fusion at a time, for the memory.
+            plans.retain(|(fusion, _), _| *fusion == question.fusion);
+            match ready(library, device, &question.fusion, question.dynamic) {
+                Ok(ready) => plans.insert(key.clone(), ready),
+                Err(e) if question.dynamic => {
+                    println!("{}", serde_json::json!({"error": e.to_string()}));
+                    continue;
+                }
+                Err(e) => return Err(e),
+            };
         }
-        let Some(ready) = plans.get(&question.fusion) else { continue };
+        let Some(ready) = plans.get(&key) else { continue };
         let calls = question.calls.max(1);
         let us = 1e6 * timed(library, &ready.stream, &ready.plan, &ready.bindings, &ready.workspace, calls)?;
         if let Some(folder) = &question.save {
