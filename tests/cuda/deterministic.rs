@@ -49,6 +49,7 @@ fn gradients_of_a_sequence_do_not_depend_on_the_rest_of_the_call() {
         causal,
         Features { dtype: DType::F16, dims: [128, 128], sink: true, masks: &["window:50,0:ends"], ..causal },
         Features { heads: [2, 2], score_mods: &["softcap:5", "alibi"], masks: &["causal-ends", "(q + k) % 3 != 1"], ..causal },
+        Features { dims: [160, 136], lengths: &[[20, 20], [1, 150], [140, 140]], ..causal },
     ];
     for features in one_of_today(&format!("invariant {NAME}"), &all) {
         let compared = compare(&executor, &features).unwrap_or_else(|why| panic!("{features:?}: {why}"));
@@ -72,16 +73,23 @@ fn a_bound_that_depends_on_extents_is_refused_if_bits_must_not() {
 
 const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 200, seq_kv: 200, dim_qk: 64, dim_v: 64 };
 
-/// A change of the elements of q, k, v and d_o.
-type Change = fn(&mut [Vec<f32>; 4]);
+/// Head dims of both kernels. Wide ones add dQ by another instruction.
+const DIMS: [usize; 2] = [64, 160];
 
-/// Returns dq of a causal problem whose operands `change` has altered.
-fn dq_of(executor: &dyn Executor, deterministic: bool, change: impl Fn(&mut [Vec<f32>; 4])) -> Vec<f32> {
-    let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).mask(Mask::causal());
+fn spec_of(dtype: DType, dim: usize) -> AttentionSpec {
+    AttentionSpec::dense(dtype, Shape { dim_qk: dim as i64, dim_v: dim as i64, ..SHAPE }, Layout::Bhsd)
+}
+
+/// A change of the elements of q, k, v and d_o, given the head dim.
+type Change = fn(&mut [Vec<f32>; 4], usize);
+
+/// Returns dq of a causal problem of this head dim whose operands `change` has altered.
+fn dq_of(executor: &dyn Executor, dim: usize, deterministic: bool, change: impl Fn(&mut [Vec<f32>; 4])) -> Vec<f32> {
+    let spec = spec_of(DType::BF16, dim).mask(Mask::causal());
     dq_in(half::bf16::from_f32, &spec, executor, deterministic, change)
 }
 
-/// Returns dq of a specification of `SHAPE` whose elements `narrow` rounds.
+/// Returns dq of a specification of [`spec_of`] whose elements `narrow` rounds.
 fn dq_in<T>(
     narrow: fn(f32) -> T,
     spec: &AttentionSpec,
@@ -95,7 +103,7 @@ where
     for<'a> &'a mut Vec<T>: Into<ElementsMut<'a>>,
 {
     let mut random = Random::new(5);
-    let n = 2 * 200 * 64;
+    let n = spec.q.dims.iter().product::<i64>() as usize;
     let mut operands: [Vec<f32>; 4] = std::array::from_fn(|_| (0..n).map(|_| random.normal() as f32).collect());
     change(&mut operands);
     let [q, k, v, d_o] = operands.map(|x| x.into_iter().map(narrow).collect::<Vec<T>>());
@@ -115,23 +123,25 @@ where
 #[test]
 pub(super) fn what_is_no_number_stays_none() {
     let Some(executor) = wgmma() else { return };
-    let head = 200 * 64;
     let changes: [(&str, Change); 5] = [
-        ("nothing", |_| ()),
-        ("an infinity in a key", |x| x[1][150 * 64 + 3] = f32::INFINITY),
-        ("NaN in a value", |x| x[2][130 * 64 + 9] = f32::NAN),
-        ("NaN in a query", |x| x[0][20 * 64] = f32::NAN),
-        ("an infinity in d_o", |x| x[3][77 * 64 + 63] = f32::NEG_INFINITY),
+        ("nothing", |_, _| ()),
+        ("an infinity in a key", |x, dim| x[1][150 * dim + 3] = f32::INFINITY),
+        ("NaN in a value", |x, dim| x[2][130 * dim + 9] = f32::NAN),
+        ("NaN in a query", |x, dim| x[0][20 * dim] = f32::NAN),
+        ("an infinity in d_o", |x, dim| x[3][77 * dim + dim - 1] = f32::NEG_INFINITY),
     ];
-    for (what, change) in changes {
-        let [floats, integers] = [false, true].map(|deterministic| dq_of(&executor, deterministic, change));
-        let rows = |dq: &[f32]| dq.chunks(64).map(|row| row.iter().any(|x| !x.is_finite())).collect::<Vec<_>>();
-        assert_eq!(rows(&floats), rows(&integers), "{what}");
-        assert_eq!(rows(&floats).contains(&true), what != "nothing", "{what}");
-        assert!(
-            floats[head..].iter().zip(&integers[head..]).all(|(a, b)| (a - b).abs() <= 0.02 * (a.abs() + 1e-3)),
-            "{what}: the other head"
-        );
+    for dim in DIMS {
+        let head = 200 * dim;
+        for (what, change) in changes {
+            let [floats, integers] = [false, true].map(|deterministic| dq_of(&executor, dim, deterministic, |x| change(x, dim)));
+            let rows = |dq: &[f32]| dq.chunks(dim).map(|row| row.iter().any(|x| !x.is_finite())).collect::<Vec<_>>();
+            assert_eq!(rows(&floats), rows(&integers), "{what}, head dim {dim}");
+            assert_eq!(rows(&floats).contains(&true), what != "nothing", "{what}, head dim {dim}");
+            assert!(
+                floats[head..].iter().zip(&integers[head..]).all(|(a, b)| (a - b).abs() <= 0.02 * (a.abs() + 1e-3)),
+                "{what}, head dim {dim}: the other head"
+            );
+        }
     }
 }
 
@@ -139,35 +149,37 @@ pub(super) fn what_is_no_number_stays_none() {
 #[test]
 fn gradients_of_scores_that_overflow_are_no_numbers() {
     let Some(executor) = wgmma() else { return };
-    let spec = AttentionSpec::dense(DType::F16, SHAPE, Layout::Bhsd).mask(Mask::causal());
-    let loud = |x: &mut [Vec<f32>; 4]| {
-        x[2].iter_mut().for_each(|x| *x *= 400.0);
-        x[3].chunks_mut(64).skip(50).step_by(3).for_each(|row| row.iter_mut().for_each(|x| *x *= 8000.0));
-    };
-    let [floats, integers] = [false, true].map(|deterministic| dq_in(half::f16::from_f32, &spec, &executor, deterministic, loud));
-    let rows = |dq: &[f32]| dq.chunks(64).map(|row| row.iter().any(|x| !x.is_finite())).collect::<Vec<_>>();
-    let (of_floats, of_integers) = (rows(&floats), rows(&integers));
-    assert!(of_floats.contains(&true) && of_floats.contains(&false));
-    assert_eq!(of_floats, of_integers);
+    for dim in DIMS {
+        let spec = spec_of(DType::F16, dim).mask(Mask::causal());
+        let loud = |x: &mut [Vec<f32>; 4]| {
+            x[2].iter_mut().for_each(|x| *x *= 400.0);
+            x[3].chunks_mut(dim).skip(50).step_by(3).for_each(|row| row.iter_mut().for_each(|x| *x *= 8000.0));
+        };
+        let [floats, integers] = [false, true].map(|deterministic| dq_in(half::f16::from_f32, &spec, &executor, deterministic, loud));
+        let rows = |dq: &[f32]| dq.chunks(dim).map(|row| row.iter().any(|x| !x.is_finite())).collect::<Vec<_>>();
+        let (of_floats, of_integers) = (rows(&floats), rows(&integers));
+        assert!(of_floats.contains(&true) && of_floats.contains(&false), "head dim {dim}");
+        assert_eq!(of_floats, of_integers, "head dim {dim}");
+    }
 }
 
 /// Sums that are as large as their bound: every product has the largest magnitude, and all have one sign.
 #[test]
 pub(super) fn sums_may_be_as_large_as_their_bound() {
     let Some(executor) = wgmma() else { return };
-    for (score_mod, gain) in [("score", 1.0f32), ("score * 3.0", 3.0)] {
-        let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod(score_mod.parse().unwrap());
+    for (dim, (score_mod, gain)) in DIMS.into_iter().flat_map(|dim| [("score", 1.0f32), ("score * 3.0", 3.0)].map(|of| (dim, of))) {
+        let spec = spec_of(DType::BF16, dim).score_mod(score_mod.parse().unwrap());
         let extreme = |x: &mut [Vec<f32>; 4]| {
             x[0].fill(0.0);
             let signed = |size: f32| move |(row, values): (usize, &mut [f32])| values.fill(if row % 2 == 0 { size } else { -size });
-            x[1].chunks_mut(64).enumerate().for_each(signed(24.0));
-            x[2].chunks_mut(64).enumerate().for_each(signed(40.0));
+            x[1].chunks_mut(dim).enumerate().for_each(signed(24.0));
+            x[2].chunks_mut(dim).enumerate().for_each(signed(40.0));
             x[3].fill(12.0);
         };
         let dq = dq_in(half::bf16::from_f32, &spec, &executor, true, extreme);
-        // P is 1/200, dP is 64 · 40 · 12 with the sign of the key, delta is 0; the scale is 1/8.
-        let want = gain * 64.0 * 40.0 * 12.0 * 24.0 / 8.0;
-        assert!(dq.iter().all(|x| (x - want).abs() <= 0.01 * want), "{score_mod}: {want} and {:?}", &dq[..4]);
+        // P is 1/200, dP is dim · 40 · 12 with the sign of the key, delta is 0; the scale is the inverse root of the head dim.
+        let want = gain * dim as f32 * 40.0 * 12.0 * 24.0 / (dim as f32).sqrt();
+        assert!(dq.iter().all(|x| (x - want).abs() <= 0.01 * want), "{score_mod}, head dim {dim}: {want} and {:?}", &dq[..4]);
     }
 }
 
@@ -175,14 +187,18 @@ pub(super) fn sums_may_be_as_large_as_their_bound() {
 #[test]
 pub(super) fn small_rows_beside_large_ones_keep_their_digits() {
     let Some(executor) = wgmma() else { return };
-    let scaled = |x: &mut [Vec<f32>; 4]| {
-        x[3].chunks_mut(64).enumerate().for_each(|(row, values)| values.iter_mut().for_each(|x| *x *= 10f32.powi((row % 40) as i32 - 30)));
-    };
-    let [floats, integers] = [false, true].map(|deterministic| dq_of(&executor, deterministic, scaled));
-    for (row, (a, b)) in floats.chunks(64).zip(integers.chunks(64)).enumerate() {
-        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
-        let (all, apart) = (norm(&mut a.iter().copied()), norm(&mut a.iter().zip(b).map(|(a, b)| a - b)));
-        assert!(apart <= 0.004 * all, "row {row}: {apart:e} of {all:e}");
+    for dim in DIMS {
+        let scaled = |x: &mut [Vec<f32>; 4]| {
+            x[3].chunks_mut(dim)
+                .enumerate()
+                .for_each(|(row, values)| values.iter_mut().for_each(|x| *x *= 10f32.powi((row % 40) as i32 - 30)));
+        };
+        let [floats, integers] = [false, true].map(|deterministic| dq_of(&executor, dim, deterministic, scaled));
+        for (row, (a, b)) in floats.chunks(dim).zip(integers.chunks(dim)).enumerate() {
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let (all, apart) = (norm(&mut a.iter().copied()), norm(&mut a.iter().zip(b).map(|(a, b)| a - b)));
+            assert!(apart <= 0.004 * all, "head dim {dim}, row {row}: {apart:e} of {all:e}");
+        }
     }
 }
 

@@ -15,10 +15,10 @@ use std::sync::Mutex;
 /// A description of the fault, the text that it replaces in a kernel, and the replacement.
 type Fault = (&'static str, [&'static str; 2]);
 
-const FAULTS: [Fault; 11] = [
+const FAULTS: [Fault; 16] = [
     ("parts of any size are rounded by an addition", ["!rounds_right(sums, scales)", "false"]),
     ("converted parts lack the offset", [") + INTEGER_OFFSET_BITS;", ");"]),
-    ("the offset of one part is subtracted", ["uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
+    ("the offset of one part is subtracted", ["ahead.parts * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
     ("both slices count a part", ["if (warpgroup == 0) atomicAdd(p.dq_parts", "atomicAdd(p.dq_parts"]),
     (
         "rounded parts of the second query have the first one's scale",
@@ -30,12 +30,23 @@ const FAULTS: [Fault; 11] = [
     ),
     ("parts that are no numbers leave no mark", ["stored[fragment_row(n)] = NOT_A_NUMBER, marked = true", "marked = true"]),
     ("the mark is the other query's", ["stored[fragment_row(n)] = NOT_A_NUMBER", "stored[8 - fragment_row(n)] = NOT_A_NUMBER"]),
-    ("rounded parts are copied without a fence of the async proxy", ["    store(part);\n    fence_proxy_async();\n", "    store(part);\n"]),
+    (
+        "rounded parts are copied without a fence of the async proxy",
+        ["rounded_dq(sums, n, scales)); });\n    fence_proxy_async();\n", "rounded_dq(sums, n, scales)); });\n"],
+    ),
     (
         "converted parts are copied without a fence of the async proxy",
-        ["        store(part);\n        fence_proxy_async();\n", "        store(part);\n"],
+        ["__uint_as_float(parts[n]); });\n        fence_proxy_async();\n", "__uint_as_float(parts[n]); });\n"],
     ),
-    ("infinities of keys count for the bound", ["add_largest<true>(largest_bits, k[n])", "add_largest<false>(largest_bits, k[n])"]),
+    ("infinities of keys count for the bound", ["larger_half(largest_pair) >= exponent_bits(Element{})", "false"]),
+    ("a piece has the scaling of the one before", ["n < 3 ? slice : next, (n + 1) & 3)", "slice, n)"]),
+    ("wide heads: parts of any size are rounded by an addition", ["__builtin_expect(rounds_right(sums, scales), 1)", "true"]),
+    (
+        "wide heads: every slice counts a part",
+        ["if (slice == 0 && (threadIdx.x & 127) == 0) atomicAdd(p.dq_parts", "if ((threadIdx.x & 127) == 0) atomicAdd(p.dq_parts"],
+    ),
+    ("the gradients of all shares lie in one place", ["FIXED_POINT_DQ ? tile.head_split * each : 0", "0"]),
+    ("the gradients of a share are left out", ["for (int split = 1; split < sum.splits", "for (int split = 2; split < sum.splits"]),
 ];
 
 /// Returns the first error of the tests and of random problems.

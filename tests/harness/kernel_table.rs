@@ -192,8 +192,8 @@ pub struct TableKernel {
     pub architecture: &'static str,
 }
 
-/// Problems that the rows above leave out: parameter gradients, sink gradients, query heads split over CTAs, all statistics, base-2 statistics, long
-/// traces, decode with dropout, a long band.
+/// Problems that the rows above leave out: parameter gradients, sink gradients, query heads split over CTAs, deterministic passes, all statistics, base-2
+/// statistics, long traces, decode with dropout, a long band.
 fn more() -> Vec<(&'static str, AttentionSpec, BackwardSpec)> {
     let dense = |shape| AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats();
     let shape = |heads: [i64; 2], seq: [i64; 2], dims: [i64; 2]| Shape {
@@ -211,6 +211,10 @@ fn more() -> Vec<(&'static str, AttentionSpec, BackwardSpec)> {
     let sink = spec([128, 128], DType::F16, "", &["causal"]).with_sink();
     let shared = dense(shape([8, 1], [300, 230], [128, 104]));
     let shared_wide = dense(shape([6, 1], [260, 110], [200, 256]));
+    let [plain, narrow] = [[128, 128], [64, 64]].map(|dims| spec(dims, DType::BF16, "", &[]));
+    let wide_keys = spec([192, 128], DType::BF16, "", &["causal"]);
+    let wide_capped = spec([256, 256], DType::BF16, "softcap:50", &["causal"]);
+    let wide_dropped = spec([256, 256], DType::F16, "", &["causal"]).with_dropout(0.1);
     let all = dense(shape([4, 2], [300, 700], [128, 128])).with_row_max().with_sum_exp();
     let decode = dense(shape([8, 2], [3, 9000], [128, 128])).with_row_max().with_sum_exp().with_sink();
     let two = dense(shape([4, 2], [300, 700], [64, 64])).with_stats_in(StatsBase::Two);
@@ -225,6 +229,13 @@ fn more() -> Vec<(&'static str, AttentionSpec, BackwardSpec)> {
         ("gradient of a sink", sink.clone(), sink.backward().wrt("sink", DType::F32)),
         ("one KV head", shared.clone(), shared.backward()),
         ("one KV head, wide heads", shared_wide.clone(), shared_wide.backward()),
+        ("one KV head, deterministic", shared.clone(), shared.backward().deterministic()),
+        ("one KV head, wide heads, deterministic", shared_wide.clone(), shared_wide.backward().deterministic()),
+        ("deterministic", plain.clone(), plain.backward().deterministic()),
+        ("deterministic, narrow heads", narrow.clone(), narrow.backward().deterministic()),
+        ("deterministic, wide queries and keys", wide_keys.clone(), wide_keys.backward().deterministic()),
+        ("deterministic, wide heads", wide_capped.clone(), wide_capped.backward().deterministic()),
+        ("deterministic, wide heads, dropout", wide_dropped.clone(), wide_dropped.backward().deterministic()),
         ("all statistics", all.clone(), all.backward()),
         ("all statistics, split KV", decode.clone(), decode.backward()),
         ("base-2 statistics", two.clone(), spec([64, 64], DType::BF16, "", &["padding"]).backward()),

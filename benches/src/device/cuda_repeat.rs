@@ -44,6 +44,13 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
         ("backward, mma.sync", backward(capped.clone().backward().deterministic())?, Family::Mma, true),
         ("backward, fixed point, 64", backward(capped.clone().backward().deterministic())?, Family::Wgmma, true),
         ("backward, fixed point, 128", backward(spec(square(128), "causal")?.backward().deterministic())?, Family::Wgmma, true),
+        ("backward, fixed point, 256", backward(spec(square(256), "causal")?.backward().deterministic())?, Family::Wgmma, true),
+        (
+            "backward, fixed point, shared KV heads",
+            backward(spec(shape([8, 1], [900, 700], 128), "causal")?.backward().deterministic())?,
+            Family::Wgmma,
+            true,
+        ),
         ("backward, fixed point, packed", backward(packed.clone().backward().deterministic())?, Family::Wgmma, true),
         ("backward, fixed point, sinks", backward(sinks.backward().wrt(SINK, DType::F32).deterministic())?, Family::Wgmma, true),
         (

@@ -162,8 +162,8 @@ inline void dq_reduce_warp(const Params& p, const SharedStorage& smem) {
 
 // Stores a consumer's dQ slice in shared memory for the dQ reduce warp. Each warp's piece is in register order, not row-major, because the accumulator is
 // in register order too. The warpgroup index is recomputed: keeping it live costs a register that WGMMA operands need.
-// With fixed-point sums, `scales` has the scales of the thread's queries, and `to` points to them.
-inline void store_dq(const float (&sums)[DQ], float* to, const float2& scales, uint at) {
+// With fixed-point sums, `scales` has the scales of the thread's queries.
+inline void store_dq(const float (&sums)[DQ], const Params& p, DqPlace place, const float2& scales, int, uint at) {
     const int warpgroup = warp_uniform(int(threadIdx.x >> 7)) - 1;
     named_barrier_sync(BARRIER_DQ_EMPTY + warpgroup, 160);
     at += warpgroup * DQ_SLICE_BYTES + (threadIdx.x >> 5 & 3) * DQ_PIECE_BYTES + (threadIdx.x & 31) * 16;
@@ -172,15 +172,13 @@ inline void store_dq(const float (&sums)[DQ], float* to, const float2& scales, u
         for (int n = 0; n < DQ; n += 4) st_shared_v4_f32(at + n * 128, part(n), part(n + 1), part(n + 2), part(n + 3));
     };
 #if FIXED_POINT_DQ
-    uint parts[DQ];
-    const auto part = [&](int n) { return __uint_as_float(parts[n]); };
-    round_dq(parts, sums, scales);
-    store(part);
+    store([&](int n) { return __uint_as_float(rounded_dq(sums, n, scales)); });
     fence_proxy_async();
     // The check comes last, so that neither the stores nor the fence wait for it.
     if (__builtin_expect(!rounds_right(sums, scales), 0)) {
-        round_any_dq(parts, sums, scales, to);
-        store(part);
+        uint parts[DQ];
+        round_any_dq(parts, sums, scales, p.dq_scale + place);
+        store([&](int n) { return __uint_as_float(parts[n]); });
         fence_proxy_async();
     }
 #else
@@ -190,15 +188,14 @@ inline void store_dq(const float (&sums)[DQ], float* to, const float2& scales, u
     named_barrier_arrive(BARRIER_DQ_FULL + warpgroup, 160);
 }
 #else
-inline void store_dq(const float (&sums)[DQ], float* to, const float2&, uint) {
-    red_add_dq(sums, to);
+inline void store_dq(const float (&sums)[DQ], const Params& p, DqPlace place, const float2& scales, int slice, uint) {
+#if FIXED_POINT_DQ
+    red_add_fixed_dq(sums, p, place, scales, slice);
+#else
+    red_add_dq(sums, place);
+#endif
 }
 #endif
-
-// Loads the fixed-point scales of a thread's queries. The loads overlap the GEMM of dQ.
-inline float2 dq_scales(const float* scales) {
-    return FIXED_POINT_DQ ? float2{scales[0], scales[8]} : float2{0.0f, 0.0f};
-}
 
 // Issues the GEMM of the previous step's dQ, over dS of both consumers. It runs one step late, so that no consumer waits for the other's dS of the current
 // step.
@@ -209,11 +206,12 @@ inline void gemm_dq_previous(float (&dq)[DQ], const StepState& step_state, const
 }
 
 // Finishes dQ of the previous step: releases the dS stage and stores dQ. The caller must already have waited for the WGMMAs that compute dQ.
-inline void finish_dq_previous(float (&dq)[DQ], float* to, const float2& scales, const StepState& step_state, const SharedStorage& smem) {
+inline void finish_dq_previous(float (&dq)[DQ], const Params& p, DqPlace place, const float2& scales, int slice, const StepState& step_state,
+                               const SharedStorage& smem) {
     wgmma_fence_operand(dq);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(smem.d_s_empty + 8 * (step_state.stage ^ 1));
-    store_dq(dq, to, scales, smem.dq_slices);
+    store_dq(dq, p, place, scales, slice, smem.dq_slices);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -296,8 +294,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             uint k_registers[K_REGISTERS], v_registers[V_REGISTERS];
             load_a_fragments(k_registers, smem.k + own_rows, KV_PANEL_BYTES);
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
-            // Points to the dQ accumulator slice of the previous step, or, with fixed-point sums, to the scales of its queries.
-            float* to = nullptr;
+            // Place of the previous step's dQ. Without TMA, the slice is this consumer's panel of columns.
+            DqPlace place = 0;
+            const int slice = DQ_BY_TMA ? 0 : tile.part * 2 + warpgroup;
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
                 gemm_s_dp<QK_STEPS>(s, smem.k + own_rows, k_registers, smem.q + step_state.operand_stage() * Q_BYTES);
@@ -357,11 +356,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         float dq[DQ];
                         values();
                         gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
-                        const float2 scales = dq_scales(to);
+                        const float2 scales = dq_scales(p, place);
                         wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
                         gemm_dk_dv(dk, ds_packed, q_columns);
                         wgmma_wait_group<1>();
-                        finish_dq_previous(dq, to, scales, step_state, smem);
+                        finish_dq_previous(dq, p, place, scales, slice, step_state, smem);
                         wgmma_wait_group<0>();
                         wgmma_fence_operand(dk);
                     } else {
@@ -374,11 +373,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 }
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(smem.q_empty + 8 * step_state.operand_stage());
-                if (!DQ_BY_TMA) to = dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);
 #if FIXED_POINT_DQ
-                // The schedule has fewer than 2^31 rows.
-                to = p.dq_scale + (int(q_tile_index(p, seq_info, tile.batch, step.head, step.queries)) * TILE_M + (TILE_M == 128 ? warpgroup * 64 : 0) + warp * 16 +
-                     thread_row(lane));
+                place = dq_place(p, seq_info, tile, step, TILE_M == 128 ? warpgroup * 64 : 0);
+#else
+                if (!DQ_BY_TMA) place = dq_slice(p, seq_info, tile, step.head, step.queries, slice);
 #endif
                 step_state.advance();
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
@@ -393,9 +391,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             } while (has_next);
             float dq[DQ];
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
-            const float2 scales = dq_scales(to);
+            const float2 scales = dq_scales(p, place);
             wgmma_wait_group<0>();
-            finish_dq_previous(dq, to, scales, step_state, smem);
+            finish_dq_previous(dq, p, place, scales, slice, step_state, smem);
             // Release K and V: dK and dV are staged in the memory of dS and of the dQ slices, so the next K and V can be loaded at the same time.
             if (DQ_BY_TMA && lane == 0) mbarrier_arrive(smem.kv_empty);
         } else if (!DQ_BY_TMA) {
@@ -410,13 +408,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
         bool complete = true;
 #if WITH_HEAD_SPLITS
-        float* const split_sum = p.dkv_accum + (long(done.tile_index) * 2 + warpgroup) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
-        red_add_split(split_sum, dk);
-        red_add_split(split_sum + 128 * DK, dv);
+        const SplitSum split_sum = split_sum_of(p, done, warpgroup * 128 * (DK + DV), 2 * 128 * (DK + DV));
+        add_split(split_sum, dk);
+        add_split(split_sum.beyond(128 * DK), dv);
         complete = is_last_split(p, smem, done, [](int) { named_barrier_sync(BARRIER_CONSUMERS, 256); });
         if (complete) {
             load_split_sum(dk, split_sum);
-            load_split_sum(dv, split_sum + 128 * DK);
+            load_split_sum(dv, split_sum.beyond(128 * DK));
         }
 #else
         // Wait until both consumers are done with K, V and dS.

@@ -149,7 +149,14 @@ struct WarpgroupContext {
         return FragmentOrigin{tile.batch, step.head, step.queries * TILE_M + thread_column(lane),
                               tile.block * TILE_N + tile.part * KEYS + warp * 16 + thread_row(lane)};
     }
-    inline float* sums(const Step& step) const { return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup); }
+    // Place of a step's dQ. Each consumer has a panel of its columns.
+    inline DqPlace place(const Step& step) const {
+#if FIXED_POINT_DQ
+        return dq_place(p, seq_info, tile, step, 0);
+#else
+        return dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);
+#endif
+    }
     // Address of this warp's rows of a step's dS.
     inline uint own_ds(const StepState& step_state) const {
         return smem.d_s + step_state.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES;
@@ -217,13 +224,23 @@ inline void release_ds(float (&dq)[DQ], const StepState& step_state, const Warpg
     ctx.release_both_ctas(ctx.smem.d_s_empty + 8 * (step_state.stage ^ 1));
 }
 
+// Adds this consumer's panel of a step's dQ to the accumulator.
+inline void add_dq(const float (&dq)[DQ], DqPlace place, const float2& scales, const WarpgroupContext& ctx) {
+#if FIXED_POINT_DQ
+    red_add_fixed_dq(dq, ctx.p, place, scales, ctx.tile.part * 2 + ctx.warpgroup);
+#else
+    red_add_dq(dq, place);
+#endif
+}
+
 // Computes dQ of the last step and adds it to the accumulator.
-inline void gemm_dq_last(const StepState& step_state, const WarpgroupContext& ctx, float* to) {
+inline void gemm_dq_last(const StepState& step_state, const WarpgroupContext& ctx, DqPlace place) {
     float dq[DQ];
     gemm_dq_previous(dq, step_state, ctx);
+    const float2 scales = dq_scales(ctx.p, place);
     wgmma_wait_group<0>();
     release_ds(dq, step_state, ctx);
-    red_add_dq(dq, to);
+    add_dq(dq, place, scales, ctx);
 }
 
 inline void gemm_s_next(float (&s)[SCORES], const StepState& step_state, const WarpgroupContext& ctx) {
@@ -241,8 +258,8 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
     if (!has_next) return;
     float s[SCORES];
     gemm_s_next(s, step_state, ctx);
-    // Points to the dQ accumulator slice of the previous step.
-    float* to = nullptr;
+    // Place of the previous step's dQ.
+    DqPlace place = 0;
     do {
         has_next = next_step(steps, ctx.p, ctx.range, ctx.tile, next);
         const FragmentOrigin origin = ctx.origin(step);
@@ -266,26 +283,27 @@ inline void consumer_dv(float (&dv)[DV], StepState& step_state, const WarpgroupC
             float dq[DQ];
             gemm_dk_dv(dv, p_packed, d_o);
             gemm_dq_previous(dq, step_state, ctx);
+            const float2 scales = dq_scales(ctx.p, place);
             wgmma_wait_group<1>();
             wgmma_fence_operand(dv);
             ctx.release_both_ctas(d_o_empty);
             wgmma_wait_group<0>();
             release_ds(dq, step_state, ctx);
-            red_add_dq(dq, to);
+            add_dq(dq, place, scales, ctx);
         } else {
             gemm_dk_dv(dv, p_packed, d_o);
             wgmma_wait_group<0>();
             wgmma_fence_operand(dv);
             ctx.release_both_ctas(d_o_empty);
         }
-        to = ctx.sums(step);
+        place = ctx.place(step);
         has_previous = true;
         step_state.advance();
         // Issue the GEMM of the next S last, so that nothing touches its accumulator `s` until the wait for it.
         if (has_next) gemm_s_next(s, step_state, ctx);
         step = next;
     } while (has_next);
-    gemm_dq_last(step_state, ctx, to);
+    gemm_dq_last(step_state, ctx, place);
 }
 
 // Stores dS, after waiting until both CTAs have read the dS of two steps ago, which is in the same buffer.
@@ -312,7 +330,7 @@ inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& 
     StepIterator steps = step_iterator(ctx.p, ctx.range, ctx.tile);
     Step step;
     bool has_previous = false;
-    float* to = nullptr;
+    DqPlace place = 0;
     while (next_step(steps, ctx.p, ctx.range, ctx.tile, step)) {
         const FragmentOrigin origin = ctx.origin(step);
         const uint none[1] = {0};
@@ -344,12 +362,13 @@ inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& 
             gemm_dk_dv(dk, ds_packed, q);
             send_ds_to_peer(step_state, ctx);
             gemm_dq_previous(dq, step_state, ctx);
+            const float2 scales = dq_scales(ctx.p, place);
             wgmma_wait_group<1>();
             wgmma_fence_operand(dk);
             ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
             wgmma_wait_group<0>();
             release_ds(dq, step_state, ctx);
-            red_add_dq(dq, to);
+            add_dq(dq, place, scales, ctx);
         } else {
             gemm_dk_dv(dk, ds_packed, q);
             send_ds_to_peer(step_state, ctx);
@@ -357,11 +376,11 @@ inline void consumer_dk(float (&dk)[DK], const Gradients& gradients, StepState& 
             wgmma_fence_operand(dk);
             ctx.release_both_ctas(smem.q_empty + 8 * step_state.stage);
         }
-        to = ctx.sums(step);
+        place = ctx.place(step);
         has_previous = true;
         step_state.advance();
     }
-    if (has_previous) gemm_dq_last(step_state, ctx, to);
+    if (has_previous) gemm_dq_last(step_state, ctx, place);
 }
 
 // Synchronises the two consumer warpgroups, which call this from different places in the code: each waits on a named barrier of its own, on which the
@@ -378,8 +397,8 @@ template <int warpgroup, int count>
 inline void store_gradient_2cta(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const WarpgroupContext& ctx) {
     bool complete = true;
 #if WITH_HEAD_SPLITS
-    float* const split_sum = ctx.p.dkv_accum + long(ctx.tile.tile_index) * 128 * (DK + DV) + warpgroup * 128 * DV + (threadIdx.x & 127) * 4;
-    red_add_split(split_sum, sums);
+    const SplitSum split_sum = split_sum_of(ctx.p, ctx.tile, warpgroup * 128 * DV, 128 * (DK + DV));
+    add_split(split_sum, sums);
     complete = is_last_split(ctx.p, ctx.smem, ctx.tile, warpgroups_sync<warpgroup>);
     if (complete) load_split_sum(sums, split_sum);
 #else

@@ -30,20 +30,65 @@ inline void store_gradient(const float (&sums)[count], float scale, uint rows_at
     }
 }
 
+// Index of the thread's first query among the rows of all query tiles. `first` is the warpgroup's first row of the tile.
+inline int dq_place(const Params& p, const SeqInfo& seq_info, const Tile& tile, const Step& step, int first) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    return int(q_tile_index(p, seq_info, tile.batch, step.head, step.queries)) * TILE_M + first + warp * 16 + thread_row(lane);
+}
+
+// Loads the fixed-point scales of a thread's queries. The loads overlap the GEMM of dQ.
+inline float2 dq_scales(const Params& p, DqPlace place) {
+#if FIXED_POINT_DQ
+    return float2{p.dq_scale[place], p.dq_scale[place + 8]};
+#else
+    return float2{0.0f, 0.0f};
+#endif
+}
+
 #if WITH_HEAD_SPLITS
-// Adds this CTA's dK or dV to the sum over head splits, which is laid out in register order.
+// This thread's elements of the sums over head splits, in register order. In a deterministic pass each head split stores its own, `apart` elements from the
+// next one's, and they are added in the order of the splits.
+struct SplitSum {
+    float* own;
+    const float* first;
+    int splits, apart;
+    inline SplitSum beyond(int elements) const { return SplitSum{own + elements, first + elements, splits, apart}; }
+};
+
+// `at` is where the thread's warpgroup begins among the `each` elements of a KV block.
+inline SplitSum split_sum_of(const Params& p, const Tile& tile, int at, int each) {
+    const int splits = FIXED_POINT_DQ ? p.head_splits : 1;
+    float* const first = p.dkv_accum + long(tile.tile_index) * splits * each + at + (threadIdx.x & 127) * 4;
+    return SplitSum{first + (FIXED_POINT_DQ ? tile.head_split * each : 0), first, splits, each};
+}
+
+// Adds this CTA's dK or dV.
 template <int count>
-inline void red_add_split(float* to, const float (&sums)[count]) {
+inline void add_split(const SplitSum& sum, const float (&sums)[count]) {
 #pragma unroll
-    for (int n = 0; n < count; n += 4) red_add_v4_f32(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    for (int n = 0; n < count; n += 4) {
+#if FIXED_POINT_DQ
+        *reinterpret_cast<float4*>(sum.own + n * 128) = float4{sums[n], sums[n + 1], sums[n + 2], sums[n + 3]};
+#else
+        red_add_v4_f32(sum.own + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+#endif
+    }
 }
 
 template <int count>
-inline void load_split_sum(float (&sums)[count], const float* from) {
+inline void load_split_sum(float (&sums)[count], const SplitSum& sum) {
 #pragma unroll
     for (int n = 0; n < count; n += 4) {
-        const float4 four = __ldcg((const float4*)(from + n * 128));
+        const float4 four = __ldcg((const float4*)(sum.first + n * 128));
         sums[n] = four.x, sums[n + 1] = four.y, sums[n + 2] = four.z, sums[n + 3] = four.w;
+    }
+    for (int split = 1; split < sum.splits; split++) {
+        const float* const from = sum.first + split * sum.apart;
+#pragma unroll
+        for (int n = 0; n < count; n += 4) {
+            const float4 four = __ldcg((const float4*)(from + n * 128));
+            sums[n] += four.x, sums[n + 1] += four.y, sums[n + 2] += four.z, sums[n + 3] += four.w;
+        }
     }
 }
 

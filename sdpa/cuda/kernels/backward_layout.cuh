@@ -32,6 +32,13 @@ constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS ? SCORES : 1;
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
 constexpr int DQ = PANEL / 2;
+// Where a thread adds its elements of a step's dQ: an address in the accumulator; with fixed-point sums, the index of the thread's first query among the rows of
+// all query tiles. There are fewer than 2^31 rows.
+#if FIXED_POINT_DQ
+typedef int DqPlace;
+#else
+typedef float* DqPlace;
+#endif
 // dQ of one consumer in one step: 64 x 64 f32. With DQ_BY_TMA it is reduced through shared memory.
 constexpr int DQ_SLICE = 64 * 64;
 constexpr uint DQ_SLICE_BYTES = DQ_BY_TMA ? DQ_SLICE * 4 : 0;

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     if (tile * TILE_M >= extent) return;
     float stats[ROUNDS], sums[ROUNDS];
 #if FIXED_POINT_DQ
-    // The bits of the largest magnitude of dO.
+    // The bits of the largest magnitudes of dO, in the halves of a pair.
     uint upstream[ROUNDS];
 #pragma unroll
     for (int n = 0; n < ROUNDS; n++) upstream[n] = 0;
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
             sums[n] = dot_pairs(o[n].x, d_o[n].x) + dot_pairs(o[n].y, d_o[n].y) + dot_pairs(o[n].z, d_o[n].z) +
                       dot_pairs(o[n].w, d_o[n].w);
 #if FIXED_POINT_DQ
-            add_largest<false>(upstream[n], Elements{{__float_as_uint(d_o[n].x), __float_as_uint(d_o[n].y), __float_as_uint(d_o[n].z), __float_as_uint(d_o[n].w)}});
+            add_largest(upstream[n], Elements{{__float_as_uint(d_o[n].x), __float_as_uint(d_o[n].y), __float_as_uint(d_o[n].z), __float_as_uint(d_o[n].w)}});
 #endif
         }
         if (p.dim_v % 8 != 0 && !full_vector) {
@@ -90,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
         const int row = first + n * ROWS_AT_ONCE;
         for (int apart = ROW_LANES / 2; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
 #if FIXED_POINT_DQ
+        upstream[n] = larger_half(upstream[n]);
         for (int half = ROW_LANES / 2; half > 0; half /= 2) upstream[n] = max(upstream[n], uint(__shfl_xor_sync(~0u, int(upstream[n]), half)));
         const float largest = upstream[n] < exponent_bits(Element{}) ? float(Element{(unsigned short)upstream[n]}) : INFINITE;
 #endif

@@ -37,54 +37,91 @@ inline Elements load_elements(const Element* row, int first, int dim) {
 inline uint exponent_bits(Half) { return 0x7c00u; }
 inline uint exponent_bits(BFloat) { return 0x7f80u; }
 
-// Adds the largest magnitude among elements, as bits, whose order is that of the numbers. With `finite`, infinities and NaNs do not count.
-template <bool finite>
+// Adds the largest magnitude among elements, as bits, whose order is that of the numbers. `largest` has one for each half of the pairs.
 inline void add_largest(uint& largest, const Elements& e) {
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const uint bits = e.pairs[n / 2] >> (n & 1) * 16 & 0x7fffu;
-        if (!finite || bits < exponent_bits(Element{})) largest = max(largest, bits);
-    }
+    for (int n = 0; n < 4; n++) largest = __vmaxu2(largest, e.pairs[n] & 0x7fff7fffu);
 }
 
-// Adds the magnitudes of the finite elements.
-inline void add_magnitudes(float& sum, const Elements& e) {
+inline uint larger_half(uint pair) { return max(pair & 0xffffu, pair >> 16); }
+
+// Returns the bits of an element's magnitude.
+inline uint magnitude_bits(const Elements& e, int n) { return e.pairs[n / 2] >> (n & 1) * 16 & 0x7fffu; }
+
+// Returns the largest magnitude of the finite elements, as bits.
+inline uint largest_finite(const Elements& e) {
+    uint largest = 0;
+    for (int n = 0; n < 8; n++)
+        if (magnitude_bits(e, n) < exponent_bits(Element{})) largest = max(largest, magnitude_bits(e, n));
+    return largest;
+}
+
+// Returns the sum of the magnitudes of the finite elements.
+inline float finite_magnitudes(const Elements& e) {
+    float sum = 0.0f;
+    for (int n = 0; n < 8; n++)
+        if (magnitude_bits(e, n) < exponent_bits(Element{})) sum += float(Element{(unsigned short)magnitude_bits(e, n)});
+    return sum;
+}
+
+inline float magnitudes(const Elements& e) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const uint bits = e.pairs[n / 2] >> (n & 1) * 16 & 0x7fffu;
-        if (bits < exponent_bits(Element{})) sum += float(Element{(unsigned short)bits});
-    }
+    for (int n = 0; n < 8; n++) sum += float(Element{(unsigned short)magnitude_bits(e, n)});
+    // Few elements are infinite or NaN.
+    return __builtin_expect(sum < INFINITE, 1) ? sum : finite_magnitudes(e);
 }
 
-// Finds max |K| and max |V|_1 of each KV head, over the sequence's own keys. Infinities and NaNs do not count. One CTA per KV block; 16 lanes per key. Both
-// maxima are stored as the bits of f32, whose order as integers is that of the numbers.
+// Number of lanes that share a key, of which each reads eight elements, and of keys whose loads are under way at once.
+constexpr int KEY_LANES = DIM_QK > 128 || DIM_V > 128 ? 32 : 16;
+constexpr int KEYS_AT_ONCE = 256 / KEY_LANES, KEY_ROUNDS = 8;
+
+// Finds max |K| and max |V|_1 of each KV head, over the sequence's own keys. Infinities and NaNs do not count. One CTA per KV block. Both maxima are stored as
+// the bits of f32, whose order as integers is that of the numbers.
 extern "C" __global__ void __launch_bounds__(256, 2) attention_backward_bounds(const __grid_constant__ Params p) {
     const int heads_kv = p.heads_q / p.group, block = blockIdx.x % p.blocks, unit = blockIdx.x / p.blocks, batch = unit / heads_kv, head = unit % heads_kv;
     const SeqInfo seq_info = seq_info_of(p, batch);
-    const int first = 8 * (threadIdx.x & 15);
-    constexpr int KEYS = TILE_N / 16;
+    const int first = 8 * (threadIdx.x % KEY_LANES);
     const auto row_at = [&](const void* at, long batch_stride, long head_stride, long row_stride, int key) {
         const long of_batch = WITH_PACKED_KV ? seq_info.begin_kv * row_stride : batch * batch_stride;
         return static_cast<const Element*>(at) + of_batch + head * head_stride + key * row_stride;
     };
-    // All loads are issued before the first use.
-    Elements k[KEYS], v[KEYS];
-#pragma unroll
-    for (int n = 0; n < KEYS; n++) {
-        const int key = block * TILE_N + threadIdx.x / 16 + n * 16;
-        const bool any = key < seq_info.len_kv;
-        k[n] = load_elements(row_at(p.k, p.k_batch, p.k_head, p.k_row, key), first, any ? p.dim_qk : 0);
-        v[n] = load_elements(row_at(p.v, p.v_batch, p.v_head, p.v_row, key), first, any ? p.dim_v : 0);
-    }
     uint largest_bits = 0;
     float largest_v = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < TILE_N; begin += KEY_ROUNDS * KEYS_AT_ONCE) {
+        // All loads are issued before the first use.
+        Elements k[KEY_ROUNDS], v[KEY_ROUNDS];
+        uint largest_pair = 0;
+        float sums[KEY_ROUNDS];
 #pragma unroll
-    for (int n = 0; n < KEYS; n++) {
-        add_largest<true>(largest_bits, k[n]);
-        float sum = 0.0f;
-        add_magnitudes(sum, v[n]);
-        for (int apart = 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-        largest_v = fmaxf(largest_v, sum);
+        for (int n = 0; n < KEY_ROUNDS; n++) {
+            const int key = block * TILE_N + begin + threadIdx.x / KEY_LANES + n * KEYS_AT_ONCE;
+            const bool any = key < seq_info.len_kv;
+            k[n] = load_elements(row_at(p.k, p.k_batch, p.k_head, p.k_row, key), first, any ? p.dim_qk : 0);
+            v[n] = load_elements(row_at(p.v, p.v_batch, p.v_head, p.v_row, key), first, any ? p.dim_v : 0);
+        }
+#pragma unroll
+        for (int n = 0; n < KEY_ROUNDS; n++) add_largest(largest_pair, k[n]), sums[n] = magnitudes(v[n]);
+        if (__builtin_expect(larger_half(largest_pair) >= exponent_bits(Element{}), 0)) {
+            largest_pair = 0;
+#pragma unroll
+            for (int n = 0; n < KEY_ROUNDS; n++) largest_pair = max(largest_pair, largest_finite(k[n]));
+        }
+        largest_bits = max(largest_bits, larger_half(largest_pair));
+        // Half of the lanes add half of the keys, then a quarter of them, so that there are fewer shuffles.
+        int apart = KEY_LANES / 2;
+#pragma unroll
+        for (int count = KEY_ROUNDS / 2; count > 0; count /= 2, apart /= 2) {
+            const bool upper = threadIdx.x & apart;
+#pragma unroll
+            for (int n = 0; n < count; n++) {
+                const float given = upper ? sums[n] : sums[n + count], kept = upper ? sums[n + count] : sums[n];
+                sums[n] = kept + __shfl_xor_sync(~0u, given, apart);
+            }
+        }
+        for (; apart > 0; apart /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], apart);
+        largest_v = fmaxf(largest_v, sums[0]);
     }
     float largest_k = float(Element{(unsigned short)largest_bits});
     for (int apart = 16; apart > 0; apart /= 2) {
@@ -109,13 +146,12 @@ constexpr float INTEGER_OFFSET = 12582912.0f;
 constexpr uint INTEGER_OFFSET_BITS = 0x4b400000u;
 constexpr float INTEGER_LIMIT = 4194304.0f;
 
-// Rounds a thread's elements of dQ to integers. `scales` has the scales of its first query and of the one eight queries later.
-inline void round_dq(uint (&parts)[DQ], const float (&sums)[DQ], const float2& scales) {
-#pragma unroll
-    for (int n = 0; n < DQ; n++) parts[n] = __float_as_uint(__fmaf_rn(sums[n], fragment_half(n) ? scales.y : scales.x, INTEGER_OFFSET));
+// Rounds element `n` of a thread's dQ to an integer. `scales` has the scales of its first query and of the one eight queries later.
+inline uint rounded_dq(const float (&sums)[DQ], int n, const float2& scales) {
+    return __float_as_uint(__fmaf_rn(sums[n], fragment_half(n) ? scales.y : scales.x, INTEGER_OFFSET));
 }
 
-// Returns whether `round_dq` rounds these elements right. The sum of magnitudes takes one addition for each of them, and is NaN if one is.
+// Returns whether `rounded_dq` rounds these elements right. The sum of magnitudes takes one addition for each of them, and is NaN if one is.
 inline bool rounds_right(const float (&sums)[DQ], const float2& scales) {
     float magnitudes[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -135,3 +171,22 @@ inline void round_any_dq(uint (&parts)[DQ], const float (&sums)[DQ], const float
     }
     if (marked) __threadfence();
 }
+
+#if !DQ_BY_TMA
+// Adds a slice of dQ to the accumulator, two neighbouring elements by one 64-bit addition: the sum of the lower ones carries into the upper ones, and the
+// conversion to dQ takes the carry back. `place` is the index of the thread's first query among the rows of all query tiles.
+inline void red_add_fixed_dq(const float (&sums)[DQ], const Params& p, int place, const float2& scales, int slice) {
+    const int query_tile = place / TILE_M;
+    ulong64* const to = reinterpret_cast<ulong64*>(p.dq_accum + (long(query_tile) * SLICES + slice) * DQ_SLICE) + (threadIdx.x & 127);
+    if (slice == 0 && (threadIdx.x & 127) == 0) atomicAdd(p.dq_parts + query_tile, 1);
+    if (__builtin_expect(rounds_right(sums, scales), 1)) {
+#pragma unroll
+        for (int n = 0; n < DQ; n += 2) red_add_u64(to + n * 64, ulong64(rounded_dq(sums, n + 1, scales)) << 32 | rounded_dq(sums, n, scales));
+    } else {
+        uint parts[DQ];
+        round_any_dq(parts, sums, scales, p.dq_scale + place);
+#pragma unroll
+        for (int n = 0; n < DQ; n += 2) red_add_u64(to + n * 64, ulong64(parts[n + 1]) << 32 | parts[n]);
+    }
+}
+#endif

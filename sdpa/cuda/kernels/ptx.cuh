@@ -128,6 +128,11 @@ inline void red_add_v4_f32(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
+// Adds to a 64-bit integer by a relaxed atomic addition.
+inline void red_add_u64(ulong64* to, ulong64 x) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+}
+
 // Adds to a counter in global memory. The release orders the addition after this thread's own writes; the proxy fence orders it after this thread's
 // completed bulk copies.
 inline void counter_release_add(int* at, int count) {

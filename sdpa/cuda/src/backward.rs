@@ -18,9 +18,6 @@ use std::sync::Arc;
 pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
-/// The largest head dim for which dQ is summed through shared memory, which fixed-point sums need.
-const MOST_FIXED_DIM: i64 = 128;
-
 /// A declared parameter of a score_mod whose gradient is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
@@ -91,14 +88,6 @@ impl Backward {
 
     /// Adds the limits of passes that sum dQ in fixed point.
     fn check_fixed_point(&self, check: &mut Check) {
-        let [q, _, v, _] = &self.forward.tensors;
-        let dim = q.dims[3].max(v.dims[3]);
-        check.that(
-            dim <= MOST_FIXED_DIM,
-            "deterministic, dim",
-            dim,
-            format!("at most {MOST_FIXED_DIM}: wider slices of dq are added as f32"),
-        );
         let names: Vec<&str> = self.along.iter().map(|along| along.name.as_str()).collect();
         check.that(names.is_empty(), "deterministic, gradients of", names.join(", "), "none: these gradients are summed in no fixed order");
         check.that(self.gain().is_some(), "deterministic, score_mod", "a derivative without a bound", "one whose bound is known");
@@ -167,7 +156,8 @@ impl Backward {
             unsupported(vec![Reason::Limit { field: "dim".to_owned(), value, limit }])
         })?;
         let tile = BackwardTile::of_two_cta(q.dims[3], v.dims[3]).filter(|_| self.may_use_clusters()).unwrap_or(tile);
-        let shares = if self.deterministic { 1 } else { self.shares(&tile, multiprocessors) };
+        // The number of shares depends on the batch, and with it the order in which their gradients are added.
+        let shares = if self.forward.batch_invariant { 1 } else { self.shares(&tile, multiprocessors) };
         Ok(BackwardTile { shares, fixed_point: self.deterministic, ..tile })
     }
 

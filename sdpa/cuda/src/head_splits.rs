@@ -12,6 +12,8 @@ use std::ops::Range;
 const AROUND: f64 = 1.0;
 /// Cost of the reduction with other thread blocks, in steps.
 const ADDED: f64 = 2.0;
+/// Further cost for each other thread block if the gradients of all are added in order, in steps.
+const ORDERED: f64 = 1.0;
 /// If loops over query tiles differ in length, most SMs idle at the end for this part of the longest one.
 const UNEVEN: f64 = 0.5;
 /// Speedups below this factor do not count.
@@ -78,8 +80,9 @@ fn remaining_steps(rule: &Trace, extents: [i64; 4], walk: Range<i64>, queries: u
 }
 
 /// Returns the time of this many KV blocks, in steps, if `shares` thread blocks split the heads of each.
-fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocessors: i64) -> f64 {
-    let around = AROUND + if shares > 1 { ADDED } else { 0.0 };
+fn time(walks: &StepCounts, blocks: i64, [group, shares]: [i64; 2], multiprocessors: i64, is_ordered: bool) -> f64 {
+    let in_order = if is_ordered { (shares - 1) as f64 * ORDERED } else { 0.0 };
+    let around = AROUND + if shares > 1 { ADDED + in_order } else { 0.0 };
     let longest = walks.longest * steps(group, u32::try_from(shares).unwrap_or(u32::MAX)) as f64 + around;
     let threads = blocks * shares;
     if walks.are_even() || threads <= multiprocessors {
@@ -111,7 +114,8 @@ impl Backward {
         let (group, multiprocessors) = (forward.group.max(1), i64::from(multiprocessors.max(1)));
         let walks = self.walks(tile);
         let blocks = batch * (heads_q / group) * steps(self.length(Side::Keys), BackwardTile::KEYS) * i64::from(tile.parts);
-        let times: Vec<f64> = (1..=group).map(|shares| time(&walks, blocks, [group, shares], multiprocessors)).collect();
+        let times: Vec<f64> =
+            (1..=group).map(|shares| time(&walks, blocks, [group, shares], multiprocessors, self.deterministic)).collect();
         let least = times.iter().copied().fold(f64::INFINITY, f64::min);
         times.iter().position(|&time| time <= least * CLOSE).map_or(1, |n| n as u32 + 1)
     }

@@ -231,7 +231,7 @@ mod tests {
         };
         assert_eq!([of(rows(40_000)), of(rows(60_000))], [Ok(Family::Wgmma), Ok(Family::Mma)]);
         let answers = [dense(DType::BF16, 128), apart(dense(DType::BF16, 128)), dense(DType::F16, 256), square].map(of);
-        assert_eq!(answers, [Ok(Family::Wgmma), Ok(Family::Mma), Ok(Family::Mma), Ok(Family::Mma)]);
+        assert_eq!(answers, [Ok(Family::Wgmma), Ok(Family::Mma), Ok(Family::Wgmma), Ok(Family::Mma)]);
         let invariant = |spec: AttentionSpec| {
             let problem = spec.batch_invariant().backward().validate().unwrap();
             Target::new(90, 132).supported_backward(&problem).map(|(family, _)| family).map_err(|e| e.to_string())

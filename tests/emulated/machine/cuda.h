@@ -98,6 +98,9 @@ inline unsigned __ballot_sync(unsigned, bool x, HERE) {
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
+}
 #define __syncthreads() machine::come(0, machine::block_threads(), true, {"__syncthreads", __FILE__, __LINE__})
 
 // Every thread sees at once what another wrote.

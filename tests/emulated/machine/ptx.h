@@ -91,3 +91,4 @@ inline void setmaxnreg_inc() { machine::registers(count, true); }
 inline void red_add_v4_f32(float* to, float x, float y, float z, float w) {
     to[0] += x, to[1] += y, to[2] += z, to[3] += w;
 }
+inline void red_add_u64(ulong64* to, ulong64 x) { *to += x; }

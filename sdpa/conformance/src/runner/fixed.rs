@@ -3,28 +3,43 @@
 use super::{in_rows_of_16_bytes, random_ends, random_few, random_packed, random_padded, random_paged, random_spec};
 use crate::random::Random;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, SINK, Shape};
+use std::ops::RangeInclusive;
 
 const NARROW: [DType; 2] = [DType::BF16, DType::F16];
 
-/// Returns deterministic backward passes with head dims up to 128, each with a name.
+/// Returns deterministic backward passes, each with a name.
 #[must_use]
 pub fn fixed_point_problems(random: &mut Random) -> Vec<(&'static str, BackwardSpec)> {
-    let mut drawn = |draw: fn(&mut Random, &[DType]) -> AttentionSpec| loop {
+    let mut drawn = |draw: fn(&mut Random, &[DType]) -> AttentionSpec, dims: RangeInclusive<i64>| loop {
         let spec = draw(random, &NARROW);
-        if spec.q.dims[3].max(spec.v.dims[3]) <= 128 {
+        if dims.contains(&spec.q.dims[3].max(spec.v.dims[3])) {
             break in_rows_of_16_bytes(spec);
         }
     };
+    let (narrow, wide) = (1..=128, 129..=256);
     let sink = |spec: AttentionSpec| spec.with_sink().backward().wrt(SINK, DType::F32);
     let all = [
-        ("any", drawn(random_spec).backward()),
-        ("documents", drawn(random_packed).backward()),
-        ("ends", drawn(random_ends).backward()),
-        ("lengths", drawn(random_padded).backward()),
-        ("lengths and a sink", sink(drawn(random_padded))),
-        ("documents and a sink", sink(drawn(random_packed))),
+        ("any", drawn(random_spec, narrow.clone()).backward()),
+        ("documents", drawn(random_packed, narrow.clone()).backward()),
+        ("ends", drawn(random_ends, narrow.clone()).backward()),
+        ("lengths", drawn(random_padded, narrow.clone()).backward()),
+        ("lengths and a sink", sink(drawn(random_padded, narrow.clone()))),
+        ("documents and a sink", sink(drawn(random_packed, narrow))),
+        ("wide heads", drawn(random_spec, wide.clone()).backward()),
+        ("wide heads, documents and a sink", sink(drawn(random_packed, wide.clone()))),
+        ("wide heads, lengths", drawn(random_padded, wide).backward()),
+        ("shared KV heads", shared(random).backward()),
     ];
     all.into_iter().map(|(what, spec)| (what, spec.deterministic())).collect()
+}
+
+/// Returns a problem with so few KV blocks that several thread blocks share the query heads of each.
+fn shared(random: &mut Random) -> AttentionSpec {
+    let [dim_qk, dim_v] = [(); 2].map(|()| random.pick(&[64, 72, 128, 192, 256]));
+    let [seq_q, seq_kv] = [random.between(260, 500), random.between(70, 128)];
+    let shape = Shape { batch: 1, heads_q: 8, heads_kv: 1, seq_q, seq_kv, dim_qk, dim_v };
+    let mask = random.pick(&["causal-bottom-right", "window:150,40", "padding"]);
+    AttentionSpec::dense(random.pick(&NARROW), shape, random.pick(&[Layout::Bhsd, Layout::Bshd])).mask(mask.parse::<Mask>().unwrap())
 }
 
 /// Returns batch-invariant forward passes with head dims up to 128 and without dropout, each with a name.

@@ -84,11 +84,11 @@ pub(crate) fn schedule(
     let [dq, ..] = &backward.gradients;
     let rows_of_all = if forward.packed.is_some() { 1 } else { *batch } * heads_q * head_tiles(backward, tile) * i64::from(tile.queries);
     let shared_blocks = if tile.shares > 1 { sections.blocks } else { 0 };
+    // In a deterministic pass each thread block stores its own dK and dV, and the last one adds all of them in order.
+    let (added, stored) = if tile.fixed_point { (0, shared_blocks * i64::from(tile.shares)) } else { (shared_blocks, 0) };
     let first = builder.slots();
-    let (dkv_sums, dkv_done) = (
-        builder.slot("dK and dV accumulators", 4 * shared_blocks * i64::from(tile.key_sums())),
-        builder.slot("dK and dV done", 4 * shared_blocks),
-    );
+    let dkv_sums = builder.slot("dK and dV accumulators", 4 * added * i64::from(tile.key_sums()));
+    let dkv_done = builder.slot("dK and dV done", 4 * shared_blocks);
     let next = builder.slot("KV block counter", 4);
     let (done, converted) = (builder.slot("KV blocks done", 4 * sections.count), builder.slot("dQ slices converted", 4 * sections.count));
     let gradients = backward.parameter_gradients(&mut builder);
@@ -106,6 +106,7 @@ pub(crate) fn schedule(
     };
     builder.zero_slots(first);
     gradients.iter().filter(|gradient| !gradient.is_rounded()).for_each(|gradient| builder.zero(gradient.sum));
+    let dkv_parts = builder.slot("dK and dV of each thread block", 4 * stored * i64::from(tile.key_sums()));
     let lse = builder.slot("log-sum-exp in base 2", 4 * rows_of_all);
     let delta = builder.slot("delta", 4 * rows_of_all);
     let exact = builder.slot("log-sum-exp as two f32", 8 * rows_of_all);
@@ -135,7 +136,7 @@ pub(crate) fn schedule(
         kv_bounds: zeroed.kv_bounds,
         dq_parts: zeroed.dq_parts,
         v: Address::Operand(Operand::V),
-        dkv_accum: zeroed.dkv_sums,
+        dkv_accum: if tile.fixed_point { dkv_parts } else { zeroed.dkv_sums },
         splits_done: zeroed.dkv_done,
         tile_counter: zeroed.next,
         blocks_done: zeroed.done,

@@ -114,7 +114,7 @@ params! {
         /// Address of the f32 dQ accumulator, in the order in which threads hold its elements; it is 0 when the kernels begin.
         dq_accum: Address = "float* ",
         /// Address of the f32 accumulators of dK and dV that several CTAs share, in the order in which threads hold the elements; 0 when
-        /// the kernels begin.
+        /// the kernels begin. In a deterministic pass each of these CTAs has its own.
         dkv_accum: Address = "float* ",
         /// Address of the number of CTAs that have finished their share of each KV block, i32; 0 when the kernels begin.
         splits_done: Address = "int* ",
