@@ -124,8 +124,13 @@ pub(crate) fn invariant(named: &str) -> Result<()> {
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }
 
+/// Returns whether a row's name has one of these texts, or there are none.
+fn is_named(name: &str, texts: &[String]) -> bool {
+    texts.is_empty() || texts.iter().any(|text| name.contains(text))
+}
+
 /// Backward passes of the rows of the speed table, in turns: with f32 atomics, deterministic, and cuDNN's deterministic engine.
-pub(crate) fn backward_speed(rows: u64) -> Result<()> {
+pub(crate) fn backward_speed(named: &[String]) -> Result<()> {
     let fixed = executor_of(CudaOptions::default())?;
     let theirs = cudnn(PlanOptions::default())?;
     let stream = fixed.device().stream()?;
@@ -134,9 +139,12 @@ pub(crate) fn backward_speed(rows: u64) -> Result<()> {
         let spec = AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq)).mask("causal".parse()?);
         Ok::<_, Box<dyn std::error::Error>>((format!("packed {batch} x {seq}, 32/8 heads, causal"), spec))
     };
-    let mut all =
-        ROWS.into_iter().take(usize::try_from(rows)?).map(|row| Ok((format!("{row:?}"), dense(row)?))).collect::<Result<Vec<_>>>()?;
+    let mut all = ROWS.into_iter().map(|row| Ok((format!("{row:?}"), dense(row)?))).collect::<Result<Vec<_>>>()?;
+    for row in [([4, 32, 8, 2048, 128], "", ""), ([4, 32, 8, 2048, 128], "", "causal")] {
+        all.push((format!("{row:?}"), dense(row)?));
+    }
     all.extend([packed(32, 512)?, packed(8, 2048)?, packed(1, 16384)?]);
+    all.retain(|(name, _)| is_named(name, named));
     let mut ratios = Vec::new();
     for (name, spec) in all {
         let any = spec.with_stats().backward();
@@ -167,17 +175,17 @@ pub(crate) fn backward_speed(rows: u64) -> Result<()> {
 }
 
 /// Forward passes of the rows of the speed table and of a serving mix, in turns: with the usual splits, with splits of fixed size, and with `mma.sync`.
-pub(crate) fn forward_speed(rows: u64) -> Result<()> {
+pub(crate) fn forward_speed(named: &[String]) -> Result<()> {
     let fixed = executor_of(CudaOptions::default())?;
     let stream = fixed.device().stream()?;
-    let mut all =
-        ROWS.into_iter().take(usize::try_from(rows)?).map(|row| Ok((format!("{row:?}"), dense(row)?))).collect::<Result<Vec<_>>>()?;
+    let mut all = ROWS.into_iter().map(|row| Ok((format!("{row:?}"), dense(row)?))).collect::<Result<Vec<_>>>()?;
     for row in FEW {
         all.push((format!("{row:?}"), few_spec(row)?));
     }
     for row in SERVING {
         all.push((format!("serving {row:?}"), few_spec(row)?));
     }
+    all.retain(|(name, _)| is_named(name, named));
     let (mut ratios, mut serving) = (Vec::new(), [0.0; 2]);
     for (name, spec) in all {
         let [usual, invariant] = [spec.clone(), spec.batch_invariant()].map(|spec| spec.validate());

@@ -55,7 +55,7 @@ const USAGE: &str = "device, and one of
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES [NAME]] | cuda-large [LAUNCHES] | fixed [RANDOM [FIRST]] | fixed invariant [NAME]
           | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | rows two|three|ledger FOLDER PROFILE DEVICE (without a GPU) | threads [SECONDS] | operations [PROBLEMS [FIRST [PROFILE [faulty] [dynamic]]]] (with a profile such as h200: plans only, without a GPU; - for none; faulty: with engines that have known faults; dynamic: with dynamic shapes, each problem at two extents) | resample [PROFILE] | msl [long | few | all | 3/40]
-  fast:   fixed backward|forward [ROWS] | ranks times [TOKENS [ROW [captured]]] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
+  fast:   fixed backward|forward [TEXT OF A ROW'S NAME]... | ranks times [TOKENS [ROW [captured]]] | cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | first [PROBLEMS [small]]
           | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -87,8 +87,8 @@ fn main() -> ExitCode {
         Some("cuda-large") => cuda_large::run(number(1, 3)),
         Some("fixed") => match args.get(1).map(String::as_str) {
             Some("invariant") => fixed::invariant(args.get(2).map_or("", String::as_str)),
-            Some("backward") => fixed::backward_speed(number(2, u64::MAX)),
-            Some("forward") => fixed::forward_speed(number(2, u64::MAX)),
+            Some("backward") => fixed::backward_speed(args.get(2..).unwrap_or_default()),
+            Some("forward") => fixed::forward_speed(args.get(2..).unwrap_or_default()),
             Some(_) | None => fixed::right(number(1, 20), number(2, 0)),
         },
         Some("cuda-few") => cuda_speed::few(),

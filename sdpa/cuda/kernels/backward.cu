@@ -43,6 +43,19 @@ struct StepState : PipelineState<2> {
     inline int operand_phase() const { return STAGES == 1 ? stage : phase; }
 };
 
+// Returns the number of a step, modulo 4.
+inline int scale_stage(const PipelineState<2>& pipeline) { return 2 * pipeline.phase + pipeline.stage; }
+
+// Loads the fixed-point scales of a thread's queries of the previous step, whose dQ has this place.
+inline float2 previous_scales(const Params& p, const StepState& step_state, const SharedStorage& smem, DqPlace place) {
+#if STAGED_SCALES
+    const uint at = smem.dq_scales + ((scale_stage(step_state) + 3) & 3) * ROWS_BYTES + 4 * (place % TILE_M);
+    return float2{__uint_as_float(ld_shared(at)), __uint_as_float(ld_shared(at + 32))};
+#else
+    return dq_scales(p, place);
+#endif
+}
+
 // Loads K, V and, for each query tile of all heads of the GQA group, dO and Q. The first query tile is loaded before K and V, whose buffers the previous
 // KV block may still use.
 inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
@@ -65,7 +78,10 @@ inline void load_tile(PipelineState<STAGES>& pipeline, uint& kv_phase, const Ten
             load_q_rows<TILE_M, V_PANELS, V_TENSOR_PANELS>(smem.d_o + pipeline.stage * D_O_BYTES, d_o_map, smem.d_o_full + 8 * pipeline.stage, seq_info, queries, head,
                                                            tile.batch);
             mbarrier_wait_parity(smem.q_empty + 8 * pipeline.stage, pipeline.phase ^ 1);
-            mbarrier_arrive_expect_tx(smem.q_full + 8 * pipeline.stage, Q_BYTES + ROWS_BYTES);
+            mbarrier_arrive_expect_tx(smem.q_full + 8 * pipeline.stage, Q_BYTES + ROWS_BYTES + (SCALE_STAGES > 0 ? ROWS_BYTES : 0));
+#if STAGED_SCALES
+            cp_async_bulk_load(smem.dq_scales + scale_stage(pipeline) * ROWS_BYTES, p.dq_scale + rows, ROWS_BYTES, smem.q_full + 8 * pipeline.stage);
+#endif
             cp_async_bulk_load(smem.lse + pipeline.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, smem.q_full + 8 * pipeline.stage);
             load_q_rows<TILE_M, QK_PANELS, QK_TENSOR_PANELS>(smem.q + pipeline.stage * Q_BYTES, q_map, smem.q_full + 8 * pipeline.stage, seq_info, queries, head,
                                                              tile.batch);
@@ -356,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         float dq[DQ];
                         values();
                         gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
-                        const float2 scales = dq_scales(p, place);
+                        const float2 scales = previous_scales(p, step_state, smem, place);
                         wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
                         gemm_dk_dv(dk, ds_packed, q_columns);
                         wgmma_wait_group<1>();
@@ -391,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             } while (has_next);
             float dq[DQ];
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
-            const float2 scales = dq_scales(p, place);
+            const float2 scales = previous_scales(p, step_state, smem, place);
             wgmma_wait_group<0>();
             finish_dq_previous(dq, p, place, scales, slice, step_state, smem);
             // Release K and V: dK and dV are staged in the memory of dS and of the dQ slices, so the next K and V can be loaded at the same time.

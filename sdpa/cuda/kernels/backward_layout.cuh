@@ -32,6 +32,10 @@ constexpr int RAW_SCORES = WITH_PARAMETER_GRADIENTS ? SCORES : 1;
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
 constexpr int DQ = PANEL / 2;
+// With fixed-point sums and 128 queries in a step: buffers for the scales of four steps. A step's scales are needed in the next one, when its Q may be gone.
+// With 64 queries it is faster to load them from global memory.
+#define STAGED_SCALES (FIXED_POINT_DQ && TILE_M == 128)
+constexpr int SCALE_STAGES = STAGED_SCALES ? 4 : 0;
 // Where a thread adds its elements of a step's dQ: an address in the accumulator; with fixed-point sums, the index of the thread's first query among the rows of
 // all query tiles. There are fewer than 2^31 rows.
 #if FIXED_POINT_DQ
@@ -83,10 +87,10 @@ inline long q_tile_index(const Params& p, const SeqInfo& s, int batch, int head,
 #endif
 }
 
-// Shared memory in this order: operands, dS of two steps, P of the 2-CTA consumers, dQ slices, pieces to convert, zeros, row statistics, mbarriers, tile
-// indices.
+// Shared memory in this order: operands, dS of two steps, P of the 2-CTA consumers, dQ slices, pieces to convert, zeros, row statistics, scales of dQ,
+// mbarriers, tile indices.
 struct SharedStorage {
-    uint k, v, k_other, q, d_o, d_s, p, dq_slices, dq_pieces, zeros, lse, delta;
+    uint k, v, k_other, q, d_o, d_s, p, dq_slices, dq_pieces, zeros, lse, delta, dq_scales;
     uint kv_full, kv_empty, q_full, q_empty, d_o_full, d_o_empty, tile_full, tile_empty, dq_pieces_full, d_s_full, d_s_empty, tile_slots, last;
     // With TWO_CTA: one mbarrier for each pair of warps, one of consumer 0 and one of consumer 1, that have the same keys.
     uint p_full, p_empty;
@@ -106,7 +110,8 @@ inline SharedStorage shared_layout(uint base) {
     smem.zeros = smem.dq_pieces + 2 * DQ_CONVERT_BYTES;
     smem.lse = smem.zeros + DQ_PIECE_BYTES;
     smem.delta = smem.lse + STAGES * ROWS_BYTES;
-    smem.kv_full = smem.delta + STAGES * ROWS_BYTES;
+    smem.dq_scales = smem.delta + STAGES * ROWS_BYTES;
+    smem.kv_full = smem.dq_scales + SCALE_STAGES * ROWS_BYTES;
     smem.kv_empty = smem.kv_full + 8;
     smem.q_full = smem.kv_empty + 8;
     smem.q_empty = smem.q_full + 8 * STAGES;

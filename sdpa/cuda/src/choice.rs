@@ -138,22 +138,13 @@ pub const EXCEPTIONS: [Exception; 8] = [
 ];
 
 /// The classes of deterministic backward passes for which cuDNN is tried before the WGMMA kernels, with the speeds measured on an H200.
-const DETERMINISTIC_EXCEPTIONS: [Exception; 2] = [
-    Exception {
-        what: "a deterministic pass with fewer KV blocks of 128 keys over KV heads and batch than SMs",
-        cause: "one thread block computes all query heads of a KV block, so that dK and dV have one order; the other SMs are idle",
-        speed: 0.69,
-        passes: Passes::Backward,
-        holds: |p| p.batch() * p.heads_kv() * ((p.seq_kv() + 127) / 128) < ALL,
-    },
-    Exception {
-        what: "a deterministic pass over packed sequences of at most 512 tokens",
-        cause: "a KV block has few queries, and the bounds of fixed-point sums need another kernel",
-        speed: 0.87,
-        passes: Passes::Backward,
-        holds: |p| p.packed().is_some() && p.seq_q() <= 512 && p.seq_kv() <= 512,
-    },
-];
+const DETERMINISTIC_EXCEPTIONS: [Exception; 1] = [Exception {
+    what: "a deterministic pass over packed sequences of at most 512 tokens",
+    cause: "a KV block has few queries, and the bounds of fixed-point sums need another kernel",
+    speed: 0.89,
+    passes: Passes::Backward,
+    holds: |p| p.packed().is_some() && p.seq_q() <= 512 && p.seq_kv() <= 512,
+}];
 
 const FEW_QUERIES: i64 = 128;
 

@@ -13,7 +13,7 @@ const AROUND: f64 = 1.0;
 /// Cost of the reduction with other thread blocks, in steps.
 const ADDED: f64 = 2.0;
 /// Further cost for each other thread block if the gradients of all are added in order, in steps.
-const ORDERED: f64 = 1.0;
+const ORDERED: f64 = 0.25;
 /// If loops over query tiles differ in length, most SMs idle at the end for this part of the longest one.
 const UNEVEN: f64 = 0.5;
 /// Speedups below this factor do not count.

@@ -312,9 +312,14 @@ impl BackwardTile {
         2 * 3 * piece + piece
     }
 
+    /// Returns the bytes for the fixed-point scales of dQ of four steps. With 64 queries in a step, threads load them from global memory.
+    fn scale_bytes(&self) -> u32 {
+        if self.fixed_point && self.queries == 128 { 4 * self.queries * 4 } else { 0 }
+    }
+
     /// Returns the shared memory of a thread block in bytes. It holds K and V, the stages of Q and dO, two numbers per query, dS of two
-    /// steps, the dQ slices of a step, dQ pieces under conversion, and mbarriers. In a cluster it also holds half of the columns of the
-    /// peer's keys, and P in f32.
+    /// steps, the dQ slices of a step, dQ pieces under conversion, scales of dQ, and mbarriers. In a cluster it also holds half of the
+    /// columns of the peer's keys, and P in f32.
     pub fn shared_bytes(&self) -> u32 {
         let [row_qk, row_v] = [self.dim_qk, self.dim_v].map(|dim| dim / PANEL * ROW_BYTES);
         let of_two_cta = if self.two_cta { self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4 } else { 0 };
@@ -322,6 +327,7 @@ impl BackwardTile {
             + self.queries * (self.stages * row_qk + self.output_stages * row_v)
             + of_two_cta
             + self.stages * self.queries * 8
+            + self.scale_bytes()
             + 2 * BackwardTile::KEYS * self.queries * 2
             + self.sums_bytes()
             + self.convert_bytes()
