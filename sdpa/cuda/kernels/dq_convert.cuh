@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const 
     const ulong64 offset = ulong64(p.dq_parts[query_tile]) * (ulong64(INTEGER_OFFSET_BITS) << 32 | INTEGER_OFFSET_BITS);
     for (int half = 0; half < 2; half++) scales[half] /= p.dq_scale[query_tile * TILE_M + warp * 16 + thread_row(lane) + 8 * half];
     const auto pair_of = [&](ulong64 sum) {
-        // What the lower sum carried is taken back from the upper one.
+        // Take the carry of the lower sum back from the upper one.
         const int lower = int(uint(sum - offset));
         return float2{__int2float_rn(lower), __int2float_rn(int((sum - offset - ulong64(long(lower))) >> 32))};
     };

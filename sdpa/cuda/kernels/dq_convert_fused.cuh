@@ -64,7 +64,7 @@ inline void load_piece(uint pieces, uint full, const float* sums, int n) {
     cp_async_bulk_load(pieces + (n & 1) * DQ_PIECE_BYTES, sums + n * DQ_PIECE, DQ_PIECE_BYTES, full + 8 * (n & 1));
 }
 
-// What turns sums of dQ into numbers, for the lane's two rows of a piece.
+// Scales and parts of the sums of dQ in the lane's two rows of a piece.
 struct Scaling {
     float scales[2];
     uint parts;
