@@ -9,6 +9,7 @@ use cudnn_graph::{Buffer, DType, DeviceProfile, Driver, Graph, Library, OwnedBin
 use half::bf16;
 use std::collections::BTreeMap;
 use std::error::Error;
+use std::process::ExitCode;
 use std::sync::Arc;
 
 const M: i64 = 300;
@@ -45,7 +46,17 @@ fn numbers(count: i64, seed: u32) -> Vec<bf16> {
     (0..count).map(|_| next()).collect()
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    plan_or_run().map_or_else(
+        |error| {
+            eprintln!("matmul_bias_gelu: {error}");
+            ExitCode::FAILURE
+        },
+        |()| ExitCode::SUCCESS,
+    )
+}
+
+fn plan_or_run() -> Result<(), Box<dyn Error>> {
     let fused = fused()?;
     println!("{}", fused.graph.graph());
     let library = Library::load(&Search::default())?;

@@ -13,17 +13,30 @@ use cudnn_graph::{
 use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
+use std::process::ExitCode;
 use std::sync::Arc;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    run_all().map_or_else(
+        |error| {
+            eprintln!("fusions: {error}");
+            ExitCode::FAILURE
+        },
+        |()| ExitCode::SUCCESS,
+    )
+}
+
+fn run_all() -> Result<(), Box<dyn Error>> {
     let library = Library::load(&Search::default())?;
     if std::env::args().nth(1).is_some_and(|mode| mode == "--times") {
         return times::run(library, Driver::load(None)?.device(0)?);
     }
     println!("cuDNN {} from {}", library.version(), library.path().display());
-    let profile = std::env::args()
-        .nth(1)
-        .map(|file| -> Result<DeviceProfile, Box<dyn Error>> { Ok(DeviceProfile::from_json(&std::fs::read_to_string(file)?)?) });
+    let profile = std::env::args().nth(1).map(|file| -> Result<DeviceProfile, Box<dyn Error>> {
+        let text = std::fs::read_to_string(&file)
+            .map_err(|e| format!("{file}: {e}; expected a device profile, such as cudnn-graph/devprops/h200.json"))?;
+        Ok(DeviceProfile::from_json(&text)?)
+    });
     let device = if profile.is_none() { Some(Driver::load(None)?.device(0)?) } else { None };
     let profile = profile.transpose()?;
     for (name, build) in graphs::FUSIONS {
