@@ -185,11 +185,11 @@ const FAULTS: [Fault; 103] = [
         SHARED,
     ),
     ("the first share is taken for the whole", Backward, ["+ 1 == p.head_splits)", "== 0)"], SHARED),
-    ("groups add to one share", Backward, ["long(done.tile_index) * 2 + warpgroup)", "long(done.tile_index) * 2)"], SHARED),
+    ("groups add to one share", Backward, ["split_sum_of(p, done, warpgroup * 128 * (DK + DV),", "split_sum_of(p, done, 0,"], SHARED),
     (
         "shares of values lie over those of keys",
         Backward,
-        ["red_add_split(split_sum + 128 * DK, dv)", "red_add_split(split_sum, dv)"],
+        ["add_split(split_sum.beyond(128 * DK), dv)", "add_split(split_sum, dv)"],
         SHARED,
     ),
     ("blocks of keys are counted together", Backward, ["p.splits_done + tile.tile_index", "p.splits_done"], SHARED),
@@ -274,7 +274,7 @@ const FAULTS: [Fault; 103] = [
         ["setmaxnreg_dec<PRODUCER_REGISTERS>", "setmaxnreg_dec<PRODUCER_REGISTERS + 8>"],
         LONG,
     ),
-    ("a half of the rows of wide heads is not scaled", Backward, ["sum.z * p.scale", "sum.z"], WIDE),
+    ("a half of the rows of wide heads is not scaled", Backward, ["sum.z * scales[1]", "sum.z"], WIDE),
     (
         "a tile behind the last is walked over",
         Backward,

@@ -97,7 +97,7 @@ const FAULTS: [Fault; 16] = [
         Backward,
         [
             "values();\n                        gemm_dq_previous",
-            "to = dq_slice(p, seq_info, tile, step.head, step.queries, tile.part * 2 + warpgroup);\n                        values();\n                        gemm_dq_previous",
+            "place = dq_slice(p, seq_info, tile, step.head, step.queries, slice);\n                        values();\n                        gemm_dq_previous",
         ],
         WIDE,
     ),

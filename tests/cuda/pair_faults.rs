@@ -209,8 +209,8 @@ const FAULTS: [Fault; 28] = [
         "sums go to this step's place",
         Backward,
         [
-            "red_add_dq(dq, to);\n        } else {\n            gemm_dk_dv(dv",
-            "red_add_dq(dq, ctx.sums(step));\n        } else {\n            gemm_dk_dv(dv",
+            "add_dq(dq, place, scales, ctx);\n        } else {\n            gemm_dk_dv(dv",
+            "add_dq(dq, ctx.place(step), scales, ctx);\n        } else {\n            gemm_dk_dv(dv",
         ],
         PAIRS,
     ),
@@ -246,7 +246,7 @@ const FAULTS: [Fault; 28] = [
         ["copies and arrivals to it are done.\n    cluster_sync();", ""],
         MANY,
     ),
-    ("groups add their shares to one place", Backward, ["128 * (DK + DV) + warpgroup * 128 * DV", "128 * (DK + DV)"], SHARES),
+    ("groups add their shares to one place", Backward, ["ctx.tile, warpgroup * 128 * DV, 128", "ctx.tile, 0, 128"], SHARES),
     (
         "keys behind a document's end are asked for",
         Backward,
