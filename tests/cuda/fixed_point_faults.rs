@@ -15,10 +15,10 @@ use std::sync::Mutex;
 /// A description of the fault, the text that it replaces in a kernel, and the replacement.
 type Fault = (&'static str, [&'static str; 2]);
 
-const FAULTS: [Fault; 17] = [
+const FAULTS: [Fault; 16] = [
     ("parts of any size are rounded by an addition", ["!rounds_right(sums, scales)", "false"]),
     ("converted parts lack the offset", [") + INTEGER_OFFSET_BITS;", ");"]),
-    ("the offset of one part is subtracted", ["ahead.parts * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
+    ("the offset of one part is subtracted", ["uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
     ("both slices count a part", ["if (warpgroup == 0) atomicAdd(p.dq_parts", "atomicAdd(p.dq_parts"]),
     (
         "rounded parts of the second query have the first one's scale",
@@ -40,7 +40,6 @@ const FAULTS: [Fault; 17] = [
     ),
     ("infinities of keys count for the bound", ["larger_half(largest_pair) >= exponent_bits(Element{})", "false"]),
     ("narrow heads: the scales are those of this step", ["(scale_stage(step_state) + 3) & 3", "scale_stage(step_state)"]),
-    ("a piece has the scaling of the one before", ["n < 3 ? slice : next, (n + 1) & 3)", "slice, n)"]),
     ("wide heads: parts of any size are rounded by an addition", ["__builtin_expect(rounds_right(sums, scales), 1)", "true"]),
     (
         "wide heads: every slice counts a part",

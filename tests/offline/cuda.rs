@@ -24,6 +24,9 @@ const SPILLED_BACKWARD: u32 = 800;
 /// run one after the other.
 const SPILLED_BACKWARD_DROPPED: u32 = 800;
 
+/// The most bytes that a backward pass without a score_mod may spill if it sums dQ in fixed point.
+const SPILLED_FIXED_POINT: u32 = 416;
+
 /// The most bytes that a backward pass with dropout may spill if it sums dQ in fixed point.
 const SPILLED_FIXED_POINT_DROPPED: u32 = 1024;
 
@@ -120,12 +123,12 @@ fn every_deterministic_backward_kernel_compiles_into_registers() {
     let run = |spec: &AttentionSpec, plain: bool| {
         let Ok(backward) = Backward::of(&spec.clone().backward().deterministic().validate().unwrap()) else { return };
         let tile = backward.tile(132).unwrap();
-        assert!(tile.fixed_point && tile.shares == 1, "{spec:?}");
+        assert!(tile.fixed_point, "{spec:?}");
         let made = compile(&nvrtc, &source::backward(&backward, &tile)).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         assert_eq!(serialized(&made), None, "{spec:?}");
         let most = match (plain, spec.dropout) {
             (_, Some(_)) => SPILLED_FIXED_POINT_DROPPED,
-            (true, None) => BRINGING,
+            (true, None) => SPILLED_FIXED_POINT,
             (false, None) => SPILLED_BACKWARD,
         };
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);

@@ -64,23 +64,6 @@ inline void load_piece(uint pieces, uint full, const float* sums, int n) {
     cp_async_bulk_load(pieces + (n & 1) * DQ_PIECE_BYTES, sums + n * DQ_PIECE, DQ_PIECE_BYTES, full + 8 * (n & 1));
 }
 
-// Scales and parts of the sums of dQ in the lane's two rows of a piece.
-struct Scaling {
-    float scales[2];
-    uint parts;
-};
-
-// Returns the scaling of a piece. With fixed-point sums it is loaded past the L1 cache, because another CTA may have marked a row as NaN.
-inline Scaling load_scaling(const Params& p, const Slice& slice, int n) {
-#if FIXED_POINT_DQ
-    const int query_tile = int(q_tile_index(p, seq_info_of(p, slice.keys.batch), slice.keys.batch, slice.head, slice.queries));
-    const float* const of_rows = p.dq_scale + query_tile * TILE_M + (TILE_M == 128 ? slice.part * 64 : 0) + 16 * n + thread_row(threadIdx.x & 31);
-    return Scaling{{__ldcg(of_rows), __ldcg(of_rows + 8)}, uint(__ldcg(p.dq_parts + query_tile))};
-#else
-    return Scaling{{1.0f, 1.0f}, 0};
-#endif
-}
-
 // Converts this warp's share of `slices`, which all belong to one tile index; `mine` is the warp's number among the converting warps. A slice has four
 // pieces; loads run two pieces ahead, and continue into the next slice.
 inline void convert_slices(const TensorMap& dq_map, const Params& p, const SharedStorage& smem, const SliceRange& slices, int mine) {
@@ -91,9 +74,6 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
     if (first) counter_acquire_wait(p.blocks_done + slices.section, section_tiles(p, slices.section));
     __syncwarp();
     if (first && index < slices.end) load_piece(pieces, full, slice.sums, 0), load_piece(pieces, full, slice.sums, 1);
-    // A piece ahead, like the loads of pieces.
-    Scaling ahead = {{1.0f, 1.0f}, 0};
-    if (index < slices.end) ahead = load_scaling(p, slice, 0);
     while (index < slices.end) {
         index = next_slice(p, slices, index + 2, next);
         const bool more = index < slices.end;
@@ -107,9 +87,11 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
             float scales[2] = {p.scale, p.scale};
             uint offset = 0;
 #if FIXED_POINT_DQ
-            offset = ahead.parts * INTEGER_OFFSET_BITS;
-            for (int half = 0; half < 2; half++) scales[half] /= ahead.scales[half];
-            if (n < 3 || more) ahead = load_scaling(p, n < 3 ? slice : next, (n + 1) & 3);
+            const long query_tile = q_tile_index(p, seq_info_of(p, slice.keys.batch), slice.keys.batch, slice.head, slice.queries);
+            offset = uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS;
+            const float* const of_rows = p.dq_scale + query_tile * TILE_M + first_row % TILE_M + 16 * n + thread_row(threadIdx.x & 31);
+            // Loads past the L1 cache: another CTA may have marked the row as NaN.
+            for (int half = 0; half < 2; half++) scales[half] /= __ldcg(of_rows + 8 * half);
 #endif
             convert_piece(scales, offset, pieces + (n & 1) * DQ_PIECE_BYTES, to);
             fence_proxy_async();
