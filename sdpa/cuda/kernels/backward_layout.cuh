@@ -36,8 +36,8 @@ constexpr int DQ = PANEL / 2;
 // With 64 queries it is faster to load them from global memory.
 #define STAGED_SCALES (FIXED_POINT_DQ && TILE_M == 128)
 constexpr int SCALE_STAGES = STAGED_SCALES ? 4 : 0;
-// Where a thread adds its elements of a step's dQ: an address in the accumulator; with fixed-point sums, the index of the thread's first query among the rows of
-// all query tiles. There are fewer than 2^31 rows.
+// The destination of a thread's elements of dQ in a step. It is an address in the accumulator. With fixed-point sums it is the index of the thread's first query
+// among the rows of all query tiles, of which there are fewer than 2^31.
 #if FIXED_POINT_DQ
 typedef int DqPlace;
 #else
