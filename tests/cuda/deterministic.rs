@@ -1,12 +1,13 @@
 //! Backward passes of the WGMMA kernels that sum dQ in fixed point.
 
-use super::{CAUSAL, each, judged};
+use super::{CAUSAL, backward_on, each, judged};
+use conformance::Case;
 use conformance::emulated::{Emulated, executor_with};
 use conformance::invariance::{Features, compare};
 use conformance::random::Random;
 use conformance::runner::{Draw, Source, fixed_point_problems, run_backward};
 use conformance::say::{say, skip};
-use conformance::share::{new_seeds, one_of_today};
+use conformance::share::{DAYS, new_seeds, of_today, one_of_today};
 use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use sdpa::packed::CU_SEQLENS;
 use sdpa::{
@@ -37,6 +38,14 @@ fn random_problems() {
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
         }
     });
+}
+
+/// Each warp has partial sums of its own, which are added in a fixed order.
+#[test]
+fn gradients_of_parameters() {
+    let Some(executor) = wgmma() else { return };
+    let cases = of_today(&format!("parameters {NAME}"), DAYS, Case::ordered_parameters().unwrap(), |_| Vec::new());
+    backward_on(&executor, NAME, "deterministic gradients of parameters", &cases, &[Source::Oracle]);
 }
 
 /// Integers have the same sum in any order, so gradients have the same bits in any call.

@@ -140,9 +140,3 @@ extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_preproce
     if ((threadIdx.x & 31) == 0) atomicAdd(p.sink_gradient + head, of_sink);
 #endif
 }
-
-// Converts a summed parameter gradient to f16 if `half` is 1, else to bf16.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_convert_gradient(const float* from, unsigned short* to, long count, long half) {
-    const long at = long(blockIdx.x) * 256 + threadIdx.x;
-    if (at < count) to[at] = (unsigned short)((half ? pack_pair(Half{}, from[at], 0.0f) : pack_pair(BFloat{}, from[at], 0.0f)) & 0xffffu);
-}

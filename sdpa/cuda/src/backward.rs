@@ -86,10 +86,9 @@ impl Backward {
         if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
     }
 
-    /// Adds the limits of passes that sum dQ in fixed point.
+    /// Adds the limits of passes that sum dQ in fixed point, and gradients of parameters in a fixed order.
     fn check_fixed_point(&self, check: &mut Check) {
-        let names: Vec<&str> = self.along.iter().map(|along| along.name.as_str()).collect();
-        check.that(names.is_empty(), "deterministic, gradients of", names.join(", "), "none: these gradients are summed in no fixed order");
+        self.check_partials(check, BackwardTile::KEYS);
         check.that(self.gain().is_some(), "deterministic, score_mod", "a derivative without a bound", "one whose bound is known");
         // The kernels count rows of whole query tiles, of which the last of a sequence may be partial, in i32.
         let ([batch, heads, seq_q, _], tile) = (self.forward.extents, 128);
@@ -102,6 +101,11 @@ impl Backward {
             let [least, most] = [1, i64::from(FAR)].map(|n| self.gain_at([n, heads, n, n]));
             check.that(least == most, "batch_invariant, score_mod", "a derivative whose bound depends on the extents", "one that does not");
         }
+    }
+
+    /// Returns whether gradients of parameters or sinks are computed.
+    pub(crate) fn has_other_gradients(&self) -> bool {
+        !self.along.is_empty() || self.sink_gradient.is_some()
     }
 
     /// Returns a bound of the derivative of the score_mod; `None` if none is known.

@@ -28,7 +28,7 @@ pub enum EntryPoint {
     BackwardDkv,
     /// Computes the gradient of the sinks in a fixed order: in the `mma.sync` family of kernels, and in deterministic passes of the WGMMA kernels.
     SinkGradient,
-    /// Sums the partial sums of a parameter's gradient in a fixed order, in the `mma.sync` family of kernels.
+    /// Sums the partial sums of a parameter's gradient in a fixed order, in deterministic passes.
     ReduceGradient,
     /// Rounds the f32 gradient of a parameter to its element type.
     ConvertGradient,

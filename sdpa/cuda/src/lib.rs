@@ -18,6 +18,7 @@
 //! | `entry_point` | the entry points of the kernel sources |
 //! | `kernel`, `files`, `disk` | compiled and loaded kernels by source; kernel files; the kernel cache on disk |
 //! | `schedule`, `params`, `attention_params`, `parameter_gradients` | a pass as slots and steps; the parameters of kernels; the parameters shared by all kernels; gradients of declared parameters |
+//! | `warp_partials` | parameter gradients summed in a fixed order: the partial sums of each warp |
 //! | `plan` | a prepared pass: it submits the steps of a schedule |
 
 mod attention_params;
@@ -48,6 +49,7 @@ pub mod source;
 mod target;
 pub mod tile_config;
 mod unsupported;
+mod warp_partials;
 mod wgmma;
 mod wgmma_wrappers;
 mod work;

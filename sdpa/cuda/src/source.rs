@@ -1,9 +1,9 @@
 //! Builds the CUDA sources of kernels from constants, the files in `kernels/`, and generated functions.
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
-use crate::mma::WarpPartials;
 use crate::problem::{Forward, Lists};
 use crate::tile_config::{BackwardTile, PANEL, Tile};
+use crate::warp_partials::WarpPartials;
 use crate::wgmma::{BackwardParams, ForwardParams};
 use crate::wgmma_wrappers;
 use crate::work::steps;
@@ -48,6 +48,8 @@ pub(crate) const BACKWARD_SOFTMAX: (&str, &str) = piece!("backward_softmax.cuh")
 const BACKWARD_STEPS: (&str, &str) = piece!("backward_steps.cuh");
 pub(crate) const PARAMETER_GRADIENTS: (&str, &str) = piece!("parameter_gradients.cuh");
 const DQ_FIXED_POINT: (&str, &str) = piece!("dq_fixed_point.cuh");
+/// The piece of kernel source that adds the warps' partial sums of parameter gradients, and rounds these gradients.
+pub(crate) const GRADIENT_SUMS: (&str, &str) = piece!("gradient_sums.cuh");
 const BACKWARD_PREPROCESS: (&str, &str) = piece!("backward_preprocess.cuh");
 const SINK_GRADIENT: (&str, &str) = piece!("sink_gradient.cuh");
 const BACKWARD_SCHEDULER: (&str, &str) = piece!("backward_scheduler.cuh");
@@ -293,7 +295,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     if !problem.along.is_empty() {
         add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
-        text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
+        text.push_str(&along_parameters(problem, BackwardTile::KEYS));
     }
     let of_queries = if tile.sums_bytes() > 0 { DQ_CONVERT_FUSED } else { DQ_CONVERT };
     let kernel = if tile.two_cta { BACKWARD_2CTA } else { BACKWARD_KERNEL };
@@ -303,6 +305,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let of_sinks = (tile.fixed_point && problem.sink_gradient.is_some()).then_some(SINK_GRADIENT);
     [EXACT_LSE, BACKWARD_PREPROCESS]
         .into_iter()
+        .chain(problem.has_other_gradients().then_some(GRADIENT_SUMS))
         .chain(of_sinks)
         .chain([BACKWARD_SCHEDULER, of_queries, BACKWARD_SCORES, PIPELINE, BACKWARD_LOADS, BACKWARD_EPILOGUE, kernel])
         .for_each(|piece| add(&mut text, piece));
@@ -348,14 +351,14 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// Returns the CUDA function that adds each score's contribution to the parameter gradients. It adds to the elements of a gradient, or to
-/// the warp's partial sums if `partials` has them for this gradient.
-pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], partials: &[Option<WarpPartials>]) -> String {
+/// Returns the CUDA function that adds each score's contribution to the parameter gradients, for kernels with KV blocks of `keys` keys. It adds to
+/// the elements of a gradient, or to the warp's partial sums if the order of the additions is fixed.
+pub(crate) fn along_parameters(backward: &Backward, keys: u32) -> String {
+    let extents = backward.forward.extents;
     let mut text = "inline void parameter_gradients(const float (&raw)[RAW_SCORES], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const FragmentOrigin& origin) {\n    float x[SCORES];\n"
         .to_owned();
-    for (n, along) in along.iter().enumerate() {
-        let partials = partials.get(n).copied().flatten();
+    for (n, (along, partials)) in backward.along.iter().zip(backward.warp_partials(keys)).enumerate() {
         for read in &along.reads {
             text.push_str(&along_read(n, along, *read, partials));
         }

@@ -16,6 +16,11 @@ fn text(name: &str, Extents { batch, seq_q, seq_kv }: Extents, mask: &str, more:
     )
 }
 
+/// Returns the entries of a TOML array of strings.
+fn quoted(all: &[&str]) -> String {
+    all.iter().map(|one| format!("{one:?}")).collect::<Vec<_>>().join(", ")
+}
+
 impl Case {
     /// Returns cases with bands, prefixes and lengths that end at every position of a block of `block` keys or queries. Some leave rows
     /// that attend to no key.
@@ -65,29 +70,76 @@ impl Case {
     /// # Errors
     /// Fails as [`Case::parse`] does.
     pub fn wide_parameters() -> Result<Vec<Case>, String> {
-        const KINDS: [(&str, &str); 8] = [
-            ("bias:hqk", "bias"),
-            ("bias:bk", "bias"),
-            ("bias:q", "bias"),
-            ("bias:bh", "bias"),
-            ("alibi-slopes", "slopes"),
-            ("softcap:5", "cap"),
-            ("temperature", "temperature"),
-            ("relative-bias:4,30", "rel"),
+        // The gradients of a row's scores sum to 0, so a bias without a key axis has a gradient only under a score_mod that is not linear.
+        const KINDS: [(&[&str], &str); 8] = [
+            (&["bias:hqk"], "bias"),
+            (&["bias:bk"], "bias"),
+            (&["bias:q", "softcap:2"], "bias"),
+            (&["bias:bh", "softcap:2"], "bias"),
+            (&["alibi-slopes"], "slopes"),
+            (&["softcap:5"], "cap"),
+            (&["temperature"], "temperature"),
+            (&["relative-bias:4,30"], "rel"),
         ];
         const DIMS: [[i64; 2]; 4] = [[192, 128], [256, 256], [256, 64], [72, 200]];
         let mut all = String::new();
-        for (n, (score_mod, param)) in KINDS.into_iter().enumerate() {
+        for (n, (score_mods, param)) in KINDS.into_iter().enumerate() {
             for (m, [dim_qk, dim_v]) in DIMS.into_iter().enumerate() {
                 let dtype = ["bf16", "f16"][(n + m) % 2];
                 let packed = n % 4 == m;
                 let (seq_q, seq_kv) = if packed { (140, 140) } else { (70, 140) };
                 let packed = if packed { "layout = \"bshd\"\npacked = { lengths_q = [140, 33], before = 2, slack = 3 }\n" } else { "" };
                 all.push_str(&format!(
-                    "[[case]]\nname = \"{score_mod}, dims {dim_qk} and {dim_v}\"\n\
+                    "[[case]]\nname = \"{}, dims {dim_qk} and {dim_v}\"\n\
                      shape = {{ batch = 2, heads_q = 4, heads_kv = 2, seq_q = {seq_q}, seq_kv = {seq_kv}, dim_qk = {dim_qk}, dim_v = {dim_v} }}\n\
-                     dtype = \"{dtype}\"\nstats = true\nmask = [\"causal-bottom-right\"]\n{packed}score_mod = [\"{score_mod}\"]\n\
-                     backward = {{ wrt = [\"{param}:f32\"] }}\n"
+                     dtype = \"{dtype}\"\nstats = true\nmask = [\"causal-bottom-right\"]\n{packed}score_mod = [{}]\n\
+                     backward = {{ wrt = [\"{param}:f32\"] }}\n",
+                    score_mods.join(" and "),
+                    quoted(score_mods),
+                ));
+            }
+        }
+        Case::parse(&all)
+    }
+
+    /// Returns deterministic cases with gradients of parameters over every kind of axes, of tables, and of two at once, for head dims of every WGMMA kernel
+    /// and for thread blocks that share KV heads. They are dense and packed, f16 and bf16.
+    ///
+    /// # Errors
+    /// Fails as [`Case::parse`] does.
+    pub fn ordered_parameters() -> Result<Vec<Case>, String> {
+        // The gradients of a row's scores sum to 0, so a bias without a key axis has a gradient only under a score_mod that is not linear.
+        const KINDS: [(&[&str], &[&str]); 10] = [
+            (&["bias:hqk"], &["bias:f32"]),
+            (&["bias:bhqk"], &["bias:bf16"]),
+            (&["bias:qk"], &["bias:f16"]),
+            (&["bias:q", "softcap:2"], &["bias:f32"]),
+            (&["bias:bhq", "softcap:2"], &["bias:f32"]),
+            (&["bias:bk"], &["bias:f32"]),
+            (&["bias:h", "softcap:2"], &["bias:f32", "cap:f32"]),
+            (&["alibi-slopes", "bias:k"], &["slopes:f32", "bias:bf16"]),
+            (&["relative-bias:4,30"], &["rel:f32"]),
+            (&["relative-bias:4,30", "bias:q", "softcap:2"], &["rel:bf16", "bias:f32"]),
+        ];
+        // Query heads, KV heads and head dims.
+        const HEADS: [[i64; 4]; 6] =
+            [[4, 2, 64, 64], [4, 4, 128, 72], [4, 1, 40, 64], [4, 2, 192, 128], [4, 2, 256, 256], [8, 1, 128, 128]];
+        const MASKS: [&str; 4] = ["causal-bottom-right", "window:90,20", "dilated:3", "causal"];
+        let mut all = String::new();
+        for (n, (score_mods, wrt)) in KINDS.into_iter().enumerate() {
+            for (m, [heads_q, heads_kv, dim_qk, dim_v]) in HEADS.into_iter().enumerate() {
+                let (dtype, mask) = (["bf16", "f16"][(n + m) % 2], MASKS[(n / 2 + m) % 4]);
+                let packed = (n + m) % 4 == 3;
+                let (seq_q, seq_kv) = if packed { (140, 140) } else { (150, 210) };
+                let packed = if packed { "layout = \"bshd\"\npacked = { lengths_q = [140, 33], before = 2, slack = 3 }\n" } else { "" };
+                all.push_str(&format!(
+                    "[[case]]\nname = \"{}, heads {heads_q}/{heads_kv}, dims {dim_qk} and {dim_v}, {mask}\"\n\
+                     shape = {{ batch = 2, heads_q = {heads_q}, heads_kv = {heads_kv}, seq_q = {seq_q}, seq_kv = {seq_kv}, dim_qk = {dim_qk}, dim_v = {dim_v} }}\n\
+                     dtype = \"{dtype}\"\nstats = true\nmask = [\"{mask}\"]\n{packed}score_mod = [{}]\n\
+                     backward = {{ wrt = [{}], deterministic = true }}\n",
+                    score_mods.join(" and "),
+                    quoted(score_mods),
+                    quoted(wrt),
                 ));
             }
         }

@@ -5,13 +5,12 @@ use super::forward::params;
 use super::params::{Gradients, Strided};
 use super::source;
 use super::tile_config::TileConfig;
-use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
 use crate::entry_point::EntryPoint;
 use crate::family::Family;
 use crate::problem::Forward;
 use crate::schedule::arguments::Member;
-use crate::schedule::{Address, Blocking, Builder, Gpu, KernelId, Schedule};
+use crate::schedule::{Blocking, Builder, Gpu, Schedule};
 use crate::source::SINKS_SHARED_BYTES;
 use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
@@ -45,14 +44,7 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &
     let own = [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().zip(*tensors);
     builder.tokens_of(own.chain([(Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv), (Operand::DO, backward.d_o)]));
 
-    let sums = backward.parameter_gradients(&mut builder);
-    let partials: Vec<Option<(WarpPartials, Address)>> = backward
-        .warp_partials(config)
-        .zip(&sums)
-        .map(|(partials, sum)| {
-            partials.map(|partials| (partials, builder.slot(format!("gradient of {}, of each warp", sum.name), partials.bytes())))
-        })
-        .collect();
+    let sums = backward.parameter_gradients(&mut builder, config.own);
     let rows = forward.packed.map_or(batch * seq_q, |packs| packs.totals[Side::Queries as usize]) * heads_q;
     let strided = |operand: Operand, tensor: TensorSpec| Strided::of(operand, &tensor, forward.packs(operand.side()));
     let gradients = Gradients {
@@ -74,11 +66,10 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &
     let queries_params = params(&mut builder, by_queries, &queries_lists, &gradients);
     let keys_params = params(&mut builder, by_keys, &keys_lists, &gradients);
     let captured = builder.captured();
-    // Collect the addresses for the dK and dV kernel: it adds to each gradient, or writes a partial sum per warp.
-    let added: Vec<Address> = sums.iter().zip(&partials).map(|(sum, partial)| partial.map_or(sum.sum, |(_, address)| address)).collect();
-    let to = builder.structure(|to| added.iter().for_each(|address| address.push(to)));
+    // The dK and dV kernel adds to each gradient, or to a partial sum per warp.
+    let to = builder.structure(|to| sums.iter().for_each(|sum| sum.added().push(to)));
 
-    added.iter().for_each(|address| builder.zero(*address));
+    sums.iter().for_each(|sum| builder.zero(sum.added()));
     builder.make_block_lists(&queries_lists, queries_kernel, [queries_params, captured]);
     builder.make_block_lists(&keys_lists, keys_kernel, [keys_params, captured]);
     let rows_grid = [batch * heads_q * steps(*seq_q, ROWS), THREADS.into()];
@@ -92,22 +83,7 @@ pub(crate) fn schedule(problem: &BackwardProblem, backward: &Backward, config: &
         let grid = ([*heads_q, THREADS.into()], SINKS_SHARED_BYTES);
         builder.launch_with(queries_kernel, EntryPoint::SinkGradient, grid, [queries_params]);
     }
-    for (sum, partial) in sums.iter().zip(partials) {
-        if let Some((partials, address)) = partial {
-            reduce(&mut builder, queries_kernel, partials, [address, sum.sum]);
-        }
-    }
+    backward.reduce_gradients(&mut builder, queries_kernel, &sums);
     backward.round_gradients(&mut builder, queries_kernel, &sums);
     builder.finish()
-}
-
-/// Adds the launch that sums the warps' partial sums of a gradient in a fixed order.
-fn reduce(builder: &mut Builder<'_>, kernel: KernelId, partials: WarpPartials, [from, to]: [Address; 2]) {
-    let [of_batch, of_heads] = partials.spans.map(u64::from);
-    let lanes: i64 = if partials.shared { 32 } else { 1 };
-    let [batch, heads] = partials.rows;
-    let mut arguments = vec![builder.value(from), builder.value(to)];
-    arguments.extend([batch, heads, partials.slots, partials.inner].map(|size| builder.value(size)));
-    arguments.extend([of_batch | of_heads << 1, lanes.cast_unsigned()].map(|number| builder.value(number)));
-    builder.launch(kernel, EntryPoint::ReduceGradient, [steps(partials.elements() * lanes, THREADS), THREADS.into()], arguments);
 }

@@ -2,7 +2,6 @@
 
 use super::fact::supports_fact;
 use super::tile_config::TileConfig;
-use super::warp_partials::MOST_PARTIAL_BYTES;
 use crate::backward::Backward;
 use crate::problem::Forward;
 use crate::tile_config::MOST_DIM;
@@ -40,11 +39,7 @@ pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
         return Err(unsupported(check.0));
     }
     let backward = Backward::of_supported(problem, Forward::of_supported(problem.forward()));
-    let bytes = backward.partial_bytes(&TileConfig::of_backward(&backward)?);
-    let names: Vec<&str> = backward.along.iter().map(|along| along.name.as_str()).collect();
-    let field = format!("deterministic, gradients of {}", names.join(", "));
-    let limit = format!("at most {MOST_PARTIAL_BYTES} bytes of partial sums per warp, which are added in a fixed order");
-    check.that(bytes <= MOST_PARTIAL_BYTES, &field, format!("{bytes} bytes"), limit);
+    backward.check_partials(&mut check, TileConfig::of_backward(&backward)?.own);
     if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
 }
 

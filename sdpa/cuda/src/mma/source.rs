@@ -2,12 +2,12 @@
 
 use super::params::{MmaParams, Strided};
 use super::tile_config::TileConfig;
-use super::warp_partials::WarpPartials;
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    BACKWARD_SOFTMAX, BLOCK_SPARSITY, EXACT_LSE, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, SOFTMAX, STATISTICS, TILE_ORDER,
-    add, along_functions, along_parameters, begin, boundary, gradients_structure, keep_function, piece, score_functions, statistics,
+    BACKWARD_SOFTMAX, BLOCK_SPARSITY, EXACT_LSE, GRADIENT_SUMS, HEAVY, KV_BLOCKS, MASK, PARAMETER_GRADIENTS, Q_BLOCKS, SOFTMAX, STATISTICS,
+    TILE_ORDER, add, along_functions, along_parameters, begin, boundary, gradients_structure, keep_function, piece, score_functions,
+    statistics,
 };
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Side, packed};
@@ -16,7 +16,7 @@ const WARP_PIECES: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("warp_gemm.cuh
 const FORWARD: (&str, &str) = piece!("mma_forward.cu");
 const BACKWARD: (&str, &str) = piece!("mma_backward.cuh");
 const BACKWARD_DKV: (&str, &str) = piece!("mma_backward_dkv.cu");
-const BACKWARD_DQ: [(&str, &str); 2] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh")];
+const BACKWARD_DQ: [(&str, &str); 3] = [piece!("mma_backward_dq.cu"), piece!("mma_backward_preprocess.cuh"), GRADIENT_SUMS];
 
 /// Returns 1 if rows are 16-byte aligned, so that threads can copy 16 bytes at once.
 fn wide(tensor: &TensorSpec, bytes: i64) -> u32 {
@@ -147,8 +147,7 @@ pub fn keys_text(backward: &Backward, config: &TileConfig) -> String {
     if !backward.along.is_empty() {
         add(&mut text, PARAMETER_GRADIENTS);
         text.push_str("\n#line 1 \"parameters\"\n");
-        let partials: Vec<Option<WarpPartials>> = backward.warp_partials(config).collect();
-        text.push_str(&along_parameters(&backward.along, forward.extents, &partials));
+        text.push_str(&along_parameters(backward, config.own));
     }
     add(&mut text, BACKWARD_DKV);
     text

@@ -1,5 +1,6 @@
 //! The schedule of a backward pass. Accumulators are set to 0 first. One launch computes the log-sum-exp and delta of rows, and one the gradients.
-//! For wide heads another one converts the dQ accumulator. Each parameter gradient that is rounded has one more.
+//! For wide heads another one converts the dQ accumulator. Each parameter gradient that is summed in a fixed order has one more, and each that is
+//! rounded has one more.
 
 use super::params::BackwardParams;
 use crate::attention_params::Tiling;
@@ -69,8 +70,10 @@ pub(crate) fn schedule(
 ) -> Schedule {
     let forward = &backward.forward;
     let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Wgmma, gpu), label(tile));
-    let mut entries =
-        vec![(EntryPoint::Backward, tile.shared_bytes()), (EntryPoint::BackwardPreprocess, 0), (EntryPoint::ConvertGradient, 0)];
+    let mut entries = vec![(EntryPoint::Backward, tile.shared_bytes()), (EntryPoint::BackwardPreprocess, 0)];
+    entries.extend(
+        backward.has_other_gradients().then_some([(EntryPoint::ReduceGradient, 0), (EntryPoint::ConvertGradient, 0)]).into_iter().flatten(),
+    );
     entries.extend(tile.fixed_point.then_some((EntryPoint::BackwardBounds, 0)));
     let orders_sinks = tile.fixed_point && backward.sink_gradient.is_some();
     entries.extend(orders_sinks.then_some((EntryPoint::SinkGradient, SINKS_SHARED_BYTES)));
@@ -91,7 +94,7 @@ pub(crate) fn schedule(
     let dkv_done = builder.slot("dK and dV done", 4 * shared_blocks);
     let next = builder.slot("KV block counter", 4);
     let (done, converted) = (builder.slot("KV blocks done", 4 * sections.count), builder.slot("dQ slices converted", 4 * sections.count));
-    let gradients = backward.parameter_gradients(&mut builder);
+    let gradients = backward.parameter_gradients(&mut builder, BackwardTile::KEYS);
     let zeroed = Zeroed {
         dkv_sums,
         dkv_done,
@@ -105,7 +108,10 @@ pub(crate) fn schedule(
             .slot("parts of fixed-point sums of dQ", if tile.fixed_point { 4 * rows_of_all / i64::from(tile.queries) } else { 0 }),
     };
     builder.zero_slots(first);
-    gradients.iter().filter(|gradient| !gradient.is_rounded()).for_each(|gradient| builder.zero(gradient.sum));
+    gradients
+        .iter()
+        .filter(|gradient| !gradient.is_rounded() && gradient.added() == gradient.sum)
+        .for_each(|gradient| builder.zero(gradient.sum));
     let dkv_parts = builder.slot("dK and dV of each thread block", 4 * stored * i64::from(tile.key_sums()));
     let lse = builder.slot("log-sum-exp in base 2", 4 * rows_of_all);
     let delta = builder.slot("delta", 4 * rows_of_all);
@@ -175,8 +181,8 @@ pub(crate) fn schedule(
     };
     let params = builder.structure(|to| params.push(to));
     let captured = builder.captured();
-    // The caller's parameter gradients, or the accumulators that are rounded into them.
-    let sums = builder.structure(|to| gradients.iter().for_each(|gradient| gradient.sum.push(to)));
+    // The main kernel adds to the caller's parameter gradients, to the accumulators that are rounded into them, or to partial sums of warps.
+    let sums = builder.structure(|to| gradients.iter().for_each(|gradient| gradient.added().push(to)));
 
     builder.make_block_lists(&lists, kernel, [params, captured]);
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
@@ -194,6 +200,7 @@ pub(crate) fn schedule(
     if converts_dq {
         builder.launch(kernel, EntryPoint::ConvertDq, [tiles * i64::from(tile.slices()), SLICE_THREADS], [params]);
     }
+    backward.reduce_gradients(&mut builder, kernel, &gradients);
     backward.round_gradients(&mut builder, kernel, &gradients);
     builder.finish()
 }

@@ -1,11 +1,11 @@
 //! Parameter gradients summed in a fixed order: each warp writes a partial sum to its own memory, and a kernel sums these.
 
-use super::tile_config::TileConfig;
 use crate::backward::{Along, Backward};
+use crate::unsupported::Check;
 use sdpa_core::expr::Axis;
 
 /// The largest size in bytes of the partial sums of all parameter gradients of a pass.
-pub const MOST_PARTIAL_BYTES: i64 = 1 << 30;
+pub(crate) const MOST_PARTIAL_BYTES: i64 = 1 << 30;
 
 /// The partial sums of the gradient of one parameter: (batch, heads_q, slots, inner) numbers, f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,11 +24,10 @@ pub(crate) struct WarpPartials {
 }
 
 impl WarpPartials {
-    /// Returns the partial sums of the gradient of `along`, for extents (batch, heads_q, seq_q, seq_kv) and the KV blocks of this tile
-    /// configuration.
-    pub(crate) fn of(along: &Along, [batch, heads, seq_q, seq_kv]: [i64; 4], config: &TileConfig) -> WarpPartials {
+    /// Returns the partial sums of the gradient of `along`, for extents (batch, heads_q, seq_q, seq_kv) and KV blocks of `keys` keys.
+    pub(crate) fn of(along: &Along, [batch, heads, seq_q, seq_kv]: [i64; 4], keys: u32) -> WarpPartials {
         let has = |axis| !along.axes.is_table() && along.axes.has(axis);
-        let slots = if has(Axis::K) { 1 } else { seq_kv.unsigned_abs().next_multiple_of(config.own.into()) as i64 / 16 };
+        let slots = if has(Axis::K) { 1 } else { seq_kv.unsigned_abs().next_multiple_of(keys.into()) as i64 / 16 };
         let extent = |axis, extent| if has(axis) { extent } else { 1 };
         let inner = if along.axes.is_table() { along.axes.extents().product() } else { extent(Axis::Q, seq_q) * extent(Axis::K, seq_kv) };
         WarpPartials { rows: [batch, heads], spans: [has(Axis::Batch), has(Axis::Head)], slots, inner, shared: !has(Axis::K) }
@@ -52,33 +51,35 @@ impl WarpPartials {
 }
 
 impl Backward {
-    /// Iterates over the parameters whose gradients are computed. Yields the partial sums of a gradient that is summed in a fixed order,
-    /// and `None` for a gradient that kernels write directly.
-    pub(crate) fn warp_partials<'a>(&'a self, config: &'a TileConfig) -> impl Iterator<Item = Option<WarpPartials>> + 'a {
-        let of = |along| {
-            Some(WarpPartials::of(along, self.forward.extents, config)).filter(|partials| self.deterministic && !partials.is_whole())
+    /// Iterates over the parameters whose gradients are computed by kernels with KV blocks of `keys` keys. Yields the partial sums of a gradient that
+    /// is summed in a fixed order, and `None` for a gradient that kernels write directly.
+    pub(crate) fn warp_partials(&self, keys: u32) -> impl Iterator<Item = Option<WarpPartials>> + '_ {
+        let of = move |along| {
+            Some(WarpPartials::of(along, self.forward.extents, keys)).filter(|partials| self.deterministic && !partials.is_whole())
         };
         self.along.iter().map(of)
     }
 
-    /// Returns the size of the partial sums of all parameter gradients, in bytes; saturates.
-    pub(crate) fn partial_bytes(&self, config: &TileConfig) -> i64 {
-        self.warp_partials(config).flatten().fold(0, |bytes, partials| bytes.saturating_add(partials.bytes()))
+    /// Checks the size of the partial sums of all parameter gradients.
+    pub(crate) fn check_partials(&self, check: &mut Check, keys: u32) {
+        let bytes = self.warp_partials(keys).flatten().fold(0, |bytes: i64, partials| bytes.saturating_add(partials.bytes()));
+        let names: Vec<&str> = self.along.iter().map(|along| along.name.as_str()).collect();
+        let field = format!("deterministic, gradients of {}", names.join(", "));
+        let limit = format!("at most {MOST_PARTIAL_BYTES} bytes of partial sums per warp, which are added in a fixed order");
+        check.that(bytes <= MOST_PARTIAL_BYTES, &field, format!("{bytes} bytes"), limit);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sdpa_core::DType;
     use sdpa_core::expr::Axes;
-    use sdpa_core::{DType, Direction};
 
     #[test]
     fn partial_sums_are_as_many_as_the_axes_say() {
-        let config = TileConfig::of(Direction::Backward, DType::BF16, 64, 64).unwrap();
-        let of = |axes: Axes| {
-            WarpPartials::of(&Along { name: String::new(), dtype: DType::F32, axes, reads: Vec::new() }, [3, 5, 40, 70], &config)
-        };
+        let of =
+            |axes: Axes| WarpPartials::of(&Along { name: String::new(), dtype: DType::F32, axes, reads: Vec::new() }, [3, 5, 40, 70], 64);
         let axes = |all: &[Axis]| all.iter().fold(Axes::NONE, |axes, axis| axes.with(*axis));
         // Two KV blocks of 64 keys with four warps each give eight slots.
         let scalar = of(Axes::NONE);
