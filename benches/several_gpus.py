@@ -1,6 +1,6 @@
 """Attention over the ranks of a process group, with NCCL on GPUs: correctness, equal bits, a lost rank, and times.
 
-    torchrun --nproc-per-node 2 benches/several_gpus.py right [--cases N] [--seconds S] [--only TEXT] [--share N/M]
+    torchrun --nproc-per-node 2 benches/several_gpus.py right [--first N] [--cases N] [--seconds S] [--only TEXT] [--share N/M]
     torchrun --nproc-per-node 2 benches/several_gpus.py bits [--launches N]
     torchrun --nproc-per-node 2 benches/several_gpus.py killed [--hang] [--deadline S]
     torchrun --nproc-per-node 2 benches/several_gpus.py times [--tokens 8192,16384,32768] [--heads GQA|MHA|extras] [--only TEXT] [--runs N]
@@ -242,6 +242,29 @@ def of_torch(world, whole, d_o, backends, rotate):
     return enter, leave, call
 
 
+def of_flex(world, whole, d_o, seq):
+    """FlexAttention in PyTorch's context parallelism: each rank gathers all keys and values, and has zigzag shards of queries. The classes are private in
+    PyTorch 2.11. The mask gets the positions of the whole sequence there; a score_mod would get those within the shard."""
+    from torch.distributed.tensor.experimental import _attention as parallel
+    from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.ranks,))
+    balancer = parallel._HeadTailLoadBalancer(seq, world.ranks, world.device)
+    mask = _create_cp_block_mask(causal, None, None, seq, seq, mesh, load_balancer=balancer)
+    *shards, up = parallel._context_parallel_shard(mesh, [*whole, d_o], [2] * 4, balancer)
+    shards = [x.detach().clone().requires_grad_() for x in shards]
+    attend = torch.compile(flex_attention, dynamic=False) if world.device.type == "cuda" else flex_attention
+    gather = parallel._ContextParallel(2, parallel._ContextParallel.AttentionType.FLEX)
+    gqa = whole[0].shape[1] != whole[1].shape[1]
+
+    def call(q, k, v):
+        operands, _ = gather.flex_input_fn(None, (q, k, v), {}, mesh)
+        return attend(*operands, block_mask=mask, enable_gqa=gqa)
+
+    return Approach("torch context_parallel flex", shards, up.contiguous(), call)
+
+
 DOCUMENTS = 8
 
 
@@ -290,6 +313,7 @@ def approaches(world, whole, d_o, seq, extras):
             return made
 
         found.append((f"torch context_parallel {name} {rotate}", make))
+    found.append(("torch context_parallel flex", lambda: of_flex(world, whole, d_o, seq)))
     for name, backend in backends.items():
 
         def alone(name=name, backend=backend):
@@ -405,7 +429,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("right", "bits", "killed", "times"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--cases", type=int, default=None, help="right: run the first so many cases")
+    parser.add_argument("--first", type=int, default=0, help="right: the number of the case to begin with, after --only and --share")
+    parser.add_argument("--cases", type=int, default=None, help="right: run so many cases")
     parser.add_argument("--seconds", type=float, default=240, help="right: begin no case after so many seconds")
     parser.add_argument("--only", default="", help="right: cases whose name has this text; times: approaches")
     parser.add_argument("--share", default="0/1", help="right: N/M runs every M-th program from the N-th on")

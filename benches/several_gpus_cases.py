@@ -157,7 +157,7 @@ def right(world, arguments):
         cases += [(turn, number, *combinations[(turn + number * 4) % len(combinations)]) for turn in range(len(combinations))]
     cases = [case for case in sorted(cases) if not arguments.only or arguments.only in f"{table[case[1]][0]}, {case[2]}, {case[3]}"]
     part, parts = (int(n) for n in arguments.share.split("/"))
-    cases = [case for case in cases if case[1] % parts == part]  # a program compiles kernels once
+    cases = [case for case in cases if case[1] % parts == part][arguments.first :]  # a program compiles kernels once
     references, passed, failed, began, done = {}, 0, 0, time.monotonic(), 0
     for at, (_, number, strategy, sharding) in enumerate(cases[: arguments.cases]):
         if world.all(time.monotonic() - began)[0] > arguments.seconds:

@@ -30,6 +30,10 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
     let square = |dim| shape([16, 4], [700, 700], dim);
     let forward = |spec: AttentionSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
     let backward = |spec: BackwardSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
+    let ordered = |spec: AttentionSpec, params: &[&str]| {
+        let spec = params.iter().fold(spec.backward().deterministic(), |spec, param| spec.wrt(*param, DType::F32));
+        Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into())
+    };
     let packed = AttentionSpec::packed(DType::BF16, square(128), Packed::new()).with_stats().mask("causal".parse()?);
     let capped = spec(square(64), "causal")?.score_mod("softcap:30".parse()?);
     let sinks = spec(square(64), "causal")?.with_sink();
@@ -53,6 +57,22 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
         ),
         ("backward, fixed point, packed", backward(packed.clone().backward().deterministic())?, Family::Wgmma, true),
         ("backward, fixed point, sinks", backward(sinks.backward().wrt(SINK, DType::F32).deterministic())?, Family::Wgmma, true),
+        ("backward, fixed point, a bias of heads", ordered(biased.clone(), &["bias"])?, Family::Wgmma, true),
+        (
+            "backward, fixed point, wide heads, a bias of queries",
+            ordered(spec(square(192), "causal")?.score_mod("bias:q".parse()?), &["bias"])?,
+            Family::Wgmma,
+            true,
+        ),
+        (
+            "backward, fixed point, slopes and a table",
+            ordered(
+                spec(square(128), "")?.score_mod("alibi-slopes".parse()?).score_mod("relative-bias:4,30".parse()?),
+                &["slopes", "rel"],
+            )?,
+            Family::Wgmma,
+            true,
+        ),
         (
             "forward, fixed splits",
             forward(spec(shape([16, 4], [700, 3000], 128), "causal-bottom-right")?.batch_invariant())?,

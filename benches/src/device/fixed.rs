@@ -29,7 +29,10 @@ pub(crate) fn right(random: u64, first: u64) -> Result<()> {
         for case in Case::all_invariant()?.into_iter().filter(|case| NARROW.contains(&case.dtype)) {
             cases.add("fixed", &case.name, &runner::run_case(&case, &executor));
         }
-        println!("{}", cases.summary("fixed splits, cases"));
+        for case in Case::ordered_parameters()? {
+            cases.add("fixed", &case.name, &runner::run_backward_case(&case, Source::Oracle, &executor));
+        }
+        println!("{}", cases.summary("fixed splits and gradients of parameters, cases"));
     }
     for seed in first..first + random {
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
