@@ -112,17 +112,17 @@ where
     for<'a> &'a mut Vec<T>: Into<ElementsMut<'a>>,
 {
     let mut random = Random::new(5);
-    let n = spec.q.dims.iter().product::<i64>() as usize;
-    let mut operands: [Vec<f32>; 4] = std::array::from_fn(|_| (0..n).map(|_| random.normal() as f32).collect());
+    let [of_queries, of_keys] = [spec.q, spec.k].map(|tensor| tensor.dims.iter().product::<i64>() as usize);
+    let mut operands = [of_queries, of_keys, of_keys, of_queries].map(|n| (0..n).map(|_| random.normal() as f32).collect::<Vec<_>>());
     change(&mut operands);
     let [q, k, v, d_o] = operands.map(|x| x.into_iter().map(narrow).collect::<Vec<T>>());
-    let (mut o, mut stats) = (vec![T::default(); n], vec![0.0; 400]);
+    let (mut o, mut stats) = (vec![T::default(); of_queries], vec![0.0; of_queries / spec.q.dims[3] as usize]);
     let problem = spec.clone().with_stats().validate().unwrap();
     executor.prepare(&problem).unwrap().forward(HostForward::new(&q, &k, &v, &mut o).stats(&mut stats)).unwrap();
     let mut backward = spec.clone().backward();
     backward.deterministic = deterministic;
     let problem = backward.validate().unwrap();
-    let [mut dq, mut dk, mut dv] = std::array::from_fn(|_| vec![T::default(); n]);
+    let [mut dq, mut dk, mut dv] = [of_queries, of_keys, of_keys].map(|n| vec![T::default(); n]);
     let call = HostBackward::new((&q, &k, &v), (&o, &stats), &d_o, (&mut dq, &mut dk, &mut dv));
     executor.prepare_backward(&problem).unwrap().backward(call).unwrap();
     dq.into_iter().map(Into::into).collect()
@@ -207,6 +207,35 @@ pub(super) fn small_rows_beside_large_ones_keep_their_digits() {
             let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
             let (all, apart) = (norm(&mut a.iter().copied()), norm(&mut a.iter().zip(b).map(|(a, b)| a - b)));
             assert!(apart <= 0.004 * all, "head dim {dim}, row {row}: {apart:e} of {all:e}");
+        }
+    }
+}
+
+/// Keys that no query attends to do not change the scales of dQ: the rest of dQ keeps its digits however large they are.
+#[test]
+pub(super) fn masked_out_keys_may_have_any_size() {
+    let Some(executor) = wgmma() else { return };
+    // A mask of keys, one that also differs by query and leaves out a whole KV block, and keys after the last query.
+    let masks: [(&str, i64, fn(usize) -> bool); 4] = [
+        ("k % 3 != 1", 200, |k| k % 3 == 1),
+        ("k % 3 != 1 & k <= q", 200, |k| k % 3 == 1),
+        ("(q + k) % 3 != 1 & (k < 128 | k >= 256)", 200, |k| (128..256).contains(&k)),
+        ("causal", 140, |k| k >= 140),
+    ];
+    for dim in DIMS {
+        for (mask, seq_q, is_out) in masks {
+            let shape = Shape { dim_qk: dim as i64, dim_v: dim as i64, seq_kv: 300, seq_q, ..SHAPE };
+            let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap());
+            let loud = |x: &mut [Vec<f32>; 4]| {
+                for (operand, size) in [(1, 1e18), (2, 1e12)] {
+                    let rows = x[operand].chunks_mut(dim).enumerate();
+                    rows.filter(|(row, _)| is_out(row % 300)).for_each(|(_, values)| values.iter_mut().for_each(|x| *x *= size));
+                }
+            };
+            let [floats, integers] = [false, true].map(|deterministic| dq_in(half::bf16::from_f32, &spec, &executor, deterministic, loud));
+            assert!(floats.iter().any(|x| x.abs() > 1e-3), "{mask}, head dim {dim}");
+            let off = floats.iter().zip(&integers).map(|(a, b)| (a - b).abs() / (a.abs() + 1e-3)).fold(0.0, f32::max);
+            assert!(off <= 0.02, "{mask}, head dim {dim}: {off}");
         }
     }
 }

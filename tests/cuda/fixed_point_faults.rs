@@ -1,7 +1,8 @@
 //! Faults of fixed-point sums of dQ: a test of gradients or a random problem has to find each.
 
 use super::deterministic::{
-    NAME, small_rows_beside_large_ones_keep_their_digits, sums_may_be_as_large_as_their_bound, wgmma, what_is_no_number_stays_none,
+    NAME, masked_out_keys_may_have_any_size, small_rows_beside_large_ones_keep_their_digits, sums_may_be_as_large_as_their_bound, wgmma,
+    what_is_no_number_stays_none,
 };
 use super::faults::all_have_places_of;
 use conformance::Case;
@@ -19,7 +20,7 @@ type Fault = (&'static str, [&'static str; 2]);
 /// A part of generated code, which is in no file.
 const PLACE_OF_HEAD: &str = "L + origin.head) * ";
 
-const FAULTS: [Fault; 19] = [
+const FAULTS: [Fault; 24] = [
     ("parts of any size are rounded by an addition", ["!rounds_right(sums, scales)", "false"]),
     ("converted parts lack the offset", [") + INTEGER_OFFSET_BITS;", ");"]),
     ("the offset of one part is subtracted", ["uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS", "INTEGER_OFFSET_BITS"]),
@@ -43,6 +44,14 @@ const FAULTS: [Fault; 19] = [
         ["__uint_as_float(parts[n]); });\n        fence_proxy_async();\n", "__uint_as_float(parts[n]); });\n"],
     ),
     ("infinities of keys count for the bound", ["larger_half(largest_pair) >= exponent_bits(Element{})", "false"]),
+    (
+        "masked-out keys count for the bound",
+        ["return keep(place_at(p, batch, kv_head * p.group, 0, key, 0, 0), captured);", "return true;"],
+    ),
+    ("KV blocks that no query reads count for the bound", ["if (!BATCH_INVARIANT && !is_read(", "if (false && !is_read("]),
+    ("keys that no query reaches count for the bound", ["if (!BATCH_INVARIANT && queries.begin >= queries.end) return false;", ""]),
+    ("every other element is checked", ["|= one | other", "|= one"]),
+    ("the scales stay those of the first step", ["if (SCALES_AHEAD) scales", "if (SCALES_AHEAD && !has_previous) scales"]),
     ("narrow heads: the scales are those of this step", ["(scale_stage(step_state) + 3) & 3", "scale_stage(step_state)"]),
     ("wide heads: parts of any size are rounded by an addition", ["__builtin_expect(rounds_right(sums, scales), 1)", "true"]),
     (
@@ -58,7 +67,8 @@ const FAULTS: [Fault; 19] = [
 
 /// Returns the first error of the tests and of random problems.
 fn error() -> Option<String> {
-    let tests: [(&str, fn()); 3] = [
+    let tests: [(&str, fn()); 4] = [
+        ("masked-out keys", masked_out_keys_may_have_any_size),
         ("sums as large as their bound", sums_may_be_as_large_as_their_bound),
         ("what is no number", what_is_no_number_stays_none),
         ("small rows beside large ones", small_rows_beside_large_ones_keep_their_digits),

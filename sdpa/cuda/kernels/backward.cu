@@ -46,6 +46,9 @@ struct StepState : PipelineState<2> {
 // Returns the number of a step, modulo 4.
 inline int scale_stage(const PipelineState<2>& pipeline) { return 2 * pipeline.phase + pipeline.stage; }
 
+// Whether the fixed-point scales of a step are loaded at its end. dQ of the step is complete in the next one, long after the loads.
+constexpr bool SCALES_AHEAD = FIXED_POINT_DQ && DQ_BY_TMA && !STAGED_SCALES;
+
 // Loads the fixed-point scales of a thread's queries of the previous step, whose dQ has this place.
 inline float2 previous_scales(const Params& p, const StepState& step_state, const SharedStorage& smem, DqPlace place) {
 #if STAGED_SCALES
@@ -312,6 +315,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             load_a_fragments(v_registers, smem.v + own_rows, KV_PANEL_BYTES);
             // Place of the previous step's dQ. Without TMA, the slice is this consumer's panel of columns.
             DqPlace place = 0;
+            float2 scales = {0.0f, 0.0f};
             const int slice = DQ_BY_TMA ? 0 : tile.part * 2 + warpgroup;
             if (PREFETCH_S) {
                 mbarrier_wait_parity(smem.q_full + 8 * step_state.operand_stage(), step_state.operand_phase());
@@ -372,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         float dq[DQ];
                         values();
                         gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
-                        const float2 scales = previous_scales(p, step_state, smem, place);
+                        if (!SCALES_AHEAD) scales = previous_scales(p, step_state, smem, place);
                         wait_dv<1>(dv, smem.d_o_empty + 8 * step_state.operand_stage());
                         gemm_dk_dv(dk, ds_packed, q_columns);
                         wgmma_wait_group<1>();
@@ -395,6 +399,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (!DQ_BY_TMA) place = dq_slice(p, seq_info, tile, step.head, step.queries, slice);
 #endif
                 step_state.advance();
+                if (SCALES_AHEAD) scales = previous_scales(p, step_state, smem, place);
                 if (NEXT_STEP_LAST) has_next = next_step(steps, p, range, tile, next);
                 has_previous = true;
                 // Prefetch: issue the GEMM of the next S at the end of this step. It comes last, so that nothing touches its accumulator `s` until the
@@ -407,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             } while (has_next);
             float dq[DQ];
             gemm_dq_previous(dq, step_state, smem, own_d_s, own_k);
-            const float2 scales = previous_scales(p, step_state, smem, place);
+            if (!SCALES_AHEAD) scales = previous_scales(p, step_state, smem, place);
             wgmma_wait_group<0>();
             finish_dq_previous(dq, p, place, scales, slice, step_state, smem);
             // Release K and V: dK and dV are staged in the memory of dS and of the dQ slices, so the next K and V can be loaded at the same time.

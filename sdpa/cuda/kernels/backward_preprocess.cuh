@@ -1,4 +1,4 @@
-// Small kernels around the sm_90 backward pass: preprocess (log-sum-exp, delta, sink gradient) before it, conversion of parameter gradients after it.
+// The kernel before the sm_90 backward pass: log-sum-exp and delta of each row, sink gradient.
 
 // Returns the address of a row of a tensor indexed by queries, such as Q, O or dO.
 inline const Element* row_of(const void* at, long batch_stride, long head_stride, long row_stride, const SeqInfo& s, int batch, int head, int row) {

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_convert_dq(const 
 #if FIXED_POINT_DQ
     const ulong64* from = reinterpret_cast<const ulong64*>(p.dq_accum) + (query_tile * SLICES + slice) * 2048 + threadIdx.x;
     const ulong64 offset = ulong64(p.dq_parts[query_tile]) * (ulong64(INTEGER_OFFSET_BITS) << 32 | INTEGER_OFFSET_BITS);
-    for (int half = 0; half < 2; half++) scales[half] /= p.dq_scale[query_tile * TILE_M + warp * 16 + thread_row(lane) + 8 * half];
+    for (int half = 0; half < 2; half++) scales[half] *= inverse_of_scale(p.dq_scale[query_tile * TILE_M + warp * 16 + thread_row(lane) + 8 * half]);
     const auto pair_of = [&](ulong64 sum) {
         // Take the carry of the lower sum back from the upper one.
         const int lower = int(uint(sum - offset));

@@ -91,7 +91,7 @@ inline void convert_slices(const TensorMap& dq_map, const Params& p, const Share
             offset = uint(__ldcg(p.dq_parts + query_tile)) * INTEGER_OFFSET_BITS;
             const float* const of_rows = p.dq_scale + query_tile * TILE_M + first_row % TILE_M + 16 * n + thread_row(threadIdx.x & 31);
             // Loads past the L1 cache: another CTA may have marked the row as NaN.
-            for (int half = 0; half < 2; half++) scales[half] /= __ldcg(of_rows + 8 * half);
+            for (int half = 0; half < 2; half++) scales[half] *= inverse_of_scale(__ldcg(of_rows + 8 * half));
 #endif
             convert_piece(scales, offset, pieces + (n & 1) * DQ_PIECE_BYTES, to);
             fence_proxy_async();

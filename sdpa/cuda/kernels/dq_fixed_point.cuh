@@ -74,13 +74,37 @@ inline float magnitudes(const Elements& e) {
 
 // Number of lanes that share a key, of which each reads eight elements, and of keys whose loads are under way at once.
 constexpr int KEY_LANES = DIM_QK > 128 || DIM_V > 128 ? 32 : 16;
-constexpr int KEYS_AT_ONCE = 256 / KEY_LANES, KEY_ROUNDS = 8;
+constexpr int KEYS_AT_ONCE = 256 / KEY_LANES, KEY_ROUNDS = 4;
 
-// Finds max |K| and max |V|_1 of each KV head, over the sequence's own keys. Infinities and NaNs do not count. One CTA per KV block. Both maxima are stored as
-// the bits of f32, whose order as integers is that of the numbers.
-extern "C" __global__ void __launch_bounds__(256, 2) attention_backward_bounds(const __grid_constant__ Params p) {
+// Returns whether some query of the KV head's group may attend to a key of the KV block.
+inline bool is_read(const Params& p, const SeqInfo& seq_info, int batch, int kv_head, int block) {
+    const BlockRange range = block_range_of(p, seq_info, block);
+    bool any = false;
+    for (int n = 0; n < p.group && !any; n++) {
+        const BlockIterator iterator = block_iterator(p, range, batch, kv_head * p.group + n, block);
+        any = iterator.at < iterator.end;
+    }
+    return any;
+}
+
+// Returns whether some query may attend to the key. Masks that differ by query are evaluated for whole KV blocks only. In a batch-invariant pass, the
+// result does not depend on which queries the call has.
+inline bool is_attended(const Params& p, const Captured& captured, const SeqInfo& seq_info, int batch, int kv_head, int key) {
+    const Range queries = attending_queries(p, seq_info, key);
+    if (!BATCH_INVARIANT && queries.begin >= queries.end) return false;
+#if KEEP_IS_OF_KEYS
+    return keep(place_at(p, batch, kv_head * p.group, 0, key, 0, 0), captured);
+#else
+    return true;
+#endif
+}
+
+// Finds max |K| and max |V|_1 of each KV head, over the keys that queries attend to: masked-out keys must not change the scale, and may be of any size.
+// Infinities and NaNs do not count. One CTA per KV block. Both maxima are stored as the bits of f32, whose order as integers is that of the numbers.
+extern "C" __global__ void __launch_bounds__(256, 4) attention_backward_bounds(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int heads_kv = p.heads_q / p.group, block = blockIdx.x % p.blocks, unit = blockIdx.x / p.blocks, batch = unit / heads_kv, head = unit % heads_kv;
     const SeqInfo seq_info = seq_info_of(p, batch);
+    if (!BATCH_INVARIANT && !is_read(p, seq_info, batch, head, block)) return;
     const int first = 8 * (threadIdx.x % KEY_LANES);
     const auto row_at = [&](const void* at, long batch_stride, long head_stride, long row_stride, int key) {
         const long of_batch = WITH_PACKED_KV ? seq_info.begin_kv * row_stride : batch * batch_stride;
@@ -90,14 +114,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) attention_backward_bounds(c
     float largest_v = 0.0f;
 #pragma unroll 1
     for (int begin = 0; begin < TILE_N; begin += KEY_ROUNDS * KEYS_AT_ONCE) {
-        // All loads are issued before the first use.
+        // All loads of a round are issued before the first use.
         Elements k[KEY_ROUNDS], v[KEY_ROUNDS];
         uint largest_pair = 0;
         float sums[KEY_ROUNDS];
 #pragma unroll
         for (int n = 0; n < KEY_ROUNDS; n++) {
             const int key = block * TILE_N + begin + threadIdx.x / KEY_LANES + n * KEYS_AT_ONCE;
-            const bool any = key < seq_info.len_kv;
+            const bool any = key < seq_info.len_kv && is_attended(p, captured, seq_info, batch, head, key);
             k[n] = load_elements(row_at(p.k, p.k_batch, p.k_head, p.k_row, key), first, any ? p.dim_qk : 0);
             v[n] = load_elements(row_at(p.v, p.v_batch, p.v_head, p.v_row, key), first, any ? p.dim_v : 0);
         }
@@ -133,6 +157,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) attention_backward_bounds(c
     atomicMax(p.kv_bounds + 2 * unit + 1, __float_as_int(largest_v));
 }
 
+// Returns the inverse of a scale, which is a power of two or NaN.
+inline float inverse_of_scale(float scale) { return __fmaf_rn(scale, 0.0f, __uint_as_float(0x7f000000u - __float_as_uint(scale))); }
+
 // Returns the scale of a query from its own bounds and those of its KV head.
 inline float dq_scale_of_row(const Params& p, int batch, int head, float largest_d_o, float delta) {
     const int unit = batch * (p.heads_q / p.group) + head / p.group;
@@ -144,20 +171,23 @@ inline float dq_scale_of_row(const Params& p, int batch, int head, float largest
 // The sum of a number below 2^22 and this one has the number's nearest integer in its low bits: a unit in its last place is 1.
 constexpr float INTEGER_OFFSET = 12582912.0f;
 constexpr uint INTEGER_OFFSET_BITS = 0x4b400000u;
-constexpr float INTEGER_LIMIT = 4194304.0f;
 
 // Rounds element `n` of a thread's dQ to an integer. `scales` has the scales of its first query and of the one eight queries later.
 inline uint rounded_dq(const float (&sums)[DQ], int n, const float2& scales) {
     return __float_as_uint(__fmaf_rn(sums[n], fragment_half(n) ? scales.y : scales.x, INTEGER_OFFSET));
 }
 
-// Returns whether `rounded_dq` rounds these elements right. The sum of magnitudes takes one addition for each of them, and is NaN if one is.
+// Returns whether `rounded_dq` rounds these elements right. Only then all results have the sign and the exponent of the offset: one instruction combines
+// those of two elements.
 inline bool rounds_right(const float (&sums)[DQ], const float2& scales) {
-    float magnitudes[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    uint any[2] = {0, 0}, all[2] = {~0u, ~0u};
 #pragma unroll
-    for (int n = 0; n < DQ; n++) magnitudes[n % 8] += fabsf(sums[n]);
-    const float first = (magnitudes[0] + magnitudes[1]) + (magnitudes[4] + magnitudes[5]), second = (magnitudes[2] + magnitudes[3]) + (magnitudes[6] + magnitudes[7]);
-    return first * scales.x < INTEGER_LIMIT && second * scales.y < INTEGER_LIMIT;
+    for (int n = 0; n < DQ; n += 2) {
+        const uint one = rounded_dq(sums, n, scales), other = rounded_dq(sums, n + 1, scales);
+        any[n / 2 & 1] |= one | other;
+        all[n / 2 & 1] &= one & other;
+    }
+    return (((any[0] | any[1]) ^ INTEGER_OFFSET_BITS) | ((all[0] & all[1]) ^ INTEGER_OFFSET_BITS)) >> 23 == 0;
 }
 
 // Rounds elements of any size. Conversions have an eighth of the throughput of FMAs. Integers have no infinity or NaN, so a query with such an element has the

@@ -155,12 +155,19 @@ impl Forward {
     /// for all of them.
     pub fn list_rows(&self) -> [i64; 2] {
         let [batch, heads, ..] = self.extents;
-        let differs = |axis| {
-            let spans = |kind| matches!(kind, ParamKind::Tensor { axes, .. } if axes.has(axis));
-            let reads = |keep: &Trace| keep.params().iter().any(|declared| spans(declared.kind));
-            self.keep.as_deref().is_some_and(|keep| keep.uses_index(axis) || reads(keep))
-        };
-        [if differs(Axis::Batch) { batch } else { 1 }, if differs(Axis::Head) { heads } else { 1 }]
+        [if self.keep_differs(Axis::Batch) { batch } else { 1 }, if self.keep_differs(Axis::Head) { heads } else { 1 }]
+    }
+
+    /// Returns whether the part of the mask that is neither a band nor a length may differ along an axis.
+    fn keep_differs(&self, axis: Axis) -> bool {
+        let spans = |kind| matches!(kind, ParamKind::Tensor { axes, .. } if axes.has(axis));
+        let reads = |keep: &Trace| keep.params().iter().any(|declared| spans(declared.kind));
+        self.keep.as_deref().is_some_and(|keep| keep.uses_index(axis) || reads(keep))
+    }
+
+    /// Returns whether that part is the same for all heads and queries, as a mask of padding is.
+    pub(crate) fn keeps_by_key(&self) -> bool {
+        self.keep.is_some() && !self.keep_differs(Axis::Head) && !self.keep_differs(Axis::Q)
     }
 }
 

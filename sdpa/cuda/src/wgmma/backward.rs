@@ -187,7 +187,7 @@ pub(crate) fn schedule(
     builder.make_block_lists(&lists, kernel, [params, captured]);
     let tiles = batch * heads_q * steps(*seq_q, tile.queries);
     if tile.fixed_point {
-        builder.launch(kernel, EntryPoint::BackwardBounds, [kv_blocks, THREADS], [params]);
+        builder.launch(kernel, EntryPoint::BackwardBounds, [kv_blocks, THREADS], [params, captured]);
     }
     builder.launch(kernel, EntryPoint::BackwardPreprocess, [tiles, THREADS], [params, captured]);
     if orders_sinks {
