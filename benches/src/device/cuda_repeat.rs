@@ -59,7 +59,7 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
         ("backward, fixed point, sinks", backward(sinks.backward().wrt(SINK, DType::F32).deterministic())?, Family::Wgmma, true),
         ("backward, fixed point, a bias of heads", ordered(biased.clone(), &["bias"])?, Family::Wgmma, true),
         (
-            "backward, fixed point, wide heads, a bias of queries",
+            "backward, fixed point, a bias of queries, wide heads",
             ordered(spec(square(192), "causal")?.score_mod("bias:q".parse()?), &["bias"])?,
             Family::Wgmma,
             true,

@@ -1,7 +1,7 @@
 //! WGMMA kernels whose results do not depend on an order: sums of dQ in fixed point, and splits of fixed size.
 
 use crate::cuda::executor_of;
-use crate::cuda_speed::{EACH, FEW, Few, Lies, Pass, ROWS, few_spec, spec as dense, times};
+use crate::cuda_speed::{EACH, FEW, Few, Lies, Pass, ROWS, Row, few_spec, spec as dense, times};
 use crate::setup::{Result, executor as cudnn};
 use conformance::Case;
 use conformance::invariance::{Features, compare};
@@ -110,6 +110,8 @@ pub(crate) fn invariant(named: &str) -> Result<()> {
             masks: &["causal-ends", "(q + k) % 3 != 1"],
             ..gradients
         },
+        Features { dims: [192, 128], ..gradients },
+        Features { heads: [4, 2], dims: [256, 256], masks: &["window:50,0:ends"], ..gradients },
     ];
     let mut failed = 0;
     let wgmma = splits.iter().map(|f| ("splits", &forward, f)).chain(sums.iter().map(|f| ("fixed point", &both, f)));
@@ -132,7 +134,16 @@ fn is_named(name: &str, texts: &[String]) -> bool {
     texts.is_empty() || texts.iter().any(|text| name.contains(text))
 }
 
-/// Backward passes of the rows of the speed table, in turns: with f32 atomics, deterministic, and cuDNN's deterministic engine.
+/// Rows with the gradient of a parameter: slopes of heads, a bias of heads and queries, a table, and a bias of all scores.
+const LEARNED: [(Row, &str); 4] = [
+    (([4, 32, 32, 4096, 128], "alibi-slopes", "causal"), "slopes"),
+    (([4, 32, 32, 4096, 128], "bias:hq", "causal"), "bias"),
+    (([1, 16, 16, 4096, 64], "relative-bias:16,128", "causal"), "rel"),
+    (([1, 16, 16, 4096, 64], "bias:hqk", "causal"), "bias"),
+];
+
+/// Backward passes of the rows of the speed table, in turns: with f32 atomics, deterministic, and cuDNN's deterministic engine. With gradients of
+/// parameters, also deterministic with `mma.sync`.
 pub(crate) fn backward_speed(named: &[String]) -> Result<()> {
     let fixed = executor_of(CudaOptions::default())?;
     let theirs = cudnn(PlanOptions::default())?;
@@ -147,14 +158,20 @@ pub(crate) fn backward_speed(named: &[String]) -> Result<()> {
         all.push((format!("{row:?}"), dense(row)?));
     }
     all.extend([packed(32, 512)?, packed(8, 2048)?, packed(1, 16384)?]);
+    let mut all: Vec<_> = all.into_iter().map(|(name, spec)| (name, spec.with_stats().backward())).collect();
+    for (row, param) in LEARNED {
+        all.push((format!("gradients of parameters, {row:?}"), dense(row)?.with_stats().backward().wrt(param, DType::F32)));
+    }
     all.retain(|(name, _)| is_named(name, named));
-    let mut ratios = Vec::new();
-    for (name, spec) in all {
-        let any = spec.with_stats().backward();
+    let (mut ratios, mma) = (Vec::new(), executor_of(CudaOptions::default().with_family(Family::Mma))?);
+    for (name, any) in all {
         let ordered = any.clone().deterministic().validate()?;
         let any = any.validate()?;
         let first = fixed.attention(any.forward())?.0;
-        let plans = [fixed.gradient(&any)?.0, fixed.gradient(&ordered)?.0];
+        let mut plans = vec![fixed.gradient(&any)?.0, fixed.gradient(&ordered)?.0];
+        if ordered.wrt_scores().next().is_some() {
+            plans.push(mma.gradient(&ordered)?.0);
+        }
         let others: Vec<_> =
             [&any, &ordered].into_iter().map(|problem| theirs.attention_backward(problem).map(|(planned, _)| planned)).collect();
         let found: Vec<OnDevice<DeviceSlice, Stream>> =
@@ -162,13 +179,14 @@ pub(crate) fn backward_speed(named: &[String]) -> Result<()> {
         let passes: Vec<&Pass> = plans.iter().map(|plan| &**plan as &Pass).chain(found.iter().map(|pass| &**pass)).collect();
         let mut ms = times(&stream, &Job::from(any.clone()), &passes, Some(&*first as &Pass), EACH)?.into_iter();
         let [f32_ms, fixed_ms] = [(); 2].map(|()| ms.next().unwrap_or(f64::NAN));
+        let mma_ms = plans.get(2).and_then(|_| ms.next()).map_or_else(String::new, |ms| format!(", with mma.sync {ms:.4}"));
         let mut cudnn_ms = others.iter().map(|other| if other.is_ok() { ms.next() } else { None });
         let told = |ms: Option<f64>| ms.map_or_else(|| "unsupported".to_owned(), |ms| format!("{ms:.4}"));
         let [free, bound] = [(); 2].map(|()| told(cudnn_ms.next().flatten()));
         let ratio = f32_ms / fixed_ms;
         ratios.push(ratio);
         println!(
-            "{name}: f32 {f32_ms:.4} ms ({}), deterministic {fixed_ms:.4} ms ({}), ratio {ratio:.3}; cudnn {free}, deterministic {bound}",
+            "{name}: f32 {f32_ms:.4} ms ({}), deterministic {fixed_ms:.4} ms ({}), ratio {ratio:.3}{mma_ms}; cudnn {free}, deterministic {bound}",
             plans[0].engine(),
             plans[1].engine()
         );
