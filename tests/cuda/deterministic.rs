@@ -211,12 +211,15 @@ pub(super) fn small_rows_beside_large_ones_keep_their_digits() {
     }
 }
 
+/// A mask, a number of queries, and whether no query attends to a key.
+type Masked = (&'static str, i64, fn(usize) -> bool);
+
 /// Keys that no query attends to do not change the scales of dQ: the rest of dQ keeps its digits however large they are.
 #[test]
 pub(super) fn masked_out_keys_may_have_any_size() {
     let Some(executor) = wgmma() else { return };
     // A mask of keys, one that also differs by query and leaves out a whole KV block, and keys after the last query.
-    let masks: [(&str, i64, fn(usize) -> bool); 4] = [
+    let masks: [Masked; 4] = [
         ("k % 3 != 1", 200, |k| k % 3 == 1),
         ("k % 3 != 1 & k <= q", 200, |k| k % 3 == 1),
         ("(q + k) % 3 != 1 & (k < 128 | k >= 256)", 200, |k| (128..256).contains(&k)),

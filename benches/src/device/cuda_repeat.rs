@@ -31,7 +31,7 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
     let forward = |spec: AttentionSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
     let backward = |spec: BackwardSpec| Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into());
     let ordered = |spec: AttentionSpec, params: &[&str]| {
-        let spec = params.iter().fold(spec.backward().deterministic(), |spec, param| spec.wrt(*param, DType::F32));
+        let spec = params.iter().fold(spec.backward().deterministic(), |spec, param| spec.wrt(param, DType::F32));
         Ok::<Job, sdpa::SpecErrors>(spec.validate()?.into())
     };
     let packed = AttentionSpec::packed(DType::BF16, square(128), Packed::new()).with_stats().mask("causal".parse()?);

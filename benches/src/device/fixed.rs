@@ -134,9 +134,9 @@ fn is_named(name: &str, texts: &[String]) -> bool {
     texts.is_empty() || texts.iter().any(|text| name.contains(text))
 }
 
-/// Rows with the gradient of a parameter: slopes of heads, a bias of heads and queries, a table, and a bias of all scores.
+/// Rows with the gradient of a parameter: a bias of heads, of heads and queries, a table, and a bias of all scores.
 const LEARNED: [(Row, &str); 4] = [
-    (([4, 32, 32, 4096, 128], "alibi-slopes", "causal"), "slopes"),
+    (([4, 32, 32, 4096, 128], "bias:h", "causal"), "bias"),
     (([4, 32, 32, 4096, 128], "bias:hq", "causal"), "bias"),
     (([1, 16, 16, 4096, 64], "relative-bias:16,128", "causal"), "rel"),
     (([1, 16, 16, 4096, 64], "bias:hqk", "causal"), "bias"),

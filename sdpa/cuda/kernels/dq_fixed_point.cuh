@@ -171,23 +171,21 @@ inline float dq_scale_of_row(const Params& p, int batch, int head, float largest
 // The sum of a number below 2^22 and this one has the number's nearest integer in its low bits: a unit in its last place is 1.
 constexpr float INTEGER_OFFSET = 12582912.0f;
 constexpr uint INTEGER_OFFSET_BITS = 0x4b400000u;
+constexpr float INTEGER_LIMIT = 4194304.0f;
 
 // Rounds element `n` of a thread's dQ to an integer. `scales` has the scales of its first query and of the one eight queries later.
 inline uint rounded_dq(const float (&sums)[DQ], int n, const float2& scales) {
     return __float_as_uint(__fmaf_rn(sums[n], fragment_half(n) ? scales.y : scales.x, INTEGER_OFFSET));
 }
 
-// Returns whether `rounded_dq` rounds these elements right. Only then all results have the sign and the exponent of the offset: one instruction combines
-// those of two elements.
+// Returns false unless `rounded_dq` rounds these elements right. No element is larger than the root of the sum of squares, which takes one FMA for each, and
+// is NaN or infinite if an element is. Where squares may underflow, the square of the scale is infinite, and the comparison is false.
 inline bool rounds_right(const float (&sums)[DQ], const float2& scales) {
-    uint any[2] = {0, 0}, all[2] = {~0u, ~0u};
+    float squares[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int n = 0; n < DQ; n += 2) {
-        const uint one = rounded_dq(sums, n, scales), other = rounded_dq(sums, n + 1, scales);
-        any[n / 2 & 1] |= one | other;
-        all[n / 2 & 1] &= one & other;
-    }
-    return (((any[0] | any[1]) ^ INTEGER_OFFSET_BITS) | ((all[0] & all[1]) ^ INTEGER_OFFSET_BITS)) >> 23 == 0;
+    for (int n = 0; n < DQ; n++) squares[n % 8] = __fmaf_rn(sums[n], sums[n], squares[n % 8]);
+    const float first = (squares[0] + squares[1]) + (squares[4] + squares[5]), second = (squares[2] + squares[3]) + (squares[6] + squares[7]);
+    return first * (scales.x * scales.x) < INTEGER_LIMIT * INTEGER_LIMIT && second * (scales.y * scales.y) < INTEGER_LIMIT * INTEGER_LIMIT;
 }
 
 // Rounds elements of any size. Conversions have an eighth of the throughput of FMAs. Integers have no infinity or NaN, so a query with such an element has the
