@@ -92,7 +92,7 @@ inline bool is_read(const Params& p, const SeqInfo& seq_info, int batch, int kv_
 inline bool is_attended(const Params& p, const Captured& captured, const SeqInfo& seq_info, int batch, int kv_head, int key) {
     const Range queries = attending_queries(p, seq_info, key);
     if (!BATCH_INVARIANT && queries.begin >= queries.end) return false;
-#if KEEP_IS_OF_KEYS
+#if KEEPS_BY_KEY
     return keep(place_at(p, batch, kv_head * p.group, 0, key, 0, 0), captured);
 #else
     return true;

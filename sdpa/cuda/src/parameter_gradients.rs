@@ -19,15 +19,20 @@ pub(crate) struct ParameterGradient {
     /// The caller's memory.
     to: Address,
     /// The f32 accumulator: the caller's memory, or a workspace slot that is rounded to the caller's memory.
-    pub(crate) sum: Address,
+    sum: Address,
     /// The partial sums of warps and where they are, if the order of the additions is fixed.
     partials: Option<(WarpPartials, Address)>,
 }
 
 impl ParameterGradient {
     /// Returns whether the accumulator is a workspace slot, which must be rounded to the caller's memory.
-    pub(crate) fn is_rounded(&self) -> bool {
+    fn is_rounded(&self) -> bool {
         self.dtype != DType::F32
+    }
+
+    /// Returns whether the main kernel adds to the caller's memory.
+    pub(crate) fn is_added_in_place(&self) -> bool {
+        !self.is_rounded() && self.partials.is_none()
     }
 
     /// Returns the address to which the main kernel adds: partial sums, or the accumulator.

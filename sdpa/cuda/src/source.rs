@@ -267,7 +267,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("APPROXIMATE", (forward.dtype == DType::BF16).into()),
         ("DQ_BY_TMA", (tile.sums_bytes() > 0).into()),
         ("FIXED_POINT_DQ", tile.fixed_point.into()),
-        ("KEEP_IS_OF_KEYS", forward.keeps_by_key().into()),
+        ("KEEPS_BY_KEY", forward.keeps_by_key().into()),
         ("BATCH_INVARIANT", forward.batch_invariant.into()),
         ("SCORE_MOD_GAIN_BITS", (problem.gain().unwrap_or(1.0) as f32).next_up().to_bits()),
         ("WITH_HEAD_SPLITS", (tile.shares > 1).into()),

@@ -71,9 +71,9 @@ pub(crate) fn schedule(
     let forward = &backward.forward;
     let mut builder = Builder::new(JobQuery::Backward(problem), forward, (Family::Wgmma, gpu), label(tile));
     let mut entries = vec![(EntryPoint::Backward, tile.shared_bytes()), (EntryPoint::BackwardPreprocess, 0)];
-    entries.extend(
-        backward.has_other_gradients().then_some([(EntryPoint::ReduceGradient, 0), (EntryPoint::ConvertGradient, 0)]).into_iter().flatten(),
-    );
+    if backward.has_other_gradients() {
+        entries.extend([(EntryPoint::ReduceGradient, 0), (EntryPoint::ConvertGradient, 0)]);
+    }
     entries.extend(tile.fixed_point.then_some((EntryPoint::BackwardBounds, 0)));
     let orders_sinks = tile.fixed_point && backward.sink_gradient.is_some();
     entries.extend(orders_sinks.then_some((EntryPoint::SinkGradient, SINKS_SHARED_BYTES)));
@@ -108,10 +108,7 @@ pub(crate) fn schedule(
             .slot("parts of fixed-point sums of dQ", if tile.fixed_point { 4 * rows_of_all / i64::from(tile.queries) } else { 0 }),
     };
     builder.zero_slots(first);
-    gradients
-        .iter()
-        .filter(|gradient| !gradient.is_rounded() && gradient.added() == gradient.sum)
-        .for_each(|gradient| builder.zero(gradient.sum));
+    gradients.iter().filter(|gradient| gradient.is_added_in_place()).for_each(|gradient| builder.zero(gradient.added()));
     let dkv_parts = builder.slot("dK and dV of each thread block", 4 * stored * i64::from(tile.key_sums()));
     let lse = builder.slot("log-sum-exp in base 2", 4 * rows_of_all);
     let delta = builder.slot("delta", 4 * rows_of_all);
